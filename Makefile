@@ -1,0 +1,77 @@
+# `make` alone lists the targets. Needs make and a Python of at least 3.10.
+#
+# Variables:
+#   PYTHON  the interpreter that .venv is made with: make test PYTHON=python3.12
+#   PY      the interpreter that the tools run with. Name one that has what the target needs
+#           (say, a torch built for this machine's GPU) and nothing is installed: make test-gpu PY=python3
+#   ARGS    more arguments for pytest, the example or the benchmark: make test ARGS="-k gather"
+PYTHON ?= python3
+VENV := .venv
+PY ?= $(VENV)/bin/python
+ARGS ?=
+
+# pip must not wait for an answer that nobody gives.
+export PIP_NO_INPUT := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# $(call needs,a b): the stamps of the extras a and b; none where PY names another interpreter.
+# That one finds the package in this directory.
+ifeq ($(PY),$(VENV)/bin/python)
+needs = $(patsubst %,$(VENV)/.has-%,$(1))
+else
+needs =
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+endif
+
+.DEFAULT_GOAL := help
+# Two pips at once in one .venv would break it; the tests use all cores by themselves.
+.NOTPARALLEL:
+.PHONY: help venv demo test test-gpu bench lint style type clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
+
+venv: $(VENV)/.made  ## make .venv, with nothing installed yet
+
+demo: $(call needs,examples)  ## train on real data, on two processes
+	$(PY) examples/digits.py --nproc-per-node 2 $(ARGS)
+
+test: $(call needs,test examples)  ## run the tests, on all cores
+	$(PY) -m pytest -n logical -m "not gpu" $(ARGS)
+
+test-gpu: $(call needs,test examples)  ## run the tests that need a CUDA device, one at a time
+	$(PY) -m pytest -m gpu $(ARGS)
+
+bench: $(call needs,bench)  ## measure against torch.distributed and pytorch-ignite
+	$(PY) benchmarks/bench.py $(ARGS)
+
+lint: $(call needs,lint)  ## check style, the floors (import-linter) and spelling
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -c 'from importlinter.cli import lint_imports_command as run; run(["--no-logo"])'
+	$(PY) -m codespell_lib
+
+style: $(call needs,lint)  ## format the code, and fix what can be fixed
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+type: $(call needs,lint)  ## check types (mypy, strict on the package)
+	$(PY) -m mypy
+
+clean:  ## remove .venv and everything that tools leave behind
+	rm -rf $(VENV) build dist *.egg-info .*_cache runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp for each extra, so that `make demo` installs no linters. setuptools comes first and the
+# package is built with it, not with whatever is newest that day; this also needs no network later on.
+$(VENV)/.made: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "ignite_dist needs Python 3.10 or newer, and \`$(PYTHON)\` is: $$($(PYTHON) --version 2>&1)."; \
+	    echo "Name another one: make $(or $(MAKECMDGOALS),help) PYTHON=python3.12"; exit 1; } >&2
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q -c constraints.txt setuptools wheel
+	@touch $@
+
+$(VENV)/.has-%: $(VENV)/.made setup.cfg
+	$(VENV)/bin/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[$*]'
+	@touch $@

@@ -1,0 +1,142 @@
+"""A model, an optimizer and a data loader, adapted to the live context."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from ignite_dist.context import current_model
+from ignite_dist.samplers import DistributedProxySampler, EpochSampler
+
+__all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
+
+
+def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
+    """A data loader that gives each rank its share of ``dataset``.
+
+    In a world of one it is ``DataLoader(dataset, **kwargs)``. Else
+
+    - ``batch_size`` is the batch of all ranks together and is divided by the world size; a warning says so if
+      that leaves a remainder, or if it is smaller than the world size and therefore kept per rank;
+    - ``num_workers`` is that of all processes of a node and is divided by their number, rounded up;
+    - ``sampler`` may be left out (each rank then gets its share, shuffled unless ``shuffle=False``), be a
+      ``DistributedSampler`` (used as it is) or any other (its draws are shared out);
+    - each full pass is a new epoch for the shuffling, until ``loader.sampler.set_epoch`` is called;
+    - ``pin_memory`` is on by default where the device is a GPU.
+
+    Args:
+        dataset: an ``IterableDataset`` is left to give different data on different ranks by itself.
+        kwargs: those of ``torch.utils.data.DataLoader``.
+
+    Returns:
+        A ``torch.utils.data.DataLoader``.
+    """
+    model = current_model()
+    kwargs.setdefault("pin_memory", model.device().type == "cuda")
+    if model.get_world_size() == 1:
+        return model.wrap_dataloader(DataLoader(dataset, **kwargs))
+    if "batch_size" in kwargs:
+        kwargs["batch_size"] = _per_rank_batch_size(kwargs["batch_size"], model.get_world_size())
+    if kwargs.get("num_workers"):
+        kwargs["num_workers"] = _per_process_workers(kwargs["num_workers"], model.get_nproc_per_node())
+    if "batch_sampler" in kwargs and kwargs["batch_sampler"] is not None:
+        warnings.warn("batch_sampler is used as it is: it has to give each rank its own share.", stacklevel=2)
+    elif not isinstance(dataset, IterableDataset):
+        kwargs["sampler"] = _share(
+            dataset, kwargs.get("sampler"), kwargs.pop("shuffle", None), model.get_world_size(), model.get_rank()
+        )
+    return model.wrap_dataloader(_EpochLoader(dataset, **kwargs))
+
+
+def _per_rank_batch_size(batch_size: int | None, world_size: int) -> int | None:
+    if batch_size is None:
+        return None
+    if batch_size < world_size:
+        warnings.warn(
+            f"batch_size={batch_size} is smaller than the world size {world_size}, so every rank takes batches of "
+            f"{batch_size}: {batch_size * world_size} samples per step.",
+            stacklevel=3,
+        )
+        return batch_size
+    per_rank = batch_size // world_size
+    if batch_size % world_size:
+        warnings.warn(
+            f"batch_size={batch_size} does not divide by the world size {world_size}: every rank takes batches of "
+            f"{per_rank}, {per_rank * world_size} samples per step.",
+            stacklevel=3,
+        )
+    return per_rank
+
+
+def _per_process_workers(num_workers: int, nproc_per_node: int) -> int:
+    return -(-num_workers // nproc_per_node) if num_workers >= nproc_per_node else num_workers
+
+
+def _share(dataset: Dataset[Any], sampler: Any, shuffle: bool | None, world_size: int, rank: int) -> Any:
+    if sampler is None:
+        # Shuffled unless told otherwise, as scripts written for pytorch-ignite rely on.
+        return EpochSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle is not False)
+    if shuffle:
+        raise ValueError("sampler and shuffle=True exclude each other, as in torch's DataLoader.")
+    if not isinstance(sampler, DistributedSampler):
+        return DistributedProxySampler(sampler, num_replicas=world_size, rank=rank)
+    if (sampler.rank, sampler.num_replicas) != (rank, world_size):
+        warnings.warn(
+            f"The DistributedSampler was made for rank {sampler.rank} of {sampler.num_replicas}, but this is rank "
+            f"{rank} of {world_size}.",
+            stacklevel=3,
+        )
+    return sampler
+
+
+class _EpochLoader(DataLoader[Any]):
+    """A data loader that tells its sampler when a pass over it was exhausted.
+
+    The sampler itself cannot know: workers fetch ahead, so a look at the first batch may empty it.
+    """
+
+    def __iter__(self) -> Any:
+        return _until_exhausted(super().__iter__(), self.sampler)
+
+
+def _until_exhausted(batches: Iterator[Any], sampler: Any) -> Iterator[Any]:
+    yield from batches
+    if hasattr(sampler, "advance_epoch"):
+        sampler.advance_epoch()
+
+
+def auto_model(model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
+    """``model`` on :func:`device`, wrapped for the live context.
+
+    torch.distributed with more than one rank: ``DistributedDataParallel``. No context and several GPUs:
+    ``DataParallel``. A module without trainable parameters is not wrapped.
+
+    Args:
+        model: any module.
+        sync_bn: turns BatchNorm into torch's SyncBatchNorm, which needs GPUs; on the CPU it warns and does not.
+        kwargs: those of the wrapping class: ``find_unused_parameters`` and so on.
+
+    Returns:
+        The wrapped module, or ``model`` itself.
+    """
+    live = current_model()
+    device = live.device()
+    if any(value.device != device for value in [*model.parameters(), *model.buffers()]):
+        model.to(device)
+    return live.wrap_model(model, sync_bn=sync_bn, **kwargs)
+
+
+def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+    """``optimizer``, ready for the live context: itself where gradients are reduced by the model's wrapper.
+
+    Args:
+        optimizer: any torch optimizer.
+        kwargs: those of the backend's own wrapper.
+    """
+    return current_model().wrap_optimizer(optimizer, **kwargs)

@@ -1,0 +1,485 @@
+"""What a collective does with a number, a string, a tensor, an object, a tree, a group.
+
+Written once, over the tensor primitives of a computation model. Every function takes the same path on every
+rank: what it does depends on the type, dtype, shape and device type of the value, which ranks share.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from math import prod
+from numbers import Number
+from operator import index
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ignite_dist import reduction, tree
+from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.context import current_model
+from ignite_dist.errors import CollectiveMismatchError
+
+__all__ = [
+    "all_gather",
+    "all_gather_ragged",
+    "all_gather_tensors_with_shapes",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "broadcast_anything",
+    "new_group",
+]
+
+# Tensors of a tree up to this size share a collective: copying them together is cheaper than another one.
+_PACK_BYTES = 1 << 16
+
+
+# --- all_reduce --------------------------------------------------------------------------------------
+
+
+def all_reduce(tensor: Any, op: str = "SUM", group: Any = None, *, inplace: bool = True) -> Any:
+    """Reduce a value over the ranks of a group; every rank of the group calls it and gets the result.
+
+    A tensor is reduced in place and returned: same object, device, dtype and memory layout, whatever the
+    backend. A number, or a tree (dict, list, tuple, named tuple) of numbers and tensors, comes back new:
+    all of a tree's numbers take one collective, in rank order and with Python's own arithmetic, so ints are
+    exact at any size and every rank gets the same bits. Nothing is rounded on the way: a dtype that the
+    backend does not carry is sent as a wider one. Not differentiable.
+
+    Args:
+        tensor: shape ``(*S)`` on every rank, any dtype but quantized and sparse ones; or a number; or a tree.
+        op: "SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR" ("ADASUM" where Horovod has it). AND and OR
+            are bitwise on ints and logical on bools. A NaN anywhere is the MIN and the MAX.
+        group: None for all ranks, a handle of :func:`new_group`, or a list of global ranks. A rank outside
+            gets its value back unchanged.
+        inplace: False leaves a tensor alone and returns a new one.
+
+    Returns:
+        ``(*S)``, of the type that was given.
+
+    Raises:
+        TypeError: a value or dtype that cannot be reduced, or not by ``op``. Nothing was sent.
+        ValueError: an unknown ``op`` or group, memory that overlaps itself. Nothing was sent.
+        CollectiveMismatchError: ranks gave different trees, or another ``op``; raised on all of them.
+
+    Example::
+
+        idist.all_reduce(torch.tensor([1.0, 2.0]))  # on two ranks: tensor([2., 4.]) on both
+        idist.all_reduce({"loss": 0.5, "n": 10})  # {"loss": 1.0, "n": 20} on both
+    """
+    model = current_model()
+    op = reduction.normalize_op(op)
+    if isinstance(tensor, Tensor):
+        plan = _plan(model, op, tensor)
+        if inplace:
+            _check_writable("all_reduce", tensor)
+        members = model.resolve_group(group)
+        if not _is_member(model, members):
+            return tensor
+        return _reduce_tensor(model, tensor if inplace else tensor.detach().clone(), op, plan, members)
+    values = list(tree.leaves(tensor))
+    for value in values:
+        _check_leaf(model, value, op)
+    members = model.resolve_group(group)
+    if not _is_member(model, members):
+        return tensor
+    return tree.rebuild(tensor, iter(_reduce_leaves(model, tensor, values, op, members)))
+
+
+def _check_leaf(model: ComputationModel, value: Any, op: str) -> None:
+    if isinstance(value, Tensor):
+        _plan(model, op, value)
+    elif isinstance(value, Number):
+        reduction.check_number_op(op, value)
+    else:
+        raise TypeError(
+            f"all_reduce takes a tensor, a number, or a dict, list or tuple of them; got {type(value).__name__}. "
+            "Use all_gather for other objects."
+        )
+
+
+class _Plan(NamedTuple):
+    """How a model reduces tensors of one dtype on one device by one operation."""
+
+    device: torch.device
+    carrier: reduction.Carrier | None
+    in_place: bool
+
+
+def _plan(model: ComputationModel, op: str, tensor: Tensor) -> _Plan:
+    """The plan for ``tensor``, from the model's cache but for the first time.
+
+    Raises:
+        TypeError, ValueError: ``op`` does not take such a tensor.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        _check_dense("all_reduce", tensor)
+    key = (op, tensor.dtype, tensor.device)
+    found: _Plan | None = model.plans.get(key)
+    if found is None:
+        reduction.check_op(op, tensor.dtype)
+        if op == "ADASUM" and not model.carries("all_reduce", op, tensor.dtype, tensor.device):
+            raise ValueError(f"ADASUM needs Horovod built with MPI; backend {model.backend()!r} does not have it.")
+        device = _carrying_device(model, tensor)
+        carrier = reduction.find_carrier(
+            op, tensor.dtype, lambda sent, dtype: model.carries("all_reduce", sent, dtype, device)
+        )
+        in_place = device == tensor.device and carrier is not None and carrier.dtype is tensor.dtype
+        found = model.plans[key] = _Plan(device, carrier, in_place)
+    return found
+
+
+def _reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: _Plan, group: Group) -> Tensor:
+    carrier = plan.carrier
+    if plan.in_place and carrier is not None and tensor.is_contiguous():
+        reduced = tensor.detach() if tensor.requires_grad else tensor
+        model._all_reduce(reduced, carrier.op, group)
+        if op == "AVERAGE":
+            reduced /= len(group.ranks)
+        return tensor
+    with torch.no_grad():
+        local = tensor.detach().to(plan.device)
+        if carrier is None:
+            rows = _gather_rows(model, local, group)
+            reduced = reduction.reduce_rows(rows, op, torch.empty_like(local))
+        else:
+            reduced = model._all_reduce(carrier.encode(local).contiguous(), carrier.op, group)
+            if op == "AVERAGE":
+                reduced /= len(group.ranks)
+            reduced = carrier.decode(reduced)
+        tensor.copy_(reduced)
+    return tensor
+
+
+def _reduce_leaves(model: ComputationModel, value: Any, values: list[Any], op: str, group: Group) -> list[Any]:
+    """The leaves reduced: numbers in one collective, small tensors of one dtype and device in one."""
+    reduced = list(values)
+    numbers = [position for position, leaf in enumerate(values) if not isinstance(leaf, Tensor)]
+    if numbers:
+        results = _reduce_numbers(model, value, [values[position] for position in numbers], op, group)
+        for position, result in zip(numbers, results, strict=True):
+            reduced[position] = result
+    packs: dict[Any, list[int]] = {}
+    for position, leaf in enumerate(values):
+        if isinstance(leaf, Tensor):
+            # Only what is equal on all ranks may decide what is packed: a device's type is, its index is not.
+            small = leaf.nbytes <= _PACK_BYTES
+            packs.setdefault((leaf.dtype, leaf.device.type) if small else position, []).append(position)
+    for positions in packs.values():
+        flat = torch.cat([values[position].detach().reshape(-1) for position in positions])
+        plan = _plan(model, op, flat)
+        parts = _reduce_tensor(model, flat, op, plan, group).split([values[position].numel() for position in positions])
+        for position, part in zip(positions, parts, strict=True):
+            reduced[position] = part.view(values[position].shape)
+    return reduced
+
+
+def _reduce_numbers(model: ComputationModel, value: Any, numbers: list[Any], op: str, group: Group) -> list[Any]:
+    described = tree.structure(value, lambda leaf: "tensor" if isinstance(leaf, Tensor) else "number")
+    check = zlib.crc32(f"{op} {described}".encode())
+    gathered = model.gather_objects((check, numbers), group)
+    if any(type(one) is not tuple or one[0] != check for one in gathered):
+        raise CollectiveMismatchError(
+            f"The ranks of one all_reduce gave different values or operations; this one: {op} of {described[:500]}."
+        )
+    return [reduction.reduce_numbers(column, op) for column in zip(*(one[1] for one in gathered), strict=True)]
+
+
+# --- all_gather --------------------------------------------------------------------------------------
+
+
+def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None) -> Any:
+    """Every rank's value, on every rank of the group, all of which call it.
+
+    Args:
+        tensor: a tensor of the same shape ``(*S)``, dtype and device type on every rank; or anything else that
+            can be pickled, of any type and size on each.
+        group: as in :func:`all_reduce`. A rank outside gets its value back unchanged.
+        out: a contiguous tensor of the result's shape and dtype, filled and returned. Worth it in a loop: a fresh
+            result costs page faults.
+
+    Returns:
+        For a tensor ``(*S) -> (group_size * S[0], *S[1:])``, and 0-d ``-> (group_size,)``, in rank order and
+        without a gradient. For anything else a list with one entry per rank; a small object costs one
+        collective, a large one two.
+
+    Raises:
+        TypeError: an object that cannot be pickled. Nothing was sent.
+        ValueError: an unknown group, or an ``out`` that does not fit. Nothing was sent.
+
+    Example::
+
+        idist.all_gather(torch.tensor([rank]))  # on two ranks: tensor([0, 1]) on both
+        idist.all_gather({"rank": rank})  # [{"rank": 0}, {"rank": 1}] on both
+    """
+    model = current_model()
+    is_tensor = isinstance(tensor, Tensor)
+    if out is not None and not is_tensor:
+        raise TypeError(f"out= holds gathered tensors; got a value of type {type(tensor).__name__}.")
+    if is_tensor:
+        _check_dense("all_gather", tensor)
+    members = model.resolve_group(group)
+    if not _is_member(model, members):
+        return tensor
+    if not is_tensor:
+        return model.gather_objects(tensor, members)
+    shape = (len(members.ranks) * (tensor.shape[0] if tensor.dim() else 1), *tensor.shape[1:])
+    if out is not None:
+        _check_out(out, tensor, shape)
+    rows = _gather_rows(model, tensor, members, out=out)
+    return rows.view(shape) if out is None else out
+
+
+def _gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+    """``(*S) -> (group_size, *S)`` for a tensor of any dtype, device and layout."""
+    rows_shape = (len(group.ranks), *tensor.shape)
+    with torch.no_grad():
+        device = _carrying_device(model, tensor)
+        local = tensor.detach().contiguous()
+        as_is = model.carries("all_gather", None, tensor.dtype, device)
+        if out is not None and device == tensor.device:
+            rows = out.detach().view(rows_shape)
+        else:
+            rows = torch.empty(rows_shape, dtype=tensor.dtype, device=device)
+        if as_is:
+            model._all_gather(local.to(device), group, out=rows)
+        else:  # bytes lose nothing
+            model._all_gather(_as_bytes(local.to(device)), group, out=_as_bytes(rows).view(rows_shape[0], -1))
+        if out is not None and device != tensor.device:
+            return out.copy_(rows.view(out.shape))
+        return rows.to(tensor.device)
+
+
+def all_gather_ragged(tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """Tensors of different shapes from every rank, on every rank of the group, all of which call it.
+
+    Args:
+        tensor: any shape, of any number of dimensions; the same dtype on every rank.
+        group: as in :func:`all_reduce`. A rank outside gets ``[tensor]``.
+
+    Returns:
+        One tensor per rank, in rank order, on this rank's device. Two collectives: the shapes, then the data.
+
+    Raises:
+        TypeError: not a tensor; nothing was sent.
+        CollectiveMismatchError: the dtypes differ; raised on every rank.
+    """
+    model = current_model()
+    _check_dense("all_gather_ragged", tensor)
+    members = model.resolve_group(group)
+    if not _is_member(model, members):
+        return [tensor]
+    layouts = model.gather_objects((tensor.dtype, tuple(tensor.shape)), members)
+    if len({dtype for dtype, _ in layouts}) > 1:
+        described = ", ".join(f"rank {r}: {dtype}" for r, (dtype, _) in zip(members.ranks, layouts, strict=True))
+        raise CollectiveMismatchError(f"all_gather_ragged needs one dtype on every rank, got {described}.")
+    return _gather_shapes(model, tensor, [shape for _, shape in layouts], members)
+
+
+def all_gather_tensors_with_shapes(
+    tensor: Tensor, shapes: Sequence[Sequence[int]], group: Any = None
+) -> list[Tensor]:
+    """:func:`all_gather_ragged` where the shapes are known already, for one collective instead of two.
+
+    Args:
+        tensor: of shape ``shapes[i]`` on the ``i``-th rank of the group; the same dtype on every rank.
+        shapes: one shape per rank of the group, the same list on every rank.
+        group: as in :func:`all_reduce`. A rank outside gets ``[tensor]``.
+
+    Returns:
+        One tensor per rank, in rank order, on this rank's device.
+
+    Raises:
+        ValueError: not one shape per rank, or not this tensor's shape in this rank's place. Nothing was sent.
+    """
+    model = current_model()
+    _check_dense("all_gather_tensors_with_shapes", tensor)
+    members = model.resolve_group(group)
+    if not _is_member(model, members):
+        return [tensor]
+    known = [tuple(index(size) for size in shape) for shape in shapes]
+    if len(known) != len(members.ranks):
+        raise ValueError(f"shapes needs one shape per rank: {len(members.ranks)} ranks, {len(known)} shapes.")
+    own = known[members.ranks.index(model.get_rank())]
+    if own != tuple(tensor.shape):
+        raise ValueError(f"shapes says {own} for this rank, but its tensor is {tuple(tensor.shape)}.")
+    return _gather_shapes(model, tensor, known, members)
+
+
+def _gather_shapes(
+    model: ComputationModel, tensor: Tensor, shapes: Sequence[tuple[int, ...]], group: Group
+) -> list[Tensor]:
+    sizes = [prod(shape) for shape in shapes]
+    flat = tensor.detach().reshape(-1)
+    padded = torch.cat([flat, flat.new_empty(max(sizes) - flat.numel())]) if max(sizes) > flat.numel() else flat
+    rows = _gather_rows(model, padded, group)
+    return [row[:size].view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
+
+
+# --- broadcast ---------------------------------------------------------------------------------------
+
+
+def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = None) -> Any:
+    """The value of rank ``src``, on every rank of the group, all of which call it.
+
+    Args:
+        tensor: on ``src`` the value: a tensor, or anything that can be pickled except None. On the others a
+            tensor of the same shape, dtype and device type where ``src`` has one, which is filled in place
+            and returned; anything but None where ``src`` has an object, which is discarded.
+        src: a global rank.
+        safe_mode: the other ranks may pass anything, None included, without knowing what ``src`` sends. A tensor
+            of the right shape, dtype and device type is filled in place; else a new one comes back, on the CPU
+            if it was there on ``src``, else on :func:`device`. Costs one small collective more.
+        group: as in :func:`all_reduce`, with ``src`` in it. A rank outside gets its value back unchanged.
+
+    Returns:
+        The value of ``src``.
+
+    Raises:
+        ValueError: ``src`` is not a rank of the group; ``src`` gives None, or another rank does without
+            ``safe_mode``. Nothing was sent.
+        TypeError: an object that cannot be pickled. Nothing was sent.
+
+    Example::
+
+        idist.broadcast("from 0" if rank == 0 else "")  # "from 0" on every rank
+        idist.broadcast(tensor if rank == 0 else None, safe_mode=True)  # that tensor on every rank
+    """
+    model = current_model()
+    is_src = model.get_rank() == src
+    if tensor is None and (is_src or not safe_mode):
+        raise ValueError(
+            f"broadcast got None on {'the source rank' if is_src else 'a rank that is not the source'}. "
+            "The source needs a value; the others may pass None with safe_mode=True."
+        )
+    if isinstance(tensor, Tensor):
+        _check_dense("broadcast", tensor)
+        _check_writable("broadcast", tensor)
+    members = model.resolve_group(group)
+    _check_src(src, members, model.get_world_size())
+    if not _is_member(model, members):
+        return tensor
+    if safe_mode:
+        return broadcast_anything(model, tensor, src, members)
+    if isinstance(tensor, Tensor):
+        return _broadcast_tensor(model, tensor, src, members)
+    return model.broadcast_object(tensor, src, members)
+
+
+def _check_src(src: int, group: Group, world_size: int) -> None:
+    if not 0 <= src < world_size:
+        raise ValueError(f"src is a global rank in [0, {world_size}), got {src!r}.")
+    if group.ranks and src not in group.ranks:
+        raise ValueError(f"src is a global rank of the group, which has {list(group.ranks)}; got {src}.")
+
+
+def broadcast_anything(model: ComputationModel, value: Any, src: int, group: Group) -> Any:
+    """Broadcast what only ``src`` knows, None too: first what it is, then a tensor's data."""
+    is_src = model.get_rank() == src
+    sent: Any = (None, value)
+    if is_src and isinstance(value, Tensor):
+        sent = ((tuple(value.shape), value.dtype, value.device.type), None)
+    layout, received = model.broadcast_object(sent if is_src else None, src, group)
+    if layout is None:
+        return value if is_src else received
+    shape, dtype, device_type = layout
+    fits = isinstance(value, Tensor) and (tuple(value.shape), value.dtype, value.device.type) == layout
+    if not fits:
+        device = torch.device("cpu") if device_type == "cpu" else model.device()
+        value = torch.empty(shape, dtype=dtype, device=device)
+    return _broadcast_tensor(model, value, src, group)
+
+
+def _broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: Group) -> Tensor:
+    with torch.no_grad():
+        device = _carrying_device(model, tensor)
+        carried = tensor.detach().to(device).contiguous()
+        as_is = model.carries("broadcast", None, tensor.dtype, device)
+        model._broadcast(carried if as_is else _as_bytes(carried), src, group)
+        if carried.data_ptr() != tensor.data_ptr() or carried.device != tensor.device:
+            tensor.detach().copy_(carried)
+    return tensor
+
+
+# --- barrier and groups ------------------------------------------------------------------------------
+
+
+def barrier(group: Any = None) -> None:
+    """Return when every rank of the group has called it.
+
+    Args:
+        group: as in :func:`all_reduce`. A rank outside returns at once.
+    """
+    model = current_model()
+    members = model.resolve_group(group)
+    if _is_member(model, members):
+        model._barrier(members)
+
+
+def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
+    """A handle for a group of ranks, to pass as ``group=``. A list of ranks does as well, and is cached.
+
+    Without options only the members need to call it (MPI, and a default group bound to a device by
+    ``device_id=``: every rank of the world); with options every rank of the world does, in the same order.
+
+    Args:
+        ranks: distinct global ranks; the group's order is ascending.
+        kwargs: options of ``torch.distributed.new_group``: ``backend``, ``timeout``, ``pg_options``, ...
+
+    Returns:
+        What the backend calls a group: for torch a ``ProcessGroup``, and ``GroupMember.NON_GROUP_MEMBER`` on a
+        rank outside.
+
+    Raises:
+        ValueError: ranks that are not ints, given twice or out of range.
+    """
+    return current_model().new_group(ranks, **kwargs)
+
+
+# --- shared ------------------------------------------------------------------------------------------
+
+
+def _is_member(model: ComputationModel, group: Group) -> bool:
+    return group.handle is None or model.get_rank() in group.ranks
+
+
+def _carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
+    """Where ``tensor`` is sent from: where it is, if the backend takes bytes from there."""
+    if model.carries("all_gather", None, torch.uint8, tensor.device):
+        return tensor.device
+    return model._bytes_device()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, as a view of it."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _check_dense(function: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{function} takes a tensor, got {type(tensor).__name__}.")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"{function} takes dense tensors, got {tensor.layout}. Use tensor.to_dense().")
+
+
+def _check_writable(function: str, tensor: Tensor) -> None:
+    if tensor.is_contiguous():
+        return
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(
+            f"{function} writes its result into the tensor, whose elements share memory (as after expand()). "
+            "Pass tensor.clone()."
+        )
+
+
+def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    expected = (shape, tensor.dtype, tensor.device)
+    if (tuple(out.shape), out.dtype, out.device) != expected or not out.is_contiguous():
+        raise ValueError(
+            f"out= must be a contiguous {tensor.dtype} tensor of shape {shape} on {tensor.device}, got "
+            f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
+            f"{'' if out.is_contiguous() else ', not contiguous'}."
+        )
+

@@ -1,0 +1,41 @@
+"""The computation models. This is the one list of the built-in ones, in the order in which contexts are sought."""
+
+from __future__ import annotations
+
+from ignite_dist.comp_models.base import ComputationModel, Group, Topology
+from ignite_dist.comp_models.native import NativeModel
+from ignite_dist.comp_models.registry import (
+    Registry,
+    register_computation_model,
+    registered_computation_models,
+)
+from ignite_dist.comp_models.serial import SerialModel
+
+__all__ = [
+    "ComputationModel",
+    "Group",
+    "NativeModel",
+    "Registry",
+    "SerialModel",
+    "Topology",
+    "has_hvd_support",
+    "has_native_dist_support",
+    "has_xla_support",
+    "register_computation_model",
+    "registered_computation_models",
+]
+
+_BUILT_IN = (SerialModel, NativeModel)
+
+for _model in _BUILT_IN:
+    register_computation_model(_model)
+
+
+def _has_backend_of(name: str) -> bool:
+    return any(model.available_backends for model in _BUILT_IN if model.name == name)
+
+
+# Scripts ask these before they name a backend, so they say what initialize() would accept.
+has_native_dist_support = _has_backend_of("native-dist")
+has_hvd_support = _has_backend_of("horovod-dist")
+has_xla_support = _has_backend_of("xla-dist")

@@ -1,0 +1,361 @@
+"""The interface of a computation model: what differs between backends, and nothing else.
+
+A backend implements the abstract methods over tensors. What is written here on top of them (groups given
+as lists, objects as bytes, the topology of the hosts) is the same for every backend.
+"""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ignite_dist import wire
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["ComputationModel", "Group", "Topology"]
+
+
+class Group(NamedTuple):
+    """A set of ranks that take part in a collective.
+
+    Attributes:
+        handle: what the backend calls it; None is the whole world.
+        ranks: its global ranks, ascending. Empty if the handle says only that this rank is outside.
+    """
+
+    handle: Any
+    ranks: tuple[int, ...]
+
+
+class Topology(NamedTuple):
+    """Where this rank's process runs. Nodes may hold different numbers of processes."""
+
+    local_rank: int
+    nproc_per_node: int
+    nnodes: int
+    node_rank: int
+
+    @classmethod
+    def from_hosts(cls, rank: int, hosts: Sequence[tuple[str, int | None]]) -> Self:
+        """The topology that follows from ``(host name, local rank if known)`` of every rank, in rank order.
+
+        A local rank that comes up twice on one host tells two launches on that host apart: two nodes.
+        """
+        nodes: list[list[int]] = []
+        current: dict[str, int] = {}
+        taken: set[tuple[int, int]] = set()
+        for other, (host, local_rank) in enumerate(hosts):
+            node = current.get(host)
+            if node is None or (local_rank is not None and (node, local_rank) in taken):
+                node = current[host] = len(nodes)
+                nodes.append([])
+            if local_rank is not None:
+                taken.add((node, local_rank))
+            nodes[node].append(other)
+        node_rank = next(position for position, ranks in enumerate(nodes) if rank in ranks)
+        known = hosts[rank][1]
+        local_rank = nodes[node_rank].index(rank) if known is None else known
+        return cls(local_rank, len(nodes[node_rank]), len(nodes), node_rank)
+
+
+class ComputationModel(ABC):
+    """One way to run several processes together.
+
+    An instance stands for one live context: a process group, Horovod between ``init`` and ``shutdown``, the
+    XLA runtime. It is made by :meth:`create_from_context` when somebody else made the context, or by
+    :meth:`create_from_backend`.
+
+    A third party's backend is a subclass under ``@register_computation_model``, or one named by the
+    entry-point group ``ignite_dist.computation_models``.
+    """
+
+    name: ClassVar[str]
+    """What ``model_name()`` returns: ``"native-dist"``, for example."""
+
+    available_backends: ClassVar[tuple[str, ...]]
+    """The backends that this installation can run, by the names that ``initialize`` takes."""
+
+    library: ClassVar[str]
+    """The module without whose import there is no context of this model; contexts are looked for only after."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._everyone: Group | None = None
+        self.plans: dict[Any, Any] = {}  # what the collectives have worked out from carries(), by their own keys
+        self._found_topology: Topology | None = None
+        self._found_node_ranks: dict[int, int] | None = None
+
+    # --- lifecycle ---------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def create_from_context(cls) -> Self | None:
+        """A model of the live context, or None. Called often: must not communicate nor import anything."""
+
+    @classmethod
+    @abstractmethod
+    def create_from_backend(cls, backend: str, **kwargs: Any) -> Self:
+        """Make a context and its model. Every rank calls it; returns when all have."""
+
+    @classmethod
+    @abstractmethod
+    def spawn(cls, entry: Callable[[int], Any], *, backend: str, nproc_per_node: int, **kwargs: Any) -> Any:
+        """Start ``nproc_per_node`` workers here, each of which calls ``entry(local_rank)``.
+
+        ``entry`` makes the context in the worker and ends it; it can be pickled. Returns the list of the
+        results by local rank, or a handle with ``join()`` where ``join=False`` was asked for.
+        """
+
+    @classmethod
+    def can_run(cls, backend: str) -> bool:
+        """Whether ``backend`` is one of this model's."""
+        return backend in cls.available_backends
+
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether the context that made this model is still the live one. Called by every facade function."""
+
+    @abstractmethod
+    def finalize(self) -> None:
+        """End the context after success. Every rank calls it."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the context after a failure on this rank. Waits for nobody."""
+
+    def store(self) -> Store | None:
+        """A key-value store of all ranks, beside the collectives, if the backend has one."""
+        return None
+
+    # --- identity: local, never communicates ---------------------------------------------------------
+
+    @abstractmethod
+    def get_rank(self) -> int: ...
+
+    @abstractmethod
+    def get_world_size(self) -> int: ...
+
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @abstractmethod
+    def backend(self) -> str | None: ...
+
+    # --- topology: the first call may need one exchange, which every rank then makes -------------------
+
+    def get_local_rank(self) -> int:
+        return self._topology().local_rank
+
+    def get_nproc_per_node(self) -> int:
+        return self._topology().nproc_per_node
+
+    def get_nnodes(self) -> int:
+        return self._topology().nnodes
+
+    def get_node_rank(self) -> int:
+        return self._topology().node_rank
+
+    def known_local_rank(self) -> int | None:
+        """The local rank if it is known without asking anybody."""
+        return self._found_topology.local_rank if self._found_topology else None
+
+    def known_topology(self) -> Topology | None:
+        """The topology if it is known without asking anybody."""
+        return self._found_topology
+
+    def set_local_rank(self, local_rank: int) -> None:
+        """What ``idist.set_local_rank`` was told. Models that know better ignore it."""
+
+    def node_ranks(self) -> dict[int, int]:
+        """The global ranks on this node, by local rank. The first call is an exchange."""
+        if self._found_node_ranks is None:
+            node_rank = self.get_node_rank()
+            places = self.gather_objects((node_rank, self.get_local_rank()), self.world())
+            on_node = {local: rank for rank, (node, local) in enumerate(places) if node == node_rank}
+            self._found_node_ranks = on_node
+        return self._found_node_ranks
+
+    def _topology(self) -> Topology:
+        found = self.known_topology()
+        if found is None:
+            host = (socket.gethostname(), self.known_local_rank())
+            found = Topology.from_hosts(self.get_rank(), self.gather_objects(host, self.world()))
+            self._found_topology = found
+        return found
+
+    # --- groups --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
+        """A handle for the ascending global ``ranks``. Without options only the members have to call it."""
+
+    @abstractmethod
+    def _group_ranks(self, handle: Any) -> tuple[int, ...]:
+        """The global ranks of a live handle, ascending; empty if this rank is outside.
+
+        Raises:
+            ValueError: the handle is not one of this model's, or was destroyed.
+        """
+
+    def world(self) -> Group:
+        """The group of all ranks."""
+        if self._everyone is None:
+            self._everyone = Group(None, tuple(range(self.get_world_size())))
+        return self._everyone
+
+    def new_group(self, ranks: Sequence[int], **options: Any) -> Any:
+        """A new handle for ``ranks``, which a list of the same ranks finds again if it has no options."""
+        checked = self._check_ranks(ranks)
+        handle = self._new_group(checked, **options)
+        if not options:
+            self._groups[checked] = Group(handle, checked)
+        return handle
+
+    def resolve_group(self, group: Any) -> Group:
+        """The group that a collective's ``group=`` means: None, a handle, or a list of global ranks.
+
+        Raises:
+            ValueError: a rank out of range or given twice, a handle that was destroyed.
+            TypeError: something else altogether.
+        """
+        if group is None:
+            return self.world()
+        if not isinstance(group, (list, tuple, range)):
+            return Group(group, self._group_ranks(group))
+        key = tuple(group)
+        found = self._groups.get(key) if all(type(rank) is int for rank in key) else None
+        if found is not None:
+            try:
+                self._group_ranks(found.handle)
+            except ValueError:  # somebody destroyed it
+                self._groups = {ranks: other for ranks, other in self._groups.items() if other is not found}
+            else:
+                return found
+        checked = self._check_ranks(key)
+        if checked != key:
+            found = self.resolve_group(checked)
+        elif len(checked) == self.get_world_size():
+            found = self.world()
+        else:
+            found = Group(self._new_group(checked), checked)
+        self._groups[key] = found
+        return found
+
+    def _check_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        world_size = self.get_world_size()
+        try:
+            checked = tuple(sorted(index(rank) for rank in ranks))
+        except TypeError:
+            raise ValueError(f"Ranks of a group are a list of ints, got {ranks!r}.") from None
+        if not checked or len(set(checked)) != len(checked) or checked[0] < 0 or checked[-1] >= world_size:
+            raise ValueError(
+                f"Ranks of a group are distinct and in [0, {world_size}), the world's size; got {list(ranks)}."
+            )
+        return checked
+
+    # --- tensor primitives: contiguous, of a dtype and on a device for which carries() is true ----------
+
+    @abstractmethod
+    def carries(self, collective: str, op: str | None, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether ``collective`` ("all_reduce", "all_gather" or "broadcast") takes such a tensor as it is."""
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: str, group: Group) -> Tensor:
+        """Reduce in place and return ``tensor``."""
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+        """``(*S) -> (group_size, *S)``, into the contiguous ``out`` of that shape if there is one."""
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
+        """In place, and returned. ``src`` is a global rank."""
+
+    @abstractmethod
+    def _barrier(self, group: Group) -> None:
+        """Return when every rank of the group has come."""
+
+    # --- objects, as bytes over the tensor primitives ---------------------------------------------------
+
+    def gather_objects(self, value: Any, group: Group) -> list[Any]:
+        """``value`` of every rank in the group's order. One collective where all fit the header, else two.
+
+        Raises:
+            TypeError: ``value`` cannot be serialised; nothing was sent.
+        """
+        payload = wire.encode(value)
+        rows = self._gather_rows(wire.write_header(payload), len(group.ranks), group)
+        headers = [wire.read_header(row) for row in rows]
+        longest = max(size for size, _ in headers)
+        if longest > wire.INLINE_BYTES:
+            padded = bytearray(longest)
+            padded[: len(payload)] = payload
+            rows = self._gather_rows(padded, len(group.ranks), group)
+        payloads = [
+            row[:size] if inline is None else inline for row, (size, inline) in zip(rows, headers, strict=True)
+        ]
+        return [wire.decode(one) for one in payloads]
+
+    def broadcast_object(self, value: Any, src: int, group: Group) -> Any:
+        """``value`` of the global rank ``src``, on every rank of the group. One collective or two, as above."""
+        return wire.decode(self.broadcast_bytes(wire.encode(value) if self.get_rank() == src else b"", src, group))
+
+    def broadcast_bytes(self, payload: bytes, src: int, group: Group) -> bytes | memoryview:
+        """``payload`` of the global rank ``src``; what the others give is not looked at."""
+        is_src = self.get_rank() == src
+        header = wire.write_header(payload) if is_src else bytearray(wire.HEADER_BYTES)
+        size, inline = wire.read_header(memoryview(self._broadcast_buffer(header, src, group)))
+        if inline is not None:
+            return inline
+        return memoryview(self._broadcast_buffer(bytearray(payload) if is_src else bytearray(size), src, group))
+
+    def _gather_rows(self, buffer: bytearray, group_size: int, group: Group) -> list[memoryview]:
+        device = self._bytes_device()
+        gathered = bytearray(group_size * len(buffer))
+        rows = wire.as_tensor(gathered).view(group_size, len(buffer))
+        if device.type == "cpu":
+            self._all_gather(wire.as_tensor(buffer), group, out=rows)
+        else:
+            rows.copy_(self._all_gather(wire.as_tensor(buffer).to(device), group))
+        view = memoryview(gathered)
+        return [view[start : start + len(buffer)] for start in range(0, len(gathered), len(buffer))]
+
+    def _broadcast_buffer(self, buffer: bytearray, src: int, group: Group) -> bytearray:
+        device = self._bytes_device()
+        tensor = wire.as_tensor(buffer)
+        if device.type == "cpu":
+            self._broadcast(tensor, src, group)
+        else:
+            tensor.copy_(self._broadcast(tensor.to(device), src, group))
+        return buffer
+
+    def _bytes_device(self) -> torch.device:
+        cpu = torch.device("cpu")
+        return cpu if self.carries("all_gather", None, torch.uint8, cpu) else self.device()
+
+    # --- adaptation: identity unless a backend needs something -------------------------------------------
+
+    def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
+        """``model``, which is on :meth:`device` already, ready for this context."""
+        return model
+
+    def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+        """``optimizer``, ready for this context."""
+        return optimizer
+
+    def wrap_dataloader(self, loader: DataLoader[Any]) -> Any:
+        """``loader``, ready for this context."""
+        return loader
+

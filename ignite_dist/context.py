@@ -1,0 +1,259 @@
+"""Which computation model is live, and what it says about this process."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from typing import Any
+
+import torch
+
+from ignite_dist.arguments import did_you_mean
+from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
+
+__all__ = [
+    "abort",
+    "available_backends",
+    "backend",
+    "conclude",
+    "current_model",
+    "device",
+    "finalize",
+    "find_model",
+    "get_local_rank",
+    "get_nnodes",
+    "get_node_rank",
+    "get_nproc_per_node",
+    "get_rank",
+    "get_world_size",
+    "hostname",
+    "initialize",
+    "model_name",
+    "set_local_rank",
+    "show_config",
+    "sync",
+]
+
+_logger = logging.getLogger(__name__)
+_model: ComputationModel = SerialModel()
+
+
+# --- resolving ---------------------------------------------------------------------------------------
+
+
+def current_model() -> ComputationModel:
+    """The computation model of the live context. Never communicates."""
+    model = _model
+    return model if model.is_current() else _resolve()
+
+
+def _resolve() -> ComputationModel:
+    """Look for a context that somebody made since; without one, this process is serial."""
+    global _model
+    loaded = [model for model in registered_computation_models if model.library in sys.modules]
+    for candidate in loaded:
+        found = candidate.create_from_context()
+        if found is not None:
+            _model = found
+            return found
+    # A serial model watches torch.distributed by itself. As long as nothing else that could make a context
+    # has been imported, it need not be asked for again.
+    others = set(loaded) - {SerialModel, NativeModel}
+    _model = SerialModel(num_modules=-1 if others else len(sys.modules))
+    return _model
+
+
+def sync(temporary: bool = False) -> None:
+    """Look for the live context again and use it.
+
+    There is no need to call it: every function of the package notices a context that was made, ended or
+    replaced. It is here for scripts that call it.
+
+    Args:
+        temporary: accepted and without effect; a context is never used for longer than it lives.
+    """
+    _resolve()
+
+
+# --- lifecycle ---------------------------------------------------------------------------------------
+
+
+def available_backends() -> tuple[str, ...]:
+    """The backends that this installation can run, ``("gloo", "nccl")`` for example.
+
+    NCCL counts when torch was built with it, whether or not there is a GPU.
+    """
+    return tuple(backend for model in registered_computation_models for backend in model.available_backends)
+
+
+def find_model(backend: str) -> type[ComputationModel]:
+    """The class of the computation model that runs ``backend``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(backend, str):
+        for model in registered_computation_models:
+            if model.can_run(backend):
+                return model
+    available = available_backends()
+    hint = did_you_mean(str(backend), available) or " Is the package that brings it installed?"
+    raise ValueError(f"Unknown backend {backend!r}. Available: {', '.join(map(repr, available))}.{hint}")
+
+
+def initialize(backend: str, **kwargs: Any) -> None:
+    """Make a distributed context. Every rank calls it; it returns when all have.
+
+    The ranks come from the arguments or from the environment of torchrun, Slurm and whatever else sets
+    ``RANK`` and ``WORLD_SIZE``; with nothing set it is a world of one. Environment variables that scripts
+    read (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``) are set where they are
+    missing, and :func:`finalize` takes back just those.
+
+    Args:
+        backend: one of :func:`available_backends`, or one per device: ``"cpu:gloo,cuda:nccl"``.
+        kwargs: for gloo, NCCL and MPI: ``timeout`` (``datetime.timedelta``; torch's default is 30 minutes,
+            10 for NCCL), ``init_method`` (``"env://"``, ``"file://..."``, ``"tcp://..."``), ``rank`` and
+            ``world_size`` (both, and only with an ``init_method``), ``pg_options``, ``device_id``; see
+            https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group.
+
+    Raises:
+        ValueError: an unknown backend, or arguments that contradict each other or the environment.
+        TypeError: a keyword that the backend does not have.
+        RuntimeError: a context exists already, NCCL without a GPU.
+        EnvironmentVariablesError: the environment is half set.
+        LaunchError: the port of the rendezvous is in use.
+    """
+    global _model
+    _model = find_model(backend).create_from_backend(backend, **kwargs)
+
+
+def finalize() -> None:
+    """End the context: a barrier, then the end of all of its groups. Without a context it does nothing.
+
+    Called while an exception is being handled (in a ``finally``, say) it ends this rank's part at once and
+    waits for nobody: the other ranks get an error from their next collective instead of waiting for ever.
+    """
+    if sys.exc_info()[0] is None:
+        conclude()
+    else:
+        abort()
+
+
+def conclude() -> None:
+    """End the context after success: what :func:`finalize` does when no exception is being handled."""
+    global _model
+    current_model().finalize()
+    _model = SerialModel()
+
+
+def abort() -> None:
+    """End the context after a failure on this rank. Waits for nobody."""
+    global _model
+    current_model().abort()
+    _model = SerialModel()
+
+
+# --- this process ------------------------------------------------------------------------------------
+
+
+def get_rank() -> int:
+    """Rank of this process, in [0, world_size). Never communicates."""
+    return current_model().get_rank()
+
+
+def get_world_size() -> int:
+    """Number of processes of the context; 1 without one. Never communicates."""
+    return current_model().get_world_size()
+
+
+def get_local_rank() -> int:
+    """Rank of this process among those of its node.
+
+    It comes from the environment, else from :func:`set_local_rank`. Where neither says it, the first call
+    finds it from the host names of all ranks; every rank has to make that call.
+    """
+    return current_model().get_local_rank()
+
+
+def get_nproc_per_node() -> int:
+    """Number of processes on this node. The first call may be an exchange, as in :func:`get_local_rank`."""
+    return current_model().get_nproc_per_node()
+
+
+def get_nnodes() -> int:
+    """Number of nodes. The first call may be an exchange, as in :func:`get_local_rank`."""
+    return current_model().get_nnodes()
+
+
+def get_node_rank() -> int:
+    """Rank of this node, in [0, nnodes). The first call may be an exchange, as in :func:`get_local_rank`."""
+    return current_model().get_node_rank()
+
+
+def device() -> torch.device:
+    """The device to put a model and its data on: this rank's accelerator, else ``torch.device("cpu")``."""
+    return current_model().device()
+
+
+def backend() -> str | None:
+    """``"gloo"``, ``"nccl"``, ...; None without a context. Of one backend per device, the accelerator's."""
+    return current_model().backend()
+
+
+def model_name() -> str:
+    """The computation model: ``"serial"``, ``"native-dist"``, ..."""
+    return current_model().name
+
+
+def hostname() -> str:
+    """Name of this host."""
+    return socket.gethostname()
+
+
+def set_local_rank(index: int) -> None:
+    """Say this process's local rank, for a context that was made without ``LOCAL_RANK`` in the environment.
+
+    Args:
+        index: the local rank; what the environment says goes before it.
+    """
+    NativeModel.hint_local_rank(index)
+    current_model().set_local_rank(index)
+
+
+def show_config() -> None:
+    """Log the configuration at INFO level, one fact per line, on rank 0. Never communicates.
+
+    It shows whether or not ``logging`` is configured: without a handler it goes to the standard error.
+    """
+    model = current_model()
+    if model.get_rank() != 0:
+        return
+    local_rank, topology = model.known_local_rank(), model.known_topology()
+    unknown = "not known yet"
+    facts = {
+        "distributed configuration": model.name,
+        "backend": model.backend(),
+        "device": model.device().type,
+        "hostname": hostname(),
+        "world size": model.get_world_size(),
+        "rank": model.get_rank(),
+        "local rank": unknown if local_rank is None else local_rank,
+        "num processes per_node": topology.nproc_per_node if topology else unknown,
+        "num nodes": topology.nnodes if topology else unknown,
+        "node rank": topology.node_rank if topology else unknown,
+    }
+    handler = None if _logger.hasHandlers() else logging.StreamHandler()
+    if handler is not None:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+        _logger.addHandler(handler)
+    try:
+        for name, value in facts.items():
+            # Handled, not logged: who calls this wants to see it, whatever the root logger's level is.
+            record = _logger.makeRecord(
+                _logger.name, logging.INFO, __file__, 0, "%s: %s", (name, value), None, "show_config"
+            )
+            _logger.handle(record)
+    finally:
+        if handler is not None:
+            _logger.removeHandler(handler)

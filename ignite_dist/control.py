@@ -1,0 +1,151 @@
+"""Which rank runs what, and how the others learn how it went."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from ignite_dist import wire
+from ignite_dist.collectives import broadcast_anything
+from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.context import current_model
+from ignite_dist.errors import RankFailedError
+
+__all__ = ["one_rank_first", "one_rank_only"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _Outcome(NamedTuple):
+    """How a rank's part went; ``error_type`` is empty where it went well."""
+
+    rank: int
+    error_type: str = ""
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException | None) -> _Outcome:
+        if error is None:
+            return cls(rank)
+        return cls(rank, type(error).__name__, "".join(traceback.format_exception(error)))
+
+
+def _exchange_outcomes(model: ComputationModel, group: Group, error: BaseException | None) -> None:
+    """Meet the other ranks of ``group`` and tell each other how it went.
+
+    Raises:
+        RankFailedError: another rank failed and this one did not.
+    """
+    outcomes: list[_Outcome] = model.gather_objects(_Outcome.of(model.get_rank(), error), group)
+    failed = [outcome for outcome in outcomes if outcome.error_type]
+    if failed and error is None:
+        raise RankFailedError(*failed[0])
+
+
+def one_rank_only(
+    rank: int = 0, with_barrier: bool = False, broadcast: bool = False
+) -> Callable[[_Function], _Function]:
+    """Decorator: the function runs on one rank; on the others it returns None at once.
+
+    Args:
+        rank: the global rank that runs it.
+        with_barrier: all ranks wait until it has run, and all ranks have to call it.
+        broadcast: its result is returned on every rank, as by :func:`broadcast` (None too). Implies
+            ``with_barrier``.
+
+    Raises:
+        RankFailedError: with ``with_barrier`` or ``broadcast``, on every other rank if the function raises.
+        ValueError: with either of them, a ``rank`` that is not in the world.
+
+    Example::
+
+        @idist.one_rank_only()
+        def log(message): ...
+
+        @idist.one_rank_only(broadcast=True)
+        def make_run_directory(): ...
+    """
+    if callable(rank):
+        raise TypeError("one_rank_only is called before it decorates: write @one_rank_only().")
+
+    def decorate(function: _Function) -> _Function:
+        @wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            model = current_model()
+            group = model.resolve_group(None)
+            if not (with_barrier or broadcast):
+                return function(*args, **kwargs) if model.get_rank() == rank else None
+            _check_rank(rank, model.get_world_size())
+            return _run_on_one(model, group, rank, lambda: function(*args, **kwargs), broadcast)
+
+        return wrapper  # type: ignore[return-value]
+
+    return decorate
+
+
+def _run_on_one(
+    model: ComputationModel, group: Group, rank: int, function: Callable[[], Any], share_result: bool
+) -> Any:
+    result: Any = None
+    if model.get_rank() == rank:
+        try:
+            result = function()
+            if share_result and not isinstance(result, Tensor):
+                wire.encode(result)  # if it cannot be sent, the others have to hear of that instead
+        except BaseException as error:
+            _exchange_outcomes(model, group, error)
+            raise
+    _exchange_outcomes(model, group, None)
+    if not share_result:
+        return result
+    return broadcast_anything(model, result, rank, group)
+
+
+@contextmanager
+def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
+    """Context manager: the block runs on one rank, and on the others when it is through there.
+
+    Every rank enters it. For a download, say, that the others then find on the disk.
+
+    Args:
+        rank: the rank that goes first.
+        local: ``rank`` is a local rank, and goes first on each node; nodes do not wait for each other.
+
+    Raises:
+        ValueError: ``rank`` is not in [0, world_size), or [0, nproc_per_node) with ``local``.
+        RankFailedError: on every other rank (of the node) if the block raises on the first; they do not run
+            it. What they raise in the block themselves later is theirs alone.
+
+    Example::
+
+        with idist.one_rank_first():
+            dataset = download()
+    """
+    model = current_model()
+    group = model.resolve_group(None)
+    first = rank
+    if local:
+        on_node = model.node_ranks()
+        _check_rank(rank, len(on_node))
+        group, first = model.resolve_group(sorted(on_node.values())), on_node[rank]
+    _check_rank(first, model.get_world_size())
+    if model.get_rank() != first:
+        _exchange_outcomes(model, group, None)
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        _exchange_outcomes(model, group, error)
+        raise
+    _exchange_outcomes(model, group, None)
+
+
+def _check_rank(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be in [0, {size}), got {rank}.")

@@ -1,0 +1,53 @@
+"""Slurm's ``srun``. The names are those of https://slurm.schedmd.com/srun.html (OUTPUT ENVIRONMENT VARIABLES)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ignite_dist.environments.base import Environment, read_int, require_range
+from ignite_dist.errors import EnvironmentVariablesError
+
+__all__ = ["detect", "first_host"]
+
+
+def detect(environ: Mapping[str, str]) -> Environment | None:
+    """The environment of a task that ``srun`` started; a step's variables go before the job's.
+
+    Raises:
+        EnvironmentVariablesError: a variable that srun sets for every task is missing.
+    """
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    rank = read_int(environ, "SLURM_PROCID")
+    local_rank = read_int(environ, "SLURM_LOCALID")
+    world_size = read_int(environ, "SLURM_STEP_NUM_TASKS") or read_int(environ, "SLURM_NTASKS")
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if rank is None or local_rank is None or world_size is None or not nodes:
+        required = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_NODELIST")
+        missing = ", ".join(name for name in required if not environ.get(name))
+        raise EnvironmentVariablesError(
+            f"This is a Slurm job (SLURM_JOB_ID is set), but {missing} is missing. Start the script with srun, "
+            "or unset SLURM_JOB_ID to run alone."
+        )
+    return require_range(
+        Environment(
+            launcher="Slurm",
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            nnodes=read_int(environ, "SLURM_STEP_NUM_NODES") or read_int(environ, "SLURM_JOB_NUM_NODES"),
+            node_rank=read_int(environ, "SLURM_NODEID"),
+            main_address=environ.get("MASTER_ADDR") or first_host(nodes),
+            # One port for all tasks that other jobs are unlikely to share: from the job's number.
+            main_port=read_int(environ, "MASTER_PORT") or 15000 + int(environ["SLURM_JOB_ID"][-4:]),
+        )
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm list: ``"gpu[03-05,9],login"`` -> ``"gpu03"``."""
+    prefix, bracket, rest = nodes.partition("[")
+    if "," in prefix or not bracket:
+        return prefix.split(",")[0].strip()
+    numbers, _, suffix = rest.partition("]")
+    return prefix + numbers.replace("-", ",").split(",")[0] + suffix.split(",")[0]

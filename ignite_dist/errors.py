@@ -1,0 +1,106 @@
+"""The errors that this package raises.
+
+Wrong arguments are ``ValueError`` and ``TypeError``; everything that can only happen because several
+processes work together derives from :class:`DistributedError`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+__all__ = [
+    "CollectiveMismatchError",
+    "DistributedError",
+    "EnvironmentVariablesError",
+    "LaunchError",
+    "RankFailedError",
+    "WorkerExitedError",
+    "WorkerRaisedError",
+]
+
+
+class DistributedError(RuntimeError):
+    """Base of every error that has to do with several processes working together."""
+
+
+class EnvironmentVariablesError(DistributedError):
+    """The environment variables of a launcher are half set, or contradict each other."""
+
+
+class LaunchError(DistributedError):
+    """A job could not be started: a port in use, a function that cannot be sent to the workers."""
+
+
+class CollectiveMismatchError(DistributedError):
+    """Ranks entered one collective with values that do not belong together. Raised on every rank of it."""
+
+
+class RankFailedError(DistributedError):
+    """Another rank failed; this rank did not.
+
+    Attributes:
+        rank: the rank that failed first.
+        error_type: the name of what it raised, ``"ValueError"`` for example.
+        traceback: that rank's traceback as text; empty if it died without one.
+    """
+
+    def __init__(self, rank: int, error_type: str, traceback: str, message: str | None = None) -> None:
+        self.rank = rank
+        self.error_type = error_type
+        self.traceback = traceback
+        self.message = message or f"Rank {rank} raised {error_type}; its traceback:\n\n{traceback}"
+        super().__init__(self.message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank, self.error_type, self.traceback, self.message)
+
+
+class WorkerRaisedError(RankFailedError, ProcessRaisedException):
+    """A worker of ``spawn`` raised. Also a ``torch.multiprocessing.ProcessRaisedException``."""
+
+    def __init__(
+        self, rank: int, error_type: str, traceback: str, message: str, error_index: int, error_pid: int
+    ) -> None:
+        ProcessRaisedException.__init__(self, message, error_index, error_pid)
+        RankFailedError.__init__(self, rank, error_type, traceback, message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (
+            self.rank,
+            self.error_type,
+            self.traceback,
+            self.message,
+            self.error_index,
+            self.error_pid,
+        )
+
+
+class WorkerExitedError(RankFailedError, ProcessExitedException):
+    """A worker of ``spawn`` ended without a result: a signal, or an exit of its own.
+
+    Also a ``torch.multiprocessing.ProcessExitedException``, with ``exit_code`` and ``signal_name``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        message: str,
+        error_index: int,
+        error_pid: int,
+        exit_code: int,
+        signal_name: str | None = None,
+    ) -> None:
+        ProcessExitedException.__init__(self, message, error_index, error_pid, exit_code, signal_name)
+        RankFailedError.__init__(self, rank, signal_name or "SystemExit", "", message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (
+            self.rank,
+            self.message,
+            self.error_index,
+            self.error_pid,
+            self.exit_code,
+            self.signal_name,
+        )

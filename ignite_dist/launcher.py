@@ -1,0 +1,215 @@
+"""Start workers, or join those that a launcher has started."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ignite_dist import context, wire
+from ignite_dist.arguments import check_keywords, keywords_of
+
+if TYPE_CHECKING:
+    from ignite_dist.comp_models import ComputationModel
+    from typing_extensions import Self
+
+__all__ = ["Parallel", "spawn"]
+
+_logger = logging.getLogger(__name__)
+
+
+class _Entry:
+    """What a worker runs: it makes the context, calls the user's function and ends the context."""
+
+    def __init__(self, backend: str, call: bytes | tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> None:
+        self.backend = backend
+        self.call = call
+
+    def __call__(self, local_rank: int, **initialize_kwargs: Any) -> Any:
+        function, args, kwargs = wire.decode(self.call) if isinstance(self.call, bytes) else self.call
+        context.initialize(self.backend, **initialize_kwargs)
+        result = function(local_rank, *args, **kwargs)
+        context.conclude()
+        return result
+
+
+def spawn(
+    backend: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs_dict: Mapping[str, Any] | None = None,
+    nproc_per_node: int = 1,
+    **kwargs: Any,
+) -> Any:
+    """Run ``fn(local_rank, *args, **kwargs_dict)`` in ``nproc_per_node`` new processes, in a context of ``backend``.
+
+    On one machine it needs no free port and listens on the loopback interface only. Workers come from a fork
+    server that has torch imported; each sees the launcher's environment, working directory and output of this
+    launch. As with ``torch.multiprocessing``, they import the main module again, so a script starts its work
+    under ``if __name__ == "__main__":``. If ``OMP_NUM_THREADS`` is not set, workers share the cores.
+
+    Args:
+        backend: one of :func:`available_backends`.
+        fn: any function: of a module, a notebook cell, a lambda, a closure.
+        args: its arguments behind the local rank; pickled, or sent by cloudpickle where pickle cannot.
+        kwargs_dict: its keyword arguments, likewise.
+        nproc_per_node: number of processes on this machine.
+        kwargs: for gloo and NCCL ``nnodes`` (1), ``node_rank`` (0), ``master_addr`` and ``master_port`` (needed if
+            ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``), ``timeout`` (``datetime.timedelta``,
+            for collectives), ``start_method`` ("forkserver"; "spawn", "fork"), ``join`` (True), ``daemon`` (False).
+
+    Returns:
+        The list of what ``fn`` returned, one per local process, by local rank. With ``join=False`` at once an
+        object with ``join(timeout=None)``, ``pids()`` and ``terminate()``.
+
+    Raises:
+        RankFailedError: a worker failed. It names the rank that failed first and carries its traceback; it is a
+            ``torch.multiprocessing.ProcessRaisedException`` or ``ProcessExitedException`` as well. The other
+            workers are ended.
+        ValueError, TypeError, RuntimeError, LaunchError: the arguments; nothing was started.
+    """
+    model = context.find_model(backend)
+    if not callable(fn):
+        raise TypeError(f"spawn calls a function in each worker, got {type(fn).__name__}.")
+    if isinstance(nproc_per_node, bool) or not isinstance(nproc_per_node, int) or nproc_per_node < 1:
+        raise ValueError(f"nproc_per_node must be a positive int, got {nproc_per_node!r}.")
+    check_keywords("spawn", kwargs, _spawn_keywords(model))
+    call = (fn, tuple(args), dict(kwargs_dict or {}))
+    entry = _Entry(backend, call if kwargs.get("start_method") == "fork" else _encode_call(call))
+    return model.spawn(entry, backend=backend, nproc_per_node=nproc_per_node, **kwargs)
+
+
+def _spawn_keywords(model: type[ComputationModel]) -> set[str]:
+    return keywords_of(model.spawn) - {"backend", "nproc_per_node"}
+
+
+def _encode_call(call: Any) -> bytes:
+    """The call as bytes; by value where the workers cannot import this process's main module."""
+    main = sys.modules["__main__"]
+    importable = getattr(main, "__spec__", None) is not None or hasattr(main, "__file__")
+    return wire.encode(call) if importable else wire.encode_by_value(call)
+
+
+class Parallel:
+    """Context manager that runs a function in a distributed context, however the script was started.
+
+    With ``nproc_per_node`` it starts the processes itself; without it, it joins those that torchrun, Slurm or
+    another launcher has started; with ``backend=None`` it runs the function in this process.
+
+    Args:
+        backend: one of :func:`available_backends`, or None for no context.
+        nproc_per_node: number of processes to start on this machine.
+        nnodes: number of machines; 1 if not given.
+        node_rank: this machine's number, in [0, nnodes); needed if ``nnodes > 1``.
+        master_addr: address of the machine with ``node_rank=0``; needed if ``nnodes > 1``.
+        master_port: a free port there; needed if ``nnodes > 1``.
+        init_method: ``"file://..."``, for example, in the place of address and port.
+        spawn_kwargs: further keywords of :func:`spawn`.
+
+    Raises:
+        ValueError: an unknown backend, or arguments that do not go together.
+
+    Example::
+
+        with idist.Parallel(backend="gloo", nproc_per_node=2) as parallel:
+            accuracy = parallel.run(train, config)
+    """
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        nproc_per_node: int | None = None,
+        nnodes: int | None = None,
+        node_rank: int | None = None,
+        master_addr: str | None = None,
+        master_port: int | None = None,
+        init_method: str | None = None,
+        **spawn_kwargs: Any,
+    ) -> None:
+        places = {
+            "nproc_per_node": nproc_per_node,
+            "nnodes": nnodes,
+            "node_rank": node_rank,
+            "master_addr": master_addr,
+            "master_port": master_port,
+        }
+        self.backend = backend
+        self.init_method = init_method
+        self._spawn_kwargs: dict[str, Any] | None = None
+        if backend is None:
+            for name, value in {**places, **spawn_kwargs}.items():
+                if value is not None:
+                    raise ValueError(f"backend=None runs in this process, so {name} must be None too, got {value!r}.")
+            return
+        model = context.find_model(backend)
+        check_keywords("Parallel", spawn_kwargs, _spawn_keywords(model))
+        if nproc_per_node is None:
+            self._check_joining({**places, **spawn_kwargs})
+        else:
+            _check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
+            given = {**places, "init_method": init_method, **spawn_kwargs}
+            self._spawn_kwargs = {name: value for name, value in given.items() if value is not None}
+
+    def _check_joining(self, given: Mapping[str, Any]) -> None:
+        ignored = [name for name, value in given.items() if value is not None]
+        if ignored:
+            raise ValueError(
+                f"{', '.join(ignored)} needs nproc_per_node: without it Parallel joins the processes that a launcher "
+                "has started, and the launcher says where they are."
+            )
+
+    def __enter__(self) -> Self:
+        if self.backend is not None and self._spawn_kwargs is None:
+            kwargs = {} if self.init_method is None else {"init_method": self.init_method}
+            context.initialize(self.backend, **kwargs)
+            _logger.info("Initialized backend '%s'", self.backend)
+        return self
+
+    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``func(local_rank, *args, **kwargs)`` in every process.
+
+        Returns:
+            What ``func`` returned in this process; on local rank 0, if processes were started.
+
+        Raises:
+            RankFailedError: a process that was started failed; see :func:`spawn`.
+        """
+        if self.backend is None or self._spawn_kwargs is None:
+            _logger.info("Run '%s' in %d processes", func, context.get_world_size())
+            return func(context.get_local_rank(), *args, **kwargs)
+        _logger.info("Spawn '%s' with %s", func, self._spawn_kwargs)
+        results = spawn(self.backend, func, args=args, kwargs_dict=kwargs, **self._spawn_kwargs)
+        return results[0] if isinstance(results, list) else results
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.backend is None or self._spawn_kwargs is not None:
+            return
+        if error is None:
+            context.conclude()
+            return
+        try:
+            context.abort()
+        except Exception:  # what reaches the user is the exception that ended the block
+            _logger.exception("The context could not be ended after %r", error)
+
+
+def _check_nodes(
+    nproc_per_node: int,
+    nnodes: int | None,
+    node_rank: int | None,
+    master_addr: str | None,
+    master_port: int | None,
+    init_method: str | None,
+) -> None:
+    if nproc_per_node < 1:
+        raise ValueError(f"nproc_per_node must be positive, got {nproc_per_node}.")
+    if nnodes is not None and nnodes < 1:
+        raise ValueError(f"nnodes must be positive, got {nnodes}.")
+    if nnodes is not None and nnodes > 1 and node_rank is None:
+        raise ValueError(f"nnodes={nnodes} needs node_rank, in [0, {nnodes}).")
+    if node_rank is not None and not 0 <= node_rank < (nnodes or 1):
+        raise ValueError(f"node_rank must be in [0, {nnodes or 1}), got {node_rank}.")

@@ -1,0 +1,397 @@
+"""Worker processes on this machine: start them in a fraction of a second, and say which one failed first.
+
+Workers come from Python's fork server, which has torch imported already. What a worker needs of *this*
+launch (the environment, where output goes) is handed to it before anything of the user's is imported.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, reduction
+from multiprocessing.context import BaseContext, get_spawning_popen
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch.distributed import Store, TCPStore
+
+from ignite_dist import wire
+from ignite_dist.errors import LaunchError, RankFailedError, WorkerExitedError, WorkerRaisedError
+
+__all__ = ["Workers", "loopback_only", "serve_store", "start"]
+
+# How long after the first failure the other workers may go on: to report what they died of, no more.
+_GRACE_SECONDS = 1.0
+# How long a worker may take to heed SIGTERM.
+_TERMINATE_SECONDS = 5.0
+
+
+# --- before anything is started ----------------------------------------------------------------------
+
+
+def loopback_only() -> dict[str, str]:
+    """The variables that keep gloo and NCCL on the loopback interface."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}
+
+
+def serve_store(address: str, port: int) -> tuple[Store, str, int]:
+    """A rendezvous store served by this process, and where. Port 0 is a free one.
+
+    Raises:
+        LaunchError: the port is in use.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, port))
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"Cannot serve the rendezvous on {address}:{port}: {error.strerror}. Leave master_addr and "
+            "master_port out: on one machine spawn takes a free port by itself."
+        ) from error
+    listener.listen()
+    port = listener.getsockname()[1]
+    # The store takes the listening socket over, so between bind and use nobody else can get the port.
+    store = TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=False
+    )
+    return store, address, port
+
+
+# --- starting ----------------------------------------------------------------------------------------
+
+
+def start(
+    entry: Callable[..., Any],
+    entry_kwargs: Mapping[str, Any],
+    environs: Sequence[Mapping[str, str]],
+    *,
+    store: Store | None,
+    start_method: str | None,
+    daemon: bool,
+) -> Workers:
+    """Start a worker per environment; worker ``i`` runs ``entry(i, **entry_kwargs)``.
+
+    Args:
+        entry: can be pickled, unless ``start_method`` is "fork".
+        entry_kwargs: can be pickled.
+        environs: what each worker's environment has beside the launcher's own. ``RANK`` is its global rank.
+        store: kept alive as long as the workers.
+        start_method: one of ``multiprocessing``'s; the fork server where there is one.
+        daemon: whether the workers are daemonic processes.
+    """
+    context = _context(start_method)
+    forked = context.get_start_method() == "fork"
+    workers: list[_Worker] = []
+    try:
+        for local_rank, environ in enumerate(environs):
+            receiver, sender = context.Pipe(duplex=False)
+            complete = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+            complete.update(environ)
+            process = context.Process(  # type: ignore[attr-defined]
+                target=_work,
+                args=(entry, local_rank, entry_kwargs, complete if forked else None, sender),
+                name=_Launch(f"rank {environ['RANK']}", complete),
+                daemon=daemon,
+            )
+            process.start()
+            sender.close()
+            workers.append(_Worker(process, receiver, local_rank, int(environ["RANK"])))
+    except BaseException:
+        _end([worker.process for worker in workers])
+        raise
+    return Workers(workers, store)
+
+
+def _context(start_method: str | None) -> BaseContext:
+    allowed = multiprocessing.get_all_start_methods()
+    method = start_method or ("forkserver" if "forkserver" in allowed else "spawn")
+    if method not in allowed:
+        raise ValueError(f"Unknown start_method {method!r}. Allowed here: {', '.join(map(repr, allowed))}.")
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        # No effect on a server that is running already. Not "__main__", Python's default: the main module
+        # is imported in each worker, where it sees the environment of its own launch.
+        server = multiprocessing.forkserver._forkserver
+        wanted = [name for name in server._preload_modules if name != "__main__"]
+        context.set_forkserver_preload(list(dict.fromkeys([*wanted, "torch", "ignite_dist"])))
+    return context
+
+
+class _Launch(str):
+    """A process name that carries the launch's environment and output with it.
+
+    ``multiprocessing`` sends the name first of all, before it imports the main module in the worker, and
+    has no other hook that early.
+    """
+
+    environ: dict[str, str]
+
+    def __new__(cls, name: str, environ: dict[str, str]) -> _Launch:
+        self = super().__new__(cls, name)
+        self.environ = environ
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        popen = get_spawning_popen()
+        outputs = {}
+        if popen is not None and popen.method == "forkserver":  # type: ignore[attr-defined]
+            # The server holds the output of the launcher's first launch; pytest, for one, changes it since.
+            outputs = {fd: reduction.DupFd(fd) for fd in (1, 2) if _is_open(fd)}
+        return _take_over, (str(self), self.environ, outputs)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def _take_over(name: str, environ: Mapping[str, str], outputs: Mapping[int, Any]) -> str:
+    """In the worker: become a process of this launch."""
+    os.environ.clear()
+    os.environ.update(environ)
+    for fd, duplicate in outputs.items():
+        received = duplicate.detach()
+        os.dup2(received, fd)
+        os.close(received)
+    return name
+
+
+# --- in the worker -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a worker died of, as it tells the launcher."""
+
+    time: float
+    error_type: str
+    summary: str
+    traceback: str
+    exit_code: int | None = None
+
+
+def _work(
+    entry: Callable[..., Any],
+    local_rank: int,
+    entry_kwargs: Mapping[str, Any],
+    environ: Mapping[str, str] | None,
+    sender: connection.Connection,
+) -> None:
+    if environ is not None:  # a forked worker has not read its name
+        _take_over("", environ, {})
+    _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    _send(sender, None)
+    try:
+        outcome: bytes | _Failure = wire.encode(entry(local_rank, **entry_kwargs))
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        outcome = _failure(exit_, exit_code=code) if code else wire.encode(None)
+    except BaseException as error:
+        outcome = _failure(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _send(sender, outcome)
+    if isinstance(outcome, _Failure):
+        # Peers see our connections close, which ends their wait; the launcher ends what goes on regardless.
+        sys.exit(outcome.exit_code or 1)
+
+
+def _failure(error: BaseException, exit_code: int | None = None) -> _Failure:
+    text = "".join(traceback.format_exception(error))
+    return _Failure(time.time(), type(error).__name__, f"{type(error).__name__}: {error}", text, exit_code)
+
+
+def _send(sender: connection.Connection, outcome: bytes | _Failure | None) -> None:
+    try:
+        sender.send_bytes(pickle.dumps(outcome))
+    except BrokenPipeError:
+        sys.exit(1)  # the launcher is gone
+
+
+def _set_num_threads(nproc_per_node: int) -> None:
+    """Honour ``OMP_NUM_THREADS``, which torch read when the fork server imported it; else share the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(wanted) if wanted.isdecimal() and int(wanted) else max(1, cores // nproc_per_node))
+
+
+def _end_with_launcher() -> None:
+    """Wait for the launcher's death and follow it, even out of a collective that never ends."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+# --- in the launcher ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    receiver: connection.Connection
+    local_rank: int
+    rank: int
+    started: bool = False
+    done: bool = False
+    result: bytes | None = None
+    failure: _Failure | None = None
+
+    def read(self) -> None:
+        """Take what the worker has sent, until it would block."""
+        try:
+            while self.receiver.poll():
+                message = pickle.loads(self.receiver.recv_bytes())
+                if message is None:
+                    self.started = True
+                elif isinstance(message, _Failure):
+                    self.failure = message
+                else:
+                    self.result = message
+        except (EOFError, OSError):
+            pass  # it has closed its end; its exit code says why
+
+    def reap(self) -> None:
+        """Note how the process ended."""
+        self.read()
+        self.process.join()
+        self.done = True
+        if self.failure is None and self.result is None:
+            code = self.process.exitcode or 0
+            # Its peers may have failed because of it and said so before its end was noticed here.
+            self.failure = _Failure(time.time() - _GRACE_SECONDS, "", "", "", code)
+
+
+class Workers:
+    """The running workers of one launch, in the order of their local ranks."""
+
+    def __init__(self, workers: list[_Worker], store: Store | None) -> None:
+        self._workers = workers
+        self._store = store  # lives in the launcher, so it outlives any worker
+        self._outcome: list[Any] | RankFailedError | None = None
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """The processes, by local rank."""
+        return [worker.process for worker in self._workers]
+
+    def pids(self) -> list[int]:
+        """The process ids, by local rank."""
+        return [int(worker.process.pid or 0) for worker in self._workers]
+
+    def join(self, timeout: float | None = None) -> list[Any] | None:
+        """Wait for the workers: their results by local rank, or None if ``timeout`` seconds pass first.
+
+        Raises:
+            RankFailedError: a worker failed. The one that failed first is named; the others are ended.
+        """
+        if self._outcome is None:
+            try:
+                if not self._wait(timeout):
+                    return None
+            except BaseException:  # Ctrl-C, above all
+                self.terminate()
+                raise
+            self._outcome = self._conclude()
+        if isinstance(self._outcome, RankFailedError):
+            raise self._outcome
+        return self._outcome
+
+    def terminate(self) -> None:
+        """End the workers that still run: SIGTERM, and SIGKILL for those that do not heed it."""
+        _end(self.processes)
+
+    def _wait(self, timeout: float | None) -> bool:
+        """Whether the workers are through: all have ended, or one has failed and the grace is over."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        failed = False
+        while running := [worker for worker in self._workers if not worker.done]:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            waited_for: list[Any] = [worker.process.sentinel for worker in running]
+            waited_for += [worker.receiver for worker in running if worker.result is None and worker.failure is None]
+            ready = set(connection.wait(waited_for, left))
+            if not ready:
+                return failed
+            for worker in running:
+                if worker.receiver in ready:
+                    worker.read()
+                if worker.process.sentinel in ready:
+                    worker.reap()
+            if not failed and any(worker.failure for worker in self._workers):
+                failed, deadline = True, time.monotonic() + _GRACE_SECONDS
+        return True
+
+    def _conclude(self) -> list[Any] | RankFailedError:
+        failed = sorted(
+            (worker for worker in self._workers if worker.failure),
+            key=lambda worker: worker.failure.time,  # type: ignore[union-attr]
+        )
+        if failed:
+            self.terminate()
+        for worker in self._workers:
+            worker.receiver.close()
+        self._store = None
+        if failed:
+            return _error(failed[0], failed[1:])
+        return [wire.decode(worker.result or b"") for worker in self._workers]
+
+
+def _error(first: _Worker, others: Sequence[_Worker]) -> RankFailedError:
+    failure = first.failure
+    assert failure is not None
+    pid = int(first.process.pid or 0)
+    place = f"Rank {first.rank} (pid {pid} on {socket.gethostname()})"
+    after = "".join(
+        f"\nRank {worker.rank} failed after it: {_last_line(worker.failure.summary)}"
+        for worker in others
+        if worker.failure is not None and worker.failure.summary
+    )
+    if failure.exit_code is None:
+        message = f"{place} failed first. Its traceback:\n\n{failure.traceback}{after}"
+        return WorkerRaisedError(first.rank, failure.error_type, failure.traceback, message, first.local_rank, pid)
+    signal_name = signal.Signals(-failure.exit_code).name if failure.exit_code < 0 else None
+    ending = f"was ended by {signal_name}" if signal_name else f"ended with exit code {failure.exit_code}"
+    hint = ""
+    if not first.started:
+        hint = (
+            " before it could begin; its own output says why. Does the script start its work under "
+            "if __name__ == '__main__':, as workers import it?"
+        )
+    return WorkerExitedError(
+        first.rank, f"{place} {ending}{hint}.{after}", first.local_rank, pid, failure.exit_code, signal_name
+    )
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2][:300]
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + _TERMINATE_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()

@@ -1,0 +1,274 @@
+"""What a reduction means: its names, which dtypes it takes, and how it is computed in rank order.
+
+Backends differ in the dtypes and operations that they carry. :func:`find_carrier` says how a reduction
+that a backend cannot do as it stands is sent as one that it can, without rounding anything on the way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "OPS",
+    "Carrier",
+    "check_number_op",
+    "check_op",
+    "find_carrier",
+    "normalize_op",
+    "reduce_numbers",
+    "reduce_rows",
+]
+
+OPS = ("SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR", "ADASUM")
+
+_SPELLINGS = {spelling: op for op in OPS for spelling in (op, op.lower())}
+
+
+def normalize_op(op: str) -> str:
+    """``op`` as it stands in :data:`OPS`.
+
+    Raises:
+        ValueError: there is no such operation.
+    """
+    try:
+        return _SPELLINGS[op]
+    except (KeyError, TypeError):
+        known = _SPELLINGS.get(op.upper()) if isinstance(op, str) else None
+        if known is None:
+            raise ValueError(f"Unknown reduction {op!r}. Allowed: {', '.join(map(repr, OPS))}.") from None
+        return known
+
+
+def check_op(op: str, dtype: torch.dtype) -> None:
+    """Refuse the combinations that have no exact meaning.
+
+    Raises:
+        TypeError: says which and what to do instead.
+    """
+    if op in ("AND", "OR") and (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(f"{op} is bitwise on ints and logical on bools; got {dtype}. Use MIN or MAX.")
+    if op in ("MIN", "MAX") and dtype.is_complex:
+        raise TypeError(f"{op} needs an order, and {dtype} has none. Reduce the absolute values.")
+    if dtype is torch.bool and op in ("SUM", "PRODUCT"):
+        raise TypeError(f"{op} of torch.bool does not fit into a bool. Use tensor.int(), or AND and OR.")
+    if op in ("AVERAGE", "ADASUM") and not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(f"{op} of {dtype} would round. Use tensor.double(), or SUM and divide.")
+
+
+# --- numbers -----------------------------------------------------------------------------------------
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    return a if a != a or a <= b else b  # a NaN wins, as in torch.amin
+
+
+def _maximum(a: Any, b: Any) -> Any:
+    return a if a != a or a >= b else b
+
+
+_NUMBER_OPS: dict[str, Callable[[Any, Any], Any]] = {
+    "SUM": operator.add,
+    "AVERAGE": operator.add,
+    "PRODUCT": operator.mul,
+    "MIN": _minimum,
+    "MAX": _maximum,
+    "AND": operator.and_,
+    "OR": operator.or_,
+}
+
+
+def check_number_op(op: str, number: Any) -> None:
+    """Refuse what :func:`reduce_numbers` cannot do with ``number``, before it is sent.
+
+    Raises:
+        TypeError: a float under AND or OR.
+        ValueError: ADASUM, which is defined on tensors.
+    """
+    if op == "ADASUM":
+        raise ValueError("ADASUM is defined on tensors; got a number. Use SUM or AVERAGE.")
+    if op in ("AND", "OR"):
+        try:
+            operator.and_(number, number)
+        except TypeError:
+            raise TypeError(f"{op} is bitwise on ints and logical on bools; got {number!r}.") from None
+    if op in ("MIN", "MAX") and isinstance(number, complex):
+        raise TypeError(f"{op} needs an order, and complex numbers have none; got {number!r}.")
+
+
+def reduce_numbers(numbers: Sequence[Any], op: str) -> Any:
+    """``numbers``, one per rank, reduced in rank order with Python's own arithmetic.
+
+    Ints are exact at any size; a bool counts as 0 or 1, except under AND and OR; AVERAGE divides at the end.
+    """
+    total = reduce(_NUMBER_OPS[op], numbers)
+    if op == "AVERAGE":
+        return total / len(numbers)
+    if isinstance(total, bool) and op in ("SUM", "PRODUCT"):
+        return int(total)  # a world of one must not return another type than a world of two
+    return total
+
+
+# --- tensors, row by row -----------------------------------------------------------------------------
+
+_ROW_OPS: dict[str, Callable[..., Tensor]] = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "AND": torch.bitwise_and,
+    "OR": torch.bitwise_or,
+}
+
+
+def reduce_rows(rows: Tensor, op: str, out: Tensor) -> Tensor:
+    """Reduce ``rows`` of shape ``(group_size, *out.shape)`` into ``out`` in rank order.
+
+    The order is the rows', so every rank that holds the same rows gets the same bits. Halves are added up as
+    floats and rounded once.
+    """
+    combine = _ROW_OPS[op]
+    halves = rows.dtype in (torch.float16, torch.bfloat16)
+    if len(rows) == 1:
+        return out.copy_(rows[0])
+    total = rows[0].float() if halves else out.copy_(rows[0])
+    for row in rows[1:]:
+        combine(total, row, out=total)
+    return out.copy_(total) if halves else out
+
+
+# --- carriers ----------------------------------------------------------------------------------------
+
+
+class Carrier(NamedTuple):
+    """A reduction in whose place another one, ``op`` over ``dtype``, gives the same result.
+
+    Attributes:
+        op: the operation that is sent; SUM in the place of AVERAGE.
+        dtype: the dtype that is sent.
+        encode: the tensor as it is sent; never the caller's own memory unless it is a view of it.
+        decode: from what came back to the caller's dtype.
+    """
+
+    op: str
+    dtype: torch.dtype
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+
+
+# Lossless, narrowest first. Sums of ints wrap as in the narrow dtype when they are cast back.
+_WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.bool: (torch.uint8, torch.int32, torch.int64),
+    torch.int8: (torch.int32, torch.int64),
+    torch.uint8: (torch.int32, torch.int64),
+    torch.int16: (torch.int32, torch.int64),
+    torch.uint16: (torch.int32, torch.int64),
+    torch.int32: (torch.int64,),
+    torch.uint32: (torch.int64,),
+    torch.float16: (torch.float32, torch.float64),
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+    torch.float8_e4m3fn: (torch.float32, torch.float64),
+    torch.float8_e4m3fnuz: (torch.float32, torch.float64),
+    torch.float8_e5m2: (torch.float32, torch.float64),
+    torch.float8_e5m2fnuz: (torch.float32, torch.float64),
+}
+_REAL = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+_SIGN = {torch.int32: 0x7FFFFFFF, torch.int64: 0x7FFFFFFFFFFFFFFF}
+_BOOL_OPS = {"AND": "MIN", "OR": "MAX", "MIN": "MIN", "MAX": "MAX"}
+
+
+def find_carrier(op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]) -> Carrier | None:
+    """How a tensor of ``dtype`` is reduced by a backend of which ``carries(op, dtype)`` says what it can do.
+
+    None means that no reduction of the backend will do, so the values have to be gathered and reduced on
+    each rank. Only legal combinations (:func:`check_op`) may be asked for.
+    """
+    if op in ("MIN", "MAX") and dtype.is_floating_point:
+        return _ordered_carrier(op, dtype, carries)
+    sent = "SUM" if op == "AVERAGE" else op  # the caller divides what comes back
+    if op == "AVERAGE" and dtype in (torch.float16, torch.bfloat16):
+        return _widened(sent, dtype, carries)  # the sum of a few halves overflows where their mean does not
+    if dtype in _REAL:
+        return _complex_carrier(op, dtype, carries)
+    if carries(sent, dtype):
+        return Carrier(sent, dtype, _same, _same)
+    if dtype is torch.uint64:
+        return _uint64_carrier(sent, carries)
+    return _widened(_BOOL_OPS[op] if dtype is torch.bool else sent, dtype, carries)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _widened(op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]) -> Carrier | None:
+    for wider in _WIDER.get(dtype, ()):
+        if carries(op, wider):
+            return Carrier(op, wider, lambda t, wider=wider: t.to(wider), lambda t: t.to(dtype))  # type: ignore[misc]
+    return None
+
+
+def _ordered_carrier(op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]) -> Carrier | None:
+    """MIN and MAX of floats as MIN and MAX of the ints that are in the same order, NaN at the winning end.
+
+    Backends compare floats with ``<``, so whether a NaN survives depends on the rank it came from; torch's
+    own ``amin`` and ``amax`` return NaN whenever there is one, and so do we.
+    """
+    exact = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    integer = torch.int64 if exact is torch.float64 else torch.int32
+    if not carries(op, integer):
+        return None
+    magnitude = _SIGN[integer]
+    nan_key = magnitude if op == "MAX" else ~magnitude
+
+    def encode(tensor: Tensor) -> Tensor:
+        values = tensor.to(exact)
+        bits = values.view(integer)
+        # IEEE 754: positive floats are ordered as their bits, negative ones the other way round.
+        keys = bits ^ ((bits >> (integer.itemsize * 8 - 1)) & magnitude)
+        return keys.masked_fill_(values.isnan(), nan_key)
+
+    def decode(keys: Tensor) -> Tensor:
+        bits = keys ^ ((keys >> (integer.itemsize * 8 - 1)) & magnitude)
+        return bits.view(exact).to(dtype)
+
+    return Carrier(op, integer, encode, decode)
+
+
+def _complex_carrier(op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]) -> Carrier | None:
+    if op not in ("SUM", "AVERAGE"):
+        return None
+    inner = find_carrier(op, _REAL[dtype], carries)
+    if inner is None:
+        return None
+
+    def encode(tensor: Tensor) -> Tensor:
+        return inner.encode(torch.view_as_real(tensor))
+
+    def decode(carried: Tensor) -> Tensor:
+        return torch.view_as_complex(inner.decode(carried))
+
+    return Carrier(inner.op, inner.dtype, encode, decode)
+
+
+def _uint64_carrier(op: str, carries: Callable[[str, torch.dtype], bool]) -> Carrier | None:
+    """uint64 as int64: the same bits under every operation but MIN and MAX, where the sign bit is flipped."""
+    if not carries(op, torch.int64):
+        return None
+    flip = ~_SIGN[torch.int64] if op in ("MIN", "MAX") else 0
+    return Carrier(
+        op,
+        torch.int64,
+        lambda tensor: tensor.view(torch.int64) ^ flip,
+        lambda carried: (carried ^ flip).view(torch.uint64),
+    )

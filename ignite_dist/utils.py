@@ -1,0 +1,68 @@
+"""The import path of scripts written for ``ignite.distributed.utils``. Everything here lives elsewhere."""
+
+from ignite_dist.collectives import (
+    all_gather,
+    all_gather_tensors_with_shapes,
+    all_reduce,
+    barrier,
+    broadcast,
+    new_group,
+)
+from ignite_dist.comp_models import (
+    has_hvd_support,
+    has_native_dist_support,
+    has_xla_support,
+    registered_computation_models,
+)
+from ignite_dist.context import (
+    available_backends,
+    backend,
+    device,
+    finalize,
+    get_local_rank,
+    get_nnodes,
+    get_node_rank,
+    get_nproc_per_node,
+    get_rank,
+    get_world_size,
+    hostname,
+    initialize,
+    model_name,
+    set_local_rank,
+    show_config,
+    sync,
+)
+from ignite_dist.control import one_rank_first, one_rank_only
+from ignite_dist.launcher import spawn
+
+__all__ = [
+    "all_gather",
+    "all_gather_tensors_with_shapes",
+    "all_reduce",
+    "available_backends",
+    "backend",
+    "barrier",
+    "broadcast",
+    "device",
+    "finalize",
+    "get_local_rank",
+    "get_nnodes",
+    "get_node_rank",
+    "get_nproc_per_node",
+    "get_rank",
+    "get_world_size",
+    "has_hvd_support",
+    "has_native_dist_support",
+    "has_xla_support",
+    "hostname",
+    "initialize",
+    "model_name",
+    "new_group",
+    "one_rank_first",
+    "one_rank_only",
+    "registered_computation_models",
+    "set_local_rank",
+    "show_config",
+    "spawn",
+    "sync",
+]

@@ -49,7 +49,11 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
         warnings.warn("batch_sampler is used as it is: it has to give each rank its own share.", stacklevel=2)
     elif not isinstance(dataset, IterableDataset):
         kwargs["sampler"] = _share(
-            dataset, kwargs.get("sampler"), kwargs.pop("shuffle", None), model.get_world_size(), model.get_rank()
+            dataset,
+            kwargs.get("sampler"),
+            kwargs.pop("shuffle", None),
+            model.get_world_size(),
+            model.get_rank(),
         )
     return model.wrap_dataloader(_EpochLoader(dataset, **kwargs))
 
@@ -59,16 +63,16 @@ def _per_rank_batch_size(batch_size: int | None, world_size: int) -> int | None:
         return None
     if batch_size < world_size:
         warnings.warn(
-            f"batch_size={batch_size} is smaller than the world size {world_size}, so every rank takes batches of "
-            f"{batch_size}: {batch_size * world_size} samples per step.",
+            f"batch_size={batch_size} is smaller than the world size {world_size}, so every rank takes "
+            f"batches of {batch_size}: {batch_size * world_size} samples per step.",
             stacklevel=3,
         )
         return batch_size
     per_rank = batch_size // world_size
     if batch_size % world_size:
         warnings.warn(
-            f"batch_size={batch_size} does not divide by the world size {world_size}: every rank takes batches of "
-            f"{per_rank}, {per_rank * world_size} samples per step.",
+            f"batch_size={batch_size} does not divide by the world size {world_size}: every rank takes "
+            f"batches of {per_rank}, {per_rank * world_size} samples per step.",
             stacklevel=3,
         )
     return per_rank
@@ -88,8 +92,8 @@ def _share(dataset: Dataset[Any], sampler: Any, shuffle: bool | None, world_size
         return DistributedProxySampler(sampler, num_replicas=world_size, rank=rank)
     if (sampler.rank, sampler.num_replicas) != (rank, world_size):
         warnings.warn(
-            f"The DistributedSampler was made for rank {sampler.rank} of {sampler.num_replicas}, but this is rank "
-            f"{rank} of {world_size}.",
+            f"The DistributedSampler was made for rank {sampler.rank} of {sampler.num_replicas}, but this is "
+            f"rank {rank} of {world_size}.",
             stacklevel=3,
         )
     return sampler
@@ -119,7 +123,7 @@ def auto_model(model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
 
     Args:
         model: any module.
-        sync_bn: turns BatchNorm into torch's SyncBatchNorm, which needs GPUs; on the CPU it warns and does not.
+        sync_bn: turns BatchNorm into torch's SyncBatchNorm, which needs GPUs; on the CPU it warns instead.
         kwargs: those of the wrapping class: ``find_unused_parameters`` and so on.
 
     Returns:

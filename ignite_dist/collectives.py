@@ -95,8 +95,8 @@ def _check_leaf(model: ComputationModel, value: Any, op: str) -> None:
         reduction.check_number_op(op, value)
     else:
         raise TypeError(
-            f"all_reduce takes a tensor, a number, or a dict, list or tuple of them; got {type(value).__name__}. "
-            "Use all_gather for other objects."
+            "all_reduce takes a tensor, a number, or a dict, list or tuple of them; got "
+            f"{type(value).__name__}. Use all_gather for other objects."
         )
 
 
@@ -121,7 +121,9 @@ def _plan(model: ComputationModel, op: str, tensor: Tensor) -> _Plan:
     if found is None:
         reduction.check_op(op, tensor.dtype)
         if op == "ADASUM" and not model.carries("all_reduce", op, tensor.dtype, tensor.device):
-            raise ValueError(f"ADASUM needs Horovod built with MPI; backend {model.backend()!r} does not have it.")
+            raise ValueError(
+                f"ADASUM needs Horovod built with MPI; backend {model.backend()!r} does not have it."
+            )
         device = _carrying_device(model, tensor)
         carrier = reduction.find_carrier(
             op, tensor.dtype, lambda sent, dtype: model.carries("all_reduce", sent, dtype, device)
@@ -153,7 +155,9 @@ def _reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: _Plan
     return tensor
 
 
-def _reduce_leaves(model: ComputationModel, value: Any, values: list[Any], op: str, group: Group) -> list[Any]:
+def _reduce_leaves(
+    model: ComputationModel, value: Any, values: list[Any], op: str, group: Group
+) -> list[Any]:
     """The leaves reduced: numbers in one collective, small tensors of one dtype and device in one."""
     reduced = list(values)
     numbers = [position for position, leaf in enumerate(values) if not isinstance(leaf, Tensor)]
@@ -170,21 +174,27 @@ def _reduce_leaves(model: ComputationModel, value: Any, values: list[Any], op: s
     for positions in packs.values():
         flat = torch.cat([values[position].detach().reshape(-1) for position in positions])
         plan = _plan(model, op, flat)
-        parts = _reduce_tensor(model, flat, op, plan, group).split([values[position].numel() for position in positions])
+        reduced_flat = _reduce_tensor(model, flat, op, plan, group)
+        parts = torch.split(reduced_flat, [values[position].numel() for position in positions])
         for position, part in zip(positions, parts, strict=True):
             reduced[position] = part.view(values[position].shape)
     return reduced
 
 
-def _reduce_numbers(model: ComputationModel, value: Any, numbers: list[Any], op: str, group: Group) -> list[Any]:
+def _reduce_numbers(
+    model: ComputationModel, value: Any, numbers: list[Any], op: str, group: Group
+) -> list[Any]:
     described = tree.structure(value, lambda leaf: "tensor" if isinstance(leaf, Tensor) else "number")
     check = zlib.crc32(f"{op} {described}".encode())
     gathered = model.gather_objects((check, numbers), group)
     if any(type(one) is not tuple or one[0] != check for one in gathered):
         raise CollectiveMismatchError(
-            f"The ranks of one all_reduce gave different values or operations; this one: {op} of {described[:500]}."
+            "The ranks of one all_reduce gave different values or operations; this one: "
+            f"{op} of {described[:500]}."
         )
-    return [reduction.reduce_numbers(column, op) for column in zip(*(one[1] for one in gathered), strict=True)]
+    return [
+        reduction.reduce_numbers(column, op) for column in zip(*(one[1] for one in gathered), strict=True)
+    ]
 
 
 # --- all_gather --------------------------------------------------------------------------------------
@@ -194,11 +204,11 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None) -> 
     """Every rank's value, on every rank of the group, all of which call it.
 
     Args:
-        tensor: a tensor of the same shape ``(*S)``, dtype and device type on every rank; or anything else that
-            can be pickled, of any type and size on each.
+        tensor: a tensor of the same shape ``(*S)``, dtype and device type on every rank; or anything else
+            that can be pickled, of any type and size on each.
         group: as in :func:`all_reduce`. A rank outside gets its value back unchanged.
-        out: a contiguous tensor of the result's shape and dtype, filled and returned. Worth it in a loop: a fresh
-            result costs page faults.
+        out: a contiguous tensor of the result's shape and dtype, filled and returned. Worth it in a loop:
+            a fresh result costs page faults.
 
     Returns:
         For a tensor ``(*S) -> (group_size * S[0], *S[1:])``, and 0-d ``-> (group_size,)``, in rank order and
@@ -273,7 +283,9 @@ def all_gather_ragged(tensor: Tensor, group: Any = None) -> list[Tensor]:
         return [tensor]
     layouts = model.gather_objects((tensor.dtype, tuple(tensor.shape)), members)
     if len({dtype for dtype, _ in layouts}) > 1:
-        described = ", ".join(f"rank {r}: {dtype}" for r, (dtype, _) in zip(members.ranks, layouts, strict=True))
+        described = ", ".join(
+            f"rank {r}: {dtype}" for r, (dtype, _) in zip(members.ranks, layouts, strict=True)
+        )
         raise CollectiveMismatchError(f"all_gather_ragged needs one dtype on every rank, got {described}.")
     return _gather_shapes(model, tensor, [shape for _, shape in layouts], members)
 
@@ -313,7 +325,9 @@ def _gather_shapes(
 ) -> list[Tensor]:
     sizes = [prod(shape) for shape in shapes]
     flat = tensor.detach().reshape(-1)
-    padded = torch.cat([flat, flat.new_empty(max(sizes) - flat.numel())]) if max(sizes) > flat.numel() else flat
+    padded = (
+        torch.cat([flat, flat.new_empty(max(sizes) - flat.numel())]) if max(sizes) > flat.numel() else flat
+    )
     rows = _gather_rows(model, padded, group)
     return [row[:size].view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
 
@@ -329,9 +343,10 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
             tensor of the same shape, dtype and device type where ``src`` has one, which is filled in place
             and returned; anything but None where ``src`` has an object, which is discarded.
         src: a global rank.
-        safe_mode: the other ranks may pass anything, None included, without knowing what ``src`` sends. A tensor
-            of the right shape, dtype and device type is filled in place; else a new one comes back, on the CPU
-            if it was there on ``src``, else on :func:`device`. Costs one small collective more.
+        safe_mode: the other ranks may pass anything, None included, without knowing what ``src`` sends.
+            A tensor of the right shape, dtype and device type is filled in place; else a new one comes
+            back, on the CPU if it was there on ``src``, else on :func:`device`. For a tensor it costs one
+            small collective more.
         group: as in :func:`all_reduce`, with ``src`` in it. A rank outside gets its value back unchanged.
 
     Returns:
@@ -429,8 +444,8 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
         kwargs: options of ``torch.distributed.new_group``: ``backend``, ``timeout``, ``pg_options``, ...
 
     Returns:
-        What the backend calls a group: for torch a ``ProcessGroup``, and ``GroupMember.NON_GROUP_MEMBER`` on a
-        rank outside.
+        What the backend calls a group: for torch a ``ProcessGroup``, and
+        ``GroupMember.NON_GROUP_MEMBER`` on a rank outside.
 
     Raises:
         ValueError: ranks that are not ints, given twice or out of range.
@@ -482,4 +497,3 @@ def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:
             f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
             f"{'' if out.is_contiguous() else ', not contiguous'}."
         )
-

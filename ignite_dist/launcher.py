@@ -12,8 +12,9 @@ from ignite_dist import context, wire
 from ignite_dist.arguments import check_keywords, keywords_of
 
 if TYPE_CHECKING:
-    from ignite_dist.comp_models import ComputationModel
     from typing_extensions import Self
+
+    from ignite_dist.comp_models import ComputationModel
 
 __all__ = ["Parallel", "spawn"]
 
@@ -23,7 +24,9 @@ _logger = logging.getLogger(__name__)
 class _Entry:
     """What a worker runs: it makes the context, calls the user's function and ends the context."""
 
-    def __init__(self, backend: str, call: bytes | tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> None:
+    def __init__(
+        self, backend: str, call: bytes | tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+    ) -> None:
         self.backend = backend
         self.call = call
 
@@ -43,7 +46,7 @@ def spawn(
     nproc_per_node: int = 1,
     **kwargs: Any,
 ) -> Any:
-    """Run ``fn(local_rank, *args, **kwargs_dict)`` in ``nproc_per_node`` new processes, in a context of ``backend``.
+    """Run ``fn(local_rank, *args, **kwargs_dict)`` in new processes, in a context of ``backend``.
 
     On one machine it needs no free port and listens on the loopback interface only. Workers come from a fork
     server that has torch imported; each sees the launcher's environment, working directory and output of this
@@ -56,18 +59,19 @@ def spawn(
         args: its arguments behind the local rank; pickled, or sent by cloudpickle where pickle cannot.
         kwargs_dict: its keyword arguments, likewise.
         nproc_per_node: number of processes on this machine.
-        kwargs: for gloo and NCCL ``nnodes`` (1), ``node_rank`` (0), ``master_addr`` and ``master_port`` (needed if
-            ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``), ``timeout`` (``datetime.timedelta``,
-            for collectives), ``start_method`` ("forkserver"; "spawn", "fork"), ``join`` (True), ``daemon`` (False).
+        kwargs: for gloo and NCCL ``nnodes`` (1), ``node_rank`` (0), ``master_addr`` and ``master_port``
+            (needed if ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``), ``timeout`` (a
+            ``datetime.timedelta``, for collectives), ``start_method`` ("forkserver"; "spawn", "fork"),
+            ``join`` (True), ``daemon`` (False).
 
     Returns:
         The list of what ``fn`` returned, one per local process, by local rank. With ``join=False`` at once an
         object with ``join(timeout=None)``, ``pids()`` and ``terminate()``.
 
     Raises:
-        RankFailedError: a worker failed. It names the rank that failed first and carries its traceback; it is a
-            ``torch.multiprocessing.ProcessRaisedException`` or ``ProcessExitedException`` as well. The other
-            workers are ended.
+        RankFailedError: a worker failed. It names the rank that failed first and carries its traceback; it
+            is a ``torch.multiprocessing.ProcessRaisedException`` or ``ProcessExitedException`` as well. The
+            other workers are ended.
         ValueError, TypeError, RuntimeError, LaunchError: the arguments; nothing was started.
     """
     model = context.find_model(backend)
@@ -141,7 +145,9 @@ class Parallel:
         if backend is None:
             for name, value in {**places, **spawn_kwargs}.items():
                 if value is not None:
-                    raise ValueError(f"backend=None runs in this process, so {name} must be None too, got {value!r}.")
+                    raise ValueError(
+                        f"backend=None runs in this process, so {name} must be None too, got {value!r}."
+                    )
             return
         model = context.find_model(backend)
         check_keywords("Parallel", spawn_kwargs, _spawn_keywords(model))
@@ -156,8 +162,8 @@ class Parallel:
         ignored = [name for name, value in given.items() if value is not None]
         if ignored:
             raise ValueError(
-                f"{', '.join(ignored)} needs nproc_per_node: without it Parallel joins the processes that a launcher "
-                "has started, and the launcher says where they are."
+                f"{', '.join(ignored)} needs nproc_per_node: without it Parallel joins the processes that a "
+                "launcher has started, and the launcher says where they are."
             )
 
     def __enter__(self) -> Self:

@@ -24,51 +24,17 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store
 
 from ignite_dist import wire
-from ignite_dist.errors import LaunchError, RankFailedError, WorkerExitedError, WorkerRaisedError
+from ignite_dist.errors import RankFailedError, WorkerExitedError, WorkerRaisedError
 
-__all__ = ["Workers", "loopback_only", "serve_store", "start"]
+__all__ = ["Workers", "start"]
 
 # How long after the first failure the other workers may go on: to report what they died of, no more.
 _GRACE_SECONDS = 1.0
 # How long a worker may take to heed SIGTERM.
 _TERMINATE_SECONDS = 5.0
-
-
-# --- before anything is started ----------------------------------------------------------------------
-
-
-def loopback_only() -> dict[str, str]:
-    """The variables that keep gloo and NCCL on the loopback interface."""
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}
-
-
-def serve_store(address: str, port: int) -> tuple[Store, str, int]:
-    """A rendezvous store served by this process, and where. Port 0 is a free one.
-
-    Raises:
-        LaunchError: the port is in use.
-    """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.bind((address, port))
-    except OSError as error:
-        listener.close()
-        raise LaunchError(
-            f"Cannot serve the rendezvous on {address}:{port}: {error.strerror}. Leave master_addr and "
-            "master_port out: on one machine spawn takes a free port by itself."
-        ) from error
-    listener.listen()
-    port = listener.getsockname()[1]
-    # The store takes the listening socket over, so between bind and use nobody else can get the port.
-    store = TCPStore(
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=False
-    )
-    return store, address, port
 
 
 # --- starting ----------------------------------------------------------------------------------------
@@ -99,7 +65,9 @@ def start(
     try:
         for local_rank, environ in enumerate(environs):
             receiver, sender = context.Pipe(duplex=False)
-            complete = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+            complete = {
+                key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")
+            }
             complete.update(environ)
             process = context.Process(  # type: ignore[attr-defined]
                 target=_work,
@@ -126,7 +94,7 @@ def _context(start_method: str | None) -> BaseContext:
         # No effect on a server that is running already. Not "__main__", Python's default: the main module
         # is imported in each worker, where it sees the environment of its own launch.
         server = multiprocessing.forkserver._forkserver
-        wanted = [name for name in server._preload_modules if name != "__main__"]
+        wanted = [name for name in server._preload_modules if name != "__main__"]  # type: ignore[attr-defined]
         context.set_forkserver_preload(list(dict.fromkeys([*wanted, "torch", "ignite_dist"])))
     return context
 
@@ -148,7 +116,7 @@ class _Launch(str):
     def __reduce__(self) -> tuple[Any, ...]:
         popen = get_spawning_popen()
         outputs = {}
-        if popen is not None and popen.method == "forkserver":  # type: ignore[attr-defined]
+        if popen is not None and popen.method == "forkserver":
             # The server holds the output of the launcher's first launch; pytest, for one, changes it since.
             outputs = {fd: reduction.DupFd(fd) for fd in (1, 2) if _is_open(fd)}
         return _take_over, (str(self), self.environ, outputs)
@@ -230,7 +198,9 @@ def _set_num_threads(nproc_per_node: int) -> None:
     """Honour ``OMP_NUM_THREADS``, which torch read when the fork server imported it; else share the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(int(wanted) if wanted.isdecimal() and int(wanted) else max(1, cores // nproc_per_node))
+    torch.set_num_threads(
+        int(wanted) if wanted.isdecimal() and int(wanted) else max(1, cores // nproc_per_node)
+    )
 
 
 def _end_with_launcher() -> None:
@@ -326,7 +296,9 @@ class Workers:
         while running := [worker for worker in self._workers if not worker.done]:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             waited_for: list[Any] = [worker.process.sentinel for worker in running]
-            waited_for += [worker.receiver for worker in running if worker.result is None and worker.failure is None]
+            waited_for += [
+                worker.receiver for worker in running if worker.result is None and worker.failure is None
+            ]
             ready = set(connection.wait(waited_for, left))
             if not ready:
                 return failed
@@ -366,7 +338,9 @@ def _error(first: _Worker, others: Sequence[_Worker]) -> RankFailedError:
     )
     if failure.exit_code is None:
         message = f"{place} failed first. Its traceback:\n\n{failure.traceback}{after}"
-        return WorkerRaisedError(first.rank, failure.error_type, failure.traceback, message, first.local_rank, pid)
+        return WorkerRaisedError(
+            first.rank, failure.error_type, failure.traceback, message, first.local_rank, pid
+        )
     signal_name = signal.Signals(-failure.exit_code).name if failure.exit_code < 0 else None
     ending = f"was ended by {signal_name}" if signal_name else f"ended with exit code {failure.exit_code}"
     hint = ""

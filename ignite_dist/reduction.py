@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -196,7 +196,7 @@ def find_carrier(op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtyp
     if op in ("MIN", "MAX") and dtype.is_floating_point:
         return _ordered_carrier(op, dtype, carries)
     sent = "SUM" if op == "AVERAGE" else op  # the caller divides what comes back
-    if op == "AVERAGE" and dtype in (torch.float16, torch.bfloat16):
+    if op == "AVERAGE" and dtype.itemsize < 4:
         return _widened(sent, dtype, carries)  # the sum of a few halves overflows where their mean does not
     if dtype in _REAL:
         return _complex_carrier(op, dtype, carries)
@@ -211,14 +211,20 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype)
+
+
 def _widened(op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]) -> Carrier | None:
     for wider in _WIDER.get(dtype, ()):
         if carries(op, wider):
-            return Carrier(op, wider, lambda t, wider=wider: t.to(wider), lambda t: t.to(dtype))  # type: ignore[misc]
+            return Carrier(op, wider, partial(_cast, wider), partial(_cast, dtype))
     return None
 
 
-def _ordered_carrier(op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]) -> Carrier | None:
+def _ordered_carrier(
+    op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]
+) -> Carrier | None:
     """MIN and MAX of floats as MIN and MAX of the ints that are in the same order, NaN at the winning end.
 
     Backends compare floats with ``<``, so whether a NaN survives depends on the rank it came from; torch's
@@ -245,7 +251,9 @@ def _ordered_carrier(op: str, dtype: torch.dtype, carries: Callable[[str, torch.
     return Carrier(op, integer, encode, decode)
 
 
-def _complex_carrier(op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]) -> Carrier | None:
+def _complex_carrier(
+    op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]
+) -> Carrier | None:
     if op not in ("SUM", "AVERAGE"):
         return None
     inner = find_carrier(op, _REAL[dtype], carries)

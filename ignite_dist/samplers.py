@@ -35,8 +35,8 @@ class EpochSampler(_AutoEpoch):
 class DistributedProxySampler(_AutoEpoch):
     """Each rank's share of what another sampler draws.
 
-    Every rank draws the same indices, seeded by the epoch; the global random state is left as it was. A sampler
-    that draws from a generator of its own must be seeded equally on all ranks.
+    Every rank draws the same indices, seeded by the epoch; the global random state is left as it was. A
+    sampler that draws from a generator of its own must be seeded equally on all ranks.
 
     Args:
         sampler: any sampler of constant length that is not distributed already.
@@ -47,7 +47,9 @@ class DistributedProxySampler(_AutoEpoch):
         TypeError: not a sampler, one without a length, or a ``DistributedSampler``.
     """
 
-    def __init__(self, sampler: Sampler[Any], num_replicas: int | None = None, rank: int | None = None) -> None:
+    def __init__(
+        self, sampler: Sampler[Any], num_replicas: int | None = None, rank: int | None = None
+    ) -> None:
         if not isinstance(sampler, Sampler):
             raise TypeError(f"sampler must be a torch Sampler, got {type(sampler).__name__}.")
         if isinstance(sampler, DistributedSampler):

@@ -66,7 +66,7 @@ def encode_by_value(value: Any) -> bytes:
 
 
 def decode(payload: bytes | memoryview) -> Any:
-    """The value that :func:`encode` made ``payload`` from. Only ever called on what ranks of this job sent."""
+    """The value that :func:`encode` made ``payload`` from. Only ever called on what this job's ranks sent."""
     return pickle.loads(payload)
 
 

@@ -1,4 +1,4 @@
-"""The computation models. This is the one list of the built-in ones, in the order in which contexts are sought."""
+"""The computation models: the one list of the built-in ones, in the order in which contexts are sought."""
 
 from __future__ import annotations
 

@@ -88,12 +88,14 @@ class ComputationModel(ABC):
     """The backends that this installation can run, by the names that ``initialize`` takes."""
 
     library: ClassVar[str]
-    """The module without whose import there is no context of this model; contexts are looked for only after."""
+    """The module that makes this model's contexts; they are looked for only after its import."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._everyone: Group | None = None
-        self.plans: dict[Any, Any] = {}  # what the collectives have worked out from carries(), by their own keys
+        self.plans: dict[
+            Any, Any
+        ] = {}  # what the collectives have worked out from carries(), by their own keys
         self._found_topology: Topology | None = None
         self._found_node_ranks: dict[int, int] | None = None
 
@@ -142,29 +144,37 @@ class ComputationModel(ABC):
     # --- identity: local, never communicates ---------------------------------------------------------
 
     @abstractmethod
-    def get_rank(self) -> int: ...
+    def get_rank(self) -> int:
+        """Rank of the caller, in [0, world_size)."""
 
     @abstractmethod
-    def get_world_size(self) -> int: ...
+    def get_world_size(self) -> int:
+        """Number of ranks."""
 
     @abstractmethod
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The device of the caller."""
 
     @abstractmethod
-    def backend(self) -> str | None: ...
+    def backend(self) -> str | None:
+        """The backend's name, one of those that ``initialize`` takes."""
 
     # --- topology: the first call may need one exchange, which every rank then makes -------------------
 
     def get_local_rank(self) -> int:
+        """Rank of the caller on its node."""
         return self._topology().local_rank
 
     def get_nproc_per_node(self) -> int:
+        """Number of ranks on the caller's node."""
         return self._topology().nproc_per_node
 
     def get_nnodes(self) -> int:
+        """Number of nodes."""
         return self._topology().nnodes
 
     def get_node_rank(self) -> int:
+        """Rank of the caller's node, in [0, nnodes)."""
         return self._topology().node_rank
 
     def known_local_rank(self) -> int | None:
@@ -175,7 +185,7 @@ class ComputationModel(ABC):
         """The topology if it is known without asking anybody."""
         return self._found_topology
 
-    def set_local_rank(self, local_rank: int) -> None:
+    def set_local_rank(self, local_rank: int) -> None:  # noqa: B027  # not abstract: most models know it
         """What ``idist.set_local_rank`` was told. Models that know better ignore it."""
 
     def node_ranks(self) -> dict[int, int]:
@@ -261,7 +271,7 @@ class ComputationModel(ABC):
             raise ValueError(f"Ranks of a group are a list of ints, got {ranks!r}.") from None
         if not checked or len(set(checked)) != len(checked) or checked[0] < 0 or checked[-1] >= world_size:
             raise ValueError(
-                f"Ranks of a group are distinct and in [0, {world_size}), the world's size; got {list(ranks)}."
+                f"Ranks of a group are distinct and in [0, {world_size}), the world size; got {list(ranks)}."
             )
         return checked
 
@@ -304,13 +314,19 @@ class ComputationModel(ABC):
             padded[: len(payload)] = payload
             rows = self._gather_rows(padded, len(group.ranks), group)
         payloads = [
-            row[:size] if inline is None else inline for row, (size, inline) in zip(rows, headers, strict=True)
+            row[:size] if inline is None else inline
+            for row, (size, inline) in zip(rows, headers, strict=True)
         ]
         return [wire.decode(one) for one in payloads]
 
     def broadcast_object(self, value: Any, src: int, group: Group) -> Any:
-        """``value`` of the global rank ``src``, on every rank of the group. One collective or two, as above."""
-        return wire.decode(self.broadcast_bytes(wire.encode(value) if self.get_rank() == src else b"", src, group))
+        """``value`` of the global rank ``src`` on every rank of the group. One collective or two, as above.
+
+        Raises:
+            TypeError: ``value`` cannot be serialised; nothing was sent.
+        """
+        payload = wire.encode(value) if self.get_rank() == src else b""
+        return wire.decode(self.broadcast_bytes(payload, src, group))
 
     def broadcast_bytes(self, payload: bytes, src: int, group: Group) -> bytes | memoryview:
         """``payload`` of the global rank ``src``; what the others give is not looked at."""
@@ -319,7 +335,9 @@ class ComputationModel(ABC):
         size, inline = wire.read_header(memoryview(self._broadcast_buffer(header, src, group)))
         if inline is not None:
             return inline
-        return memoryview(self._broadcast_buffer(bytearray(payload) if is_src else bytearray(size), src, group))
+        return memoryview(
+            self._broadcast_buffer(bytearray(payload) if is_src else bytearray(size), src, group)
+        )
 
     def _gather_rows(self, buffer: bytearray, group_size: int, group: Group) -> list[memoryview]:
         device = self._bytes_device()
@@ -358,4 +376,3 @@ class ComputationModel(ABC):
     def wrap_dataloader(self, loader: DataLoader[Any]) -> Any:
         """``loader``, ready for this context."""
         return loader
-

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed import GroupMember, ProcessGroup, Store, distributed_c10d
 from torch.nn import Module
 
-from ignite_dist import environments, processes
+from ignite_dist import environments, processes, rendezvous
 from ignite_dist.arguments import check_keywords
 from ignite_dist.comp_models.base import ComputationModel, Group, Topology
 from ignite_dist.environments import Environment
-from ignite_dist.errors import EnvironmentVariablesError, LaunchError
+from ignite_dist.errors import EnvironmentVariablesError
 from ignite_dist.reduction import reduce_rows
 
 if TYPE_CHECKING:
@@ -116,34 +116,35 @@ class NativeModel(ComputationModel):
     ) -> Self:
         """See ``idist.initialize``; ``kwargs`` go to ``torch.distributed.init_process_group``."""
         _check_initialize(backend, init_method, world_size, rank, timeout, kwargs)
-        environment = _resolve_environment(init_method, rank, world_size)
-        keys = _set_missing(environment)
+        place = rendezvous.find_place(init_method, rank, world_size)
+        variables = rendezvous.set_missing(place)
         hook = sys.excepthook
         try:
+            _select_device(backend, place)
             if timeout is not None:
                 kwargs["timeout"] = timeout
             if backend != dist.Backend.MPI:  # MPI brings its own ranks and needs no store
-                kwargs.update(_rendezvous(cls._num_initialized, init_method, environment, timeout))
-            _select_device(backend, environment)
+                store = rendezvous.join_store(place, init_method, timeout, cls._num_initialized)
+                kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
             dist.init_process_group(backend, **kwargs)
         except BaseException:
-            _unset(keys)
+            rendezvous.unset(variables)
             raise
         NativeModel._num_initialized += 1
         installed_hook = sys.excepthook
 
         def undo() -> None:
-            _unset(keys)
+            rendezvous.unset(variables)
             if sys.excepthook is installed_hook:  # torch chains a new one at every init_process_group
                 sys.excepthook = hook
 
-        model = cls(distributed_c10d._world.default_pg, undo)
+        model = cls(_world(), undo)
         if model.device().type != "cpu":
             model._barrier(model.world())  # makes the communicator now, on the device that was selected
         return model
 
     @classmethod
-    def spawn(
+    def spawn(  # type: ignore[override]  # the keywords are each backend's own
         cls,
         entry: Callable[..., Any],
         *,
@@ -170,15 +171,13 @@ class NativeModel(ComputationModel):
             "GROUP_WORLD_SIZE": str(nnodes),
             "GROUP_RANK": str(node_rank),
         }
-        store = None
+        store, address, port = None, master_addr or "127.0.0.1", master_port or 0
         if nnodes == 1:
-            environ.update(processes.loopback_only())
+            environ.update(rendezvous.loopback_only())
         if init_method in (None, "env://"):
             if nnodes == 1:
-                store, address, port = processes.serve_store(master_addr or "127.0.0.1", master_port or 0)
-                environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # env:// joins the store instead of serving one
-            else:
-                address, port = str(master_addr), int(master_port or 0)
+                store, port = rendezvous.serve_store(address, port)
+                environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # env:// joins the store, nobody serves one
             environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
         ranks = [
             {**environ, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
@@ -240,8 +239,8 @@ class NativeModel(ComputationModel):
         if self._local_rank_hint is not None:
             return self._local_rank_hint
         warnings.warn(
-            "The local rank is not known: nothing in the environment says it. It is found from the host names "
-            "of all ranks now, for which every rank must make this call. Set LOCAL_RANK, or call "
+            "The local rank is not known: nothing in the environment says it. It is found from the host "
+            "names of all ranks now, for which every rank must make this call. Set LOCAL_RANK, or call "
             "idist.set_local_rank(local_rank), to tell it.",
             stacklevel=4,
         )
@@ -262,7 +261,12 @@ class NativeModel(ComputationModel):
     def known_topology(self) -> Topology | None:
         environment = self._environment
         if self._found_topology is None and environment is not None:
-            facts = (environment.local_rank, environment.nproc_per_node, environment.nnodes, environment.node_rank)
+            facts = (
+                environment.local_rank,
+                environment.nproc_per_node,
+                environment.nnodes,
+                environment.node_rank,
+            )
             if None not in facts:
                 self._found_topology = Topology(*facts)  # type: ignore[arg-type]
         return self._found_topology
@@ -283,8 +287,8 @@ class NativeModel(ComputationModel):
             list(ranks),
             backend,
             store,
-            group_name=f"ignite_dist:{digest}:{generation}",
-            timeout=distributed_c10d._get_default_timeout(backend),
+            group_name=f"ignite_dist:{digest}:{generation}",  # type: ignore[arg-type]
+            timeout=distributed_c10d._get_default_timeout(dist.Backend(backend)),
             group_desc=f"ignite_dist:{ranks}",
         )
         if handle is not GroupMember.NON_GROUP_MEMBER:
@@ -302,7 +306,9 @@ class NativeModel(ComputationModel):
         try:
             return tuple(dist.get_process_group_ranks(handle))
         except KeyError:
-            raise ValueError("This ProcessGroup was destroyed, or belongs to a context that has ended.") from None
+            raise ValueError(
+                "This ProcessGroup was destroyed, or belongs to a context that has ended."
+            ) from None
 
     # --- tensor primitives -----------------------------------------------------------------------------
 
@@ -354,12 +360,16 @@ class NativeModel(ComputationModel):
             return model
         device = self.device()
         if sync_bn and device.type == "cpu":
-            warnings.warn("sync_bn=True leaves BatchNorm as it is: torch's SyncBatchNorm needs a GPU.", stacklevel=4)
+            warnings.warn(
+                "sync_bn=True leaves BatchNorm as it is: torch's SyncBatchNorm needs a GPU.", stacklevel=4
+            )
         elif sync_bn:
-            model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         if device.type != "cpu":
             if "device_ids" in kwargs:
-                raise ValueError(f"device_ids is this rank's own device, {device}; got {kwargs['device_ids']!r}.")
+                raise ValueError(
+                    f"device_ids is this rank's own device, {device}; got {kwargs['device_ids']!r}."
+                )
             kwargs["device_ids"] = [device.index]
         return torch.nn.parallel.DistributedDataParallel(model, **kwargs)
 
@@ -367,9 +377,14 @@ class NativeModel(ComputationModel):
 # --- what the context looks like ---------------------------------------------------------------------
 
 
+def _world() -> ProcessGroup:
+    world = distributed_c10d._world.default_pg
+    assert world is not None
+    return world
+
+
 def _backend_per_device() -> dict[str, str]:
-    pairs = (part.split(":") for part in dist.get_backend_config().split(","))
-    return {device: backend for device, backend in pairs}
+    return dict(part.split(":") for part in dist.get_backend_config().split(","))
 
 
 def _accelerator(backends: dict[str, str]) -> str | None:
@@ -425,7 +440,9 @@ def _check_initialize(
 
 def _check_timeout(timeout: timedelta | None) -> None:
     if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout is a datetime.timedelta, got {timeout!r}. Use timedelta(seconds={timeout!r}).")
+        raise TypeError(
+            f"timeout is a datetime.timedelta, got {timeout!r}. Use timedelta(seconds={timeout!r})."
+        )
 
 
 def _check_devices(backend: str, nproc_per_node: int) -> None:
@@ -435,7 +452,9 @@ def _check_devices(backend: str, nproc_per_node: int) -> None:
     if count == 0:
         raise RuntimeError(f"Backend {backend!r} needs a CUDA device, and this machine has none. Use 'gloo'.")
     if nproc_per_node > count:
-        raise ValueError(f"Backend {backend!r} needs a GPU per process: {nproc_per_node} processes, {count} GPUs.")
+        raise ValueError(
+            f"Backend {backend!r} needs a GPU per process: {nproc_per_node} processes, {count} GPUs."
+        )
 
 
 def _check_nodes(
@@ -454,94 +473,14 @@ def _check_nodes(
         )
 
 
-def _resolve_environment(init_method: str | None, rank: int | None, world_size: int | None) -> Environment | None:
-    """The place of this process: what the arguments say, else the environment; None is a world of one.
-
-    Raises:
-        ValueError: the two contradict each other.
-    """
-    environment = environments.detect(os.environ)
-    if rank is None or world_size is None:
-        return environment
-    if environment is None:
-        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "15000")
-        return Environment("arguments", rank, world_size, main_address=address, main_port=int(port))
-    if (environment.rank, environment.world_size) != (rank, world_size):
-        raise ValueError(
-            f"rank={rank}, world_size={world_size} contradict the environment ({environment.launcher}): rank "
-            f"{environment.rank}, world size {environment.world_size}. Leave the arguments out, or unset RANK, "
-            "WORLD_SIZE and LOCAL_RANK."
-        )
-    return environment
-
-
-def _set_missing(environment: Environment | None) -> dict[str, str]:
-    """Set the variables that scripts read and that are not there; what was set is returned."""
-    place = environment or Environment("nobody", rank=0, world_size=1, local_rank=0)
-    wanted = {
-        "RANK": place.rank,
-        "WORLD_SIZE": place.world_size,
-        "LOCAL_RANK": place.local_rank,
-        "MASTER_ADDR": place.main_address,
-        "MASTER_PORT": place.main_port,
-    }
-    missing = {key: str(value) for key, value in wanted.items() if value is not None and not os.environ.get(key)}
-    os.environ.update(missing)
-    return missing
-
-
-def _unset(keys: dict[str, str]) -> None:
-    for key, value in keys.items():
-        if os.environ.get(key) == value:
-            del os.environ[key]
-
-
-def _rendezvous(
-    num_initialized: int, init_method: str | None, environment: Environment | None, timeout: timedelta | None
-) -> dict[str, Any]:
-    """``store``, ``rank`` and ``world_size`` for ``init_process_group``.
-
-    The store's keys carry the number of contexts before this one, because a store may outlive a context: an
-    agent's, a file's, or that of rank 0 while the others are on their way into the next context already.
-    """
-    if environment is None:
-        if init_method not in (None, "env://"):
-            raise ValueError(
-                f"init_method={init_method!r} needs rank= and world_size=, or RANK and WORLD_SIZE in the environment."
-            )
-        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    timeout = timeout or distributed_c10d.default_pg_timeout
-    prefix = f"ignite_dist/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{num_initialized}"
-    rank, world_size = environment.rank, environment.world_size
-    while True:
-        try:
-            served, _, _ = next(dist.rendezvous(init_method or "env://", rank, world_size, timeout=timeout))
-        except dist.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            raise LaunchError(
-                f"Port {environment.main_port} on {environment.main_address} is in use, so rank 0 cannot serve "
-                "the rendezvous there. Another job may still be running; set MASTER_PORT to a free port."
-            ) from error
-        served.set_timeout(timeout)
-        store = dist.PrefixStore(prefix, served)
-        try:
-            if rank == 0:
-                store.set("open", "")
-            else:
-                store.get("open")
-        except dist.DistNetworkError:
-            continue  # the store of the context before, whose rank 0 has closed it meanwhile
-        return {"store": store, "rank": rank, "world_size": world_size}
-
-
-def _select_device(backend: str, environment: Environment | None) -> None:
+def _select_device(backend: str, place: Environment) -> None:
     """Make this rank's own GPU the current one. More ranks than GPUs share them (gloo allows that)."""
     if not torch.cuda.is_available() or backend == "mpi":
         return
-    place = environment or Environment("nobody", rank=0, world_size=1, local_rank=0)
     local_rank = place.rank if place.local_rank is None else place.local_rank
     count = torch.cuda.device_count()
     if "nccl" in backend and place.local_rank is not None and local_rank >= count:
-        raise RuntimeError(f"Local rank {local_rank} has no GPU of its own: NCCL needs one, this node has {count}.")
+        raise RuntimeError(
+            f"Local rank {local_rank} has no GPU of its own: NCCL needs one, this node has {count}."
+        )
     torch.cuda.set_device(local_rank % count)

@@ -49,9 +49,7 @@ class Registry(Sequence[type[ComputationModel]]):
     def __getitem__(self, position: int) -> type[ComputationModel]: ...
     @overload
     def __getitem__(self, position: slice) -> Sequence[type[ComputationModel]]: ...
-    def __getitem__(
-        self, position: int | slice
-    ) -> type[ComputationModel] | Sequence[type[ComputationModel]]:
+    def __getitem__(self, position: int | slice) -> type[ComputationModel] | Sequence[type[ComputationModel]]:
         return self._loaded()[position]
 
     def __len__(self) -> int:

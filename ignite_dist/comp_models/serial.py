@@ -95,7 +95,9 @@ class SerialModel(ComputationModel):
     def _group_ranks(self, handle: Any) -> tuple[int, ...]:
         if handle is None or handle == (0,):
             return (0,)
-        raise ValueError(f"A group of a serial context is a list of ranks or what new_group gave, got {handle!r}.")
+        raise ValueError(
+            f"A group of a serial context is a list of ranks or what new_group gave, got {handle!r}."
+        )
 
     def carries(self, collective: str, op: str | None, dtype: torch.dtype, device: torch.device) -> bool:
         return True
@@ -141,8 +143,8 @@ def _warn_if_launched_with_others() -> None:
         if value.isdecimal() and int(value) > 1:
             _warned = True
             warnings.warn(
-                f"{variable}={value}, so {value} processes were started, but this one runs as a world of one: "
-                "no distributed context was made. Call idist.initialize(backend) first, or use "
+                f"{variable}={value}, so {value} processes were started, but this one runs as a world of "
+                "one: no distributed context was made. Call idist.initialize(backend) first, or use "
                 "idist.Parallel(backend=...).",
                 stacklevel=4,
             )

@@ -24,7 +24,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
         EnvironmentVariablesError: the variables are half set, or not numbers, or out of range.
     """
     for launcher in _LAUNCHERS:
-        environment = launcher.detect(environ)
+        environment: Environment | None = launcher.detect(environ)
         if environment is not None:
             return environment
     return None

@@ -36,7 +36,9 @@ def read_int(environ: Mapping[str, str], name: str) -> int | None:
     try:
         return int(value)
     except ValueError:
-        raise EnvironmentVariablesError(f"The environment variable {name} must be a number, got {value!r}.") from None
+        raise EnvironmentVariablesError(
+            f"The environment variable {name} must be a number, got {value!r}."
+        ) from None
 
 
 def require_range(environment: Environment) -> Environment:

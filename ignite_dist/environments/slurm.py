@@ -1,4 +1,7 @@
-"""Slurm's ``srun``. The names are those of https://slurm.schedmd.com/srun.html (OUTPUT ENVIRONMENT VARIABLES)."""
+"""Slurm's ``srun``.
+
+The names are those of https://slurm.schedmd.com/srun.html (OUTPUT ENVIRONMENT VARIABLES).
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
         required = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_NODELIST")
         missing = ", ".join(name for name in required if not environ.get(name))
         raise EnvironmentVariablesError(
-            f"This is a Slurm job (SLURM_JOB_ID is set), but {missing} is missing. Start the script with srun, "
-            "or unset SLURM_JOB_ID to run alone."
+            f"This is a Slurm job (SLURM_JOB_ID is set), but {missing} is missing. Start the script with "
+            "srun, or unset SLURM_JOB_ID to run alone."
         )
     return require_range(
         Environment(

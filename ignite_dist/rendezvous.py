@@ -1,0 +1,148 @@
+"""How the ranks of torch.distributed find each other: a place in the job for each, and a store for all."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from ignite_dist import environments
+from ignite_dist.environments import Environment
+from ignite_dist.errors import LaunchError
+
+__all__ = ["find_place", "join_store", "loopback_only", "serve_store", "set_missing", "unset"]
+
+_ALONE = Environment("nobody", rank=0, world_size=1, local_rank=0)
+
+
+def find_place(init_method: str | None, rank: int | None, world_size: int | None) -> Environment:
+    """The place of this process: what the arguments say, else the environment, else a world of one.
+
+    Raises:
+        ValueError: the two contradict each other, or an ``init_method`` comes without ranks.
+        EnvironmentVariablesError: the environment is half set.
+    """
+    environment = environments.detect(os.environ)
+    if rank is None or world_size is None:
+        if environment is None and init_method not in (None, "env://"):
+            raise ValueError(
+                f"init_method={init_method!r} needs rank= and world_size=, or RANK and WORLD_SIZE in the "
+                "environment."
+            )
+        return environment or _ALONE
+    if environment is None:
+        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "15000")
+        return Environment("arguments", rank, world_size, main_address=address, main_port=int(port))
+    if (environment.rank, environment.world_size) != (rank, world_size):
+        raise ValueError(
+            f"rank={rank}, world_size={world_size} contradict the environment ({environment.launcher}): "
+            f"rank {environment.rank}, world size {environment.world_size}. Leave the arguments out, or "
+            "unset RANK, WORLD_SIZE and LOCAL_RANK."
+        )
+    return environment
+
+
+def set_missing(place: Environment) -> dict[str, str]:
+    """Set the variables that scripts read and that are not there; what was set is returned."""
+    wanted = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_RANK": place.local_rank,
+        "MASTER_ADDR": place.main_address,
+        "MASTER_PORT": place.main_port,
+    }
+    missing = {
+        key: str(value) for key, value in wanted.items() if value is not None and not os.environ.get(key)
+    }
+    os.environ.update(missing)
+    return missing
+
+
+def unset(variables: dict[str, str]) -> None:
+    """Take back what :func:`set_missing` set, but for what somebody has changed since."""
+    for key, value in variables.items():
+        if os.environ.get(key) == value:
+            del os.environ[key]
+
+
+def join_store(
+    place: Environment, init_method: str | None, timeout: timedelta | None, num_contexts: int
+) -> Store:
+    """The store of all ranks, for ``init_process_group``.
+
+    Its keys carry the number of contexts that this process had before, because a store may outlive a
+    context: an agent's, a file's, or that of rank 0 while the others are on their way into the next
+    context already.
+
+    Raises:
+        LaunchError: the port where rank 0 serves the store is in use.
+    """
+    if place.world_size == 1 and init_method in (None, "env://"):
+        return HashStore()  # nobody else to find, so no port is needed
+    timeout = timeout or default_pg_timeout
+    prefix = f"ignite_dist/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{num_contexts}"
+    while True:
+        served = _connect(place, init_method or "env://", timeout)
+        served.set_timeout(timeout)
+        store = PrefixStore(prefix, served)
+        try:
+            if place.rank == 0:
+                store.set("open", "")
+            else:
+                store.get("open")
+        except DistNetworkError:
+            continue  # it was the store of the context before, which rank 0 has closed meanwhile
+        return store
+
+
+def _connect(place: Environment, init_method: str, timeout: timedelta) -> Store:
+    try:
+        store: Store = next(dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0]
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise LaunchError(
+            f"Rank 0 cannot serve the rendezvous of {init_method} on {place.main_address}:{place.main_port}: "
+            "the port is in use. Another job may still be running there; set MASTER_PORT to a free port."
+        ) from error
+    return store
+
+
+def serve_store(address: str, port: int) -> tuple[Store, int]:
+    """A store served by this process, and its port; port 0 stands for a free one.
+
+    Raises:
+        LaunchError: the port is in use, or the address is not one of this machine.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, port))
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"Cannot serve the rendezvous on {address}:{port}: {error.strerror}. Leave master_addr and "
+            "master_port out: on one machine spawn takes a free port by itself."
+        ) from error
+    listener.listen()
+    port = listener.getsockname()[1]
+    # The store takes the listening socket over, so nobody else can get the port between bind and use.
+    store = TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=False,
+    )
+    return store, port
+
+
+def loopback_only() -> dict[str, str]:
+    """The variables that keep gloo and NCCL on the loopback interface."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from worlds import SerialWorld, SpawnedWorld
+
+_FACTORIES = {
+    "serial": SerialWorld,
+    "gloo-2": lambda: SpawnedWorld("gloo", 2),
+    "gloo-3": lambda: SpawnedWorld("gloo", 3),
+    "gloo-4": lambda: SpawnedWorld("gloo", 4),
+    # On one GPU: NCCL takes a world of one, gloo carries CUDA tensors between two ranks that share it.
+    "nccl-1": lambda: SpawnedWorld("nccl", 1),
+    "gloo-cuda-2": lambda: SpawnedWorld("gloo", 2),
+}
+_ON_A_GPU = ("nccl-1", "gloo-cuda-2")
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[dict[str, Any]]:
+    """The worlds that are running, by name."""
+    running: dict[str, Any] = {}
+    yield running
+    for world in running.values():
+        world.close()
+
+
+def _params() -> list[Any]:
+    needs_gpu = [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ]
+    return [pytest.param(name, marks=needs_gpu if name in _ON_A_GPU else []) for name in _FACTORIES]
+
+
+@pytest.fixture(params=_params())
+def world(request: pytest.FixtureRequest, worlds: dict[str, Any]) -> Any:
+    """A world to run a case in; its workers are shared with the other cases."""
+    if request.param not in worlds:
+        worlds[request.param] = _FACTORIES[request.param]()
+    return worlds[request.param]

@@ -1,0 +1,109 @@
+"""Groups, on every model: a handle or a list of ranks, on every collective."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from worlds import on_every_rank, raises
+
+import ignite_dist as idist
+from ignite_dist.context import current_model
+
+
+def some_groups() -> list[list[int]]:
+    last = idist.get_world_size() - 1
+    return [[0], [last], sorted({0, last}), list(range(last + 1)), list(range(last)) or [0]]
+
+
+@on_every_rank
+def test_every_collective_takes_a_list_and_a_handle() -> None:
+    rank = idist.get_rank()
+    for ranks in some_groups():
+        for group in (ranks, tuple(ranks), idist.new_group(ranks), ranks):
+            inside, size = rank in ranks, len(ranks)
+            tensor = torch.full((5,), rank + 1, device=idist.device())
+            assert idist.all_reduce(tensor, group=group) is tensor
+            assert tensor.tolist() == [sum(r + 1 for r in ranks) if inside else rank + 1] * 5
+            assert idist.all_reduce(rank, "MAX", group) == (max(ranks) if inside else rank)
+            gathered = idist.all_gather(torch.tensor([rank], device=idist.device()), group)
+            assert gathered.tolist() == (ranks if inside else [rank])
+            assert idist.all_gather(f"é{rank}", group=group) == (
+                [f"é{r}" for r in ranks] if inside else f"é{rank}"
+            )
+            ragged = idist.all_gather_ragged(torch.full((rank,), rank, device=idist.device()), group=group)
+            assert [len(one) for one in ragged] == (ranks if inside else [rank])
+            shapes = [[r, 2] for r in ranks]
+            shaped = idist.all_gather_tensors_with_shapes(
+                torch.ones(rank, 2, device=idist.device()), shapes, group
+            )
+            assert [list(one.shape) for one in shaped] == (shapes if inside else [[rank, 2]])
+            src = ranks[-1]
+            assert idist.broadcast(rank, src=src, group=group) == (src if inside else rank)
+            sent = torch.tensor([rank], device=idist.device())
+            assert idist.broadcast(sent, src=src, group=group) is sent and sent.item() == (
+                src if inside else rank
+            )
+            safe = idist.broadcast({"r": rank}, src=src, safe_mode=True, group=group)
+            assert safe == {"r": src if inside else rank}
+            idist.barrier(group=group)
+            assert size == len(gathered) or not inside
+
+
+@on_every_rank
+def test_members_only() -> None:
+    """A rank outside need not call; ranks that made different groups before do not wait for each other."""
+    rank, world_size = idist.get_rank(), idist.get_world_size()
+    for _ in range(rank):
+        idist.new_group([rank])
+    pairs = [[first, first + 1] for first in range(0, world_size - 1, 2)]
+    for pair in pairs:
+        if rank in pair:
+            assert idist.all_reduce(1, group=pair) == 2
+            assert idist.all_gather(torch.tensor(rank, device=idist.device()), pair).tolist() == pair
+    assert idist.all_reduce(1) == world_size
+
+
+@on_every_rank
+def test_the_order_of_a_list_is_ascending() -> None:
+    everyone = list(range(idist.get_world_size()))
+    assert idist.all_gather(idist.get_rank(), group=everyone[::-1]) == everyone
+    some = everyone[1:][::-1] or [0]
+    if idist.get_rank() in some:
+        assert idist.all_gather(idist.get_rank(), group=some) == some[::-1]
+
+
+@on_every_rank
+def test_a_list_is_made_into_a_group_once() -> None:
+    """10,000 calls leave the numbers of threads and open files as they are."""
+    rank, last = idist.get_rank(), idist.get_world_size() - 1
+    group = [0, last] if last else [0]
+    process = psutil.Process()
+    idist.all_reduce(torch.ones(1, device=idist.device()), group=group)
+    before = process.num_threads(), process.num_fds()
+    for _ in range(10_000 if rank in group and last <= 1 else 500):
+        idist.all_reduce(torch.ones(1, device=idist.device()), group=group)
+    assert (process.num_threads(), process.num_fds()) == before
+
+
+@on_every_rank
+def test_a_handle_is_found_again_by_its_ranks() -> None:
+    ranks = [0, idist.get_world_size() - 1] if idist.get_world_size() > 2 else [0]
+    handle = idist.new_group(ranks)
+    assert current_model().resolve_group(ranks).handle is handle
+
+
+@on_every_rank
+def test_wrong_groups() -> None:
+    world_size = idist.get_world_size()
+    for wrong in ([0, 0], [world_size], [-1], [], [0.5], ["0"], [[0]]):
+        with raises(ValueError, "Ranks of a group"):
+            idist.all_reduce(torch.ones(1), group=wrong)
+        with raises(ValueError, "Ranks of a group"):
+            idist.new_group(wrong)
+    for wrong in ("world", 3.5, object()):
+        with raises(ValueError, "group"):
+            idist.barrier(group=wrong)
+    if world_size > 1:
+        with raises(ValueError, "of the group"):
+            idist.broadcast("text", src=1, group=[0])
+    assert idist.all_reduce(1) == world_size

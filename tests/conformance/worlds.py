@@ -1,0 +1,173 @@
+"""Worlds to run a case in: one function, called on every rank of a context of each computation model.
+
+The workers of a world are started once and kept. A case that fails or hangs on any rank costs its world: the
+workers are ended and the next case gets new ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ignite_dist as idist
+from ignite_dist.context import current_model
+
+SECONDS_PER_CASE = 30
+
+
+class CaseFailed(AssertionError):
+    """A case failed on a rank; the text is that rank's traceback."""
+
+
+class SerialWorld:
+    """This very process."""
+
+    name, size = "serial", 1
+
+    def run(self, case: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        return [case(**kwargs)]
+
+    def close(self) -> None:
+        pass
+
+
+class SpawnedWorld:
+    """Workers of ``idist.spawn`` that wait for cases."""
+
+    def __init__(self, backend: str, size: int) -> None:
+        self.name, self.size = f"{backend}-{size}", size
+        self._backend = backend
+        self._connections: list[Connection] = []
+        self._workers: Any = None
+
+    def run(self, case: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        """What ``case`` returned on each rank.
+
+        Raises:
+            CaseFailed: it raised on a rank, or did not return in time.
+        """
+        if self._workers is None:
+            self._start()
+        for connection in self._connections:
+            connection.send((case.__module__, case.__name__, kwargs))
+        answers = self._answers()
+        failures = [f"rank {rank}:\n{text}" for rank, (text, _) in sorted(answers.items()) if text]
+        silent = sorted(set(range(self.size)) - set(answers))
+        if silent:
+            failures.append(f"no answer within {SECONDS_PER_CASE} s from ranks {silent}")
+        if failures:
+            self.close()
+            raise CaseFailed("\n" + "\n".join(failures))
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def _start(self) -> None:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Listener(str(Path(folder) / "cases"), "AF_UNIX") as listener,
+        ):
+            self._workers = idist.spawn(
+                self._backend, _serve, (listener.address,), nproc_per_node=self.size, join=False
+            )
+            accepted = [listener.accept() for _ in range(self.size)]
+        by_rank = {connection.recv(): connection for connection in accepted}
+        self._connections = [by_rank[rank] for rank in range(self.size)]
+
+    def _answers(self) -> dict[int, tuple[str, Any]]:
+        answers: dict[int, tuple[str, Any]] = {}
+        waiting = dict(zip(self._connections, range(self.size), strict=True))
+        while waiting and (ready := wait(list(waiting), SECONDS_PER_CASE)):
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    answers[rank] = connection.recv()
+                except EOFError:
+                    answers[rank] = ("the worker died", None)
+        return answers
+
+    def close(self) -> None:
+        """End the workers."""
+        for connection in self._connections:
+            connection.close()
+        if self._workers is not None:
+            self._workers.terminate()
+        self._connections, self._workers = [], None
+
+
+def _serve(local_rank: int, address: str) -> None:
+    with Client(address, "AF_UNIX") as connection:
+        connection.send(idist.get_rank())
+        while True:
+            try:
+                module, name, kwargs = connection.recv()
+            except EOFError:
+                os._exit(0)  # the world was closed; its ranks owe each other nothing
+            case = getattr(importlib.import_module(module), name).on_rank
+            try:
+                answer = ("", case(**kwargs))
+            except BaseException:
+                answer = (traceback.format_exc(), None)
+            connection.send(answer)
+
+
+def on_every_rank(case: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a test of ``case``: it runs on every rank of every world. Its parameters are the test's."""
+
+    def test(world: Any, **kwargs: Any) -> None:
+        world.run(case if world.size == 1 else test, **kwargs)
+
+    parameters = [inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    parameters += inspect.signature(case).parameters.values()
+    test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    test.__name__, test.__module__, test.__doc__ = case.__name__, case.__module__, case.__doc__
+    test.__qualname__ = case.__qualname__
+    test.on_rank = case  # type: ignore[attr-defined]
+    return test
+
+
+# --- for the cases -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def raises(kind: type[BaseException] | tuple[type[BaseException], ...], text: str = "") -> Any:
+    """``pytest.raises`` with a text that has to occur in the message."""
+    with pytest.raises(kind) as info:
+        yield info
+    assert text in str(info.value), f"{text!r} not in {info.value!s}"
+
+
+class count_collectives(AbstractContextManager["count_collectives"]):
+    """How many collectives the live model runs in the block, by wrapping its own primitives."""
+
+    _primitives = ("_all_reduce", "_all_gather", "_broadcast", "_barrier")
+
+    def __enter__(self) -> count_collectives:
+        self.count, self._depth = 0, 0
+        self._model = current_model()
+        for name in self._primitives:
+            setattr(self._model, name, self._counted(getattr(self._model, name)))
+        return self
+
+    def _counted(self, primitive: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += self._depth == 0
+            self._depth += 1
+            try:
+                return primitive(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return counted
+
+    def __exit__(self, *error: Any) -> None:
+        for name in self._primitives:
+            delattr(self._model, name)

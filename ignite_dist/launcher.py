@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ignite_dist import context, wire
 from ignite_dist.arguments import check_keywords, keywords_of
+from ignite_dist.processes import main_is_importable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -91,9 +91,7 @@ def _spawn_keywords(model: type[ComputationModel]) -> set[str]:
 
 def _encode_call(call: Any) -> bytes:
     """The call as bytes; by value where the workers cannot import this process's main module."""
-    main = sys.modules["__main__"]
-    importable = getattr(main, "__spec__", None) is not None or hasattr(main, "__file__")
-    return wire.encode(call) if importable else wire.encode_by_value(call)
+    return wire.encode(call) if main_is_importable() else wire.encode_by_value(call)
 
 
 class Parallel:

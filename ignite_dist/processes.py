@@ -16,11 +16,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, reduction
 from multiprocessing.context import BaseContext, get_spawning_popen
 from multiprocessing.process import BaseProcess
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -29,7 +31,9 @@ from torch.distributed import Store
 from ignite_dist import wire
 from ignite_dist.errors import RankFailedError, WorkerExitedError, WorkerRaisedError
 
-__all__ = ["Workers", "start"]
+__all__ = ["Workers", "main_is_importable", "start"]
+
+_HERE = os.path.dirname(__file__)
 
 # How long after the first failure the other workers may go on: to report what they died of, no more.
 _GRACE_SECONDS = 1.0
@@ -75,13 +79,36 @@ def start(
                 name=_Launch(f"rank {environ['RANK']}", complete),
                 daemon=daemon,
             )
-            process.start()
+            with _hidden_main():
+                process.start()
             sender.close()
             workers.append(_Worker(process, receiver, local_rank, int(environ["RANK"])))
     except BaseException:
         _end([worker.process for worker in workers])
         raise
     return Workers(workers, store)
+
+
+def main_is_importable() -> bool:
+    """Whether workers can import this process's main module: not from a notebook, ``-c`` or a pipe."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is not None or (path is not None and os.path.exists(path))
+
+
+@contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Keep ``multiprocessing`` from importing a main module that claims a file which does not exist."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or main_is_importable():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = path
 
 
 def _context(start_method: str | None) -> BaseContext:
@@ -183,8 +210,16 @@ def _work(
 
 
 def _failure(error: BaseException, exit_code: int | None = None) -> _Failure:
-    text = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__)))
     return _Failure(time.time(), type(error).__name__, f"{type(error).__name__}: {error}", text, exit_code)
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames through which this package came to the user's function."""
+    rest = trace
+    while rest is not None and os.path.dirname(rest.tb_frame.f_code.co_filename) == _HERE:
+        rest = rest.tb_next
+    return rest or trace
 
 
 def _send(sender: connection.Connection, outcome: bytes | _Failure | None) -> None:
@@ -346,8 +381,8 @@ def _error(first: _Worker, others: Sequence[_Worker]) -> RankFailedError:
     hint = ""
     if not first.started:
         hint = (
-            " before it could begin; its own output says why. Does the script start its work under "
-            "if __name__ == '__main__':, as workers import it?"
+            " before it could begin; its own output says why. Workers import the script, so it has to start "
+            "its work under if __name__ == '__main__'"
         )
     return WorkerExitedError(
         first.rank, f"{place} {ending}{hint}.{after}", first.local_rank, pid, failure.exit_code, signal_name

@@ -136,7 +136,7 @@ def serve_store(address: str, port: int) -> tuple[Store, int]:
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
-        use_libuv=False,
+        use_libuv=True,  # the other server looks at its sockets every 200 ms
     )
     return store, port
 

@@ -79,6 +79,14 @@ def all_reduce(tensor: Any, op: str = "SUM", group: Any = None, *, inplace: bool
         if not _is_member(model, members):
             return tensor
         return _reduce_tensor(model, tensor if inplace else tensor.detach().clone(), op, plan, members)
+    if type(tensor) in (int, float):  # by far the most common leaf, and a tree of its own
+        reduction.check_number_op(op, tensor)
+        members = model.resolve_group(group)
+        return (
+            _reduce_numbers(model, "number", [tensor], op, members)[0]
+            if _is_member(model, members)
+            else tensor
+        )
     values = list(tree.leaves(tensor))
     for value in values:
         _check_leaf(model, value, op)
@@ -162,7 +170,8 @@ def _reduce_leaves(
     reduced = list(values)
     numbers = [position for position, leaf in enumerate(values) if not isinstance(leaf, Tensor)]
     if numbers:
-        results = _reduce_numbers(model, value, [values[position] for position in numbers], op, group)
+        described = tree.structure(value, lambda leaf: "tensor" if isinstance(leaf, Tensor) else "number")
+        results = _reduce_numbers(model, described, [values[position] for position in numbers], op, group)
         for position, result in zip(numbers, results, strict=True):
             reduced[position] = result
     packs: dict[Any, list[int]] = {}
@@ -182,9 +191,9 @@ def _reduce_leaves(
 
 
 def _reduce_numbers(
-    model: ComputationModel, value: Any, numbers: list[Any], op: str, group: Group
+    model: ComputationModel, described: str, numbers: list[Any], op: str, group: Group
 ) -> list[Any]:
-    described = tree.structure(value, lambda leaf: "tensor" if isinstance(leaf, Tensor) else "number")
+    """The numbers of a value that is ``described`` in the same words on every rank, in one collective."""
     check = zlib.crc32(f"{op} {described}".encode())
     gathered = model.gather_objects((check, numbers), group)
     if any(type(one) is not tuple or one[0] != check for one in gathered):
@@ -245,19 +254,20 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None) -> 
 def _gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
     """``(*S) -> (group_size, *S)`` for a tensor of any dtype, device and layout."""
     rows_shape = (len(group.ranks), *tensor.shape)
+    route = _route(model, "all_gather", tensor)
+    if route.direct and tensor.is_contiguous() and not tensor.requires_grad:
+        return model._all_gather(tensor, group, out=None if out is None else out.view(rows_shape))
     with torch.no_grad():
-        device = _carrying_device(model, tensor)
-        local = tensor.detach().contiguous()
-        as_is = model.carries("all_gather", None, tensor.dtype, device)
-        if out is not None and device == tensor.device:
+        local = tensor.detach().contiguous().to(route.device)
+        if out is not None and out.device == local.device:
             rows = out.detach().view(rows_shape)
         else:
-            rows = torch.empty(rows_shape, dtype=tensor.dtype, device=device)
-        if as_is:
-            model._all_gather(local.to(device), group, out=rows)
+            rows = torch.empty(rows_shape, dtype=tensor.dtype, device=local.device)
+        if route.as_is:
+            model._all_gather(local, group, out=rows)
         else:  # bytes lose nothing
-            model._all_gather(_as_bytes(local.to(device)), group, out=_as_bytes(rows).view(rows_shape[0], -1))
-        if out is not None and device != tensor.device:
+            model._all_gather(_as_bytes(local), group, out=_as_bytes(rows).view(rows_shape[0], -1))
+        if out is not None and out.device != local.device:
             return out.copy_(rows.view(out.shape))
         return rows.to(tensor.device)
 
@@ -408,11 +418,10 @@ def broadcast_anything(model: ComputationModel, value: Any, src: int, group: Gro
 
 
 def _broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: Group) -> Tensor:
+    route = _route(model, "broadcast", tensor)
     with torch.no_grad():
-        device = _carrying_device(model, tensor)
-        carried = tensor.detach().to(device).contiguous()
-        as_is = model.carries("broadcast", None, tensor.dtype, device)
-        model._broadcast(carried if as_is else _as_bytes(carried), src, group)
+        carried = tensor.detach().to(route.device).contiguous()
+        model._broadcast(carried if route.as_is else _as_bytes(carried), src, group)
         if carried.data_ptr() != tensor.data_ptr() or carried.device != tensor.device:
             tensor.detach().copy_(carried)
     return tensor
@@ -465,6 +474,24 @@ def _carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
     if model.carries("all_gather", None, torch.uint8, tensor.device):
         return tensor.device
     return model._bytes_device()
+
+
+class _Route(NamedTuple):
+    """Where and how a model gathers or broadcasts tensors of one dtype from one device."""
+
+    device: torch.device
+    as_is: bool
+    direct: bool
+
+
+def _route(model: ComputationModel, collective: str, tensor: Tensor) -> _Route:
+    key = (collective, tensor.dtype, tensor.device)
+    found: _Route | None = model.plans.get(key)
+    if found is None:
+        device = _carrying_device(model, tensor)
+        as_is = model.carries(collective, None, tensor.dtype, device)
+        found = model.plans[key] = _Route(device, as_is, as_is and device == tensor.device)
+    return found
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ that a backend cannot do as it stands is sent as one that it can, without roundi
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -126,20 +126,25 @@ _ROW_OPS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def reduce_rows(rows: Tensor, op: str, out: Tensor) -> Tensor:
-    """Reduce ``rows`` of shape ``(group_size, *out.shape)`` into ``out`` in rank order.
+def reduce_rows(rows: Iterable[Tensor], op: str, out: Tensor) -> Tensor:
+    """Reduce ``rows``, each of the shape and dtype of ``out``, into ``out`` in their order.
 
-    The order is the rows', so every rank that holds the same rows gets the same bits. Halves are added up as
-    floats and rounded once.
+    Every rank that holds the same rows gets the same bits. Halves are added up as floats and rounded once.
     """
     combine = _ROW_OPS[op]
-    halves = rows.dtype in (torch.float16, torch.bfloat16)
-    if len(rows) == 1:
-        return out.copy_(rows[0])
-    total = rows[0].float() if halves else out.copy_(rows[0])
-    for row in rows[1:]:
-        combine(total, row, out=total)
-    return out.copy_(total) if halves else out
+    first, *others = rows
+    if not others:
+        return out.copy_(first)
+    second, *rest = others
+    if out.dtype in (torch.float16, torch.bfloat16):
+        total = combine(first.float(), second.float())
+        for row in rest:
+            combine(total, row, out=total)
+        return out.copy_(total)
+    combine(first, second, out=out)
+    for row in rest:
+        combine(out, row, out=out)
+    return out
 
 
 # --- carriers ----------------------------------------------------------------------------------------

@@ -219,6 +219,10 @@ class ComputationModel(ABC):
             ValueError: the handle is not one of this model's, or was destroyed.
         """
 
+    def _is_alive(self, handle: Any) -> bool:
+        """Whether a handle that ``_new_group`` gave has not been destroyed since."""
+        return True
+
     def world(self) -> Group:
         """The group of all ranks."""
         if self._everyone is None:
@@ -245,14 +249,14 @@ class ComputationModel(ABC):
         if not isinstance(group, (list, tuple, range)):
             return Group(group, self._group_ranks(group))
         key = tuple(group)
-        found = self._groups.get(key) if all(type(rank) is int for rank in key) else None
+        try:
+            found = self._groups.get(key)
+        except TypeError:  # not hashable, so not ranks
+            found = None
         if found is not None:
-            try:
-                self._group_ranks(found.handle)
-            except ValueError:  # somebody destroyed it
-                self._groups = {ranks: other for ranks, other in self._groups.items() if other is not found}
-            else:
+            if found.handle is None or self._is_alive(found.handle):
                 return found
+            self._groups = {ranks: other for ranks, other in self._groups.items() if other is not found}
         checked = self._check_ranks(key)
         if checked != key:
             found = self.resolve_group(checked)
@@ -306,18 +310,18 @@ class ComputationModel(ABC):
             TypeError: ``value`` cannot be serialised; nothing was sent.
         """
         payload = wire.encode(value)
-        rows = self._gather_rows(wire.write_header(payload), len(group.ranks), group)
-        headers = [wire.read_header(row) for row in rows]
-        longest = max(size for size, _ in headers)
-        if longest > wire.INLINE_BYTES:
-            padded = bytearray(longest)
-            padded[: len(payload)] = payload
-            rows = self._gather_rows(padded, len(group.ranks), group)
-        payloads = [
-            row[:size] if inline is None else inline
-            for row, (size, inline) in zip(rows, headers, strict=True)
+        width = wire.HEADER_BYTES
+        gathered = memoryview(self.gather_bytes(wire.write_header(payload), group))
+        headers = [
+            wire.read_header(gathered[start : start + width]) for start in range(0, len(gathered), width)
         ]
-        return [wire.decode(one) for one in payloads]
+        if all(inline is not None for _, inline in headers):
+            return [wire.decode(inline) for _, inline in headers if inline is not None]
+        width = max(size for size, _ in headers)
+        padded = bytearray(width)
+        padded[: len(payload)] = payload
+        rows = memoryview(self.gather_bytes(padded, group))
+        return [wire.decode(rows[width * row : width * row + size]) for row, (size, _) in enumerate(headers)]
 
     def broadcast_object(self, value: Any, src: int, group: Group) -> Any:
         """``value`` of the global rank ``src`` on every rank of the group. One collective or two, as above.
@@ -339,16 +343,16 @@ class ComputationModel(ABC):
             self._broadcast_buffer(bytearray(payload) if is_src else bytearray(size), src, group)
         )
 
-    def _gather_rows(self, buffer: bytearray, group_size: int, group: Group) -> list[memoryview]:
+    def gather_bytes(self, buffer: bytearray, group: Group) -> bytearray:
+        """``buffer``, of the same length on every rank, from all ranks of the group in its order."""
         device = self._bytes_device()
-        gathered = bytearray(group_size * len(buffer))
-        rows = wire.as_tensor(gathered).view(group_size, len(buffer))
+        gathered = bytearray(len(group.ranks) * len(buffer))
+        rows = wire.as_tensor(gathered).view(len(group.ranks), len(buffer))
         if device.type == "cpu":
             self._all_gather(wire.as_tensor(buffer), group, out=rows)
         else:
             rows.copy_(self._all_gather(wire.as_tensor(buffer).to(device), group))
-        view = memoryview(gathered)
-        return [view[start : start + len(buffer)] for start in range(0, len(gathered), len(buffer))]
+        return gathered
 
     def _broadcast_buffer(self, buffer: bytearray, src: int, group: Group) -> bytearray:
         device = self._bytes_device()

@@ -16,26 +16,37 @@ from torch import Tensor
 from torch.distributed import GroupMember, ProcessGroup, Store, distributed_c10d
 from torch.nn import Module
 
-from ignite_dist import environments, processes, rendezvous
+from ignite_dist import environments, processes, rendezvous, wire
 from ignite_dist.arguments import check_keywords
+from ignite_dist.comp_models import gloo
 from ignite_dist.comp_models.base import ComputationModel, Group, Topology
 from ignite_dist.environments import Environment
 from ignite_dist.errors import EnvironmentVariablesError
-from ignite_dist.reduction import reduce_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["NativeModel"]
 
-_REDUCE_OPS = {
-    "SUM": dist.ReduceOp.SUM,
-    "PRODUCT": dist.ReduceOp.PRODUCT,
-    "MIN": dist.ReduceOp.MIN,
-    "MAX": dist.ReduceOp.MAX,
-    "AND": dist.ReduceOp.BAND,
-    "OR": dist.ReduceOp.BOR,
+
+def _all_reduce_options(op: Any) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = False
+    return options
+
+
+_CPU = torch.device("cpu")
+_ALL_REDUCE = {
+    "SUM": _all_reduce_options(dist.ReduceOp.SUM),
+    "PRODUCT": _all_reduce_options(dist.ReduceOp.PRODUCT),
+    "MIN": _all_reduce_options(dist.ReduceOp.MIN),
+    "MAX": _all_reduce_options(dist.ReduceOp.MAX),
+    "AND": _all_reduce_options(dist.ReduceOp.BAND),
+    "OR": _all_reduce_options(dist.ReduceOp.BOR),
 }
+_ALL_GATHER = distributed_c10d.AllgatherOptions()
+_ALL_GATHER.asyncOp = False
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _ARITHMETIC = frozenset({"SUM", "PRODUCT", "MIN", "MAX"})
@@ -47,15 +58,8 @@ _CARRIED_DTYPES = {
 }
 _CARRIED_OPS = {"gloo": _ARITHMETIC | {"AND", "OR"}}
 
-# gloo gathers in a ring of world_size - 1 steps and reduces in a ring of twice as many; an all-to-all
-# exchange is one step. While the payload is small the steps are what it costs: up to 1 MiB over all
-# ranks one step takes 0.2 to 0.6 of the ring's time with 2, 4 and 8 ranks (benchmarks/one_round.py).
-_ONE_ROUND_BYTES = 1 << 20
-# ... except for one or two elements, which gloo's own all-reduce does not cut into segments.
-_RING_NUMEL = 2
-
-# all_gather_single is the name of all_gather_into_tensor since torch 2.13, which deprecates the old one.
-_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# gloo's own all-reduce does not cut this few elements into segments, and one step cannot beat that.
+_UNCUT_NUMEL = 2
 
 
 def _available_backends() -> tuple[str, ...]:
@@ -89,6 +93,7 @@ class NativeModel(ComputationModel):
         self._environment = _environment_of(self._rank, self._world_size)
         self._local_rank = self._environment.local_rank if self._environment else None
         self._generations: dict[tuple[int, ...], int] = {}
+        self._scratch = gloo.ScratchBuffers()
 
     # --- lifecycle ---------------------------------------------------------------------------------
 
@@ -296,6 +301,9 @@ class NativeModel(ComputationModel):
             distributed_c10d._world.pg_group_ranks[handle] = positions
         return handle
 
+    def _is_alive(self, handle: Any) -> bool:
+        return handle in distributed_c10d._world.pg_map or handle == GroupMember.NON_GROUP_MEMBER
+
     def _group_ranks(self, handle: Any) -> tuple[int, ...]:
         if handle is None:
             return self.world().ranks
@@ -318,37 +326,63 @@ class NativeModel(ComputationModel):
             return False
         return op is None or op in _CARRIED_OPS.get(backend, _ARITHMETIC)
 
+    # The process group's own methods, not torch.distributed's functions around them: those log and count, at
+    # 15-25 us a call once the processor's caches have gone cold in the wait for other ranks.
+
     def _all_reduce(self, tensor: Tensor, op: str, group: Group) -> Tensor:
-        if tensor.numel() > _RING_NUMEL and self._in_one_round(tensor, group):
-            return reduce_rows(self._all_gather(tensor, group), op, out=tensor)
-        dist.all_reduce(tensor, _REDUCE_OPS[op], group=group.handle)
+        handle = self._handle(group)
+        group_size = len(group.ranks)
+        if (
+            tensor.numel() > _UNCUT_NUMEL
+            and self._is_gloo_on_cpu(tensor.device)
+            and gloo.in_one_round(tensor.nbytes, group_size)
+        ):
+            self._scratch.all_reduce(handle, tensor, op, group_size)
+        else:
+            _wait(handle.allreduce([tensor], _ALL_REDUCE[op]))
         return tensor
 
     def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+        handle = self._handle(group)
         group_size = len(group.ranks)
         if out is None:
             out = torch.empty((group_size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         if tensor.numel() == 0:
             return out
-        if self._in_one_round(tensor, group):
-            dist.all_to_all_single(out.view(-1), tensor.view(-1).repeat(group_size), group=group.handle)
-        else:
-            _all_gather_into(out.view(-1), tensor.view(-1), group=group.handle)
+        if self._is_gloo_on_cpu(tensor.device):
+            if gloo.in_one_round(tensor.nbytes, group_size):
+                gloo.exchange(handle, tensor.expand(out.shape).contiguous(), out)
+                return out
+            out[group.ranks.index(self._rank)].copy_(tensor)
+            if gloo.stream(handle, out):
+                return out
+        _wait(handle._allgather_base(out.view(-1), tensor.view(-1), _ALL_GATHER))
         return out
 
-    def _in_one_round(self, tensor: Tensor, group: Group) -> bool:
-        return (
-            tensor.nbytes * len(group.ranks) <= _ONE_ROUND_BYTES
-            and tensor.device.type == "cpu"
-            and self._backends.get("cpu") == "gloo"
-        )
+    def gather_bytes(self, buffer: bytearray, group: Group) -> bytearray:
+        group_size = len(group.ranks)
+        if not (self._is_gloo_on_cpu(_CPU) and gloo.in_one_round(len(buffer), group_size)):
+            return super().gather_bytes(buffer, group)
+        gathered = bytearray(group_size * len(buffer))
+        gloo.exchange(self._handle(group), wire.as_tensor(buffer * group_size), wire.as_tensor(gathered))
+        return gathered
+
+    def _handle(self, group: Group) -> ProcessGroup:
+        handle: ProcessGroup | None = group.handle
+        return self._world if handle is None else handle
+
+    def _is_gloo_on_cpu(self, device: torch.device) -> bool:
+        return device.type == "cpu" and self._backends.get("cpu") == "gloo"
 
     def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
-        dist.broadcast(tensor, src, group=group.handle)
+        options = dist.BroadcastOptions()
+        options.rootRank = group.ranks.index(src)
+        options.asyncOp = False
+        _wait(self._handle(group).broadcast([tensor], options))
         return tensor
 
     def _barrier(self, group: Group) -> None:
-        if self.device().type == "cpu" or "cpu" in self._backends:
+        if "cpu" in self._backends:
             dist.barrier(group=group.handle)
         else:  # NCCL guesses a device unless it is told one
             dist.barrier(group=group.handle, device_ids=[self.device().index])
@@ -375,6 +409,11 @@ class NativeModel(ComputationModel):
 
 
 # --- what the context looks like ---------------------------------------------------------------------
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:  # a backend may have waited by itself
+        work.wait()
 
 
 def _world() -> ProcessGroup:

@@ -7,11 +7,11 @@ from pathlib import PurePosixPath
 
 import pytest
 import torch
-from test_all_reduce import DTYPES, contribution, everyone, same_bits
-from worlds import count_collectives, on_every_rank, raises
 
 import ignite_dist as idist
 from ignite_dist import CollectiveMismatchError, wire
+from test_all_reduce import DTYPES, contribution, everyone, same_bits
+from worlds import count_collectives, on_every_rank, raises
 
 
 @on_every_rank

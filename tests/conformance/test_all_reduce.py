@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from worlds import count_collectives, on_every_rank, raises
 
 import ignite_dist as idist
 from ignite_dist import CollectiveMismatchError
+from worlds import count_collectives, on_every_rank, raises
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 
 import torch
+
+import ignite_dist as idist
 from test_all_gather import OBJECTS
 from test_all_reduce import DTYPES, contribution, same_bits
 from worlds import count_collectives, on_every_rank, raises
-
-import ignite_dist as idist
 
 
 @on_every_rank

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from worlds import on_every_rank, raises
 
 import ignite_dist as idist
 from ignite_dist import RankFailedError
+from worlds import on_every_rank, raises
 
 
 class Broken(Exception):

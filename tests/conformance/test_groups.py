@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import psutil
 import torch
-from worlds import on_every_rank, raises
 
 import ignite_dist as idist
 from ignite_dist.context import current_model
+from worlds import on_every_rank, raises
 
 
 def some_groups() -> list[list[int]]:

@@ -148,7 +148,7 @@ def raises(kind: type[BaseException] | tuple[type[BaseException], ...], text: st
 class count_collectives(AbstractContextManager["count_collectives"]):
     """How many collectives the live model runs in the block, by wrapping its own primitives."""
 
-    _primitives = ("_all_reduce", "_all_gather", "_broadcast", "_barrier")
+    _primitives = ("_all_reduce", "_all_gather", "_broadcast", "_barrier", "gather_bytes")
 
     def __enter__(self) -> count_collectives:
         self.count, self._depth = 0, 0

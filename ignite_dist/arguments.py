@@ -1,4 +1,4 @@
-"""Keyword arguments that are passed on: refused with a hint where nobody takes them."""
+"""Checks of arguments that several functions take: refused with a hint before anything is started."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-__all__ = ["check_keywords", "did_you_mean", "keywords_of"]
+__all__ = ["check_keywords", "check_nodes", "did_you_mean", "keywords_of"]
 
 
 def keywords_of(function: Callable[..., Any]) -> set[str]:
@@ -34,3 +34,34 @@ def did_you_mean(name: str, allowed: Collection[str]) -> str:
     """`` Did you mean 'x'?``, or nothing if nothing is like ``name``."""
     close = difflib.get_close_matches(name, allowed, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def check_nodes(
+    nproc_per_node: int,
+    nnodes: int,
+    node_rank: int | None,
+    master_addr: str | None,
+    master_port: int | None,
+    init_method: str | None,
+) -> None:
+    """Refuse a launch whose numbers and addresses do not go together.
+
+    Raises:
+        ValueError: says which and what is missing.
+    """
+    for name, value in (("nproc_per_node", nproc_per_node), ("nnodes", nnodes)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive int, got {value!r}.")
+    if nnodes > 1 and node_rank is None:
+        raise ValueError(f"nnodes={nnodes} needs node_rank, this machine's number in [0, {nnodes}).")
+    if not 0 <= (node_rank or 0) < nnodes:
+        raise ValueError(f"node_rank must be in [0, {nnodes}), the number of nodes; got {node_rank}.")
+    if init_method not in (None, "env://"):
+        for name, given in (("master_addr", master_addr), ("master_port", master_port)):
+            if given is not None:
+                raise ValueError(f"{name}={given!r} and init_method={init_method!r} exclude each other.")
+    elif nnodes > 1 and (master_addr is None or master_port is None):
+        raise ValueError(
+            f"nnodes={nnodes} needs master_addr and master_port, the same on every node, or an init_method; "
+            f"got master_addr={master_addr!r} and master_port={master_port!r}."
+        )

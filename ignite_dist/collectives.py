@@ -32,6 +32,7 @@ __all__ = [
     "new_group",
 ]
 
+_PLAIN_NUMBERS = (float, int, bool)
 # Tensors of a tree up to this size share a collective: copying them together is cheaper than another one.
 _PACK_BYTES = 1 << 16
 
@@ -79,28 +80,20 @@ def all_reduce(tensor: Any, op: str = "SUM", group: Any = None, *, inplace: bool
         if not _is_member(model, members):
             return tensor
         return _reduce_tensor(model, tensor if inplace else tensor.detach().clone(), op, plan, members)
-    if type(tensor) in (int, float):  # by far the most common leaf, and a tree of its own
-        reduction.check_number_op(op, tensor)
-        members = model.resolve_group(group)
-        return (
-            _reduce_numbers(model, "number", [tensor], op, members)[0]
-            if _is_member(model, members)
-            else tensor
-        )
-    values = list(tree.leaves(tensor))
+    values, structure = tree.flatten(tensor)
     for value in values:
         _check_leaf(model, value, op)
     members = model.resolve_group(group)
     if not _is_member(model, members):
         return tensor
-    return tree.rebuild(tensor, iter(_reduce_leaves(model, tensor, values, op, members)))
+    return tree.rebuild(tensor, iter(_reduce_leaves(model, values, structure, op, members)))
 
 
 def _check_leaf(model: ComputationModel, value: Any, op: str) -> None:
-    if isinstance(value, Tensor):
-        _plan(model, op, value)
-    elif isinstance(value, Number):
+    if type(value) in _PLAIN_NUMBERS or (isinstance(value, Number) and not isinstance(value, Tensor)):
         reduction.check_number_op(op, value)
+    elif isinstance(value, Tensor):
+        _plan(model, op, value)
     else:
         raise TypeError(
             "all_reduce takes a tensor, a number, or a dict, list or tuple of them; got "
@@ -164,14 +157,16 @@ def _reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: _Plan
 
 
 def _reduce_leaves(
-    model: ComputationModel, value: Any, values: list[Any], op: str, group: Group
+    model: ComputationModel, values: list[Any], structure: str, op: str, group: Group
 ) -> list[Any]:
     """The leaves reduced: numbers in one collective, small tensors of one dtype and device in one."""
-    reduced = list(values)
     numbers = [position for position, leaf in enumerate(values) if not isinstance(leaf, Tensor)]
+    if len(numbers) == len(values):
+        return _reduce_numbers(model, values, structure, op, group) if values else []
+    reduced = list(values)
     if numbers:
-        described = tree.structure(value, lambda leaf: "tensor" if isinstance(leaf, Tensor) else "number")
-        results = _reduce_numbers(model, described, [values[position] for position in numbers], op, group)
+        sent = [values[position] for position in numbers]
+        results = _reduce_numbers(model, sent, f"{structure} {numbers}", op, group)
         for position, result in zip(numbers, results, strict=True):
             reduced[position] = result
     packs: dict[Any, list[int]] = {}
@@ -191,15 +186,15 @@ def _reduce_leaves(
 
 
 def _reduce_numbers(
-    model: ComputationModel, described: str, numbers: list[Any], op: str, group: Group
+    model: ComputationModel, numbers: list[Any], structure: str, op: str, group: Group
 ) -> list[Any]:
-    """The numbers of a value that is ``described`` in the same words on every rank, in one collective."""
-    check = zlib.crc32(f"{op} {described}".encode())
+    """The numbers of a tree, whose ``structure`` has to be the same on every rank, in one collective."""
+    check = zlib.crc32(f"{op} {structure}".encode())
     gathered = model.gather_objects((check, numbers), group)
     if any(type(one) is not tuple or one[0] != check for one in gathered):
         raise CollectiveMismatchError(
             "The ranks of one all_reduce gave different values or operations; this one: "
-            f"{op} of {described[:500]}."
+            f"{op} of {structure[:500]}"
         )
     return [
         reduction.reduce_numbers(column, op) for column in zip(*(one[1] for one in gathered), strict=True)

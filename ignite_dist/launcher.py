@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ignite_dist import context, wire
-from ignite_dist.arguments import check_keywords, keywords_of
+from ignite_dist.arguments import check_keywords, check_nodes, keywords_of
 from ignite_dist.processes import main_is_importable
 
 if TYPE_CHECKING:
@@ -77,8 +77,6 @@ def spawn(
     model = context.find_model(backend)
     if not callable(fn):
         raise TypeError(f"spawn calls a function in each worker, got {type(fn).__name__}.")
-    if isinstance(nproc_per_node, bool) or not isinstance(nproc_per_node, int) or nproc_per_node < 1:
-        raise ValueError(f"nproc_per_node must be a positive int, got {nproc_per_node!r}.")
     check_keywords("spawn", kwargs, _spawn_keywords(model))
     call = (fn, tuple(args), dict(kwargs_dict or {}))
     entry = _Entry(backend, call if kwargs.get("start_method") == "fork" else _encode_call(call))
@@ -152,7 +150,14 @@ class Parallel:
         if nproc_per_node is None:
             self._check_joining({**places, **spawn_kwargs})
         else:
-            _check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
+            check_nodes(
+                nproc_per_node,
+                1 if nnodes is None else nnodes,
+                node_rank,
+                master_addr,
+                master_port,
+                init_method,
+            )
             given = {**places, "init_method": init_method, **spawn_kwargs}
             self._spawn_kwargs = {name: value for name, value in given.items() if value is not None}
 
@@ -199,21 +204,3 @@ class Parallel:
             context.abort()
         except Exception:  # what reaches the user is the exception that ended the block
             _logger.exception("The context could not be ended after %r", error)
-
-
-def _check_nodes(
-    nproc_per_node: int,
-    nnodes: int | None,
-    node_rank: int | None,
-    master_addr: str | None,
-    master_port: int | None,
-    init_method: str | None,
-) -> None:
-    if nproc_per_node < 1:
-        raise ValueError(f"nproc_per_node must be positive, got {nproc_per_node}.")
-    if nnodes is not None and nnodes < 1:
-        raise ValueError(f"nnodes must be positive, got {nnodes}.")
-    if nnodes is not None and nnodes > 1 and node_rank is None:
-        raise ValueError(f"nnodes={nnodes} needs node_rank, in [0, {nnodes}).")
-    if node_rank is not None and not 0 <= node_rank < (nnodes or 1):
-        raise ValueError(f"node_rank must be in [0, {nnodes or 1}), got {node_rank}.")

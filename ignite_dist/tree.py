@@ -6,56 +6,54 @@ the same dict in different orders still mean the same leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
-__all__ = ["is_tree", "leaves", "rebuild", "structure"]
+__all__ = ["flatten", "rebuild"]
 
 
-def is_tree(value: Any) -> bool:
-    """Whether ``value`` is a node of a tree rather than a leaf."""
-    return isinstance(value, (dict, list, tuple))
+def flatten(value: Any) -> tuple[list[Any], str]:
+    """The leaves of ``value``, and a text that two trees share if and only if their leaves pair up."""
+    leaves: list[Any] = []
+    words: list[str] = []
+    _flatten(value, leaves, words)
+    return leaves, " ".join(words)
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """The leaves of ``value``, in an order that depends on its structure alone."""
-    if not is_tree(value):
-        yield value
+def _flatten(value: Any, leaves: list[Any], words: list[str]) -> None:
+    if isinstance(value, dict):
+        words.append("{")
+        for key in _ordered(value):
+            words.append(repr(key))
+            _flatten(value[key], leaves, words)
+        words.append("}")
+    elif isinstance(value, (list, tuple)):
+        words.append("[")
+        for child in value:
+            _flatten(child, leaves, words)
+        words.append("]")
     else:
-        for _, child in _children(value):
-            yield from leaves(child)
+        leaves.append(value)
+        words.append(".")
 
 
-def rebuild(value: Any, new_leaves: Iterator[Any]) -> Any:
-    """A new tree of the structure of ``value``, its leaves taken from ``new_leaves`` in turn."""
-    if not is_tree(value):
-        return next(new_leaves)
-    children = {key: rebuild(child, new_leaves) for key, child in _children(value)}
+def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
+    """A new tree of the structure of ``value``, its leaves taken from ``leaves`` in turn."""
     if isinstance(value, dict):
-        return _like_dict(value, {key: children[key] for key in value})
-    items = [children[index] for index in range(len(value))]
-    if hasattr(value, "_fields"):
-        return type(value)(*items)
-    return type(value)(items)
+        children = {key: rebuild(value[key], leaves) for key in _ordered(value)}
+        if type(value) is dict:
+            return {key: children[key] for key in value}
+        copy = value.copy()  # keeps what a subclass carries besides its items, a default factory for example
+        copy.update(children)
+        return copy
+    if isinstance(value, (list, tuple)):
+        items = [rebuild(child, leaves) for child in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return next(leaves)
 
 
-def structure(value: Any, describe: Callable[[Any], str]) -> str:
-    """A text that is equal for two trees if and only if they pair up leaf by leaf."""
-    if not is_tree(value):
-        return describe(value)
-    inner = ",".join(f"{key!r}:{structure(child, describe)}" for key, child in _children(value))
-    return f"{'dict' if isinstance(value, dict) else 'sequence'}({inner})"
-
-
-def _children(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        return sorted(value.items(), key=lambda item: (type(item[0]).__name__, repr(item[0])))
-    return list(enumerate(value))
-
-
-def _like_dict(original: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    if type(original) is dict:
-        return items
-    copy = original.copy()  # keeps what a subclass carries besides its items, a default factory for example
-    copy.update(items)
-    return copy
+def _ordered(keys: Collection[Any]) -> list[Any]:
+    """``keys`` in an order that depends on them alone."""
+    if all(type(key) is str for key in keys):
+        return sorted(keys)
+    return sorted(keys, key=lambda key: (type(key).__name__, repr(key)))

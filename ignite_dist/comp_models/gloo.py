@@ -39,7 +39,7 @@ def exchange(group: ProcessGroup, sent: Tensor, received: Tensor) -> None:
 
 
 def stream(group: ProcessGroup, rows: Tensor) -> bool:
-    """Fill ``rows``, of which this rank's own is there, from all ranks at once; False if they are too many."""
+    """Fill ``rows``, this rank's own being there, from all ranks at once; False if they are too many."""
     if len(rows) > _MAX_STREAMS:
         return False
     works = [group.broadcast([row], _from(root)) for root, row in enumerate(rows.unbind())]

@@ -17,7 +17,7 @@ from torch.distributed import GroupMember, ProcessGroup, Store, distributed_c10d
 from torch.nn import Module
 
 from ignite_dist import environments, processes, rendezvous, wire
-from ignite_dist.arguments import check_keywords
+from ignite_dist.arguments import check_keywords, check_nodes
 from ignite_dist.comp_models import gloo
 from ignite_dist.comp_models.base import ComputationModel, Group, Topology
 from ignite_dist.environments import Environment
@@ -166,9 +166,9 @@ class NativeModel(ComputationModel):
         daemon: bool = False,
     ) -> Any:
         """See ``idist.spawn``."""
+        check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
         _check_timeout(timeout)
         _check_devices(backend, nproc_per_node)
-        _check_nodes(nnodes, node_rank, master_addr, master_port, init_method)
         world_size, first_rank = nnodes * nproc_per_node, node_rank * nproc_per_node
         environ = {
             "WORLD_SIZE": str(world_size),
@@ -493,22 +493,6 @@ def _check_devices(backend: str, nproc_per_node: int) -> None:
     if nproc_per_node > count:
         raise ValueError(
             f"Backend {backend!r} needs a GPU per process: {nproc_per_node} processes, {count} GPUs."
-        )
-
-
-def _check_nodes(
-    nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None, init_method: str | None
-) -> None:
-    if nnodes < 1 or not 0 <= node_rank < nnodes:
-        raise ValueError(f"node_rank must be in [0, nnodes), got node_rank={node_rank} and nnodes={nnodes}.")
-    if init_method not in (None, "env://"):
-        for name, value in (("master_addr", master_addr), ("master_port", master_port)):
-            if value is not None:
-                raise ValueError(f"{name}={value!r} and init_method={init_method!r} exclude each other.")
-    elif nnodes > 1 and (master_addr is None or master_port is None):
-        raise ValueError(
-            f"nnodes={nnodes} needs master_addr and master_port, the same on every node, or an init_method; "
-            f"got master_addr={master_addr!r} and master_port={master_port!r}."
         )
 
 

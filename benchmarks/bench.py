@@ -1,0 +1,96 @@
+"""Measure ignite_dist beside raw torch.distributed and pytorch-ignite, in one run.
+
+    python benchmarks/bench.py                     # under 8 minutes
+    python benchmarks/bench.py --quick             # under 1.5 minutes, written to *-quick files
+    python benchmarks/bench.py --only all_gather   # some rows only, nothing is written
+    python benchmarks/bench.py --device cuda       # the tensor rows on a GPU
+
+A missed bar is shown as missed; the exit status is 0 regardless.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ignite_dist as idist
+import machine
+import rows_collectives
+import rows_getters
+import rows_launching
+from rows import LauncherRow, RankRow, Row, evaluate, measure_in_ranks, show_progress
+from timing import FULL, QUICK, Effort, Samples
+
+
+def rows_for(device: str) -> list[Row]:
+    if device == "cuda":
+        return rows_collectives.cuda_rows()
+    return [*rows_getters.rows(), *rows_collectives.rows(), *rows_launching.rows()]
+
+
+def measure(rows: Sequence[Row], effort: Effort) -> dict[str, Samples]:
+    """Samples by the row's title. Rows in ranks come first, one launch for each kind of context."""
+    measured: dict[str, Samples] = {}
+    contexts: dict[Any, list[RankRow]] = {}
+    for row in rows:
+        if isinstance(row, RankRow):
+            contexts.setdefault(row.context, []).append(row)
+    for (backend, ranks, device), together in contexts.items():
+        print(f"{ranks} ranks, {backend}, {device}", flush=True)
+        results = idist.spawn(
+            backend,
+            measure_in_ranks,
+            args=(together, effort),
+            nproc_per_node=ranks,
+            timeout=timedelta(minutes=2),
+        )
+        measured.update({row.title: samples for row, samples in zip(together, results[0], strict=True)})
+    for row in rows:
+        if isinstance(row, LauncherRow):
+            measured[row.title] = row.measure(effort)
+            show_progress(row, measured[row.title])
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: noisier")
+    parser.add_argument(
+        "--only", metavar="PATTERN", default="", help="rows whose title has this regular expression"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results", help="directory of the files"
+    )
+    arguments = parser.parse_args()
+
+    # Imported here because workers import this module too, and need no table.
+    import report
+
+    start = time.perf_counter()
+    about = machine.describe(arguments.device)
+    rows = [row for row in rows_for(arguments.device) if re.search(arguments.only, row.title)]
+    if not rows:
+        parser.error(f"no row matches {arguments.only!r}")
+    samples = measure(rows, QUICK if arguments.quick else FULL)
+    results = [evaluate(row, samples[row.title]) for row in rows]
+    report.print_table(results)
+    bars = [bar for result in results for bar in result["bars"]]
+    print(f"{sum(bar['met'] for bar in bars)} of {len(bars)} bars met, {time.perf_counter() - start:.0f} s")
+    if not arguments.only:
+        name = about["tag"] + ("-quick" if arguments.quick else "")
+        seconds = time.perf_counter() - start
+        for path in report.write_files(arguments.out, name, about, results, seconds):
+            print(os.path.relpath(path))
+
+
+if __name__ == "__main__":
+    main()

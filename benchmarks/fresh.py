@@ -1,0 +1,89 @@
+"""What is measured in a fresh process: `python fresh.py import|getters|launches LIBRARY ...` prints JSON.
+
+Only the standard library is imported before the measurement imports the library; workers, which import this
+file as their main module, pay for nothing that the library does not need.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from timing import QUICK, memory_of, time_in_turn
+
+_TIMEOUT_SECONDS = 300
+
+
+def libraries() -> list[tuple[str, str]]:
+    """The contenders that are installed, and the module that each of them is."""
+    found = [("ours", "ignite_dist")]
+    if importlib.util.find_spec("ignite"):
+        found.append(("ignite", "ignite.distributed"))
+    return found
+
+
+def run(what: str, library: str, *args: object) -> Any:
+    """Run a measurement of this file in a new interpreter and return what it found."""
+    command = [sys.executable, __file__, what, library, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _import(library: str) -> float:
+    importlib.import_module("torch")
+    start = time.perf_counter()
+    importlib.import_module(library)
+    return time.perf_counter() - start
+
+
+def _getters(library: str, *names: str) -> dict[str, list[float]]:
+    module = importlib.import_module(library)
+    effort = QUICK._replace(row_seconds=0.3)
+    return {name: time_in_turn({name: getattr(module, name)}, effort)[name] for name in names}
+
+
+def _launches(library: str, *counts: str) -> list[dict[str, Any]]:
+    """One launch after the other: seconds from the call until the last rank leaves the barrier; memory."""
+    module = importlib.import_module(library)
+    launches = []
+    for workers in map(int, counts):
+        with tempfile.TemporaryDirectory() as directory:
+            start = time.perf_counter()
+            module.spawn("gloo", _worker, args=(library, directory), nproc_per_node=workers)
+            noted = [json.loads(path.read_text()) for path in Path(directory).iterdir()]
+        assert len(noted) == workers, noted
+        launch = {"workers": workers, "seconds": max(note["at"] for note in noted) - start}
+        for field in ("PSS", "USS"):
+            launch[field] = statistics.median(note[field] for note in noted)
+        launches.append(launch)
+    return launches
+
+
+def _worker(local_rank: int, library: str, directory: str) -> None:
+    module = importlib.import_module(library)
+    module.barrier()
+    at = time.perf_counter()  # one clock for all processes of the machine
+    module.barrier()  # so that all of them are there while the memory that they share is counted
+    note = {"at": at, **_memory()}
+    (Path(directory) / str(local_rank)).write_text(json.dumps(note))
+    module.barrier()
+
+
+def _memory() -> dict[str, int]:
+    """PSS: a page shared by n processes counts 1/n in each. USS: what this process alone holds."""
+    return {"PSS": memory_of("Pss"), "USS": memory_of("Private_Clean") + memory_of("Private_Dirty")}
+
+
+if __name__ == "__main__":
+    _measure = {"import": _import, "getters": _getters, "launches": _launches}[sys.argv[1]]
+    print(json.dumps(_measure(*sys.argv[2:])))

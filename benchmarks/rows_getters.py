@@ -1,0 +1,69 @@
+"""The getters: local calls that a training loop makes all the time."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache, partial
+
+import torch
+import torch.distributed as dist
+
+import fresh
+import ignite_dist as idist
+from rows import IGNITE, OURS, RAW, Bar, Contenders, LauncherRow, RankRow, Row, ignite_library
+from timing import Effort, Samples
+
+_GETTERS = ("get_rank", "get_world_size", "get_local_rank", "device")
+
+
+def rows() -> list[Row]:
+    horovod = "installed" if importlib.util.find_spec("horovod") else "not installed"
+    return [
+        *(
+            RankRow(
+                "getters in a gloo context",
+                f"{name}()",
+                "ns",
+                (Bar("ratio", 0.5, label="dist.get_rank()"),),
+                contenders=partial(_in_a_context, name),
+            )
+            for name in _GETTERS
+        ),
+        *(
+            LauncherRow(
+                f"getters, serial (Horovod {horovod})",
+                f"{name}()",
+                "ns",
+                (Bar("value", 200),),
+                measure=partial(_serial, name),
+            )
+            for name in _GETTERS
+        ),
+    ]
+
+
+def _in_a_context(name: str, device: torch.device) -> Contenders:
+    contenders = {OURS: getattr(idist, name), RAW: dist.get_rank}
+    ignite = ignite_library()
+    if ignite is not None:
+        contenders[IGNITE] = getattr(ignite, name)
+    return contenders
+
+
+def _serial(name: str, effort: Effort) -> Samples:
+    return {
+        contender: samples[name] for contender, samples in _all_serial(max(1, effort.repeats // 2)).items()
+    }
+
+
+@cache
+def _all_serial(repeats: int) -> dict[str, Samples]:
+    # A process for each: importing pytorch-ignite imports Horovod where it is installed, and this row is
+    # about a process in which nobody did.
+    measured: dict[str, Samples] = {}
+    for _ in range(repeats):
+        for contender, library in fresh.libraries():
+            samples = fresh.run("getters", library, *_GETTERS)
+            for name in _GETTERS:
+                measured.setdefault(contender, {}).setdefault(name, []).extend(samples[name])
+    return measured

@@ -1,0 +1,98 @@
+"""Starting: the import, and workers. All of it in fresh processes."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import fresh
+from rows import IGNITE, OURS, Bar, LauncherRow, Row
+from timing import QUICK, Effort, Samples
+
+
+def rows() -> list[Row]:
+    return [
+        LauncherRow("import", "after torch", "ms", (Bar("value", 40),), measure=_imports),
+        LauncherRow(
+            "spawn of 4 workers to a first barrier",
+            "first launch of a process",
+            "s",
+            (Bar("value", 1.5),),
+            measure=partial(_launch_of_four, later=False),
+        ),
+        LauncherRow(
+            "spawn of 4 workers to a first barrier",
+            "later launches",
+            "s",
+            (Bar("value", 0.3),),
+            measure=partial(_launch_of_four, later=True),
+        ),
+        *(
+            LauncherRow(
+                "spawn",
+                f"{workers} workers to a first barrier",
+                "s",
+                measure=partial(_curve, workers, "seconds"),
+            )
+            for workers in QUICK.workers
+        ),
+        *(
+            LauncherRow(
+                "spawn",
+                f"memory per worker, {workers} workers ({field})",
+                "MB",
+                measure=partial(_curve, workers, field),
+            )
+            for field in ("PSS", "USS")
+            for workers in QUICK.workers
+        ),
+    ]
+
+
+def _imports(effort: Effort) -> Samples:
+    samples: Samples = {}
+    for _ in range(effort.repeats):
+        for contender, library in fresh.libraries():
+            samples.setdefault(contender, []).append(fresh.run("import", library))
+    return samples
+
+
+def _launch_of_four(effort: Effort, later: bool) -> Samples:
+    samples: Samples = {}
+    for contender, launches in _launches_of_four(effort.repeats).items():
+        samples[contender] = [
+            launch["seconds"]
+            for one_process in launches
+            for launch in (one_process[1:] if later else one_process[:1])
+        ]
+    return samples
+
+
+@cache
+def _launches_of_four(repeats: int) -> dict[str, list[list[dict[str, Any]]]]:
+    launches: dict[str, list[list[dict[str, Any]]]] = {}
+    for _ in range(max(1, repeats // 2)):
+        for contender, library in fresh.libraries():
+            # pytorch-ignite keeps nothing from one launch to the next, so two of them tell as much as five.
+            counts = [4] * (2 if contender == IGNITE else 5)
+            launches.setdefault(contender, []).append(fresh.run("launches", library, *counts))
+    return launches
+
+
+def _curve(workers: int, field: str, effort: Effort) -> Samples:
+    return {
+        contender: [launch[field] for launch in launches if launch["workers"] == workers]
+        for contender, launches in _launches(effort).items()
+        if any(launch["workers"] == workers for launch in launches)
+    }
+
+
+@cache
+def _launches(effort: Effort) -> dict[str, list[dict[str, Any]]]:
+    """Launches of all sizes from one process each, after one that starts the fork server."""
+    launches: dict[str, list[dict[str, Any]]] = {}
+    for contender, library in fresh.libraries():
+        counts = effort.workers if contender == OURS else effort.ignite_workers
+        repeats = max(1, effort.repeats // 2) if contender == OURS else 1
+        launches[contender] = fresh.run("launches", library, 2, *(list(counts) * repeats))[1:]
+    return launches

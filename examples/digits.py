@@ -1,0 +1,288 @@
+"""Train a small convolutional network on scikit-learn's 1,797 handwritten digits, on one process or on many.
+
+    python examples/digits.py                           # this process alone
+    python examples/digits.py --nproc-per-node 2        # starts two processes
+    torchrun --nproc-per-node 2 examples/digits.py      # joins the two that torchrun has started
+
+and on two nodes, here both on one machine. Give a port that is free on node 0, and, from another machine, the
+address of node 0 as --master-addr:
+
+    python examples/digits.py --nproc-per-node 1 --nnodes 2 --node-rank 0 --master-port 29400 &
+    python examples/digits.py --nproc-per-node 1 --nnodes 2 --node-rank 1 --master-port 29400
+
+However it is started, it trains on the same batches in the same order: the losses differ by rounding only.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from tqdm import tqdm
+
+import ignite_dist as idist
+
+NUM_TRAIN, NUM_TEST = 1437, 360
+CHECKPOINT, PLOT = "checkpoint.pt", "digits.png"  # in --output-dir
+
+
+# --- data and model ----------------------------------------------------------------------------------
+
+
+def load_data():
+    """The training set and the test set: images ``(1, 8, 8)`` in [-1, 1] with labels in [0, 10)."""
+    # Installed with scikit-learn. A download would go under `with idist.one_rank_first(local=True):`.
+    images, labels = load_digits(return_X_y=True)
+    images = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+    labels = torch.tensor(labels)
+    # The split does not depend on --seed, so no resumed run finds its training images in its test set.
+    train, test = train_test_split(
+        range(len(labels)), train_size=NUM_TRAIN, test_size=NUM_TEST, stratify=labels, random_state=0
+    )
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
+
+
+class Net(nn.Sequential):
+    """``(batch, 1, 8, 8) -> (batch, 10)``, the same on any number of processes.
+
+    Hence GroupNorm: BatchNorm would see only one process's share of a batch. And hence GELU and AvgPool,
+    which are smooth: at the kink of a ReLU or a tie in a MaxPool a rounding error grows ten-thousandfold.
+    """
+
+    def __init__(self):
+        super().__init__(
+            *self.block(1, 16),
+            *self.block(16, 32),
+            nn.AvgPool2d(2),
+            *self.block(32, 64),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64 * 2 * 2, 10),
+        )
+
+    @staticmethod
+    def block(channels, out_channels):
+        return nn.Conv2d(channels, out_channels, 3, padding=1), nn.GroupNorm(4, out_channels), nn.GELU()
+
+
+# --- training ----------------------------------------------------------------------------------------
+
+
+def train(local_rank, config):
+    """What every process runs. ``idist`` knows the ranks, the device and the backend."""
+    torch.manual_seed(config.seed)  # the same initial weights everywhere
+    torch.set_num_threads(1)  # the net is too small to gain from more
+    rank, world_size = idist.get_rank(), idist.get_world_size()
+    train_set, test_set = load_data()
+
+    # Left alone, auto_dataloader brings a sampler of its own. With this one any number of processes train on
+    # the same batches: rank r takes every world_size-th image of the epoch's permutation, from the r-th on.
+    # So all ranks' k-th batches make up the k-th of a single process. Only full batches do: hence drop_last.
+    sampler = DistributedSampler(train_set, world_size, rank, seed=config.seed, drop_last=True)
+    train_loader = idist.auto_dataloader(
+        train_set, batch_size=config.batch_size, sampler=sampler, drop_last=True
+    )
+
+    net = Net()
+    model = idist.auto_model(net)
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.85)
+
+    parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
+    first_epoch, history = 0, []
+    if config.resume:
+        checkpoint = load_checkpoint(config.output_dir / CHECKPOINT)
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint[name])
+        first_epoch, history = checkpoint["epoch"], checkpoint["history"]
+
+    for epoch in range(first_epoch, config.epochs):
+        sampler.set_epoch(epoch)
+        name = f"epoch {epoch + 1:2}/{config.epochs}"
+        with tqdm(total=len(train_loader), desc=name, disable=rank != 0) as progress:
+            metrics = train_epoch(model, train_loader, optimizer, progress)
+            metrics["test_accuracy"] = accuracy(evaluate(net, test_set))
+            progress.set_postfix(metrics)
+        scheduler.step()
+        history.append(metrics)
+        states = {name: part.state_dict() for name, part in parts.items()}
+        save_checkpoint({**states, "epoch": epoch + 1, "history": history}, config.output_dir / CHECKPOINT)
+
+    report(history, evaluate(net, test_set).cpu(), config.output_dir / PLOT)
+
+
+def train_epoch(model, loader, optimizer, progress):
+    """One pass over the training set. Returns its metrics, over the images of all ranks."""
+    model.train()
+    device = idist.device()
+    loss_sum = torch.zeros((), device=device)
+    num_correct = torch.zeros((), device=device, dtype=torch.int64)
+    num_images = 0
+    for images, labels in loader:
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+        # Tensors, because .item() would make every step wait for the GPU.
+        loss_sum += loss.detach() * len(labels)
+        num_correct += (logits.argmax(dim=1) == labels).sum()
+        num_images += len(labels)
+        progress.update()
+
+    # One collective for all metrics.
+    totals = {"loss": loss_sum.item(), "correct": num_correct.item(), "images": num_images}
+    totals = idist.all_reduce(totals)
+    return {"loss": totals["loss"] / totals["images"], "train_accuracy": totals["correct"] / totals["images"]}
+
+
+@torch.no_grad()
+def evaluate(net, dataset):
+    """The confusion matrix over ``dataset``, ``(10, 10)``: true digit by predicted digit. All ranks call it.
+
+    Each image is on one rank, while a sampler would repeat some to make the shares equal. So ranks may have
+    different numbers of batches, or none. Hence ``net`` is not what auto_model made of it, whose forward pass
+    may communicate and then waits for every rank.
+    """
+    net.eval()
+    device = idist.device()
+    share = Subset(dataset, range(idist.get_rank(), len(dataset), idist.get_world_size()))
+    confusion = torch.zeros(10 * 10, dtype=torch.int64, device=device)
+    for images, labels in DataLoader(share, batch_size=128):
+        predicted = net(images.to(device)).argmax(dim=1)
+        confusion += torch.bincount(10 * labels.to(device) + predicted, minlength=10 * 10)
+    return idist.all_reduce(confusion).view(10, 10)
+
+
+def accuracy(confusion):
+    return (confusion.trace() / confusion.sum()).item()
+
+
+# --- checkpoint and report ---------------------------------------------------------------------------
+
+
+@idist.one_rank_only(with_barrier=True)
+def save_checkpoint(checkpoint, path):
+    """Write a checkpoint, on rank 0. Whenever the job is killed, ``path`` is the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+@idist.one_rank_only(broadcast=True)
+def load_checkpoint(path):
+    """Read a checkpoint, on rank 0, and give it to all: other nodes need not see that disk."""
+    return torch.load(path, map_location="cpu")
+
+
+@idist.one_rank_only(with_barrier=True)
+def report(history, confusion, path):
+    """Plot the loss curve and the confusion matrix, and print the result, on rank 0."""
+    title = f"test accuracy: {accuracy(confusion):.1%}"
+    figure = Figure(figsize=(11, 4.8), layout="constrained")  # not pyplot, which may look for a display
+    left, right = figure.subplots(1, 2, width_ratios=[6, 5])
+
+    epochs = range(1, len(history) + 1)
+    left.plot(epochs, [metrics["loss"] for metrics in history], marker="o")
+    left.set(title="loss on the training set", xlabel="epoch", ylabel="cross-entropy", yscale="log")
+    left.xaxis.get_major_locator().set_params(integer=True)
+    left.grid(which="both", alpha=0.3)
+
+    # Logarithmic colours: one mistake among 36 images would be white otherwise.
+    right.imshow(confusion.log1p(), cmap="Blues")
+    right.set(title=f"{title} of {confusion.sum()} images", xlabel="predicted digit", ylabel="true digit")
+    right.set(xticks=range(10), yticks=range(10))
+    for true, predicted in confusion.nonzero().tolist():
+        color = "white" if true == predicted else "black"
+        right.text(predicted, true, f"{confusion[true, predicted]}", color=color, ha="center", va="center")
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    print(f"plot: {path}")
+    print(title)
+
+
+# --- command line ------------------------------------------------------------------------------------
+
+
+def parse_arguments(launched):
+    parser = argparse.ArgumentParser(
+        description="Train on scikit-learn's handwritten digits, on one process or on many."
+    )
+    add = parser.add_argument
+    add("--epochs", type=positive_int, default=10, help="in all, with those before --resume (%(default)s)")
+    add("--batch-size", type=positive_int, default=32, help="of all processes together (%(default)s)")
+    add("--lr", type=float, default=0.05, help="learning rate of the first epoch (%(default)s)")
+    add("--seed", type=int, default=0, help="of the weights and the order of the images (%(default)s)")
+    add("--output-dir", type=Path, default=Path("runs/digits"), help="for checkpoint and plot (%(default)s)")
+    add("--resume", action="store_true", help="continue from the checkpoint in the output directory")
+    add("--backend", choices=idist.available_backends(), help="(gloo; nccl with a GPU per process)")
+    add("--nproc-per-node", type=positive_int, help="number of processes to start on this node")
+    add("--nnodes", type=positive_int, help="number of nodes (1)")
+    add("--node-rank", type=int, help="number of this node, from 0")
+    add("--master-addr", help="address of node 0 (127.0.0.1)")
+    add("--master-port", type=int, help="a free port on node 0")
+    args = parser.parse_args()
+
+    if launched and args.nproc_per_node:
+        parser.error("--nproc-per-node starts processes, but a launcher has started this one: leave it out")
+    if args.nnodes is not None and args.nnodes > 1:
+        required = ("nproc_per_node", "node_rank", "master_port")
+        missing = ["--" + name.replace("_", "-") for name in required if getattr(args, name) is None]
+        if missing:
+            parser.error(f"--nnodes {args.nnodes} needs {', '.join(missing)}")
+        args.master_addr = args.master_addr or "127.0.0.1"
+    if args.batch_size > NUM_TRAIN:
+        parser.error(f"--batch-size {args.batch_size} is more than the {NUM_TRAIN} training images")
+    checkpoint = args.output_dir / CHECKPOINT
+    # Rank 0 alone reads it. Where that is known to run here, say early that there is none.
+    if args.resume and not launched and not args.node_rank and not checkpoint.exists():
+        parser.error(f"--resume: there is no {checkpoint}")
+    return args
+
+
+def positive_int(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, got {number}")
+    return number
+
+
+def default_backend(nproc_per_node):
+    return "nccl" if torch.cuda.device_count() >= nproc_per_node else "gloo"
+
+
+def main():
+    launched = "WORLD_SIZE" in os.environ  # torchrun, or whatever started us, has set it
+    args = parse_arguments(launched)
+    backend = args.backend
+    if backend is None and (launched or args.nproc_per_node):
+        backend = default_backend(args.nproc_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+    # It starts the processes if it is told how many, joins them if a launcher has started them, and with
+    # backend=None trains in this one.
+    with idist.Parallel(
+        backend=backend,
+        nproc_per_node=args.nproc_per_node,
+        nnodes=args.nnodes,
+        node_rank=args.node_rank,
+        master_addr=args.master_addr,
+        master_port=args.master_port,
+    ) as parallel:
+        parallel.run(train, args)
+
+
+if __name__ == "__main__":
+    main()

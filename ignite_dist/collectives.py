@@ -136,14 +136,14 @@ def _plan(model: ComputationModel, op: str, tensor: Tensor) -> _Plan:
 
 def _reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: _Plan, group: Group) -> Tensor:
     carrier = plan.carrier
-    if plan.in_place and carrier is not None and tensor.is_contiguous():
+    if plan.in_place and carrier is not None and _is_plain(tensor):
         reduced = tensor.detach() if tensor.requires_grad else tensor
         model._all_reduce(reduced, carrier.op, group)
         if op == "AVERAGE":
             reduced /= len(group.ranks)
         return tensor
     with torch.no_grad():
-        local = tensor.detach().to(plan.device)
+        local = _plain(tensor).to(plan.device)
         if carrier is None:
             rows = _gather_rows(model, local, group)
             reduced = reduction.reduce_rows(rows, op, torch.empty_like(local))
@@ -250,10 +250,10 @@ def _gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Ten
     """``(*S) -> (group_size, *S)`` for a tensor of any dtype, device and layout."""
     rows_shape = (len(group.ranks), *tensor.shape)
     route = _route(model, "all_gather", tensor)
-    if route.direct and tensor.is_contiguous() and not tensor.requires_grad:
+    if route.direct and _is_plain(tensor) and not tensor.requires_grad:
         return model._all_gather(tensor, group, out=None if out is None else out.view(rows_shape))
     with torch.no_grad():
-        local = tensor.detach().contiguous().to(route.device)
+        local = _plain(tensor).to(route.device)
         if out is not None and out.device == local.device:
             rows = out.detach().view(rows_shape)
         else:
@@ -415,7 +415,7 @@ def broadcast_anything(model: ComputationModel, value: Any, src: int, group: Gro
 def _broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: Group) -> Tensor:
     route = _route(model, "broadcast", tensor)
     with torch.no_grad():
-        carried = tensor.detach().to(route.device).contiguous()
+        carried = _plain(tensor).to(route.device)
         model._broadcast(carried if route.as_is else _as_bytes(carried), src, group)
         if carried.data_ptr() != tensor.data_ptr() or carried.device != tensor.device:
             tensor.detach().copy_(carried)
@@ -469,6 +469,16 @@ def _carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
     if model.carries("all_gather", None, torch.uint8, tensor.device):
         return tensor.device
     return model._bytes_device()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the memory of ``tensor`` is its value: contiguous, and not conjugated or negated lazily."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """``tensor`` without a graph, in memory that is its value; its own memory if that is so already."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 class _Route(NamedTuple):

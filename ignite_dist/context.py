@@ -51,6 +51,7 @@ def current_model() -> ComputationModel:
 def _resolve() -> ComputationModel:
     """Look for a context that somebody made since; without one, this process is serial."""
     global _model
+    _model.left_behind()
     loaded = [model for model in registered_computation_models if model.library in sys.modules]
     for candidate in loaded:
         found = candidate.create_from_context()
@@ -65,7 +66,7 @@ def _resolve() -> ComputationModel:
 
 
 def sync(temporary: bool = False) -> None:
-    """Look for the live context again and use it.
+    """Look for the live context and use it.
 
     There is no need to call it: every function of the package notices a context that was made, ended or
     replaced. It is here for scripts that call it.
@@ -73,7 +74,7 @@ def sync(temporary: bool = False) -> None:
     Args:
         temporary: accepted and without effect; a context is never used for longer than it lives.
     """
-    _resolve()
+    current_model()
 
 
 # --- lifecycle ---------------------------------------------------------------------------------------

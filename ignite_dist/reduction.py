@@ -266,7 +266,7 @@ def _complex_carrier(
         return None
 
     def encode(tensor: Tensor) -> Tensor:
-        return inner.encode(torch.view_as_real(tensor))
+        return inner.encode(torch.view_as_real(tensor.resolve_conj()))
 
     def decode(carried: Tensor) -> Tensor:
         return torch.view_as_complex(inner.decode(carried))

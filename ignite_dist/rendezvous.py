@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,9 +14,12 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ignite_dist import environments
 from ignite_dist.environments import Environment
-from ignite_dist.errors import LaunchError
+from ignite_dist.errors import EnvironmentVariablesError, LaunchError
 
-__all__ = ["find_place", "join_store", "loopback_only", "serve_store", "set_missing", "unset"]
+__all__ = ["find_place", "join_store", "loopback_only", "note_meeting", "serve_store", "set_missing"]
+
+# How many contexts of this process have met in each place. All ranks that met there have the same number.
+_num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
 
 _ALONE = Environment("nobody", rank=0, world_size=1, local_rank=0)
 
@@ -28,12 +33,19 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
     """
     environment = environments.detect(os.environ)
     if rank is None or world_size is None:
+        if environment is None and os.environ.get("LOCAL_RANK"):
+            raise EnvironmentVariablesError(
+                f"LOCAL_RANK={os.environ['LOCAL_RANK']} is set, but RANK and WORLD_SIZE are not. Set them "
+                "for every process, start the script with torchrun, or unset LOCAL_RANK to run alone."
+            )
         if environment is None and init_method not in (None, "env://"):
             raise ValueError(
                 f"init_method={init_method!r} needs rank= and world_size=, or RANK and WORLD_SIZE in the "
                 "environment."
             )
         return environment or _ALONE
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in [0, world_size), got rank={rank} and world_size={world_size}.")
     if environment is None:
         address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "15000")
         return Environment("arguments", rank, world_size, main_address=address, main_port=int(port))
@@ -46,8 +58,8 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
     return environment
 
 
-def set_missing(place: Environment) -> dict[str, str]:
-    """Set the variables that scripts read and that are not there; what was set is returned."""
+def set_missing(place: Environment) -> Callable[[], None]:
+    """Set the variables that scripts read and that are not there; call what is returned to take that back."""
     wanted = {
         "RANK": place.rank,
         "WORLD_SIZE": place.world_size,
@@ -58,25 +70,25 @@ def set_missing(place: Environment) -> dict[str, str]:
     missing = {
         key: str(value) for key, value in wanted.items() if value is not None and not os.environ.get(key)
     }
+    empty = {key for key in missing if key in os.environ}
     os.environ.update(missing)
-    return missing
+
+    def restore() -> None:
+        for key, value in missing.items():
+            if os.environ.get(key) == value:  # else somebody has changed it since
+                if key in empty:
+                    os.environ[key] = ""
+                else:
+                    del os.environ[key]
+
+    return restore
 
 
-def unset(variables: dict[str, str]) -> None:
-    """Take back what :func:`set_missing` set, but for what somebody has changed since."""
-    for key, value in variables.items():
-        if os.environ.get(key) == value:
-            del os.environ[key]
-
-
-def join_store(
-    place: Environment, init_method: str | None, timeout: timedelta | None, num_contexts: int
-) -> Store:
+def join_store(place: Environment, init_method: str | None, timeout: timedelta | None) -> Store:
     """The store of all ranks, for ``init_process_group``.
 
-    Its keys carry the number of contexts that this process had before, because a store may outlive a
-    context: an agent's, a file's, or that of rank 0 while the others are on their way into the next
-    context already.
+    Its keys carry the number of contexts that met in the same place before, because a store may outlive a
+    context: an agent's, a file's, or that of rank 0 while the others are on their way into the next one.
 
     Raises:
         LaunchError: the port where rank 0 serves the store is in use.
@@ -84,9 +96,11 @@ def join_store(
     if place.world_size == 1 and init_method in (None, "env://"):
         return HashStore()  # nobody else to find, so no port is needed
     timeout = timeout or default_pg_timeout
+    init_method = init_method or "env://"
+    num_contexts = _num_contexts[_meeting_place(place, init_method)]
     prefix = f"ignite_dist/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{num_contexts}"
     while True:
-        served = _connect(place, init_method or "env://", timeout)
+        served = _connect(place, init_method, timeout)
         served.set_timeout(timeout)
         store = PrefixStore(prefix, served)
         try:
@@ -99,15 +113,26 @@ def join_store(
         return store
 
 
+def note_meeting(place: Environment, init_method: str | None) -> None:
+    """Note that all ranks have met in this place. The next context there uses other keys of the store."""
+    _num_contexts[_meeting_place(place, init_method or "env://")] += 1
+
+
+def _meeting_place(place: Environment, init_method: str) -> tuple[str, str | None, int | None]:
+    return init_method, place.main_address, place.main_port
+
+
 def _connect(place: Environment, init_method: str, timeout: timedelta) -> Store:
     try:
         store: Store = next(dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0]
     except DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
+        by_variables = init_method == "env://"
+        where = f"{place.main_address}:{place.main_port}" if by_variables else init_method
         raise LaunchError(
-            f"Rank 0 cannot serve the rendezvous of {init_method} on {place.main_address}:{place.main_port}: "
-            "the port is in use. Another job may still be running there; set MASTER_PORT to a free port."
+            f"Rank 0 cannot serve the rendezvous at {where}: the port is in use. Another job may still be "
+            f"running there; {'set MASTER_PORT to' if by_variables else 'name'} a free port."
         ) from error
     return store
 

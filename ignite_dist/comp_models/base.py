@@ -137,6 +137,9 @@ class ComputationModel(ABC):
     def abort(self) -> None:
         """End the context after a failure on this rank. Waits for nobody."""
 
+    def left_behind(self) -> None:  # noqa: B027  # not abstract: most models have nothing to take back
+        """Somebody else has ended the context: take back what this model did to the process for it."""
+
     def store(self) -> Store | None:
         """A key-value store of all ranks, beside the collectives, if the backend has one."""
         return None

@@ -79,7 +79,6 @@ class NativeModel(ComputationModel):
     available_backends: ClassVar[tuple[str, ...]] = _available_backends()
     library: ClassVar[str] = "torch.distributed"
 
-    _num_initialized: ClassVar[int] = 0
     _local_rank_hint: ClassVar[int | None] = None
 
     def __init__(self, world: ProcessGroup, undo: Callable[[], None] | None = None) -> None:
@@ -91,7 +90,7 @@ class NativeModel(ComputationModel):
         self._backends = _backend_per_device()
         self._fixed_device = None if _accelerator(self._backends) else torch.device("cpu")
         self._environment = _environment_of(self._rank, self._world_size)
-        self._local_rank = self._environment.local_rank if self._environment else None
+        self._local_rank = self._environment.local_rank if self._environment else _local_rank_alone()
         self._generations: dict[tuple[int, ...], int] = {}
         self._scratch = gloo.ScratchBuffers()
 
@@ -122,24 +121,24 @@ class NativeModel(ComputationModel):
         """See ``idist.initialize``; ``kwargs`` go to ``torch.distributed.init_process_group``."""
         _check_initialize(backend, init_method, world_size, rank, timeout, kwargs)
         place = rendezvous.find_place(init_method, rank, world_size)
-        variables = rendezvous.set_missing(place)
+        restore_variables = rendezvous.set_missing(place)
         hook = sys.excepthook
         try:
             _select_device(backend, place)
             if timeout is not None:
                 kwargs["timeout"] = timeout
             if backend != dist.Backend.MPI:  # MPI brings its own ranks and needs no store
-                store = rendezvous.join_store(place, init_method, timeout, cls._num_initialized)
+                store = rendezvous.join_store(place, init_method, timeout)
                 kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
             dist.init_process_group(backend, **kwargs)
         except BaseException:
-            rendezvous.unset(variables)
+            restore_variables()
             raise
-        NativeModel._num_initialized += 1
+        rendezvous.note_meeting(place, init_method)
         installed_hook = sys.excepthook
 
         def undo() -> None:
-            rendezvous.unset(variables)
+            restore_variables()
             if sys.excepthook is installed_hook:  # torch chains a new one at every init_process_group
                 sys.excepthook = hook
 
@@ -204,16 +203,17 @@ class NativeModel(ComputationModel):
         except RuntimeError as error:
             warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=3)
         dist.destroy_process_group()
-        self._after_the_end()
+        self.left_behind()
 
     def abort(self) -> None:
         distributed_c10d._abort_process_group()
-        self._after_the_end()
+        self.left_behind()
 
-    def _after_the_end(self) -> None:
+    def left_behind(self) -> None:
         self._groups.clear()
         if self._undo is not None:
             self._undo()
+            self._undo = None
 
     def store(self) -> Store | None:
         _, store = distributed_c10d._world.pg_map[self._world]
@@ -257,7 +257,8 @@ class NativeModel(ComputationModel):
         cls._local_rank_hint = local_rank
 
     def set_local_rank(self, local_rank: int) -> None:
-        if self._environment is None or self._environment.local_rank is None:
+        known = self._environment.local_rank if self._environment else _local_rank_alone()
+        if known is None:
             self._local_rank = local_rank
 
     def known_local_rank(self) -> int | None:
@@ -435,6 +436,12 @@ def _current_accelerator() -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _local_rank_alone() -> int | None:
+    """``LOCAL_RANK``, where it is all that the environment says of a job."""
+    value = os.environ.get("LOCAL_RANK", "")
+    return int(value) if value.isdecimal() and not os.environ.get("RANK") else None
 
 
 def _environment_of(rank: int, world_size: int) -> Environment | None:

@@ -25,9 +25,14 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     local_rank = read_int(environ, "SLURM_LOCALID")
     world_size = read_int(environ, "SLURM_STEP_NUM_TASKS") or read_int(environ, "SLURM_NTASKS")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if rank is None or local_rank is None or world_size is None or not nodes:
-        required = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_NODELIST")
-        missing = ", ".join(name for name in required if not environ.get(name))
+    required = {
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": local_rank,
+        "SLURM_NTASKS": world_size,
+        "SLURM_JOB_NODELIST": nodes,
+    }
+    missing = ", ".join(name for name, value in required.items() if value in (None, ""))
+    if rank is None or world_size is None or not nodes or missing:
         raise EnvironmentVariablesError(
             f"This is a Slurm job (SLURM_JOB_ID is set), but {missing} is missing. Start the script with "
             "srun, or unset SLURM_JOB_ID to run alone."
@@ -53,4 +58,4 @@ def first_host(nodes: str) -> str:
     if "," in prefix or not bracket:
         return prefix.split(",")[0].strip()
     numbers, _, suffix = rest.partition("]")
-    return prefix + numbers.replace("-", ",").split(",")[0] + suffix.split(",")[0]
+    return prefix + numbers.replace("-", ",").split(",")[0] + first_host(suffix)

@@ -26,9 +26,9 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     rank, world_size = read_int(environ, "RANK"), read_int(environ, "WORLD_SIZE")
     local_rank = read_int(environ, "LOCAL_RANK")
     if rank is None or world_size is None:
-        if "SLURM_JOB_ID" in environ or (rank, world_size, local_rank) == (None, None, None):
+        if "SLURM_JOB_ID" in environ or (rank is None and world_size is None):
             return None
-        state = ", ".join(f"{name}={environ.get(name)!r}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        state = ", ".join(f"{name}={environ.get(name)!r}" for name in ("RANK", "WORLD_SIZE"))
         raise EnvironmentVariablesError(
             f"Half-set environment variables: {state}. Set RANK and WORLD_SIZE (and LOCAL_RANK, MASTER_ADDR, "
             "MASTER_PORT) for every process, start the script with torchrun, or unset them to run alone."

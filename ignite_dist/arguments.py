@@ -38,7 +38,7 @@ def did_you_mean(name: str, allowed: Collection[str]) -> str:
 
 def check_nodes(
     nproc_per_node: int,
-    nnodes: int,
+    nnodes: int | None,
     node_rank: int | None,
     master_addr: str | None,
     master_port: int | None,
@@ -49,6 +49,7 @@ def check_nodes(
     Raises:
         ValueError: says which and what is missing.
     """
+    nnodes = 1 if nnodes is None else nnodes
     for name, value in (("nproc_per_node", nproc_per_node), ("nnodes", nnodes)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive int, got {value!r}.")

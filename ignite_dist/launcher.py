@@ -96,7 +96,8 @@ class Parallel:
     """Context manager that runs a function in a distributed context, however the script was started.
 
     With ``nproc_per_node`` it starts the processes itself; without it, it joins those that torchrun, Slurm or
-    another launcher has started; with ``backend=None`` it runs the function in this process.
+    another launcher has started, and the arguments that say where to start some are not looked at; with
+    ``backend=None`` it runs the function in this process.
 
     Args:
         backend: one of :func:`available_backends`, or None for no context.
@@ -139,7 +140,7 @@ class Parallel:
         self.init_method = init_method
         self._spawn_kwargs: dict[str, Any] | None = None
         if backend is None:
-            for name, value in {**places, **spawn_kwargs}.items():
+            for name, value in places.items():
                 if value is not None:
                     raise ValueError(
                         f"backend=None runs in this process, so {name} must be None too, got {value!r}."
@@ -147,27 +148,10 @@ class Parallel:
             return
         model = context.find_model(backend)
         check_keywords("Parallel", spawn_kwargs, _spawn_keywords(model))
-        if nproc_per_node is None:
-            self._check_joining({**places, **spawn_kwargs})
-        else:
-            check_nodes(
-                nproc_per_node,
-                1 if nnodes is None else nnodes,
-                node_rank,
-                master_addr,
-                master_port,
-                init_method,
-            )
+        if nproc_per_node is not None:
+            check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
             given = {**places, "init_method": init_method, **spawn_kwargs}
             self._spawn_kwargs = {name: value for name, value in given.items() if value is not None}
-
-    def _check_joining(self, given: Mapping[str, Any]) -> None:
-        ignored = [name for name, value in given.items() if value is not None]
-        if ignored:
-            raise ValueError(
-                f"{', '.join(ignored)} needs nproc_per_node: without it Parallel joins the processes that a "
-                "launcher has started, and the launcher says where they are."
-            )
 
     def __enter__(self) -> Self:
         if self.backend is not None and self._spawn_kwargs is None:

@@ -86,7 +86,13 @@ def start(
     except BaseException:
         _end([worker.process for worker in workers])
         raise
-    return Workers(workers, store)
+    _kept[:] = [kept for kept in _kept if any(process.is_alive() for process in kept.processes)]
+    _kept.append(Workers(workers, store))
+    return _kept[-1]
+
+
+# What a script does not keep of spawn(join=False) is kept here, and with it the store, until its workers end.
+_kept: list[Workers] = []
 
 
 def main_is_importable() -> bool:
@@ -180,6 +186,7 @@ class _Failure:
     summary: str
     traceback: str
     exit_code: int | None = None
+    is_consequence: bool = False
 
 
 def _work(
@@ -192,6 +199,7 @@ def _work(
     if environ is not None:  # a forked worker has not read its name
         _take_over("", environ, {})
     _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    _seed()
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     _send(sender, None)
     try:
@@ -211,7 +219,10 @@ def _work(
 
 def _failure(error: BaseException, exit_code: int | None = None) -> _Failure:
     text = "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__)))
-    return _Failure(time.time(), type(error).__name__, f"{type(error).__name__}: {error}", text, exit_code)
+    summary = f"{type(error).__name__}: {error}"
+    return _Failure(
+        time.time(), type(error).__name__, summary, text, exit_code, isinstance(error, RankFailedError)
+    )
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
@@ -236,6 +247,13 @@ def _set_num_threads(nproc_per_node: int) -> None:
     torch.set_num_threads(
         int(wanted) if wanted.isdecimal() and int(wanted) else max(1, cores // nproc_per_node)
     )
+
+
+def _seed() -> None:
+    """Give this worker random numbers of its own, as a new process has, and not those of the fork server."""
+    torch.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
 
 
 def _end_with_launcher() -> None:
@@ -349,7 +367,7 @@ class Workers:
     def _conclude(self) -> list[Any] | RankFailedError:
         failed = sorted(
             (worker for worker in self._workers if worker.failure),
-            key=lambda worker: worker.failure.time,  # type: ignore[union-attr]
+            key=lambda worker: (worker.failure.is_consequence, worker.failure.time),  # type: ignore[union-attr]
         )
         if failed:
             self.terminate()
@@ -378,6 +396,7 @@ def _error(first: _Worker, others: Sequence[_Worker]) -> RankFailedError:
         )
     signal_name = signal.Signals(-failure.exit_code).name if failure.exit_code < 0 else None
     ending = f"was ended by {signal_name}" if signal_name else f"ended with exit code {failure.exit_code}"
+    ending += f" ({failure.summary})" if failure.summary else ""
     hint = ""
     if not first.started:
         hint = (

@@ -145,8 +145,7 @@ def _reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: _Plan
     with torch.no_grad():
         local = _plain(tensor).to(plan.device)
         if carrier is None:
-            rows = _gather_rows(model, local, group)
-            reduced = reduction.reduce_rows(rows, op, torch.empty_like(local))
+            reduced = reduction.reduce_gathered(_gather_rows(model, local, group), op)
         else:
             reduced = model._all_reduce(carrier.encode(local).contiguous(), carrier.op, group)
             if op == "AVERAGE":

@@ -21,6 +21,7 @@ __all__ = [
     "check_op",
     "find_carrier",
     "normalize_op",
+    "reduce_gathered",
     "reduce_numbers",
     "reduce_rows",
 ]
@@ -285,3 +286,30 @@ def _uint64_carrier(op: str, carries: Callable[[str, torch.dtype], bool]) -> Car
         lambda tensor: tensor.view(torch.int64) ^ flip,
         lambda carried: (carried ^ flip).view(torch.uint64),
     )
+
+
+# --- without a backend's help --------------------------------------------------------------------------
+
+_COMPUTED = {
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float32,
+    torch.float64,
+}
+
+
+def reduce_gathered(rows: Tensor, op: str) -> Tensor:
+    """``(group_size, *S) -> (*S)``: the reduction that no operation of the backend would do, computed here."""
+
+    def computes(sent: str, dtype: torch.dtype) -> bool:
+        return dtype in _COMPUTED or (dtype is torch.bool and sent in ("AND", "OR"))
+
+    carrier = find_carrier(op, rows.dtype, computes) or Carrier(op, rows.dtype, _same, _same)
+    encoded = carrier.encode(rows)
+    total = reduce_rows(encoded.unbind(), carrier.op, torch.empty_like(encoded[0]))
+    if op == "AVERAGE":
+        total /= len(rows)
+    return carrier.decode(total)

@@ -7,6 +7,7 @@ the same dict in different orders still mean the same leaves.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from copy import copy
 from typing import Any
 
 __all__ = ["flatten", "rebuild"]
@@ -43,9 +44,10 @@ def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
         children = {key: rebuild(value[key], leaves) for key in _ordered(value)}
         if type(value) is dict:
             return {key: children[key] for key in value}
-        copy = value.copy()  # keeps what a subclass carries besides its items, a default factory for example
-        copy.update(children)
-        return copy
+        new = copy(value)  # keeps what a subclass carries besides its items, a default factory for example
+        for key, child in children.items():
+            new[key] = child
+        return new
     if isinstance(value, (list, tuple)):
         items = [rebuild(child, leaves) for child in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -27,6 +27,8 @@ class Registry(Sequence[type[ComputationModel]]):
 
     def register(self, model: _Model) -> _Model:
         """Add ``model`` behind those that are there. See :func:`register_computation_model`."""
+        if not (isinstance(model, type) and issubclass(model, ComputationModel)):
+            raise TypeError(f"A computation model is a subclass of ComputationModel, got {model!r}.")
         for other in self._models:
             if other is model:
                 return model
@@ -42,7 +44,12 @@ class Registry(Sequence[type[ComputationModel]]):
         if not self._entry_points_loaded:
             self._entry_points_loaded = True
             for entry_point in entry_points(group=ENTRY_POINT_GROUP):
-                self.register(entry_point.load())
+                try:
+                    self.register(entry_point.load())
+                except Exception as error:
+                    raise type(error)(
+                        f"Entry point {entry_point.name} = {entry_point.value}: {error}"
+                    ) from error
         return self._models
 
     @overload
@@ -72,8 +79,6 @@ def register_computation_model(model: _Model) -> _Model:
         ValueError: another class has the same name; nothing is replaced.
         TypeError: ``model`` is not a subclass of ``ComputationModel``.
     """
-    if not (isinstance(model, type) and issubclass(model, ComputationModel)):
-        raise TypeError(f"A computation model is a subclass of ComputationModel, got {model!r}.")
     return registered_computation_models.register(model)
 
 

@@ -1,0 +1,209 @@
+"""Processes for the tests: plain ranks as torchrun starts them, and scripts of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
+LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def is_launcher_variable(name: str) -> bool:
+    return name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES)
+
+
+def plain_environ(**more: str) -> dict[str, str]:
+    """This process's environment without what a launcher sets; the package is found in this checkout."""
+    environ = {name: value for name, value in os.environ.items() if not is_launcher_variable(name)}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    return {**environ, **more}
+
+
+def loopback() -> dict[str, str]:
+    """gloo on the loopback interface: these ranks all run here, whatever this host's name resolves to."""
+    names = [name for _, name in socket.if_nameindex()]
+    return {"GLOO_SOCKET_IFNAME": next(name for name in ("lo", "lo0") if name in names)}
+
+
+def free_port() -> int:
+    """A port that was free a moment ago. For ranks that have to serve it themselves; else use port 0."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+# --- scripts -----------------------------------------------------------------------------------------
+
+
+def write_script(folder: Path, text: str, name: str = "script.py") -> Path:
+    path = folder / name
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return path
+
+
+def run_python(*args: Any, seconds: float = 60, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """``python *args``; its output is text. What is still running after ``seconds`` is ended."""
+    kwargs.setdefault("env", plain_environ())
+    if "input" not in kwargs:
+        kwargs.setdefault("stdin", subprocess.DEVNULL)
+    command = [sys.executable, *map(str, args)]
+    return subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        check=False,
+        **kwargs,
+    )
+
+
+# --- ranks, started as torchrun starts them ----------------------------------------------------------
+
+
+class Ended(NamedTuple):
+    """How a rank ended: its result, or the traceback of what it raised, and after how many seconds."""
+
+    result: Any
+    error: str
+    seconds: float
+
+
+def torchrun_environs(
+    world_size: int, port: int, nproc_per_node: int | None = None, agent_store: bool = True
+) -> list[dict[str, str]]:
+    """What torchrun sets for each rank, on one node or on several."""
+    nproc_per_node = nproc_per_node or world_size
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank % nproc_per_node),
+            "LOCAL_WORLD_SIZE": str(nproc_per_node),
+            "GROUP_RANK": str(rank // nproc_per_node),
+            "GROUP_WORLD_SIZE": str(world_size // nproc_per_node),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            **({"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent_store else {}),
+        }
+        for rank in range(world_size)
+    ]
+
+
+def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, **kwargs: Any) -> list[Any]:
+    """``function(*args)`` in plain processes, as under torchrun: what it returned in each.
+
+    Nothing of the package starts them, and none of them has a context. See :func:`end_of_ranks`.
+    """
+    ended = end_of_ranks(function, *args, world_size=world_size, **kwargs)
+    failed = [f"rank {rank} raised:\n{one.error}" for rank, one in enumerate(ended) if one.error]
+    assert not failed, "\n".join(failed)
+    return [one.result for one in ended]
+
+
+def end_of_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    environs: Sequence[Mapping[str, str]] | None = None,
+    seconds: float = 60,
+) -> list[Ended]:
+    """How ``function(*args)`` ended in each of ``world_size`` plain processes.
+
+    Args:
+        function: of a module; it is run in fresh processes that have torch imported.
+        args: can be pickled.
+        world_size: number of processes.
+        environs: what each has in its environment beside ours; torchrun's variables if not given.
+        seconds: what has not ended by then is ended, and fails the test.
+    """
+    agent = None
+    if environs is None:
+        agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environs = torchrun_environs(world_size, agent.port)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "ignite_dist", "pytest", "psutil"])
+    receivers: list[Connection] = []
+    processes: list[Any] = []
+    started = time.monotonic()
+    try:
+        for environ in environs:
+            receiver, sender = context.Pipe(duplex=False)
+            complete = plain_environ(**loopback(), **environ)
+            processes.append(
+                context.Process(target=_rank, args=(function, args, complete, sender), daemon=True)
+            )
+            processes[-1].start()
+            sender.close()
+            receivers.append(receiver)
+        return _collect(receivers, started, seconds)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _rank(
+    function: Callable[..., Any], args: tuple[Any, ...], environ: dict[str, str], sender: Connection
+) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        answer = (function(*args), "")
+    except BaseException:
+        answer = (None, traceback.format_exc())
+    sender.send(answer)
+    sender.close()
+    os._exit(0)  # as after a crash: what the function has left open ends here and now
+
+
+def _collect(receivers: list[Connection], started: float, seconds: float) -> list[Ended]:
+    ended: dict[int, Ended] = {}
+    waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
+    while waiting:
+        ready = wait(list(waiting), max(0.0, started + seconds - time.monotonic()))
+        assert ready, f"no end within {seconds} s of ranks {sorted(waiting.values())}; ended: {ended}"
+        for receiver in ready:
+            rank = waiting.pop(receiver)
+            try:
+                result, error = receiver.recv()
+            except EOFError:
+                result, error = None, "it died without a word"
+            ended[rank] = Ended(result, error, time.monotonic() - started)
+    return [ended[rank] for rank in range(len(receivers))]
+
+
+# --- what a process holds ----------------------------------------------------------------------------
+
+
+def end_of_processes(pids: Sequence[int], seconds: float) -> list[int]:
+    """The processes among ``pids`` that are still there after at most ``seconds``."""
+    processes = []
+    for pid in pids:
+        try:
+            processes.append(psutil.Process(pid))
+        except psutil.NoSuchProcess:
+            continue
+    living = [one for one in processes if one.status() != psutil.STATUS_ZOMBIE]
+    _, alive = psutil.wait_procs(living, timeout=seconds)
+    return [one.pid for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]

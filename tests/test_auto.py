@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import BatchNorm1d, Linear, Module, ReLU, Sequential, SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+import ignite_dist as idist
+from ignite_dist.samplers import DistributedProxySampler, EpochSampler
+
+SIZE = 12
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4 * idist.get_rank(), 4 * idist.get_rank() + 4))
+
+
+def on_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+    results: list[Any] = idist.spawn("gloo", function, args, nproc_per_node=world_size)
+    return results
+
+
+def indices(loader: DataLoader[int]) -> list[int]:
+    return [index for batch in loader for index in batch.tolist()]
+
+
+def warned(function: Callable[[], Any]) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = function()
+    return result, [f"{one.filename.rpartition('/')[2]}: {one.message}" for one in caught]
+
+
+# --- auto_dataloader: what is divided ----------------------------------------------------------------
+
+
+def _divisions(_: int) -> dict[str, Any]:
+    def make(**kwargs: Any) -> tuple[int | None, int, list[str]]:
+        loader, messages = warned(lambda: idist.auto_dataloader(Numbers(), **kwargs))
+        return loader.batch_size, loader.num_workers, messages
+
+    return {
+        "even": make(batch_size=6),
+        "odd": make(batch_size=5),
+        "small": make(batch_size=1),
+        "none": make(batch_size=None),
+        "default": make(),
+        "workers": make(num_workers=4)[1],
+        "odd workers": make(num_workers=3)[1],
+        "one worker": make(num_workers=1)[1],
+        "no workers": make(num_workers=0)[1],
+    }
+
+
+def test_batch_size_and_workers_are_divided_and_a_remainder_is_said_aloud() -> None:
+    for found in on_ranks(_divisions):
+        assert found["even"] == (3, 0, [])
+        assert found["default"] == (1, 0, [])
+        assert found["none"] == (None, 0, [])
+        size, _, messages = found["odd"]
+        assert size == 2
+        assert len(messages) == 1
+        for text in ("batch_size=5", "world size 2", "batches of 2", "4 samples"):
+            assert text in messages[0]
+        size, _, messages = found["small"]
+        assert size == 1
+        assert len(messages) == 1
+        for text in ("batch_size=1", "world size 2", "batches of 1", "2 samples"):
+            assert text in messages[0]
+        assert (found["workers"], found["odd workers"], found["one worker"], found["no workers"]) == (
+            2,
+            2,
+            1,
+            0,
+        )
+
+
+def test_the_warning_points_at_the_callers_line() -> None:
+    for found in on_ranks(_divisions):
+        assert found["odd"][2][0].startswith("test_auto.py:")
+        assert found["small"][2][0].startswith("test_auto.py:")
+
+
+def test_alone_it_is_a_plain_data_loader() -> None:
+    loader, messages = warned(
+        lambda: idist.auto_dataloader(Numbers(), batch_size=5, num_workers=0, shuffle=False)
+    )
+    assert type(loader) is DataLoader
+    assert (loader.batch_size, loader.pin_memory, messages) == (5, False, [])
+    assert indices(loader) == list(range(SIZE))
+
+
+# --- auto_dataloader: samplers -----------------------------------------------------------------------
+
+
+def _sampler_kinds(_: int) -> dict[str, Any]:
+    rank = idist.get_rank()
+    own = DistributedSampler(Numbers(), num_replicas=2, rank=rank, shuffle=False)
+    wrong = DistributedSampler(Numbers(), num_replicas=3, rank=2)
+    left_out = idist.auto_dataloader(Numbers(), batch_size=4)
+    unshuffled = idist.auto_dataloader(Numbers(), batch_size=4, shuffle=False)
+    taken = idist.auto_dataloader(Numbers(), batch_size=4, sampler=own)
+    shared = idist.auto_dataloader(Numbers(), batch_size=4, sampler=SubsetRandomSampler([1, 3, 5, 7]))
+    misfit, complaints = warned(lambda: idist.auto_dataloader(Numbers(), sampler=wrong))
+    mine = BatchSampler(SequentialSampler(range(SIZE)), batch_size=5, drop_last=False)
+    batched, notes = warned(lambda: idist.auto_dataloader(Numbers(), batch_sampler=mine))
+    stream = idist.auto_dataloader(Stream(), batch_size=4)
+    with pytest.raises(ValueError, match=r"sampler.*shuffle"):
+        idist.auto_dataloader(Numbers(), sampler=own, shuffle=True)
+    return {
+        "types": [type(one.sampler) for one in (left_out, unshuffled, shared)],
+        "taken as it is": taken.sampler is own and misfit.sampler is wrong and batched.batch_sampler is mine,
+        "indices": [indices(one) for one in (left_out, unshuffled, taken, shared, batched, stream)],
+        "complaints": complaints,
+        "notes": notes,
+    }
+
+
+def test_every_kind_of_sampler() -> None:
+    first, second = on_ranks(_sampler_kinds)
+    for found in (first, second):
+        assert found["types"] == [EpochSampler, EpochSampler, DistributedProxySampler]
+        assert found["taken as it is"]
+    both = list(zip(first["indices"], second["indices"], strict=True))
+    left_out, unshuffled, taken, shared, batched, stream = both
+    assert sorted(left_out[0] + left_out[1]) == list(range(SIZE))
+    assert left_out[0] != sorted(left_out[0]) or left_out[1] != sorted(left_out[1])  # shuffled by default
+    assert unshuffled == taken == (list(range(0, SIZE, 2)), list(range(1, SIZE, 2)))
+    assert sorted(shared[0] + shared[1]) == [1, 3, 5, 7]
+    assert batched == (list(range(SIZE)), list(range(SIZE)))
+    assert stream == ([0, 1, 2, 3], [4, 5, 6, 7])
+    for rank, found in enumerate((first, second)):
+        (complaint,) = found["complaints"]
+        for text in ("rank 2 of 3", f"rank {rank} of 2"):
+            assert text in complaint
+        (note,) = found["notes"]
+        assert "batch_sampler" in note
+
+
+def _global_random_state(_: int) -> bool:
+    torch.manual_seed(7)
+    random.seed(7)
+    before = torch.get_rng_state(), random.getstate()
+    loaders = [
+        idist.auto_dataloader(Numbers(), batch_size=4, generator=torch.Generator()),
+        idist.auto_dataloader(
+            Numbers(), batch_size=4, generator=torch.Generator(), sampler=SubsetRandomSampler([1, 2])
+        ),
+    ]
+    for (
+        loader
+    ) in loaders:  # with a generator of its own, because torch's DataLoader draws a seed for its workers
+        indices(loader)
+        indices(loader)
+    return torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+def test_the_samplers_do_not_touch_the_global_random_state() -> None:
+    assert on_ranks(_global_random_state) == [True, True]
+
+
+# --- auto_dataloader: epochs -------------------------------------------------------------------------
+
+
+def _epochs(_: int, num_workers: int, persistent: bool, own_sampler: bool) -> dict[str, Any]:
+    kwargs: dict[str, Any] = {
+        "batch_size": 4,
+        "num_workers": 2 * num_workers,
+        "persistent_workers": persistent,
+    }
+    if num_workers:  # fork: else every pass of the loader waits for torch to be imported in its workers
+        kwargs["multiprocessing_context"] = "fork"
+    if own_sampler:
+        kwargs["sampler"] = SubsetRandomSampler(range(SIZE))
+    loader = idist.auto_dataloader(Numbers(), **kwargs)
+    sampler, seen = loader.sampler, [loader.sampler.epoch]
+    if idist.get_rank() == 0:
+        next(iter(loader))  # a preview: with workers it has emptied the sampler
+        for batch in loader:
+            assert len(batch) == 2
+            break
+    seen.append(sampler.epoch)
+    passes = [indices(loader)]
+    seen.append(sampler.epoch)
+    passes.append(indices(loader))
+    seen.append(sampler.epoch)
+    sampler.set_epoch(0)
+    passes += [indices(loader), indices(loader)]
+    seen.append(sampler.epoch)
+    return {"passes": passes, "epochs": seen}
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "persistent", "own_sampler"),
+    [(0, False, False), (2, False, False), (2, True, False), (0, False, True)],
+    ids=["no-workers", "workers", "persistent-workers", "own-sampler"],
+)
+def test_a_pass_over_the_loader_is_an_epoch_and_a_preview_is_not(
+    num_workers: int, persistent: bool, own_sampler: bool
+) -> None:
+    first, second = on_ranks(_epochs, num_workers, persistent, own_sampler)
+    for found in (first, second):
+        assert found["epochs"] == [0, 0, 1, 2, 0]
+        passes = found["passes"]
+        assert passes[0] != passes[1]
+        assert passes[0] == passes[2] == passes[3]  # epoch 0 again, and it stays
+    for one, other in zip(first["passes"], second["passes"], strict=True):
+        assert sorted(one + other) == list(range(SIZE))
+
+
+def _break_after_the_last_batch(_: int) -> int:
+    loader = idist.auto_dataloader(Numbers(), batch_size=4)
+    for _batch, _step in zip(loader, range(2), strict=False):
+        pass
+    return int(loader.sampler.epoch)
+
+
+def test_a_pass_that_was_broken_off_is_no_epoch() -> None:
+    assert on_ranks(_break_after_the_last_batch) == [0, 0]
+
+
+# --- auto_model --------------------------------------------------------------------------------------
+
+
+def _net() -> Module:
+    torch.manual_seed(3)
+    return Sequential(Linear(5, 8), ReLU(), Linear(8, 2)).double()
+
+
+def _data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(SIZE, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randn(SIZE, 2, generator=generator, dtype=torch.float64)
+
+
+def _gradients(_: int = 0) -> list[torch.Tensor]:
+    model = idist.auto_model(_net())
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = idist.auto_dataloader(TensorDataset(*_data()), batch_size=SIZE, shuffle=False)
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(one is not None for one in gradients)
+    return [*gradients, *(parameter.detach() for parameter in model.parameters())]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_and_the_step_equal_those_of_a_single_process(world_size: int) -> None:
+    alone = _gradients()
+    for found in on_ranks(_gradients, world_size=world_size):
+        for one, other in zip(found, alone, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def _models(_: int) -> dict[str, Any]:
+    frozen = _net().requires_grad_(False)
+    model, normal = _net(), Sequential(Linear(5, 8), BatchNorm1d(8))
+    wrapped = idist.auto_model(model, find_unused_parameters=True)
+    (with_sync_bn, messages) = warned(lambda: idist.auto_model(normal, sync_bn=True))
+    with pytest.raises(TypeError, match="find_unused_params"):
+        idist.auto_model(_net(), find_unused_params=True)
+    return {
+        "wrapped": isinstance(wrapped, DistributedDataParallel) and wrapped.module is model,
+        "kwargs": wrapped.find_unused_parameters,
+        "frozen": idist.auto_model(frozen) is frozen,
+        "empty": isinstance(idist.auto_model(ReLU()), ReLU),
+        "sync_bn": any(isinstance(part, SyncBatchNorm) for part in with_sync_bn.modules()),
+        "messages": messages,
+    }
+
+
+def test_a_model_is_wrapped_where_it_has_something_to_train() -> None:
+    for found in on_ranks(_models):
+        messages = found.pop("messages")
+        assert found == {"wrapped": True, "kwargs": True, "frozen": True, "empty": True, "sync_bn": False}
+        (message,) = messages
+        assert "sync_bn" in message
+        assert message.startswith("test_auto.py:")
+
+
+def _different_starts(_: int) -> list[float]:
+    torch.manual_seed(idist.get_rank())
+    model = idist.auto_model(Linear(3, 1))
+    return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+
+
+def test_every_rank_starts_from_the_parameters_of_rank_zero() -> None:
+    first, second = on_ranks(_different_starts)
+    assert first == second
+
+
+def test_alone_model_and_optimizer_are_themselves() -> None:
+    model = _net()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert idist.auto_model(model, sync_bn=True, find_unused_parameters=True) is model
+    assert idist.auto_optim(optimizer) is optimizer
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])

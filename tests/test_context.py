@@ -1,0 +1,726 @@
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import helpers
+import ignite_dist as idist
+from ignite_dist import context
+from ignite_dist.comp_models import Topology
+
+CPU = torch.device("cpu")
+SHORT = timedelta(seconds=20)  # so that a test fails before its ranks have waited for half an hour
+
+BRIEF = timedelta(seconds=2)
+
+
+def facts() -> dict[str, Any]:
+    """What the facade says about this process without asking anybody."""
+    return {
+        "model": idist.model_name(),
+        "backend": idist.backend(),
+        "rank": idist.get_rank(),
+        "world size": idist.get_world_size(),
+        "local rank": idist.get_local_rank(),
+        "device": idist.device(),
+    }
+
+
+SERIAL = {"model": "serial", "backend": None, "rank": 0, "world size": 1, "local rank": 0, "device": CPU}
+
+
+def native(rank: int, world_size: int, backend: str = "gloo") -> dict[str, Any]:
+    return {
+        "model": "native-dist",
+        "backend": backend,
+        "rank": rank,
+        "world size": world_size,
+        "local rank": rank,
+        "device": CPU,
+    }
+
+
+def topology() -> tuple[int, int, int, int]:
+    return idist.get_local_rank(), idist.get_nproc_per_node(), idist.get_nnodes(), idist.get_node_rank()
+
+
+def my_rank() -> int:
+    return int(os.environ["TEST_RANK"])
+
+
+def by_test_rank(world_size: int = 2, **more: str) -> list[dict[str, str]]:
+    """Environments in which nothing but a name of ours tells the rank."""
+    return [{"TEST_RANK": str(rank), **more} for rank in range(world_size)]
+
+
+def messages_of(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(one.message) for one in caught]
+
+
+# --- contexts that others have made ------------------------------------------------------------------
+
+
+def _made_destroyed_and_made_again(backend: str | None, folder: str) -> list[Any]:
+    seen: list[Any] = [facts()]
+    for name in ("first", "second"):
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(
+            backend, init_method=f"file://{folder}/{name}", rank=rank, world_size=world_size
+        )
+        seen += [facts(), idist.all_reduce(rank + 1), idist.all_gather(name), topology()]
+        idist.barrier()
+        dist.destroy_process_group()
+        seen.append(facts())
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", None])
+def test_a_context_made_by_others_is_picked_up_without_a_call(backend: str | None, tmp_path: Path) -> None:
+    ended = helpers.run_ranks(_made_destroyed_and_made_again, backend, str(tmp_path))
+    for rank, seen in enumerate(ended):
+        assert seen == [
+            SERIAL,
+            *(native(rank, 2), 3, ["first"] * 2, (rank, 2, 1, 0), SERIAL),
+            *(native(rank, 2), 3, ["second"] * 2, (rank, 2, 1, 0), SERIAL),
+        ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_backend_per_device() -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    assert (idist.model_name(), idist.backend(), idist.device().type) == ("native-dist", "nccl", "cuda")
+    assert idist.all_reduce(torch.ones(2)).device == CPU
+    assert idist.all_reduce(torch.ones(2, device="cuda")).device.type == "cuda"
+    idist.finalize()
+
+
+def test_a_context_of_one_in_this_process_too() -> None:
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert facts() == native(0, 1) | {"local rank": idist.get_local_rank()}
+        assert idist.all_gather({"x": 1}) == [{"x": 1}]
+        dist.destroy_process_group()
+        assert facts() == SERIAL
+
+
+def test_the_context_of_another_is_ended_by_finalize_and_is_not_initialised_twice() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(RuntimeError, match="exists already"):
+        idist.initialize("gloo")
+    idist.finalize()
+    assert not dist.is_initialized()
+    assert facts() == SERIAL
+    idist.finalize()  # without a context it does nothing
+
+
+# --- environment variables alone ---------------------------------------------------------------------
+
+
+def _variables_alone() -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before = facts()
+        assert not caught, "asking for a rank is no collective"
+        assert idist.all_reduce(2) == 2
+        assert idist.all_gather("x") == ["x"]
+        idist.barrier()
+        assert idist.one_rank_only()(lambda: "here")() == "here"
+        with idist.one_rank_first():
+            pass
+    return before, messages_of(caught)
+
+
+def test_environment_variables_alone_are_no_context_and_that_is_said_once() -> None:
+    for found, messages in helpers.run_ranks(_variables_alone):
+        assert found == SERIAL
+        (message,) = messages
+        assert "WORLD_SIZE=2" in message
+        assert "idist.initialize" in message
+
+
+def _control_flow_alone() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert idist.one_rank_only()(lambda: "here")() == "here"
+    return [f"{Path(one.filename).name}: {one.message}" for one in caught]
+
+
+def test_running_something_on_one_rank_warns_too_and_points_at_the_callers_line() -> None:
+    for messages in helpers.run_ranks(_control_flow_alone):
+        (message,) = messages
+        assert message.startswith("test_context.py: WORLD_SIZE=2")
+
+
+# --- initialize and finalize, again and again --------------------------------------------------------
+
+
+class Held:
+    """What a process holds: its environment, random states, hook, threads and open files."""
+
+    def __init__(self) -> None:
+        self.environ = dict(os.environ)
+        self.torch_state = torch.get_rng_state()
+        self.python_state = random.getstate()
+        self.hook = sys.excepthook
+
+    @staticmethod
+    def counts() -> tuple[int, int]:
+        process = psutil.Process()
+        return process.num_threads(), process.num_fds()
+
+    def check(self) -> None:
+        assert dict(os.environ) == self.environ
+        assert torch.equal(torch.get_rng_state(), self.torch_state)
+        assert random.getstate() == self.python_state
+        assert sys.excepthook is self.hook
+
+
+def settled_counts(expected: tuple[int, int], seconds: float = 5) -> tuple[int, int]:
+    """The counts once they are at most ``expected``: a thread that has been told to end takes a moment."""
+    deadline = time.monotonic() + seconds
+    while any(now > then for now, then in zip(Held.counts(), expected, strict=True)):
+        if time.monotonic() > deadline:
+            break
+        threading.Event().wait(0.02)
+    return Held.counts()
+
+
+def _cycle(**kwargs: Any) -> None:
+    idist.initialize("gloo", timeout=SHORT, **kwargs)
+    rank, world_size = idist.get_rank(), idist.get_world_size()
+    assert idist.all_reduce(torch.tensor([rank + 1])).tolist() == [world_size * (world_size + 1) // 2]
+    assert idist.all_gather(("object", rank)) == [("object", other) for other in range(world_size)]
+    assert idist.all_reduce(1, group=[rank]) == 1  # a group of a list, to be ended with the rest
+    idist.finalize()
+    assert facts() == SERIAL
+
+
+def _twenty_cycles(init_method: str | None, with_ranks: bool) -> int:
+    kwargs: dict[str, Any] = {} if init_method is None else {"init_method": init_method}
+    if with_ranks:
+        kwargs.update(rank=my_rank(), world_size=2)
+    held = Held()
+    _cycle(**kwargs)  # the first one starts what torch keeps for the process's life
+    held.check()
+    counts = Held.counts()
+    for _ in range(19):
+        _cycle(**kwargs)
+        held.check()
+    after = settled_counts(counts)
+    assert after <= counts, f"threads and files: {counts} after one cycle, {after} after twenty"
+    return 20
+
+
+@pytest.mark.parametrize("agent_store", [True, False], ids=["agents-store", "served-by-rank-0"])
+def test_twenty_times_in_a_row_under_torchrun_on_one_port(agent_store: bool) -> None:
+    environs = None if agent_store else helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
+    assert helpers.run_ranks(_twenty_cycles, None, False, environs=environs, seconds=90) == [20, 20]
+
+
+def test_twenty_times_in_a_row_over_one_file(tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/rendezvous"
+    assert helpers.run_ranks(_twenty_cycles, method, True, environs=by_test_rank(), seconds=90) == [20, 20]
+
+
+def test_twenty_times_in_a_row_over_one_tcp_address() -> None:
+    method = f"tcp://127.0.0.1:{helpers.free_port()}"
+    assert helpers.run_ranks(_twenty_cycles, method, True, environs=by_test_rank(), seconds=90) == [20, 20]
+
+
+def _twenty_cycles_in_a_worker(_: int) -> int:
+    idist.finalize()
+    return _twenty_cycles(None, False)
+
+
+def test_twenty_times_in_a_row_in_a_spawned_worker() -> None:
+    assert idist.spawn("gloo", _twenty_cycles_in_a_worker, nproc_per_node=2, timeout=SHORT) == [20, 20]
+
+
+def test_twenty_times_in_a_row_alone() -> None:
+    assert _twenty_cycles(None, False) == 20
+
+
+def _rank_zero_was_alone_before() -> int:
+    if os.environ["RANK"] == "0":
+        launcher = {
+            name: os.environ.pop(name) for name in list(os.environ) if helpers.is_launcher_variable(name)
+        }
+        idist.initialize("gloo")
+        assert idist.get_world_size() == 1
+        idist.finalize()
+        os.environ.update(launcher)
+    _cycle()
+    return 1
+
+
+@pytest.mark.timeout(60)
+def test_ranks_with_different_histories_find_each_other() -> None:
+    assert helpers.run_ranks(_rank_zero_was_alone_before, seconds=50) == [1, 1]
+
+
+# --- what finalize takes back ------------------------------------------------------------------------
+
+
+def test_alone_the_variables_that_scripts_read_are_there_and_go_again() -> None:
+    held = Held()
+    idist.initialize("gloo")
+    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "1", "0"]
+    assert facts() == native(0, 1)
+    assert topology() == (0, 1, 1, 0)
+    idist.finalize()
+    held.check()
+
+
+def test_what_the_script_has_set_itself_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTHER", "MASTER_ADDR", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "before")
+        monkeypatch.delenv(name)  # as it was afterwards, whatever happens in between
+    idist.initialize("gloo")
+    os.environ.update(OTHER="x", MASTER_ADDR="somewhere", RANK="7")
+    idist.finalize()
+    assert [os.environ.get(name) for name in ("OTHER", "MASTER_ADDR", "RANK")] == ["x", "somewhere", "7"]
+    assert "WORLD_SIZE" not in os.environ
+    assert "LOCAL_RANK" not in os.environ
+
+
+def test_a_variable_that_was_there_and_empty_is_empty_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "")
+    held = Held()
+    idist.initialize("gloo")
+    idist.finalize()
+    held.check()
+
+
+def test_sync_in_between_changes_nothing() -> None:
+    held = Held()
+    idist.initialize("gloo")
+    idist.sync()
+    idist.sync(temporary=True)
+    assert facts() == native(0, 1)
+    idist.finalize()
+    held.check()
+
+
+def test_a_script_that_destroys_the_group_itself_gets_its_environment_back_from_finalize() -> None:
+    held = Held()
+    idist.initialize("gloo")
+    dist.destroy_process_group()
+    assert facts() == SERIAL
+    idist.finalize()
+    held.check()
+
+
+def _groups_survive_sync() -> list[int]:
+    idist.initialize("gloo", timeout=SHORT)
+    rank = idist.get_rank()
+    results = []
+    for _ in range(3):
+        results.append(idist.all_reduce(rank + 1, group=[rank]))
+        idist.sync()
+    idist.finalize()
+    return results
+
+
+def test_groups_of_a_list_are_found_again_after_sync() -> None:
+    assert helpers.run_ranks(_groups_survive_sync) == [[1, 1, 1], [2, 2, 2]]
+
+
+def _dies_before_the_end() -> list[str]:
+    idist.initialize("gloo", timeout=SHORT)
+    idist.barrier()
+    if idist.get_rank() == 1:
+        os._exit(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        idist.finalize()
+    assert facts() == SERIAL
+    return messages_of(caught)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_does_not_come_to_finalize_is_a_warning() -> None:
+    survivor, dead = helpers.end_of_ranks(_dies_before_the_end, seconds=40)
+    assert dead.error
+    assert not survivor.error, survivor.error
+    (message,) = survivor.result
+    assert "finalize" in message
+
+
+def _raises_before_the_end() -> str:
+    idist.initialize("gloo", timeout=timedelta(minutes=5))
+    idist.barrier()
+    if idist.get_rank() == 0:
+        try:
+            raise LookupError("rank 0 has no data")
+        finally:
+            idist.finalize()
+    try:
+        idist.all_reduce(torch.ones(3))
+    except RuntimeError as error:
+        return type(error).__name__
+    return "no error"
+
+
+@pytest.mark.timeout(60)
+def test_finalize_while_an_exception_is_handled_waits_for_nobody_and_nobody_waits() -> None:
+    failed, waiting = helpers.end_of_ranks(_raises_before_the_end, seconds=40)
+    assert "LookupError: rank 0 has no data" in failed.error
+    assert not waiting.error, waiting.error
+    assert waiting.result.endswith("Error")
+    assert waiting.seconds < 20
+
+
+# --- other ways to meet ------------------------------------------------------------------------------
+
+
+def _initialized_by_arguments(init_method: str) -> tuple[Any, int]:
+    held = Held()
+    idist.initialize("gloo", init_method=init_method, rank=my_rank(), world_size=2, timeout=SHORT)
+    idist.set_local_rank(my_rank())
+    found = facts(), idist.all_reduce(my_rank() + 1)
+    idist.finalize()
+    held.check()
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_ranks_from_the_arguments(scheme: str, tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/meet" if scheme == "file" else f"tcp://127.0.0.1:{helpers.free_port()}"
+    ended = helpers.run_ranks(_initialized_by_arguments, method, environs=by_test_rank())
+    assert ended == [(native(0, 2), 3), (native(1, 2), 3)]
+
+
+# --- bad input ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "texts"),
+    [
+        ("ncl", ["Unknown backend 'ncl'", "'gloo'"]),
+        ("glo", ["Unknown backend 'glo'", "Did you mean 'gloo'?"]),
+        ("", ["Unknown backend ''", "'gloo'"]),
+        (None, ["Unknown backend None", "'gloo'"]),
+        ("gloo,ncl", ["Unknown backend 'gloo,ncl'", "'gloo'"]),
+        ("serial", ["Unknown backend 'serial'", "'gloo'"]),
+    ],
+)
+def test_an_unknown_backend(backend: Any, texts: list[str]) -> None:
+    for start in (idist.initialize, lambda backend: idist.spawn(backend, print)):
+        with pytest.raises(ValueError, match="Unknown backend") as info:
+            start(backend)
+        for text in texts:
+            assert text in str(info.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_nccl_without_a_gpu(backend: str) -> None:
+    held = Held()
+    with pytest.raises((RuntimeError, ValueError), match="nccl") as info:
+        idist.initialize(backend)
+    assert "'gloo'" in str(info.value)
+    held.check()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "texts"),
+    [
+        ({"timeot": SHORT}, TypeError, ["timeot", "Did you mean 'timeout'?"]),
+        ({"store": None}, TypeError, ["store", "Allowed:"]),
+        ({"timeout": 30}, TypeError, ["timedelta", "30"]),
+        ({"rank": 0}, ValueError, ["rank=0", "world_size"]),
+        ({"world_size": 2}, ValueError, ["world_size=2", "rank"]),
+        ({"rank": 0, "world_size": 1}, ValueError, ["init_method"]),
+        ({"init_method": "file:///nowhere/x"}, ValueError, ["file:///nowhere/x", "rank="]),
+        (
+            {"rank": 2, "world_size": 2, "init_method": "tcp://127.0.0.1:1", "timeout": BRIEF},
+            ValueError,
+            ["rank=2"],
+        ),
+        ({"rank": -1, "world_size": 2, "init_method": "tcp://127.0.0.1:1"}, ValueError, ["rank=-1"]),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_initialize(
+    kwargs: dict[str, Any], error: type[Exception], texts: list[str]
+) -> None:
+    held = Held()
+    with pytest.raises(error) as info:
+        idist.initialize("gloo", **kwargs)
+    for text in texts:
+        assert text in str(info.value)
+    held.check()
+    assert facts() == SERIAL
+
+
+@pytest.mark.parametrize(
+    "environ", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}], ids=str
+)
+def test_half_set_and_impossible_variables(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    held = Held()
+    with pytest.raises(idist.EnvironmentVariablesError):
+        idist.initialize("gloo")
+    held.check()
+    assert facts() == SERIAL
+
+
+def test_arguments_that_contradict_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="contradict") as info:
+        idist.initialize("gloo", init_method=f"file://{tmp_path}/x", rank=1, world_size=3)
+    for text in ("rank=1", "world_size=3", "world size 2"):
+        assert text in str(info.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("by_arguments", [False, True], ids=["environment", "tcp"])
+def test_a_port_in_use_is_named_at_once(by_arguments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        kwargs: dict[str, Any] = {"timeout": SHORT}
+        if by_arguments:
+            kwargs |= {"init_method": f"tcp://127.0.0.1:{port}", "rank": 0, "world_size": 2}
+        else:
+            for name, value in helpers.torchrun_environs(2, int(port), agent_store=False)[0].items():
+                monkeypatch.setenv(name, value)
+        held = Held()
+        with pytest.raises(idist.LaunchError, match="in use") as info:
+            idist.initialize("gloo", **kwargs)
+        assert port in str(info.value)
+        assert "15000" not in str(info.value)  # a default that has nothing to do with it
+        held.check()
+
+
+def test_a_second_initialize_says_that_there_is_one_already() -> None:
+    idist.initialize("gloo")
+    with pytest.raises(RuntimeError, match="exists already"):
+        idist.initialize("gloo")
+    assert facts() == native(0, 1)
+    idist.finalize()
+
+
+# --- local rank and topology -------------------------------------------------------------------------
+
+
+def _local_rank(
+    method: str, initialize: bool, before: int | None, after: int | None
+) -> tuple[Any, list[str]]:
+    if before is not None:
+        idist.set_local_rank(before)
+    kwargs: dict[str, Any] = {"init_method": method, "rank": my_rank(), "world_size": 2, "timeout": SHORT}
+    if initialize:
+        idist.initialize("gloo", **kwargs)
+    else:
+        dist.init_process_group("gloo", **kwargs)
+    if after is not None:
+        idist.set_local_rank(after)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [idist.get_local_rank(), idist.get_local_rank()]
+        found.append(topology())
+    idist.finalize()
+    return found, messages_of(caught)
+
+
+@pytest.mark.parametrize("initialize", [True, False], ids=["initialized", "made-by-others"])
+class TestLocalRank:
+    def test_from_the_host_names_with_a_warning(self, initialize: bool, tmp_path: Path) -> None:
+        arguments = (f"file://{tmp_path}/x", initialize, None, None)
+        for rank, (found, messages) in enumerate(
+            helpers.run_ranks(_local_rank, *arguments, environs=by_test_rank())
+        ):
+            assert found == [rank, rank, (rank, 2, 1, 0)]
+            (message,) = messages
+            for text in ("LOCAL_RANK", "set_local_rank", "every rank"):
+                assert text in message
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_from_set_local_rank(self, initialize: bool, when: str, tmp_path: Path) -> None:
+        before, after = (0, None) if when == "before" else (None, 0)
+        arguments = (f"file://{tmp_path}/x", initialize, before, after)
+        # both are told 0: two nodes of one process each, which happen to have one host name
+        for rank, (found, messages) in enumerate(
+            helpers.run_ranks(_local_rank, *arguments, environs=by_test_rank())
+        ):
+            assert found == [0, 0, (0, 1, 2, rank)]
+            assert messages == []
+
+    def test_from_the_environment(self, initialize: bool, tmp_path: Path) -> None:
+        """LOCAL_RANK alone, as the warning above recommends."""
+        arguments = (f"file://{tmp_path}/x", initialize, None, None)
+        environs = by_test_rank(LOCAL_RANK="0")
+        for rank, (found, messages) in enumerate(
+            helpers.run_ranks(_local_rank, *arguments, environs=environs)
+        ):
+            assert found == [0, 0, (0, 1, 2, rank)]
+            assert messages == []
+
+    def test_the_environment_goes_before_set_local_rank(self, initialize: bool) -> None:
+        arguments = ("env://", initialize, 5, 6)
+        environs = [
+            {**environ, "TEST_RANK": environ["RANK"]}
+            for environ in helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
+        ]
+        for rank, (found, messages) in enumerate(
+            helpers.run_ranks(_local_rank, *arguments, environs=environs)
+        ):
+            assert found == [rank, rank, (rank, 2, 1, 0)]
+            assert messages == []
+
+
+def _topology() -> tuple[Any, dict[int, int]]:
+    idist.initialize("gloo", timeout=SHORT)
+    found = topology(), context.current_model().node_ranks()
+    idist.finalize()
+    return found
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["torchrun", "local-rank-only"])
+def test_two_nodes_on_one_host(known: bool) -> None:
+    environs = helpers.torchrun_environs(4, helpers.free_port(), nproc_per_node=2, agent_store=False)
+    if not known:
+        for environ in environs:
+            for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK"):
+                del environ[name]
+    assert helpers.run_ranks(_topology, world_size=4, environs=environs) == [
+        ((0, 2, 2, 0), {0: 0, 1: 1}),
+        ((1, 2, 2, 0), {0: 0, 1: 1}),
+        ((0, 2, 2, 1), {0: 2, 1: 3}),
+        ((1, 2, 2, 1), {0: 2, 1: 3}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ([("a", None)], [(0, 1, 1, 0)]),
+        ([("a", None), ("b", None), ("a", None)], [(0, 2, 2, 0), (0, 1, 2, 1), (1, 2, 2, 0)]),
+        ([("a", 0), ("a", 1), ("b", 0)], [(0, 2, 2, 0), (1, 2, 2, 0), (0, 1, 2, 1)]),
+        ([("a", 1), ("a", 0)], [(1, 2, 1, 0), (0, 2, 1, 0)]),
+        ([("a", 0), ("a", 1), ("a", 0)], [(0, 2, 2, 0), (1, 2, 2, 0), (0, 1, 2, 1)]),
+        ([("a", 0), ("a", 0), ("a", 0)], [(0, 1, 3, 0), (0, 1, 3, 1), (0, 1, 3, 2)]),
+    ],
+)
+def test_topology_from_host_names(
+    hosts: list[tuple[str, int | None]], expected: list[tuple[int, ...]]
+) -> None:
+    assert [tuple(Topology.from_hosts(rank, hosts)) for rank in range(len(hosts))] == expected
+
+
+# --- show_config -------------------------------------------------------------------------------------
+
+SERIAL_LINES = [
+    "distributed configuration: serial",
+    "backend: None",
+    "device: cpu",
+    "rank: 0",
+    "local rank: 0",
+    "world size: 1",
+]
+
+
+@pytest.mark.parametrize("level", [None, "WARNING"], ids=["logging-not-configured", "root-at-warning"])
+def test_show_config_is_visible(level: str | None) -> None:
+    configure = f"logging.basicConfig(level=logging.{level}); " if level else ""
+    source = f"import logging, ignite_dist as idist; {configure}idist.show_config(); print(idist.hostname())"
+    ended = subprocess.run(
+        [sys.executable, "-c", source],
+        env=helpers.plain_environ(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0
+    for line in SERIAL_LINES:
+        assert len([found for found in ended.stderr.splitlines() if found.endswith(f": {line}")]) == 1, (
+            ended.stderr
+        )
+    assert ended.stdout.strip() == socket.gethostname()
+
+
+def test_show_config_goes_through_logging_and_leaves_no_handler(caplog: pytest.LogCaptureFixture) -> None:
+    loggers = [
+        logging.getLogger(),
+        logging.getLogger("ignite_dist"),
+        logging.getLogger("ignite_dist.context"),
+    ]
+    before = [list(logger.handlers) for logger in loggers]
+    idist.show_config()
+    assert [list(logger.handlers) for logger in loggers] == before
+    messages = [record.getMessage() for record in caplog.records]
+    for line in SERIAL_LINES:
+        assert messages.count(line) == 1
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+    assert {record.name.partition(".")[0] for record in caplog.records} == {"ignite_dist"}
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _show_config_on_one_rank_alone(method: str) -> list[str]:
+    dist.init_process_group("gloo", init_method=method, rank=my_rank(), world_size=2, timeout=SHORT)
+    handler = _Lines()
+    logging.getLogger().addHandler(handler)
+    if my_rank() == 0:
+        idist.show_config()  # the other rank does not call it, so it must not communicate
+    dist.barrier()
+    if my_rank() == 1:
+        idist.show_config()
+    idist.finalize()
+    return handler.lines
+
+
+def test_show_config_never_communicates_and_says_what_is_not_known_yet(tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/x"
+    first, second = helpers.run_ranks(_show_config_on_one_rank_alone, method, environs=by_test_rank())
+    for line in ("distributed configuration: native-dist", "backend: gloo", "world size: 2", "rank: 0"):
+        assert line in first
+    assert any(line.startswith("local rank: ") and "not known" in line for line in first)
+    assert second == []
+
+
+# --- small ones --------------------------------------------------------------------------------------
+
+
+def test_what_this_installation_has() -> None:
+    assert isinstance(idist.available_backends(), tuple)
+    assert "gloo" in idist.available_backends()
+    assert ("nccl" in idist.available_backends()) == dist.is_nccl_available()
+    assert idist.has_native_dist_support is True
+    assert idist.hostname() == socket.gethostname()
+
+
+def test_serial_has_a_topology_of_one() -> None:
+    assert facts() == SERIAL
+    assert topology() == (0, 1, 1, 0)
+    assert context.current_model().node_ranks() == {0: 0}
+    idist.sync()
+    idist.sync(temporary=True)
+    assert facts() == SERIAL

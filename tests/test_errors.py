@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessException
+
+import ignite_dist as idist
+from ignite_dist import errors
+
+RANK_FAILED = errors.RankFailedError(3, "ValueError", "Traceback: the text")
+RAISED = errors.WorkerRaisedError(
+    3, "ValueError", "Traceback: the text", "Rank 3 failed first", error_index=1, error_pid=17
+)
+EXITED = errors.WorkerExitedError(
+    3, "Rank 3 was ended by SIGKILL", error_index=1, error_pid=17, exit_code=-9, signal_name="SIGKILL"
+)
+PLAIN = [
+    errors.DistributedError("a"),
+    errors.EnvironmentVariablesError("b"),
+    errors.LaunchError("c"),
+    errors.CollectiveMismatchError("d"),
+]
+
+
+@pytest.mark.parametrize(
+    "error", [*PLAIN, RANK_FAILED, RAISED, EXITED], ids=lambda error: type(error).__name__
+)
+def test_every_error_is_a_distributed_error_and_pickles(error: errors.DistributedError) -> None:
+    assert isinstance(error, errors.DistributedError)
+    assert isinstance(error, RuntimeError)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert copy.__dict__ == error.__dict__
+
+
+def test_rank_failed_error_names_the_rank_and_carries_its_traceback() -> None:
+    assert (RANK_FAILED.rank, RANK_FAILED.error_type) == (3, "ValueError")
+    assert RANK_FAILED.traceback == "Traceback: the text"
+    for part in ("3", "ValueError", "Traceback: the text"):
+        assert part in str(RANK_FAILED)
+
+
+def test_worker_raised_error_is_what_old_scripts_catch() -> None:
+    assert isinstance(RAISED, ProcessRaisedException)
+    assert isinstance(RAISED, ProcessException)
+    assert isinstance(RAISED, errors.RankFailedError)
+    assert not isinstance(RAISED, ProcessExitedException)
+    assert (RAISED.error_index, RAISED.error_pid) == (1, 17)
+    assert str(RAISED) == RAISED.msg == "Rank 3 failed first"
+
+
+def test_worker_exited_error_is_what_old_scripts_catch() -> None:
+    assert isinstance(EXITED, ProcessExitedException)
+    assert isinstance(EXITED, errors.RankFailedError)
+    assert not isinstance(EXITED, ProcessRaisedException)
+    assert (EXITED.error_index, EXITED.error_pid, EXITED.exit_code) == (1, 17, -9)
+    assert (EXITED.signal_name, EXITED.error_type, EXITED.traceback) == ("SIGKILL", "SIGKILL", "")
+    assert str(EXITED) == "Rank 3 was ended by SIGKILL"
+
+
+def test_errors_are_exported_from_the_package() -> None:
+    for name in errors.__all__:
+        assert getattr(idist, name) is getattr(errors, name)
+        assert name in idist.__all__

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from typing import Any
+
+import pytest
+
+import helpers
+import ignite_dist as idist
+
+
+def names(text: str) -> list[str]:
+    return text.split()
+
+
+FACADE = names("""
+    backend device available_backends model_name get_world_size get_rank get_local_rank get_nproc_per_node
+    get_nnodes get_node_rank hostname set_local_rank sync initialize finalize show_config spawn Parallel
+    all_reduce all_gather all_gather_tensors_with_shapes all_gather_ragged broadcast barrier new_group
+    one_rank_only one_rank_first auto_model auto_optim auto_dataloader DistributedProxySampler
+    registered_computation_models register_computation_model has_native_dist_support has_hvd_support
+    has_xla_support
+""")
+ERRORS = names("""
+    DistributedError RankFailedError CollectiveMismatchError EnvironmentVariablesError LaunchError
+    WorkerRaisedError WorkerExitedError
+""")
+
+REQUIRED = inspect.Parameter.empty
+# What a script written for ignite.distributed 0.5 may pass, by position or by name, and what it need not.
+SIGNATURES: dict[str, dict[str, Any]] = {
+    "DistributedProxySampler": {"sampler": REQUIRED, "num_replicas": None, "rank": None},
+    "Parallel": {
+        "backend": None,
+        "nproc_per_node": None,
+        "nnodes": None,
+        "node_rank": None,
+        "master_addr": None,
+        "master_port": None,
+        "init_method": None,
+        "**": None,
+    },
+    "all_gather": {"tensor": REQUIRED, "group": None},
+    "all_gather_tensors_with_shapes": {"tensor": REQUIRED, "shapes": REQUIRED, "group": None},
+    "all_reduce": {"tensor": REQUIRED, "op": "SUM", "group": None},
+    "auto_dataloader": {"dataset": REQUIRED, "**": None},
+    "auto_model": {"model": REQUIRED, "sync_bn": False, "**": None},
+    "auto_optim": {"optimizer": REQUIRED, "**": None},
+    "available_backends": {},
+    "backend": {},
+    "barrier": {},
+    "broadcast": {"tensor": REQUIRED, "src": 0, "safe_mode": False},
+    "device": {},
+    "finalize": {},
+    "get_local_rank": {},
+    "get_nnodes": {},
+    "get_node_rank": {},
+    "get_nproc_per_node": {},
+    "get_rank": {},
+    "get_world_size": {},
+    "hostname": {},
+    "initialize": {"backend": REQUIRED, "**": None},
+    "model_name": {},
+    "new_group": {"ranks": REQUIRED, "**": None},
+    "one_rank_first": {"rank": 0, "local": False},
+    "one_rank_only": {"rank": 0, "with_barrier": False},
+    "set_local_rank": {"index": REQUIRED},
+    "show_config": {},
+    "spawn": {
+        "backend": REQUIRED,
+        "fn": REQUIRED,
+        "args": (),
+        "kwargs_dict": None,
+        "nproc_per_node": 1,
+        "**": None,
+    },
+    "sync": {"temporary": False},
+}
+# What ignite.distributed.utils lists in its __all__.
+UTILS = names("""
+    backend broadcast device available_backends model_name get_world_size get_rank get_local_rank
+    get_nproc_per_node get_node_rank get_nnodes spawn initialize finalize show_config set_local_rank
+    all_reduce all_gather barrier hostname has_xla_support has_native_dist_support has_hvd_support sync
+    registered_computation_models one_rank_only new_group one_rank_first all_gather_tensors_with_shapes
+""")
+
+
+def test_the_public_names_are_these_and_no_others() -> None:
+    assert set(idist.__all__) == {*FACADE, *ERRORS}
+    assert len(idist.__all__) == len(set(idist.__all__))
+    for name in idist.__all__:
+        assert hasattr(idist, name)
+
+
+def test_every_public_function_says_what_it_is_for() -> None:
+    for name in idist.__all__:
+        if callable(getattr(idist, name)):
+            first = (getattr(idist, name).__doc__ or "").partition("\n")[0]
+            assert first.endswith((".", ":")), f"{name}: {first!r}"
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_scripts_for_ignite_find_their_arguments_and_defaults(name: str) -> None:
+    wanted = dict(SIGNATURES[name])
+    parameters = inspect.signature(getattr(idist, name)).parameters
+    if wanted.pop("**", REQUIRED) is None:
+        assert any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    by_position = [one for one in parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert {one.name: one.default for one in by_position[: len(wanted)]} == wanted
+    assert [one.name for one in by_position[: len(wanted)]] == list(wanted)
+    for one in by_position[len(wanted) :]:  # what is ours comes behind and may be left out
+        assert one.default is not REQUIRED
+
+
+def test_the_modules_that_scripts_import() -> None:
+    for name in ("utils", "auto", "launcher", "comp_models", "comp_models.base", "comp_models.native"):
+        importlib.import_module(f"ignite_dist.{name}")
+    utils = importlib.import_module("ignite_dist.utils")
+    for name in UTILS:
+        assert getattr(utils, name) is getattr(idist, name)
+    auto, launcher = (
+        importlib.import_module("ignite_dist.auto"),
+        importlib.import_module("ignite_dist.launcher"),
+    )
+    assert launcher.Parallel is idist.Parallel
+    for name in ("auto_dataloader", "auto_model", "auto_optim", "DistributedProxySampler"):
+        assert getattr(auto, name) is getattr(idist, name)
+
+
+def test_support_flags_are_bools() -> None:
+    for name in ("has_native_dist_support", "has_hvd_support", "has_xla_support"):
+        assert type(getattr(idist, name)) is bool
+
+
+PROBE = """
+import json, logging, os, random, sys, threading, warnings
+import torch, torch.distributed
+def state():
+    loggers = {
+        name: [len(logger.handlers), logger.level]
+        for name, logger in logging.Logger.manager.loggerDict.items() if isinstance(logger, logging.Logger)
+    }
+    return {
+        "environ": dict(os.environ),
+        "root": [len(logging.getLogger().handlers), logging.getLogger().level],
+        "loggers": {name: value for name, value in loggers.items() if value != [0, 0]},
+        "hooks": [repr(sys.excepthook), repr(sys.displayhook), repr(threading.excepthook)],
+        "random": [hash(random.getstate()), torch.get_rng_state().tolist()],
+        "threads": threading.active_count(),
+        "filters": repr(warnings.filters),
+        "cuda": torch.cuda.is_initialized(),
+        "grad": torch.is_grad_enabled(),
+        "omp": torch.get_num_threads(),
+        "context": torch.distributed.is_initialized(),
+    }
+modules, before = set(sys.modules), state()
+import ignite_dist
+after, new = state(), sorted(set(sys.modules) - modules)
+changed = [key for key in before if before[key] != after[key]]
+print(json.dumps({"changed": changed, "cuda": after["cuda"], "new": new}))
+"""
+HEAVY = [
+    "horovod",
+    "torch_xla",
+    "mpi4py",
+    "cloudpickle",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.optim",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "sympy",
+    "numpy",
+]
+
+
+def test_importing_the_package_changes_nothing_and_imports_nothing_heavy() -> None:
+    ended = helpers.run_python("-c", PROBE)
+    assert ended.returncode == 0, ended.stdout
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["changed"] == []
+    assert found["cuda"] is False
+    assert "ignite_dist" in found["new"]
+    for name in HEAVY:
+        assert [new for new in found["new"] if f"{new}.".startswith(f"{name}.")] == []
+    assert len(found["new"]) < 100
+
+
+USE = """
+import sys
+import torch
+import ignite_dist as idist
+idist.get_rank(), idist.device(), idist.all_reduce({"a": 1, "b": torch.ones(2)}), idist.all_gather("x")
+idist.auto_dataloader([1, 2, 3], batch_size=2), idist.auto_model(torch.nn.Linear(1, 1))
+idist.initialize("gloo")
+idist.get_rank(), idist.all_reduce(1.5), idist.all_gather(torch.ones(2), group=[0]), idist.broadcast("x")
+idist.finalize()
+print([name for name in sys.argv[1:] if name in sys.modules])
+"""
+
+
+def test_using_it_imports_nothing_heavy_either() -> None:
+    heavy = [
+        name for name in HEAVY if name.startswith(("horovod", "torch_xla", "torch._", "torch.distributed."))
+    ]
+    before = helpers.run_python(
+        "-c",
+        "import sys, torch, torch.utils.data; print([n for n in sys.argv[1:] if n in sys.modules])",
+        *heavy,
+    )
+    ended = helpers.run_python("-c", USE, *heavy)
+    assert ended.stdout.splitlines()[-1] == before.stdout.splitlines()[-1], ended.stdout

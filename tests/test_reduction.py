@@ -1,0 +1,378 @@
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ignite_dist import reduction
+
+HALVES = [torch.float16, torch.bfloat16]
+FLOATS = [*HALVES, torch.float32, torch.float64]
+INTS = [
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
+COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
+ARITHMETIC = ("SUM", "PRODUCT", "MIN", "MAX")
+EVERY_OP = (*ARITHMETIC, "AND", "OR")
+
+
+class Backend:
+    """A backend that carries a few dtypes and operations, and reduces as backends do."""
+
+    def __init__(self, *dtypes: torch.dtype, ops: Sequence[str] = EVERY_OP) -> None:
+        self.dtypes, self.ops = dtypes, ops
+
+    def carries(self, op: str, dtype: torch.dtype) -> bool:
+        return dtype in self.dtypes and op in self.ops
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: str) -> Tensor:
+        """What every rank gets where rank ``i`` has ``tensors[i]``."""
+        dtype = tensors[0].dtype
+        carrier = reduction.find_carrier(op, dtype, self.carries)
+        assert carrier is not None, f"no carrier for {op} of {dtype}"
+        assert self.carries(carrier.op, carrier.dtype)
+        before = [tensor.clone() for tensor in tensors]
+        sent = [carrier.encode(tensor) for tensor in tensors]
+        assert all(one.dtype is carrier.dtype for one in sent)
+        # Not in place: what is sent may be a view of what was given.
+        total = sent[0].clone()
+        for one in sent[1:]:
+            total = _combine(total, one, carrier.op)
+        if op == "AVERAGE":
+            total = total / len(tensors)
+        result = carrier.decode(total)
+        assert result.dtype is dtype
+        for tensor, copy in zip(tensors, before, strict=True):
+            assert_same(tensor, copy)  # encoding has left the caller's memory alone
+        return result
+
+
+def _combine(a: Tensor, b: Tensor, op: str) -> Tensor:
+    if op in ("MIN", "MAX") and a.dtype.is_floating_point:  # as C++ does, without a thought for NaN
+        return torch.where(b < a if op == "MIN" else b > a, b, a)
+    operations: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "SUM": torch.add,
+        "PRODUCT": torch.mul,
+        "MIN": torch.minimum,
+        "MAX": torch.maximum,
+        "AND": torch.bitwise_and,
+        "OR": torch.bitwise_or,
+    }
+    return operations[op](a, b)
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+# --- names and checks --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", reduction.OPS)
+def test_ops_in_upper_lower_and_mixed_case(op: str) -> None:
+    assert reduction.normalize_op(op) == reduction.normalize_op(op.lower()) == op
+    assert reduction.normalize_op(op.capitalize()) == op
+
+
+@pytest.mark.parametrize("op", ["MEAN", "", None, 3, ["SUM"], torch.add])
+def test_an_unknown_op_is_a_value_error_that_lists_what_is_allowed(op: Any) -> None:
+    with pytest.raises(ValueError, match=r"SUM.*AVERAGE.*PRODUCT.*MIN.*MAX.*AND.*OR") as info:
+        reduction.normalize_op(op)
+    assert repr(op) in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("ops", "dtypes"),
+    [
+        (("AND", "OR"), [*FLOATS, *COMPLEX]),
+        (("MIN", "MAX"), COMPLEX),
+        (("SUM", "PRODUCT"), [torch.bool]),
+        (("AVERAGE",), [torch.bool, *INTS]),
+    ],
+)
+def test_what_has_no_exact_meaning_is_refused(ops: Sequence[str], dtypes: Sequence[torch.dtype]) -> None:
+    for op, dtype in itertools.product(ops, dtypes):
+        with pytest.raises(TypeError, match=op) as info:
+            reduction.check_op(op, dtype)
+        assert "Use" in str(info.value) or "Reduce" in str(info.value)
+
+
+def test_everything_else_is_allowed() -> None:
+    for op, dtype in itertools.product(ARITHMETIC, [*FLOATS, *INTS]):
+        reduction.check_op(op, dtype)
+    for op, dtype in itertools.product(("SUM", "AVERAGE", "PRODUCT"), [*FLOATS, *COMPLEX]):
+        reduction.check_op(op, dtype)
+    for op, dtype in itertools.product(("AND", "OR"), [torch.bool, *INTS]):
+        reduction.check_op(op, dtype)
+    for op in ("MIN", "MAX"):
+        reduction.check_op(op, torch.bool)
+
+
+# --- numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "numbers", "expected"),
+    [
+        ("SUM", [2**200, 1, -1], 2**200),
+        ("SUM", [0, 1.5], 1.5),
+        ("SUM", [True, True, False], 2),
+        ("SUM", [0.1, 0.2, 0.3], (0.1 + 0.2) + 0.3),
+        ("SUM", [Fraction(1, 3), Fraction(1, 6)], Fraction(1, 2)),
+        ("SUM", [Decimal("0.1"), Decimal("0.2")], Decimal("0.3")),
+        ("SUM", [1 + 2j, 3], 4 + 2j),
+        ("PRODUCT", [2**70, 2**70], 2**140),
+        ("PRODUCT", [True, True], 1),
+        ("AVERAGE", [1, 2], 1.5),
+        ("AVERAGE", [True, False], 0.5),
+        ("MIN", [2**53 + 1, float(2**53)], float(2**53)),
+        ("MAX", [2**53 + 1, float(2**53)], 2**53 + 1),
+        ("MIN", [math.inf, 3], 3),
+        ("MAX", [-math.inf, -3], -3),
+        ("AND", [0b110, 0b011], 0b010),
+        ("OR", [0b110, 0b011], 0b111),
+        ("AND", [True, False], False),
+        ("OR", [True, False], True),
+        ("AND", [True, 3], 1),
+    ],
+)
+def test_numbers_are_reduced_with_pythons_own_arithmetic(op: str, numbers: list[Any], expected: Any) -> None:
+    for number in numbers:
+        reduction.check_number_op(op, number)
+    result = reduction.reduce_numbers(numbers, op)
+    assert result == expected
+    assert type(result) is type(expected)
+
+
+@pytest.mark.parametrize("op", ["SUM", "PRODUCT", "MIN", "MAX", "AND", "OR"])
+def test_a_world_of_one_gives_the_type_of_a_world_of_two(op: str) -> None:
+    for number in (True, 3) if op in ("AND", "OR") else (True, 3, 2.5):
+        alone = reduction.reduce_numbers([number], op)
+        together = reduction.reduce_numbers([number, number], op)
+        assert type(alone) is type(together)
+
+
+@pytest.mark.parametrize("op", ["MIN", "MAX"])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_nan_on_any_rank_is_the_min_and_the_max(op: str, position: int) -> None:
+    numbers: list[float] = [1.0, -math.inf, 5]
+    numbers[position] = math.nan
+    assert math.isnan(reduction.reduce_numbers(numbers, op))
+
+
+@pytest.mark.parametrize(
+    ("op", "number", "error"),
+    [
+        ("AND", 1.0, TypeError),
+        ("OR", Fraction(1, 2), TypeError),
+        ("MIN", 1j, TypeError),
+        ("MAX", 1j, TypeError),
+        ("ADASUM", 1.0, ValueError),
+    ],
+)
+def test_numbers_that_an_op_does_not_take(op: str, number: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=op):
+        reduction.check_number_op(op, number)
+
+
+# --- rows --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["SUM", "PRODUCT", "MIN", "MAX"])
+def test_rows_are_reduced_in_rank_order(op: str) -> None:
+    rows = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
+    expected = rows[0]
+    for row in rows[1:]:
+        expected = _combine(expected, row, op)
+    copy = rows.clone()
+    out = torch.empty(1000)
+    assert reduction.reduce_rows(rows, op, out) is out
+    assert torch.equal(out, expected)  # the same bits
+    assert torch.equal(rows, copy)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves_are_added_up_as_floats_and_rounded_once(dtype: torch.dtype) -> None:
+    rows = torch.tensor([[2048.0], [1.0], [1.0], [1.0], [1.0]], dtype=dtype)
+    expected = rows.double().sum(0).to(dtype)
+    assert torch.equal(reduction.reduce_rows(rows, "SUM", torch.empty(1, dtype=dtype)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float16, torch.float64])
+def test_one_row_is_itself_and_a_new_tensor(dtype: torch.dtype) -> None:
+    rows = torch.tensor([[1, 0, 1]]).to(dtype)
+    out = reduction.reduce_rows(rows, "MAX", torch.empty(3, dtype=dtype))
+    assert torch.equal(out, rows[0])
+    assert out.data_ptr() != rows.data_ptr()
+
+
+# --- carriers: MIN and MAX of floats as ordered ints --------------------------------------------------
+
+
+def _special(dtype: torch.dtype) -> list[float]:
+    info = torch.finfo(dtype)
+    subnormal = torch.tensor(info.smallest_normal, dtype=dtype).div(2).item()
+    positive = [0.0, subnormal, info.smallest_normal, info.eps, 1.0, 1.0 + info.eps, 3.5, info.max, math.inf]
+    return [*positive, *(-value for value in positive), math.nan]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("integers", [(torch.int32, torch.int64)], ids=["ints"])
+def test_min_and_max_of_floats_over_a_backend_of_ints(dtype: torch.dtype, integers: Any) -> None:
+    backend = Backend(*integers)
+    pairs = torch.tensor(list(itertools.product(_special(dtype), repeat=2)), dtype=dtype).t()
+    triples = torch.randn(3, 500, generator=torch.Generator().manual_seed(1)).mul(1000).to(dtype)
+    for rows in (pairs, triples):
+        tensors = list(rows.contiguous())
+        assert_same(backend.all_reduce(tensors, "MIN"), rows.amin(0))
+        assert_same(backend.all_reduce(tensors, "MAX"), rows.amax(0))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_negative_zero_is_less_than_zero_whichever_rank_has_it(dtype: torch.dtype) -> None:
+    backend = Backend(torch.int32, torch.int64)
+    zeros = [torch.tensor([0.0, -0.0], dtype=dtype), torch.tensor([-0.0, 0.0], dtype=dtype)]
+    assert backend.all_reduce(zeros, "MIN").signbit().tolist() == [True, True]
+    assert backend.all_reduce(zeros, "MAX").signbit().tolist() == [False, False]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_nan_of_either_sign_wins_on_any_rank(dtype: torch.dtype) -> None:
+    backend = Backend(torch.int32, torch.int64)
+    nan = torch.tensor(math.nan, dtype=dtype)
+    negative = torch.copysign(nan, torch.tensor(-1.0, dtype=dtype))
+    assert negative.signbit()
+    for one in (nan, negative):
+        for other in (math.inf, -math.inf, 0.0):
+            tensors = [one.view(1), torch.tensor([other], dtype=dtype)]
+            for op in ("MIN", "MAX"):
+                assert backend.all_reduce(tensors, op).isnan().all()
+                assert backend.all_reduce(tensors[::-1], op).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_floats_are_not_reduced_as_floats_even_where_the_backend_could(dtype: torch.dtype) -> None:
+    """A backend's own MIN keeps or drops a NaN depending on the rank that it came from."""
+    backend = Backend(*FLOATS, torch.int32, torch.int64)
+    tensors = [torch.tensor([1.0, math.nan], dtype=dtype), torch.tensor([math.nan, 1.0], dtype=dtype)]
+    for op in ("MIN", "MAX"):
+        assert backend.all_reduce(tensors, op).isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (1, 0, 2)])
+def test_carriers_keep_any_shape(shape: tuple[int, ...]) -> None:
+    backend = Backend(torch.int32, torch.int64, torch.float64)
+    for dtype in FLOATS:
+        tensor = torch.ones(shape, dtype=dtype)
+        for op in ("SUM", "AVERAGE", "MIN", "MAX"):
+            assert backend.all_reduce([tensor, tensor], op).shape == shape
+
+
+# --- carriers: wider dtypes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", EVERY_OP)
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+def test_ints_of_every_kind_over_a_backend_of_int64(dtype: torch.dtype, op: str) -> None:
+    info = torch.iinfo(dtype)
+    values = [info.min, info.max, 0, 1, 3, info.max // 2 + 1, 100]
+    pairs = list(itertools.product(values, repeat=2))
+    tensors = [torch.tensor([pair[rank] for pair in pairs], dtype=dtype) for rank in (0, 1)]
+    operations: dict[str, Callable[[int, int], int]] = {
+        "SUM": lambda a, b: a + b,
+        "PRODUCT": lambda a, b: a * b,
+        "MIN": min,
+        "MAX": max,
+        "AND": lambda a, b: a & b,
+        "OR": lambda a, b: a | b,
+    }
+    exact = [operations[op](*pair) for pair in pairs]
+    bits = dtype.itemsize * 8
+    wrapped = [(value - info.min) % 2**bits + info.min for value in exact]
+    assert Backend(torch.int64).all_reduce(tensors, op).tolist() == wrapped
+
+
+@pytest.mark.parametrize("op", ["AND", "OR", "MIN", "MAX"])
+@pytest.mark.parametrize("ops", [EVERY_OP, ARITHMETIC], ids=["every-op", "arithmetic"])
+@pytest.mark.parametrize("carried", [torch.bool, torch.uint8, torch.int64])
+def test_bools(op: str, ops: Sequence[str], carried: torch.dtype) -> None:
+    tensors = [torch.tensor([False, False, True, True]), torch.tensor([False, True, False, True])]
+    expected = {"AND": [0, 0, 0, 1], "MIN": [0, 0, 0, 1], "OR": [0, 1, 1, 1], "MAX": [0, 1, 1, 1]}[op]
+    if carried is torch.bool and op not in ops:
+        assert reduction.find_carrier(op, torch.bool, Backend(carried, ops=ops).carries) is None
+    else:
+        assert Backend(carried, ops=ops).all_reduce(tensors, op).tolist() == [bool(bit) for bit in expected]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves_over_a_backend_of_float32_are_rounded_once(dtype: torch.dtype) -> None:
+    tensors = [torch.tensor([value], dtype=dtype) for value in (2048.0, 1.0, 1.0, 1.0, 1.0)]
+    expected = torch.cat(tensors).double().sum(0, keepdim=True).to(dtype)
+    assert torch.equal(Backend(torch.float32).all_reduce(tensors, "SUM"), expected)
+
+
+def test_the_mean_of_large_halves_does_not_overflow() -> None:
+    large = torch.tensor([60000.0, -60000.0], dtype=torch.float16)
+    backend = Backend(*HALVES, torch.float32)
+    assert torch.equal(backend.all_reduce([large, large, large], "AVERAGE"), large)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz], ids=str
+)
+def test_float8_goes_as_float32(dtype: torch.dtype) -> None:
+    tensors = [torch.tensor([1.5, -2.0]).to(dtype), torch.tensor([2.0, 0.5]).to(dtype)]
+    backend = Backend(torch.float32, torch.int32)
+    assert backend.all_reduce(tensors, "SUM").float().tolist() == [3.5, -1.5]
+    assert backend.all_reduce(tensors, "MAX").float().tolist() == [2.0, 0.5]
+    assert backend.all_reduce(tensors, "MIN").float().tolist() == [1.5, -2.0]
+
+
+@pytest.mark.parametrize("op", ["SUM", "AVERAGE"])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_goes_as_its_real_and_imaginary_parts(dtype: torch.dtype, op: str) -> None:
+    tensors = [torch.tensor([1 + 2j, 0.5j], dtype=dtype), torch.tensor([3 - 1j, 1.0], dtype=dtype)]
+    expected = torch.stack(tensors).sum(0) / (2 if op == "AVERAGE" else 1)
+    assert_same(Backend(torch.float32, torch.float64).all_reduce(tensors, op), expected)
+
+
+def test_a_lazily_conjugated_tensor_is_reduced_as_the_value_that_it_is() -> None:
+    tensors = [torch.tensor([1 + 2j, 3j]).conj(), torch.tensor([1 + 1j, 1 + 0j])]
+    assert tensors[0].is_conj()
+    result = Backend(torch.float32).all_reduce(tensors, "SUM")
+    assert result.tolist() == [2 - 1j, 1 - 3j]
+
+
+def test_the_product_of_complex_numbers_is_not_that_of_their_parts() -> None:
+    for dtype in COMPLEX:
+        assert reduction.find_carrier("PRODUCT", dtype, Backend(*FLOATS).carries) is None
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTS, *COMPLEX, torch.bool], ids=str)
+def test_where_nothing_is_carried_there_is_no_carrier(dtype: torch.dtype) -> None:
+    op = "OR" if dtype is torch.bool else "SUM"
+    assert reduction.find_carrier(op, dtype, Backend().carries) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8])
+def test_a_dtype_that_is_carried_goes_as_it_is(dtype: torch.dtype) -> None:
+    tensor = torch.ones(3, dtype=dtype)
+    carrier = reduction.find_carrier("SUM", dtype, Backend(dtype).carries)
+    assert carrier is not None
+    assert (carrier.op, carrier.dtype) == ("SUM", dtype)
+    assert carrier.encode(tensor) is tensor
+    assert carrier.decode(tensor) is tensor

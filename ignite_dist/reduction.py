@@ -302,7 +302,7 @@ _COMPUTED = {
 
 
 def reduce_gathered(rows: Tensor, op: str) -> Tensor:
-    """``(group_size, *S) -> (*S)``: the reduction that no operation of the backend would do, computed here."""
+    """``(group_size, *S) -> (*S)``: the reduction that no operation of the backend does, computed here."""
 
     def computes(sent: str, dtype: torch.dtype) -> bool:
         return dtype in _COMPUTED or (dtype is torch.bool and sent in ("AND", "OR"))

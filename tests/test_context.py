@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -139,6 +141,7 @@ def _variables_alone() -> tuple[Any, list[str]]:
         assert not caught, "asking for a rank is no collective"
         assert idist.all_reduce(2) == 2
         assert idist.all_gather("x") == ["x"]
+        importlib.import_module("tabnanny")  # after an import a context is looked for again
         idist.barrier()
         assert idist.one_rank_only()(lambda: "here")() == "here"
         with idist.one_rank_first():
@@ -441,7 +444,7 @@ def test_nccl_without_a_gpu(backend: str) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "texts"),
     [
-        ({"timeot": SHORT}, TypeError, ["timeot", "Did you mean 'timeout'?"]),
+        ({"timeuot": SHORT}, TypeError, ["timeuot", "Did you mean 'timeout'?"]),
         ({"store": None}, TypeError, ["store", "Allowed:"]),
         ({"timeout": 30}, TypeError, ["timedelta", "30"]),
         ({"rank": 0}, ValueError, ["rank=0", "world_size"]),
@@ -653,9 +656,7 @@ def test_show_config_is_visible(level: str | None) -> None:
     )
     assert ended.returncode == 0
     for line in SERIAL_LINES:
-        assert len([found for found in ended.stderr.splitlines() if found.endswith(f": {line}")]) == 1, (
-            ended.stderr
-        )
+        assert len(re.findall(rf": ?{re.escape(line)}$", ended.stderr, re.MULTILINE)) == 1, ended.stderr
     assert ended.stdout.strip() == socket.gethostname()
 
 

@@ -252,6 +252,30 @@ def _write(local_rank: int, text: str) -> None:
     sys.stderr.write(f"{text} err {local_rank}\n")
 
 
+TWO_LAUNCHES = """
+    import os, sys
+    import ignite_dist as idist
+
+    def show(local_rank, launch):
+        os.write(1, f"{launch} launch: {os.environ.get('REMOVED')} {os.environ.get('ADDED')}\\n".encode())
+
+    if __name__ == "__main__":
+        idist.spawn("gloo", show, ("first",))
+        del os.environ["REMOVED"]
+        os.environ["ADDED"] = "added"
+        os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), 1)
+        idist.spawn("gloo", show, ("second",))
+"""
+
+
+def test_a_fork_server_that_is_older_than_the_launch_does_not_show(tmp_path: Path) -> None:
+    """It was started with the first launch's environment and output, and passes them on to its workers."""
+    script, later = helpers.write_script(tmp_path, TWO_LAUNCHES), tmp_path / "later"
+    ended = helpers.run_python(script, later, env=helpers.plain_environ(REMOVED="removed"))
+    assert (ended.stdout, ended.returncode) == ("first launch: removed None\n", 0)
+    assert later.read_text(encoding="utf-8") == "second launch: None added\n"
+
+
 def test_output_goes_where_the_launchers_goes_at_this_launch(capfd: pytest.CaptureFixture[str]) -> None:
     for text in ("first", "second"):
         spawn(_write, text)
@@ -321,7 +345,7 @@ def test_join_false_without_keeping_the_handle(tmp_path: Path) -> None:
     environ = helpers.plain_environ()
     environ["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
     (tmp_path / "made").mkdir()
-    ended = helpers.run_python(script, tmp_path / "made", env=environ)
+    ended = helpers.run_python(script, tmp_path / "made", env=environ, seconds=20)
     assert ended.returncode == 0, ended.stdout
     assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["0", "1"], ended.stdout
 
@@ -424,15 +448,14 @@ def test_two_nodes_on_one_machine(by_file: bool, tmp_path: Path) -> None:
 # --- what listens ------------------------------------------------------------------------------------
 
 
-def _busy_with_groups(_: int, ready: str, done: str) -> None:
+def _busy_with_groups(local_rank: int, pipes: list[str]) -> None:
     for group in ([0], [1], [0, 1]):
         idist.all_reduce(torch.ones(4), group=group)
         idist.all_gather("object", group=group)
     handle = idist.new_group([0, 1])
     idist.barrier(handle)
-    for path in (ready, done):
-        with open(path, encoding="utf-8") as file:
-            file.read()
+    with open(pipes[local_rank], encoding="utf-8") as file:
+        file.read()
 
 
 def _listeners(pids: list[int]) -> set[str]:
@@ -456,13 +479,15 @@ def _listeners(pids: list[int]) -> set[str]:
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets")
 def test_a_job_on_one_machine_listens_on_loopback_only(tmp_path: Path) -> None:
     before = _listeners([os.getpid()])
-    for name in ("ready", "done"):
-        os.mkfifo(tmp_path / name)
-    handle = spawn(_busy_with_groups, str(tmp_path / "ready"), str(tmp_path / "done"), join=False)
+    pipes = [str(tmp_path / "first"), str(tmp_path / "second")]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    handle = spawn(_busy_with_groups, pipes, join=False)
     try:
-        _open_for_readers(tmp_path / "ready", 2, handle)
+        opened = [_open_once_it_is_read(pipe, handle) for pipe in pipes]
         addresses = (_listeners([os.getpid(), *handle.pids()]) - before) | _listeners(handle.pids())
-        _open_for_readers(tmp_path / "done", 2, handle)
+        for fd in opened:
+            os.close(fd)
         assert handle.join(30) == [None, None]
     finally:
         handle.terminate()
@@ -470,17 +495,14 @@ def test_a_job_on_one_machine_listens_on_loopback_only(tmp_path: Path) -> None:
     assert addresses <= {"0100007F", "00000000000000000000000001000000"}, addresses
 
 
-def _open_for_readers(path: Path, count: int, handle: Any) -> None:
-    """Wake ``count`` processes that read from the named pipe, one after the other."""
-    for _ in range(count):
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-                break
-            except OSError:  # nobody has opened it for reading yet
-                assert time.monotonic() < deadline, "the workers did not come that far"
-                assert handle.join(0.05) is None
+def _open_once_it_is_read(pipe: str, handle: Any) -> int:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # nobody has opened it for reading yet
+            assert time.monotonic() < deadline, "the worker did not come that far"
+            assert handle.join(0.05) is None
 
 
 # --- failures ----------------------------------------------------------------------------------------
@@ -616,7 +638,7 @@ def test_a_function_may_end_its_context_and_make_another() -> None:
     [
         ({"nprocs_per_node": 2}, TypeError, ["nprocs_per_node", "Allowed"]),
         ({"start_metod": "fork"}, TypeError, ["start_metod", "Did you mean 'start_method'?"]),
-        ({"start_method": "frok"}, ValueError, ["frok", "'forkserver'"]),
+        ({"start_method": "fokr"}, ValueError, ["fokr", "'forkserver'"]),
         ({"nproc_per_node": 0}, ValueError, ["nproc_per_node", "0"]),
         ({"nproc_per_node": True}, ValueError, ["nproc_per_node", "True"]),
         ({"nproc_per_node": "2"}, ValueError, ["nproc_per_node", "'2'"]),

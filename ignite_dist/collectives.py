@@ -32,7 +32,6 @@ __all__ = [
     "new_group",
 ]
 
-_PLAIN_NUMBERS = (float, int, bool)
 # Tensors of a tree up to this size share a collective: copying them together is cheaper than another one.
 _PACK_BYTES = 1 << 16
 
@@ -81,24 +80,26 @@ def all_reduce(tensor: Any, op: str = "SUM", group: Any = None, *, inplace: bool
             return tensor
         return _reduce_tensor(model, tensor if inplace else tensor.detach().clone(), op, plan, members)
     values, structure = tree.flatten(tensor)
-    for value in values:
-        _check_leaf(model, value, op)
+    _check_leaves(model, values, op)
     members = model.resolve_group(group)
     if not _is_member(model, members):
         return tensor
     return tree.rebuild(tensor, iter(_reduce_leaves(model, values, structure, op, members)))
 
 
-def _check_leaf(model: ComputationModel, value: Any, op: str) -> None:
-    if type(value) in _PLAIN_NUMBERS or (isinstance(value, Number) and not isinstance(value, Tensor)):
-        reduction.check_number_op(op, value)
-    elif isinstance(value, Tensor):
-        _plan(model, op, value)
-    else:
-        raise TypeError(
-            "all_reduce takes a tensor, a number, or a dict, list or tuple of them; got "
-            f"{type(value).__name__}. Use all_gather for other objects."
-        )
+def _check_leaves(model: ComputationModel, values: list[Any], op: str) -> None:
+    for kind, value in {type(value): value for value in values}.items():
+        if issubclass(kind, Tensor):
+            for tensor in values:
+                if type(tensor) is kind:
+                    _plan(model, op, tensor)
+        elif issubclass(kind, Number):
+            reduction.check_number_op(op, value)
+        else:
+            raise TypeError(
+                "all_reduce takes a tensor, a number, or a dict, list or tuple of them; got "
+                f"{kind.__name__}. Use all_gather for other objects."
+            )
 
 
 class _Plan(NamedTuple):
@@ -195,9 +196,7 @@ def _reduce_numbers(
             "The ranks of one all_reduce gave different values or operations; this one: "
             f"{op} of {structure[:500]}"
         )
-    return [
-        reduction.reduce_numbers(column, op) for column in zip(*(one[1] for one in gathered), strict=True)
-    ]
+    return reduction.reduce_numbers([row for _, row in gathered], op)
 
 
 # --- all_gather --------------------------------------------------------------------------------------

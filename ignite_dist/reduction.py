@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,17 +102,20 @@ def check_number_op(op: str, number: Any) -> None:
         raise TypeError(f"{op} needs an order, and complex numbers have none; got {number!r}.")
 
 
-def reduce_numbers(numbers: Sequence[Any], op: str) -> Any:
-    """``numbers``, one per rank, reduced in rank order with Python's own arithmetic.
+def reduce_numbers(rows: Sequence[Sequence[Any]], op: str) -> list[Any]:
+    """Each rank's row of numbers reduced into one row, in rank order and with Python's own arithmetic.
 
     Ints are exact at any size; a bool counts as 0 or 1, except under AND and OR; AVERAGE divides at the end.
     """
-    total = reduce(_NUMBER_OPS[op], numbers)
+    combine = _NUMBER_OPS[op]
+    totals = list(rows[0])
+    for row in rows[1:]:
+        totals = list(map(combine, totals, row))
     if op == "AVERAGE":
-        return total / len(numbers)
-    if isinstance(total, bool) and op in ("SUM", "PRODUCT"):
-        return int(total)  # a world of one must not return another type than a world of two
-    return total
+        return [total / len(rows) for total in totals]
+    if op in ("SUM", "PRODUCT"):  # a world of one must not return another type than a world of two
+        return [int(total) if total is True or total is False else total for total in totals]
+    return totals
 
 
 # --- tensors, row by row -----------------------------------------------------------------------------

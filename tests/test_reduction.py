@@ -153,7 +153,7 @@ def test_everything_else_is_allowed() -> None:
 def test_numbers_are_reduced_with_pythons_own_arithmetic(op: str, numbers: list[Any], expected: Any) -> None:
     for number in numbers:
         reduction.check_number_op(op, number)
-    result = reduction.reduce_numbers(numbers, op)
+    result = reduction.reduce_numbers([[number] for number in numbers], op)[0]
     assert result == expected
     assert type(result) is type(expected)
 
@@ -161,8 +161,8 @@ def test_numbers_are_reduced_with_pythons_own_arithmetic(op: str, numbers: list[
 @pytest.mark.parametrize("op", ["SUM", "PRODUCT", "MIN", "MAX", "AND", "OR"])
 def test_a_world_of_one_gives_the_type_of_a_world_of_two(op: str) -> None:
     for number in (True, 3) if op in ("AND", "OR") else (True, 3, 2.5):
-        alone = reduction.reduce_numbers([number], op)
-        together = reduction.reduce_numbers([number, number], op)
+        alone = reduction.reduce_numbers([[number]], op)[0]
+        together = reduction.reduce_numbers([[number], [number]], op)[0]
         assert type(alone) is type(together)
 
 
@@ -171,7 +171,7 @@ def test_a_world_of_one_gives_the_type_of_a_world_of_two(op: str) -> None:
 def test_a_nan_on_any_rank_is_the_min_and_the_max(op: str, position: int) -> None:
     numbers: list[float] = [1.0, -math.inf, 5]
     numbers[position] = math.nan
-    assert math.isnan(reduction.reduce_numbers(numbers, op))
+    assert math.isnan(reduction.reduce_numbers([[number] for number in numbers], op)[0])
 
 
 @pytest.mark.parametrize(

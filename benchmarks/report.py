@@ -130,6 +130,8 @@ def _draw_ratios(axes: Any, results: list[Result]) -> None:
 
 
 def _draw_curve(axes: Any, curves: list[Result], label: str, endings: list[str]) -> None:
+    from matplotlib.ticker import LogFormatter
+
     for ending in endings:
         for contender, style in ((OURS, "o-"), (IGNITE, "s--")):
             points = [
@@ -146,7 +148,7 @@ def _draw_curve(axes: Any, curves: list[Result], label: str, endings: list[str])
     axes.set_yscale("log")
     axes.set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
     axes.set_xlabel("workers")
     axes.set_ylabel(label)
     axes.legend()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 from numbers import Number
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,14 @@ from ignite_dist import reduction, tree
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
 from ignite_dist.errors import CollectiveMismatchError
+from ignite_dist.tensors import (
+    broadcast_tensor,
+    check_dense,
+    check_writable,
+    gather_rows,
+    plan_reduction,
+    reduce_tensor,
+)
 
 __all__ = [
     "all_gather",
@@ -72,13 +80,13 @@ def all_reduce(tensor: Any, op: str = "SUM", group: Any = None, *, inplace: bool
     model = current_model()
     op = reduction.normalize_op(op)
     if isinstance(tensor, Tensor):
-        plan = _plan(model, op, tensor)
+        plan = plan_reduction(model, op, tensor)
         if inplace:
-            _check_writable("all_reduce", tensor)
+            check_writable("all_reduce", tensor)
         members = model.resolve_group(group)
         if not _is_member(model, members):
             return tensor
-        return _reduce_tensor(model, tensor if inplace else tensor.detach().clone(), op, plan, members)
+        return reduce_tensor(model, tensor if inplace else tensor.detach().clone(), op, plan, members)
     values, structure = tree.flatten(tensor)
     _check_leaves(model, values, op)
     members = model.resolve_group(group)
@@ -92,7 +100,7 @@ def _check_leaves(model: ComputationModel, values: list[Any], op: str) -> None:
         if issubclass(kind, Tensor):
             for tensor in values:
                 if type(tensor) is kind:
-                    _plan(model, op, tensor)
+                    plan_reduction(model, op, tensor)
         elif issubclass(kind, Number):
             reduction.check_number_op(op, value)
         else:
@@ -100,60 +108,6 @@ def _check_leaves(model: ComputationModel, values: list[Any], op: str) -> None:
                 "all_reduce takes a tensor, a number, or a dict, list or tuple of them; got "
                 f"{kind.__name__}. Use all_gather for other objects."
             )
-
-
-class _Plan(NamedTuple):
-    """How a model reduces tensors of one dtype on one device by one operation."""
-
-    device: torch.device
-    carrier: reduction.Carrier | None
-    in_place: bool
-
-
-def _plan(model: ComputationModel, op: str, tensor: Tensor) -> _Plan:
-    """The plan for ``tensor``, from the model's cache but for the first time.
-
-    Raises:
-        TypeError, ValueError: ``op`` does not take such a tensor.
-    """
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        _check_dense("all_reduce", tensor)
-    key = (op, tensor.dtype, tensor.device)
-    found: _Plan | None = model.plans.get(key)
-    if found is None:
-        reduction.check_op(op, tensor.dtype)
-        if op == "ADASUM" and not model.carries("all_reduce", op, tensor.dtype, tensor.device):
-            raise ValueError(
-                f"ADASUM needs Horovod built with MPI; backend {model.backend()!r} does not have it."
-            )
-        device = _carrying_device(model, tensor)
-        carrier = reduction.find_carrier(
-            op, tensor.dtype, lambda sent, dtype: model.carries("all_reduce", sent, dtype, device)
-        )
-        in_place = device == tensor.device and carrier is not None and carrier.dtype is tensor.dtype
-        found = model.plans[key] = _Plan(device, carrier, in_place)
-    return found
-
-
-def _reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: _Plan, group: Group) -> Tensor:
-    carrier = plan.carrier
-    if plan.in_place and carrier is not None and _is_plain(tensor):
-        reduced = tensor.detach() if tensor.requires_grad else tensor
-        model._all_reduce(reduced, carrier.op, group)
-        if op == "AVERAGE":
-            reduced /= len(group.ranks)
-        return tensor
-    with torch.no_grad():
-        local = _plain(tensor).to(plan.device)
-        if carrier is None:
-            reduced = reduction.reduce_gathered(_gather_rows(model, local, group), op)
-        else:
-            reduced = model._all_reduce(carrier.encode(local).contiguous(), carrier.op, group)
-            if op == "AVERAGE":
-                reduced /= len(group.ranks)
-            reduced = carrier.decode(reduced)
-        tensor.copy_(reduced)
-    return tensor
 
 
 def _reduce_leaves(
@@ -177,8 +131,8 @@ def _reduce_leaves(
             packs.setdefault((leaf.dtype, leaf.device.type) if small else position, []).append(position)
     for positions in packs.values():
         flat = torch.cat([values[position].detach().reshape(-1) for position in positions])
-        plan = _plan(model, op, flat)
-        reduced_flat = _reduce_tensor(model, flat, op, plan, group)
+        plan = plan_reduction(model, op, flat)
+        reduced_flat = reduce_tensor(model, flat, op, plan, group)
         parts = torch.split(reduced_flat, [values[position].numel() for position in positions])
         for position, part in zip(positions, parts, strict=True):
             reduced[position] = part.view(values[position].shape)
@@ -231,7 +185,7 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None) -> 
     if out is not None and not is_tensor:
         raise TypeError(f"out= holds gathered tensors; got a value of type {type(tensor).__name__}.")
     if is_tensor:
-        _check_dense("all_gather", tensor)
+        check_dense("all_gather", tensor)
     members = model.resolve_group(group)
     if not _is_member(model, members):
         return tensor
@@ -240,29 +194,8 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None) -> 
     shape = (len(members.ranks) * (tensor.shape[0] if tensor.dim() else 1), *tensor.shape[1:])
     if out is not None:
         _check_out(out, tensor, shape)
-    rows = _gather_rows(model, tensor, members, out=out)
+    rows = gather_rows(model, tensor, members, out=out)
     return rows.view(shape) if out is None else out
-
-
-def _gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
-    """``(*S) -> (group_size, *S)`` for a tensor of any dtype, device and layout."""
-    rows_shape = (len(group.ranks), *tensor.shape)
-    route = _route(model, "all_gather", tensor)
-    if route.direct and _is_plain(tensor) and not tensor.requires_grad:
-        return model._all_gather(tensor, group, out=None if out is None else out.view(rows_shape))
-    with torch.no_grad():
-        local = _plain(tensor).to(route.device)
-        if out is not None and out.device == local.device:
-            rows = out.detach().view(rows_shape)
-        else:
-            rows = torch.empty(rows_shape, dtype=tensor.dtype, device=local.device)
-        if route.as_is:
-            model._all_gather(local, group, out=rows)
-        else:  # bytes lose nothing
-            model._all_gather(_as_bytes(local), group, out=_as_bytes(rows).view(rows_shape[0], -1))
-        if out is not None and out.device != local.device:
-            return out.copy_(rows.view(out.shape))
-        return rows.to(tensor.device)
 
 
 def all_gather_ragged(tensor: Tensor, group: Any = None) -> list[Tensor]:
@@ -280,7 +213,7 @@ def all_gather_ragged(tensor: Tensor, group: Any = None) -> list[Tensor]:
         CollectiveMismatchError: the dtypes differ; raised on every rank.
     """
     model = current_model()
-    _check_dense("all_gather_ragged", tensor)
+    check_dense("all_gather_ragged", tensor)
     members = model.resolve_group(group)
     if not _is_member(model, members):
         return [tensor]
@@ -310,7 +243,7 @@ def all_gather_tensors_with_shapes(
         ValueError: not one shape per rank, or not this tensor's shape in this rank's place. Nothing was sent.
     """
     model = current_model()
-    _check_dense("all_gather_tensors_with_shapes", tensor)
+    check_dense("all_gather_tensors_with_shapes", tensor)
     members = model.resolve_group(group)
     if not _is_member(model, members):
         return [tensor]
@@ -331,7 +264,7 @@ def _gather_shapes(
     padded = (
         torch.cat([flat, flat.new_empty(max(sizes) - flat.numel())]) if max(sizes) > flat.numel() else flat
     )
-    rows = _gather_rows(model, padded, group)
+    rows = gather_rows(model, padded, group)
     return [row[:size].view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
 
 
@@ -373,8 +306,8 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
             "The source needs a value; the others may pass None with safe_mode=True."
         )
     if isinstance(tensor, Tensor):
-        _check_dense("broadcast", tensor)
-        _check_writable("broadcast", tensor)
+        check_dense("broadcast", tensor)
+        check_writable("broadcast", tensor)
     members = model.resolve_group(group)
     _check_src(src, members, model.get_world_size())
     if not _is_member(model, members):
@@ -382,7 +315,7 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
     if safe_mode:
         return broadcast_anything(model, tensor, src, members)
     if isinstance(tensor, Tensor):
-        return _broadcast_tensor(model, tensor, src, members)
+        return broadcast_tensor(model, tensor, src, members)
     return model.broadcast_object(tensor, src, members)
 
 
@@ -407,17 +340,7 @@ def broadcast_anything(model: ComputationModel, value: Any, src: int, group: Gro
     if not fits:
         device = torch.device("cpu") if device_type == "cpu" else model.device()
         value = torch.empty(shape, dtype=dtype, device=device)
-    return _broadcast_tensor(model, value, src, group)
-
-
-def _broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: Group) -> Tensor:
-    route = _route(model, "broadcast", tensor)
-    with torch.no_grad():
-        carried = _plain(tensor).to(route.device)
-        model._broadcast(carried if route.as_is else _as_bytes(carried), src, group)
-        if carried.data_ptr() != tensor.data_ptr() or carried.device != tensor.device:
-            tensor.detach().copy_(carried)
-    return tensor
+    return broadcast_tensor(model, value, src, group)
 
 
 # --- barrier and groups ------------------------------------------------------------------------------
@@ -460,63 +383,6 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
 
 def _is_member(model: ComputationModel, group: Group) -> bool:
     return group.handle is None or model.get_rank() in group.ranks
-
-
-def _carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
-    """Where ``tensor`` is sent from: where it is, if the backend takes bytes from there."""
-    if model.carries("all_gather", None, torch.uint8, tensor.device):
-        return tensor.device
-    return model._bytes_device()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the memory of ``tensor`` is its value: contiguous, and not conjugated or negated lazily."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """``tensor`` without a graph, in memory that is its value; its own memory if that is so already."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-class _Route(NamedTuple):
-    """Where and how a model gathers or broadcasts tensors of one dtype from one device."""
-
-    device: torch.device
-    as_is: bool
-    direct: bool
-
-
-def _route(model: ComputationModel, collective: str, tensor: Tensor) -> _Route:
-    key = (collective, tensor.dtype, tensor.device)
-    found: _Route | None = model.plans.get(key)
-    if found is None:
-        device = _carrying_device(model, tensor)
-        as_is = model.carries(collective, None, tensor.dtype, device)
-        found = model.plans[key] = _Route(device, as_is, as_is and device == tensor.device)
-    return found
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, as a view of it."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _check_dense(function: str, tensor: Any) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{function} takes a tensor, got {type(tensor).__name__}.")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise TypeError(f"{function} takes dense tensors, got {tensor.layout}. Use tensor.to_dense().")
-
-
-def _check_writable(function: str, tensor: Tensor) -> None:
-    if tensor.is_contiguous():
-        return
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError(
-            f"{function} writes its result into the tensor, whose elements share memory (as after expand()). "
-            "Pass tensor.clone()."
-        )
 
 
 def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import GroupMember, ProcessGroup, Store, distributed_c10d
 from torch.nn import Module
 
-from ignite_dist import environments, processes, rendezvous, wire
+from ignite_dist import devices, environments, processes, rendezvous, wire
 from ignite_dist.arguments import check_keywords, check_nodes
 from ignite_dist.comp_models import gloo
 from ignite_dist.comp_models.base import ComputationModel, Group, Topology
@@ -88,7 +88,7 @@ class NativeModel(ComputationModel):
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._backends = _backend_per_device()
-        self._fixed_device = None if _accelerator(self._backends) else torch.device("cpu")
+        self._fixed_device = None if devices.accelerator_in(self._backends) else torch.device("cpu")
         self._environment = _environment_of(self._rank, self._world_size)
         self._local_rank = self._environment.local_rank if self._environment else _local_rank_alone()
         self._generations: dict[tuple[int, ...], int] = {}
@@ -124,7 +124,7 @@ class NativeModel(ComputationModel):
         restore_variables = rendezvous.set_missing(place)
         hook = sys.excepthook
         try:
-            _select_device(backend, place)
+            devices.select_device(backend, place)
             if timeout is not None:
                 kwargs["timeout"] = timeout
             if backend != dist.Backend.MPI:  # MPI brings its own ranks and needs no store
@@ -167,7 +167,7 @@ class NativeModel(ComputationModel):
         """See ``idist.spawn``."""
         check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
         _check_timeout(timeout)
-        _check_devices(backend, nproc_per_node)
+        devices.check_devices(backend, nproc_per_node)
         world_size, first_rank = nnodes * nproc_per_node, node_rank * nproc_per_node
         environ = {
             "WORLD_SIZE": str(world_size),
@@ -229,7 +229,7 @@ class NativeModel(ComputationModel):
 
     def device(self) -> torch.device:
         fixed = self._fixed_device
-        return fixed if fixed is not None else torch.device(_current_accelerator())
+        return fixed if fixed is not None else devices.current_accelerator()
 
     def backend(self) -> str:
         return self._backends.get(self.device().type) or next(iter(self._backends.values()))
@@ -427,17 +427,6 @@ def _backend_per_device() -> dict[str, str]:
     return dict(part.split(":") for part in dist.get_backend_config().split(","))
 
 
-def _accelerator(backends: dict[str, str]) -> str | None:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None and accelerator.type in backends else None
-
-
-def _current_accelerator() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
 def _local_rank_alone() -> int | None:
     """``LOCAL_RANK``, where it is all that the environment says of a job."""
     value = os.environ.get("LOCAL_RANK", "")
@@ -481,7 +470,7 @@ def _check_initialize(
             "come from the environment."
         )
     _check_timeout(timeout)
-    _check_devices(backend, 1)
+    devices.check_devices(backend, 1)
 
 
 def _check_timeout(timeout: timedelta | None) -> None:
@@ -489,28 +478,3 @@ def _check_timeout(timeout: timedelta | None) -> None:
         raise TypeError(
             f"timeout is a datetime.timedelta, got {timeout!r}. Use timedelta(seconds={timeout!r})."
         )
-
-
-def _check_devices(backend: str, nproc_per_node: int) -> None:
-    if "nccl" not in backend:
-        return
-    count = torch.cuda.device_count()
-    if count == 0:
-        raise RuntimeError(f"Backend {backend!r} needs a CUDA device, and this machine has none. Use 'gloo'.")
-    if nproc_per_node > count:
-        raise ValueError(
-            f"Backend {backend!r} needs a GPU per process: {nproc_per_node} processes, {count} GPUs."
-        )
-
-
-def _select_device(backend: str, place: Environment) -> None:
-    """Make this rank's own GPU the current one. More ranks than GPUs share them (gloo allows that)."""
-    if not torch.cuda.is_available() or backend == "mpi":
-        return
-    local_rank = place.rank if place.local_rank is None else place.local_rank
-    count = torch.cuda.device_count()
-    if "nccl" in backend and place.local_rank is not None and local_rank >= count:
-        raise RuntimeError(
-            f"Local rank {local_rank} has no GPU of its own: NCCL needs one, this node has {count}."
-        )
-    torch.cuda.set_device(local_rank % count)

@@ -1,0 +1,55 @@
+"""The accelerators of this machine: which one a rank has, and whether there are enough."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from ignite_dist.environments import Environment
+
+__all__ = ["accelerator_in", "check_devices", "current_accelerator", "select_device"]
+
+
+def accelerator_in(device_types: Collection[str]) -> str | None:
+    """The type of this machine's accelerator, if it has one and it is among ``device_types``."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None and accelerator.type in device_types else None
+
+
+def current_accelerator() -> torch.device:
+    """The accelerator that is selected now, with its index. Only where there is one."""
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def check_devices(backend: str, nproc_per_node: int) -> None:
+    """Refuse NCCL where there is not a GPU for each process.
+
+    Raises:
+        RuntimeError: there is none at all.
+        ValueError: there are too few.
+    """
+    if "nccl" not in backend:
+        return
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise RuntimeError(f"Backend {backend!r} needs a CUDA device, and this machine has none. Use 'gloo'.")
+    if nproc_per_node > count:
+        raise ValueError(
+            f"Backend {backend!r} needs a GPU per process: {nproc_per_node} processes, {count} GPUs."
+        )
+
+
+def select_device(backend: str, place: Environment) -> None:
+    """Make this rank's own GPU the current one. More ranks than GPUs share them (gloo allows that)."""
+    if not torch.cuda.is_available() or backend == "mpi":
+        return
+    local_rank = place.rank if place.local_rank is None else place.local_rank
+    count = torch.cuda.device_count()
+    if "nccl" in backend and place.local_rank is not None and local_rank >= count:
+        raise RuntimeError(
+            f"Local rank {local_rank} has no GPU of its own: NCCL needs one, this node has {count}."
+        )
+    torch.cuda.set_device(local_rank % count)

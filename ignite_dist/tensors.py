@@ -1,0 +1,181 @@
+"""A tensor of any dtype, device and layout, over a model's primitives, which take only some.
+
+How a model takes tensors of one dtype on one device is worked out once and kept in ``model.plans``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ignite_dist import reduction
+from ignite_dist.comp_models import ComputationModel, Group
+
+__all__ = [
+    "broadcast_tensor",
+    "check_dense",
+    "check_writable",
+    "gather_rows",
+    "plan_reduction",
+    "reduce_tensor",
+]
+
+
+# --- reduce ------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """How a model reduces tensors of one dtype on one device by one operation."""
+
+    device: torch.device
+    carrier: reduction.Carrier | None
+    in_place: bool
+
+
+def plan_reduction(model: ComputationModel, op: str, tensor: Tensor) -> Plan:
+    """The plan for ``tensor``, from the model's cache but for the first time.
+
+    Raises:
+        TypeError, ValueError: ``op`` does not take such a tensor.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        check_dense("all_reduce", tensor)
+    key = (op, tensor.dtype, tensor.device)
+    found: Plan | None = model.plans.get(key)
+    if found is None:
+        reduction.check_op(op, tensor.dtype)
+        if op == "ADASUM" and not model.carries("all_reduce", op, tensor.dtype, tensor.device):
+            raise ValueError(
+                f"ADASUM needs Horovod built with MPI; backend {model.backend()!r} does not have it."
+            )
+        device = _carrying_device(model, tensor)
+        carrier = reduction.find_carrier(
+            op, tensor.dtype, lambda sent, dtype: model.carries("all_reduce", sent, dtype, device)
+        )
+        in_place = device == tensor.device and carrier is not None and carrier.dtype is tensor.dtype
+        found = model.plans[key] = Plan(device, carrier, in_place)
+    return found
+
+
+def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, group: Group) -> Tensor:
+    """Reduce ``tensor`` in place, as planned, and return it."""
+    carrier = plan.carrier
+    if plan.in_place and carrier is not None and _is_plain(tensor):
+        reduced = tensor.detach() if tensor.requires_grad else tensor
+        model._all_reduce(reduced, carrier.op, group)
+        if op == "AVERAGE":
+            reduced /= len(group.ranks)
+        return tensor
+    with torch.no_grad():
+        local = _plain(tensor).to(plan.device)
+        if carrier is None:
+            reduced = reduction.reduce_gathered(gather_rows(model, local, group), op)
+        else:
+            reduced = model._all_reduce(carrier.encode(local).contiguous(), carrier.op, group)
+            if op == "AVERAGE":
+                reduced /= len(group.ranks)
+            reduced = carrier.decode(reduced)
+        tensor.copy_(reduced)
+    return tensor
+
+
+# --- gather and broadcast ----------------------------------------------------------------------------
+
+
+def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+    """``(*S) -> (group_size, *S)`` for a tensor of any dtype, device and layout."""
+    rows_shape = (len(group.ranks), *tensor.shape)
+    route = _route(model, "all_gather", tensor)
+    if route.direct and _is_plain(tensor) and not tensor.requires_grad:
+        return model._all_gather(tensor, group, out=None if out is None else out.view(rows_shape))
+    with torch.no_grad():
+        local = _plain(tensor).to(route.device)
+        if out is not None and out.device == local.device:
+            rows = out.detach().view(rows_shape)
+        else:
+            rows = torch.empty(rows_shape, dtype=tensor.dtype, device=local.device)
+        if route.as_is:
+            model._all_gather(local, group, out=rows)
+        else:  # bytes lose nothing
+            model._all_gather(_as_bytes(local), group, out=_as_bytes(rows).view(rows_shape[0], -1))
+        if out is not None and out.device != local.device:
+            return out.copy_(rows.view(out.shape))
+        return rows.to(tensor.device)
+
+
+def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: Group) -> Tensor:
+    """Fill ``tensor`` with that of the global rank ``src`` and return it."""
+    route = _route(model, "broadcast", tensor)
+    with torch.no_grad():
+        carried = _plain(tensor).to(route.device)
+        model._broadcast(carried if route.as_is else _as_bytes(carried), src, group)
+        if carried.data_ptr() != tensor.data_ptr() or carried.device != tensor.device:
+            tensor.detach().copy_(carried)
+    return tensor
+
+
+# --- where and how a tensor is sent ------------------------------------------------------------------
+
+
+def _carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
+    """Where ``tensor`` is sent from: where it is, if the backend takes bytes from there."""
+    if model.carries("all_gather", None, torch.uint8, tensor.device):
+        return tensor.device
+    return model._bytes_device()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the memory of ``tensor`` is its value: contiguous, and not conjugated or negated lazily."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """``tensor`` without a graph, in memory that is its value; its own memory if that is so already."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+class _Route(NamedTuple):
+    """Where and how a model gathers or broadcasts tensors of one dtype from one device."""
+
+    device: torch.device
+    as_is: bool
+    direct: bool
+
+
+def _route(model: ComputationModel, collective: str, tensor: Tensor) -> _Route:
+    key = (collective, tensor.dtype, tensor.device)
+    found: _Route | None = model.plans.get(key)
+    if found is None:
+        device = _carrying_device(model, tensor)
+        as_is = model.carries(collective, None, tensor.dtype, device)
+        found = model.plans[key] = _Route(device, as_is, as_is and device == tensor.device)
+    return found
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, as a view of it."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+# --- arguments -----------------------------------------------------------------------------------------
+
+
+def check_dense(function: str, tensor: Any) -> None:
+    """Refuse what has no dense memory to send, with a ``TypeError`` that names ``function``."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{function} takes a tensor, got {type(tensor).__name__}.")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"{function} takes dense tensors, got {tensor.layout}. Use tensor.to_dense().")
+
+
+def check_writable(function: str, tensor: Tensor) -> None:
+    """Refuse a tensor that cannot hold a result, with a ``ValueError`` that names ``function``."""
+    if tensor.is_contiguous():
+        return
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(
+            f"{function} writes its result into the tensor, whose elements share memory (as after expand()). "
+            "Pass tensor.clone()."
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -99,18 +100,22 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
     init_method = init_method or "env://"
     num_contexts = _num_contexts[_meeting_place(place, init_method)]
     prefix = f"ignite_dist/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{num_contexts}"
+    deadline = time.monotonic() + timeout.total_seconds()
     while True:
-        served = _connect(place, init_method, timeout)
-        served.set_timeout(timeout)
-        store = PrefixStore(prefix, served)
         try:
+            served = _connect(place, init_method, timeout)
+            served.set_timeout(timeout)
+            store = PrefixStore(prefix, served)
             if place.rank == 0:
                 store.set("open", "")
             else:
                 store.get("open")
         except DistNetworkError:
-            continue  # it was the store of the context before, which rank 0 has closed meanwhile
-        return store
+            if place.rank == 0 or time.monotonic() > deadline:
+                raise
+            # It may have been the store of the context before, which rank 0 has closed meanwhile.
+        else:
+            return store
 
 
 def note_meeting(place: Environment, init_method: str | None) -> None:

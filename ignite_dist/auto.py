@@ -45,7 +45,7 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
         kwargs["batch_size"] = _per_rank_batch_size(kwargs["batch_size"], model.get_world_size())
     if kwargs.get("num_workers"):
         kwargs["num_workers"] = _per_process_workers(kwargs["num_workers"], model.get_nproc_per_node())
-    if "batch_sampler" in kwargs and kwargs["batch_sampler"] is not None:
+    if kwargs.get("batch_sampler") is not None:
         warnings.warn("batch_sampler is used as it is: it has to give each rank its own share.", stacklevel=2)
     elif not isinstance(dataset, IterableDataset):
         kwargs["sampler"] = _share(
@@ -106,13 +106,31 @@ class _EpochLoader(DataLoader[Any]):
     """
 
     def __iter__(self) -> Any:
-        return _until_exhausted(super().__iter__(), self.sampler)
+        return _Pass(super().__iter__(), self.sampler)
 
 
-def _until_exhausted(batches: Iterator[Any], sampler: Any) -> Iterator[Any]:
-    yield from batches
-    if hasattr(sampler, "advance_epoch"):
-        sampler.advance_epoch()
+class _Pass:
+    """One pass over a data loader, an iterator with a length as torch's own."""
+
+    def __init__(self, batches: Any, sampler: Any) -> None:
+        self._batches = batches
+        self._sampler = sampler
+        self._exhausted = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if not self._exhausted and hasattr(self._sampler, "advance_epoch"):
+                self._sampler.advance_epoch()
+            self._exhausted = True
+            raise
 
 
 def auto_model(model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:

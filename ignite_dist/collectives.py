@@ -71,6 +71,7 @@ def all_reduce(tensor: Any, op: str = "SUM", group: Any = None, *, inplace: bool
         TypeError: a value or dtype that cannot be reduced, or not by ``op``. Nothing was sent.
         ValueError: an unknown ``op`` or group, memory that overlaps itself. Nothing was sent.
         CollectiveMismatchError: ranks gave different trees, or another ``op``; raised on all of them.
+            Tensors, and trees of nothing but tensors, are not compared: it would cost another collective.
 
     Example::
 
@@ -116,11 +117,12 @@ def _reduce_leaves(
     """The leaves reduced: numbers in one collective, small tensors of one dtype and device in one."""
     numbers = [position for position, leaf in enumerate(values) if not isinstance(leaf, Tensor)]
     if len(numbers) == len(values):
-        return _reduce_numbers(model, values, structure, op, group) if values else []
+        return _reduce_numbers(model, values, structure, op, group)
     reduced = list(values)
     if numbers:
         sent = [values[position] for position in numbers]
-        results = _reduce_numbers(model, sent, f"{structure} {numbers}", op, group)
+        tensors = [(leaf.dtype, tuple(leaf.shape)) for leaf in values if isinstance(leaf, Tensor)]
+        results = _reduce_numbers(model, sent, f"{structure} {numbers} {tensors}", op, group)
         for position, result in zip(numbers, results, strict=True):
             reduced[position] = result
     packs: dict[Any, list[int]] = {}
@@ -320,7 +322,7 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
 
 
 def _check_src(src: int, group: Group, world_size: int) -> None:
-    if not 0 <= src < world_size:
+    if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < world_size:
         raise ValueError(f"src is a global rank in [0, {world_size}), got {src!r}.")
     if group.ranks and src not in group.ranks:
         raise ValueError(f"src is a global rank of the group, which has {list(group.ranks)}; got {src}.")

@@ -218,6 +218,8 @@ def set_local_rank(index: int) -> None:
     Args:
         index: the local rank; what the environment says goes before it.
     """
+    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        raise ValueError(f"A local rank is an int from 0 on, got {index!r}.")
     NativeModel.hint_local_rank(index)
     current_model().set_local_rank(index)
 

@@ -15,6 +15,7 @@ from ignite_dist.collectives import broadcast_anything
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
 from ignite_dist.errors import RankFailedError
+from ignite_dist.tensors import check_dense
 
 __all__ = ["one_rank_first", "one_rank_only"]
 
@@ -95,8 +96,8 @@ def _run_on_one(
     if model.get_rank() == rank:
         try:
             result = function()
-            if share_result and not isinstance(result, Tensor):
-                wire.encode(result)  # if it cannot be sent, the others have to hear of that instead
+            if share_result:  # if it cannot be sent, the others have to hear of that instead
+                check_dense("one_rank_only", result) if isinstance(result, Tensor) else wire.encode(result)
         except BaseException as error:
             _exchange_outcomes(model, group, error)
             raise

@@ -137,7 +137,7 @@ class Parallel:
             "master_port": master_port,
         }
         self.backend = backend
-        self.init_method = init_method
+        self._initialize_kwargs: dict[str, Any] = {}
         self._spawn_kwargs: dict[str, Any] | None = None
         if backend is None:
             for name, value in places.items():
@@ -148,15 +148,17 @@ class Parallel:
             return
         model = context.find_model(backend)
         check_keywords("Parallel", spawn_kwargs, _spawn_keywords(model))
+        given = {"init_method": init_method, **spawn_kwargs}
+        allowed = keywords_of(model.create_from_backend)
+        self._initialize_kwargs = {k: v for k, v in given.items() if k in allowed and v is not None}
         if nproc_per_node is not None:
             check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
-            given = {**places, "init_method": init_method, **spawn_kwargs}
+            given = {**places, **given}
             self._spawn_kwargs = {name: value for name, value in given.items() if value is not None}
 
     def __enter__(self) -> Self:
         if self.backend is not None and self._spawn_kwargs is None:
-            kwargs = {} if self.init_method is None else {"init_method": self.init_method}
-            context.initialize(self.backend, **kwargs)
+            context.initialize(self.backend, **self._initialize_kwargs)
             _logger.info("Initialized backend '%s'", self.backend)
         return self
 

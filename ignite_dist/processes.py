@@ -205,12 +205,10 @@ def _work(
     try:
         outcome: bytes | _Failure = wire.encode(entry(local_rank, **entry_kwargs))
     except SystemExit as exit_:
-        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        code = exit_.code & 0xFF if isinstance(exit_.code, int) else int(exit_.code is not None)
         outcome = _failure(exit_, exit_code=code) if code else wire.encode(None)
     except BaseException as error:
         outcome = _failure(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
     _send(sender, outcome)
     if isinstance(outcome, _Failure):
         # Peers see our connections close, which ends their wait; the launcher ends what goes on regardless.
@@ -219,7 +217,7 @@ def _work(
 
 def _failure(error: BaseException, exit_code: int | None = None) -> _Failure:
     text = "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__)))
-    summary = f"{type(error).__name__}: {error}"
+    summary = "".join(traceback.format_exception_only(error)).strip()  # survives a __str__ that raises
     return _Failure(
         time.time(), type(error).__name__, summary, text, exit_code, isinstance(error, RankFailedError)
     )
@@ -262,6 +260,8 @@ def _end_with_launcher() -> None:
     if parent is not None:
         connection.wait([parent.sentinel])
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_TERMINATE_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # --- in the launcher ---------------------------------------------------------------------------------
@@ -291,6 +291,11 @@ class _Worker:
                     self.result = message
         except (EOFError, OSError):
             pass  # it has closed its end; its exit code says why
+
+    def take_result(self) -> Any:
+        """What the worker returned; its bytes are given up."""
+        payload, self.result = self.result or b"", None
+        return wire.decode(payload)
 
     def reap(self) -> None:
         """Note how the process ended."""
@@ -374,9 +379,11 @@ class Workers:
         for worker in self._workers:
             worker.receiver.close()
         self._store = None
+        if self in _kept:
+            _kept.remove(self)
         if failed:
             return _error(failed[0], failed[1:])
-        return [wire.decode(worker.result or b"") for worker in self._workers]
+        return [worker.take_result() for worker in self._workers]
 
 
 def _error(first: _Worker, others: Sequence[_Worker]) -> RankFailedError:
@@ -394,7 +401,7 @@ def _error(first: _Worker, others: Sequence[_Worker]) -> RankFailedError:
         return WorkerRaisedError(
             first.rank, failure.error_type, failure.traceback, message, first.local_rank, pid
         )
-    signal_name = signal.Signals(-failure.exit_code).name if failure.exit_code < 0 else None
+    signal_name = _signal_name(-failure.exit_code) if failure.exit_code < 0 else None
     ending = f"was ended by {signal_name}" if signal_name else f"ended with exit code {failure.exit_code}"
     ending += f" ({failure.summary})" if failure.summary else ""
     hint = ""
@@ -406,6 +413,10 @@ def _error(first: _Worker, others: Sequence[_Worker]) -> RankFailedError:
     return WorkerExitedError(
         first.rank, f"{place} {ending}{hint}.{after}", first.local_rank, pid, failure.exit_code, signal_name
     )
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _last_line(text: str) -> str:

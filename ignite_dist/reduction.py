@@ -108,7 +108,7 @@ def reduce_numbers(rows: Sequence[Sequence[Any]], op: str) -> list[Any]:
     Ints are exact at any size; a bool counts as 0 or 1, except under AND and OR; AVERAGE divides at the end.
     """
     combine = _NUMBER_OPS[op]
-    totals = list(rows[0])
+    totals = list(rows[0])  # any of them may be empty; all are then
     for row in rows[1:]:
         totals = list(map(combine, totals, row))
     if op == "AVERAGE":

@@ -65,5 +65,8 @@ class DistributedProxySampler(_AutoEpoch):
             torch.default_generator.manual_seed(self.epoch)
             indices: list[Any] = []
             while len(indices) < self.total_size:
-                indices += list(self.sampler)
+                drawn = list(self.sampler)
+                if not drawn:
+                    raise ValueError(f"{type(self.sampler).__name__} has a length, but draws nothing.")
+                indices += drawn
         return iter(indices[self.rank : self.total_size : self.num_replicas])

@@ -40,7 +40,7 @@ def plan_reduction(model: ComputationModel, op: str, tensor: Tensor) -> Plan:
     Raises:
         TypeError, ValueError: ``op`` does not take such a tensor.
     """
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         check_dense("all_reduce", tensor)
     key = (op, tensor.dtype, tensor.device)
     found: Plan | None = model.plans.get(key)
@@ -166,12 +166,19 @@ def check_dense(function: str, tensor: Any) -> None:
     """Refuse what has no dense memory to send, with a ``TypeError`` that names ``function``."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function} takes a tensor, got {type(tensor).__name__}.")
+    if tensor.is_meta:
+        raise TypeError(f"{function} takes tensors with data, got one on the meta device.")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"{function} takes dense tensors, got {tensor.layout}. Use tensor.to_dense().")
 
 
 def check_writable(function: str, tensor: Tensor) -> None:
     """Refuse a tensor that cannot hold a result, with a ``ValueError`` that names ``function``."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{function} writes its result into the tensor, which was made under torch.inference_mode() and "
+            "can only be written to there. Pass tensor.clone()."
+        )
     if tensor.is_contiguous():
         return
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):

@@ -50,7 +50,9 @@ def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
         return new
     if isinstance(value, (list, tuple)):
         items = [rebuild(child, leaves) for child in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return tuple(items) if isinstance(value, tuple) else type(value)(items)  # torch.Size takes ints only
     return next(leaves)
 
 

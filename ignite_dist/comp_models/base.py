@@ -244,8 +244,7 @@ class ComputationModel(ABC):
         """The group that a collective's ``group=`` means: None, a handle, or a list of global ranks.
 
         Raises:
-            ValueError: a rank out of range or given twice, a handle that was destroyed.
-            TypeError: something else altogether.
+            ValueError: a rank out of range or given twice, a handle that was destroyed, or no group at all.
         """
         if group is None:
             return self.world()
@@ -261,9 +260,9 @@ class ComputationModel(ABC):
                 return found
             self._groups = {ranks: other for ranks, other in self._groups.items() if other is not found}
         checked = self._check_ranks(key)
-        if checked != key:
-            found = self.resolve_group(checked)
-        elif len(checked) == self.get_world_size():
+        if checked != key:  # only the ascending ranks are kept: one group, whoever names it first and how
+            return self.resolve_group(checked)
+        if len(checked) == self.get_world_size():
             found = self.world()
         else:
             found = Group(self._new_group(checked), checked)

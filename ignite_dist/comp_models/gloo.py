@@ -67,16 +67,14 @@ class ScratchBuffers:
 
     def all_reduce(self, group: ProcessGroup, tensor: Tensor, op: str, group_size: int) -> None:
         """Reduce the contiguous ``tensor`` in place."""
-        sent, received, rows = self._for(group, tensor, group_size)
+        sent, received, rows = self._for(tensor, group_size)
         sent.copy_(tensor)
         exchange(group, sent, received)
         reduce_rows(rows, op, out=tensor)
 
-    def _for(
-        self, group: ProcessGroup, tensor: Tensor, group_size: int
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        # Nothing is kept in a buffer between calls, so another group may well get this id later.
-        key = (id(group), tensor.dtype, tensor.shape)
+    def _for(self, tensor: Tensor, group_size: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        # Nothing is kept in a buffer between calls, so groups of one size share it.
+        key = (group_size, tensor.dtype, tensor.shape)
         found = self._buffers.get(key)
         if found is None:
             sent = torch.empty((group_size, *tensor.shape), dtype=tensor.dtype)

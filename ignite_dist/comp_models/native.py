@@ -294,7 +294,7 @@ class NativeModel(ComputationModel):
             backend,
             store,
             group_name=f"ignite_dist:{digest}:{generation}",  # type: ignore[arg-type]
-            timeout=distributed_c10d._get_default_timeout(dist.Backend(backend)),
+            timeout=self._timeout(backend),
             group_desc=f"ignite_dist:{ranks}",
         )
         if handle is not GroupMember.NON_GROUP_MEMBER:
@@ -302,15 +302,20 @@ class NativeModel(ComputationModel):
             distributed_c10d._world.pg_group_ranks[handle] = positions
         return handle
 
+    def _timeout(self, backend: str) -> timedelta:
+        """The world's own timeout, which torch would not pass on to a group."""
+        options = getattr(self._world._get_backend(self.device()), "options", None)
+        return options._timeout if options else distributed_c10d._get_default_timeout(dist.Backend(backend))
+
     def _is_alive(self, handle: Any) -> bool:
         return handle in distributed_c10d._world.pg_map or handle == GroupMember.NON_GROUP_MEMBER
 
     def _group_ranks(self, handle: Any) -> tuple[int, ...]:
         if handle is None:
             return self.world().ranks
-        if handle == GroupMember.NON_GROUP_MEMBER:
-            return ()
         if not isinstance(handle, ProcessGroup):
+            if isinstance(handle, int) and handle == GroupMember.NON_GROUP_MEMBER:
+                return ()
             raise ValueError(f"A group is a list of ranks or a ProcessGroup, got {handle!r}.")
         try:
             return tuple(dist.get_process_group_ranks(handle))

@@ -93,7 +93,7 @@ class SerialModel(ComputationModel):
         return ranks
 
     def _group_ranks(self, handle: Any) -> tuple[int, ...]:
-        if handle is None or handle == (0,):
+        if handle is None or (isinstance(handle, tuple) and handle == (0,)):
             return (0,)
         raise ValueError(
             f"A group of a serial context is a list of ranks or what new_group gave, got {handle!r}."

@@ -56,7 +56,7 @@ def write_script(folder: Path, text: str, name: str = "script.py") -> Path:
     return path
 
 
-def run_python(*args: Any, seconds: float = 60, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+def run_python(*args: Any, seconds: float = 100, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     """``python *args``; its output is text. What is still running after ``seconds`` is ended."""
     kwargs.setdefault("env", plain_environ())
     if "input" not in kwargs:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed import Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from ignite_dist.comp_models.base import ComputationModel, Group
 
@@ -22,12 +22,16 @@ class StoreModel(ComputationModel):
     library: ClassVar[str] = __name__
 
     live: ClassVar[StoreModel | None] = None
+    num_contexts: ClassVar[int] = 0
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
         self.rank, self.world_size = rank, world_size
         self.counts: dict[tuple[int, ...], int] = {}
-        self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        StoreModel.num_contexts += 1
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False)
+        self._store = PrefixStore(str(StoreModel.num_contexts), store)  # keys of its own in each context
 
     @classmethod
     def create_from_context(cls) -> StoreModel | None:

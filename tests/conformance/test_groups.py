@@ -82,7 +82,8 @@ def test_a_list_is_made_into_a_group_once() -> None:
     before = process.num_threads(), process.num_fds()
     for _ in range(10_000 if rank in group and last <= 1 else 500):
         idist.all_reduce(torch.ones(1, device=idist.device()), group=group)
-    assert (process.num_threads(), process.num_fds()) == before
+    threads, files = process.num_threads(), process.num_fds()
+    assert threads <= before[0] and files <= before[1]
 
 
 @on_every_rank

@@ -6,6 +6,8 @@ launch (the environment, where output goes) is handed to it before anything of t
 
 from __future__ import annotations
 
+import atexit
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -32,6 +34,8 @@ from ignite_dist import wire
 from ignite_dist.errors import RankFailedError, WorkerExitedError, WorkerRaisedError
 
 __all__ = ["Workers", "main_is_importable", "start"]
+
+_logger = logging.getLogger(__name__)
 
 _HERE = os.path.dirname(__file__)
 
@@ -93,6 +97,17 @@ def start(
 
 # What a script does not keep of spawn(join=False) is kept here, and with it the store, until its workers end.
 _kept: list[Workers] = []
+
+
+@atexit.register
+def _join_kept() -> None:
+    """Take what the workers still send before Python waits for their end, and say what became of them."""
+    for workers in list(_kept):
+        if not any(process.daemon for process in workers.processes):
+            try:
+                workers.join()
+            except RankFailedError as error:
+                _logger.error("A launch that nobody joined has failed. %s", error)
 
 
 def main_is_importable() -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
 import re
@@ -12,7 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -530,9 +531,9 @@ def _fails(local_rank: int, how: str, when: str) -> None:
 def _failure(how: str, folder: Path, **kwargs: Any) -> idist.RankFailedError:
     with pytest.raises(idist.RankFailedError) as info:
         spawn(_fails, how, str(folder / "when"), nproc_per_node=3, **kwargs)
-    assert time.time() - float((folder / "when").read_text(encoding="utf-8")) < FAILURE_SECONDS
-    assert info.value.rank == 1
+    assert info.value.rank == 1, str(info.value)
     assert "Rank 1" in str(info.value)
+    assert time.time() - float((folder / "when").read_text(encoding="utf-8")) < FAILURE_SECONDS
     return info.value
 
 
@@ -596,6 +597,24 @@ def test_workers_are_gone_after_a_failure(tmp_path: Path) -> None:
     with pytest.raises(idist.RankFailedError):
         handle.join()  # again
     assert helpers.end_of_processes(handle.pids(), 0) == []
+
+
+@pytest.mark.timeout(60)
+def test_failed_launches_leave_nothing_for_the_garbage_collector_of_a_forked_process() -> None:
+    """A store that serves ends with its threads, which a forked process does not have."""
+    gc.disable()
+    try:
+        for _ in range(10):
+            with suppress(idist.RankFailedError):
+                spawn(sys.exit, nproc_per_node=2)
+        pid = os.fork()  # as a DataLoader with workers does, or a launch with start_method="fork"
+        if pid == 0:
+            gc.collect()
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+    finally:
+        gc.enable()
+    assert status == 0
 
 
 def _unpicklable_result(local_rank: int) -> Any:

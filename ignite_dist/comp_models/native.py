@@ -203,8 +203,8 @@ class NativeModel(ComputationModel):
             self._barrier(self.world())
         except RuntimeError as error:
             warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=3)
-        # A DistributedDataParallel is a reference cycle that holds the group, whose threads, if left to the end
-        # of the interpreter, now and then abort the process ("terminate called": raw torch 2.13, 2 of 20 runs).
+        # A DistributedDataParallel is a reference cycle that holds the group. Left to the end of the
+        # interpreter, the group's threads now and then abort the process: raw torch 2.13, 2 of 20 runs.
         gc.collect()
         dist.destroy_process_group()
         self.left_behind()

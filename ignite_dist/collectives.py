@@ -147,7 +147,7 @@ def _reduce_numbers(
     """The numbers of a tree, whose ``structure`` has to be the same on every rank, in one collective."""
     check = zlib.crc32(f"{op} {structure}".encode())
     gathered = model.gather_objects((check, numbers), group)
-    if any(type(one) is not tuple or one[0] != check for one in gathered):
+    if any(type(one) is not tuple or one[:1] != (check,) for one in gathered):
         raise CollectiveMismatchError(
             "The ranks of one all_reduce gave different values or operations; this one: "
             f"{op} of {structure[:500]}"

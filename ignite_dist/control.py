@@ -97,7 +97,7 @@ def _run_on_one(
         try:
             result = function()
             if share_result:  # if it cannot be sent, the others have to hear of that instead
-                check_dense("one_rank_only", result) if isinstance(result, Tensor) else wire.encode(result)
+                result = _sendable(result)
         except BaseException as error:
             _exchange_outcomes(model, group, error)
             raise
@@ -105,6 +105,15 @@ def _run_on_one(
     if not share_result:
         return result
     return broadcast_anything(model, result, rank, group)
+
+
+def _sendable(result: Any) -> Any:
+    """``result``, if it can be sent; a tensor in memory that it does not share with itself."""
+    if isinstance(result, Tensor):
+        check_dense("one_rank_only", result)
+        return result.contiguous()
+    wire.encode(result)
+    return result
 
 
 @contextmanager

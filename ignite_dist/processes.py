@@ -355,7 +355,7 @@ class Workers:
                 raise
             self._outcome = self._conclude()
         if isinstance(self._outcome, RankFailedError):
-            raise self._outcome
+            raise self._outcome.with_traceback(None)
         return self._outcome
 
     def terminate(self) -> None:

@@ -61,6 +61,9 @@ def plan_reduction(model: ComputationModel, op: str, tensor: Tensor) -> Plan:
 
 def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, group: Group) -> Tensor:
     """Reduce ``tensor`` in place, as planned, and return it."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():  # the only place where it may be written to
+            return reduce_tensor(model, tensor, op, plan, group)
     carrier = plan.carrier
     if plan.in_place and carrier is not None and _is_plain(tensor):
         reduced = tensor.detach() if tensor.requires_grad else tensor
@@ -107,6 +110,9 @@ def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tens
 
 def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: Group) -> Tensor:
     """Fill ``tensor`` with that of the global rank ``src`` and return it."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            return broadcast_tensor(model, tensor, src, group)
     route = _route(model, "broadcast", tensor)
     with torch.no_grad():
         carried = _plain(tensor).to(route.device)
@@ -174,11 +180,6 @@ def check_dense(function: str, tensor: Any) -> None:
 
 def check_writable(function: str, tensor: Tensor) -> None:
     """Refuse a tensor that cannot hold a result, with a ``ValueError`` that names ``function``."""
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(
-            f"{function} writes its result into the tensor, which was made under torch.inference_mode() and "
-            "can only be written to there. Pass tensor.clone()."
-        )
     if tensor.is_contiguous():
         return
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):

@@ -77,9 +77,10 @@ class ScratchBuffers:
         key = (group_size, tensor.dtype, tensor.shape)
         found = self._buffers.get(key)
         if found is None:
-            sent = torch.empty((group_size, *tensor.shape), dtype=tensor.dtype)
-            received = torch.empty_like(sent)
-            found = sent, received, received.unbind()
+            with torch.inference_mode(False):  # else the buffer could be written to there alone
+                sent = torch.empty((group_size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+                received = torch.empty_like(sent)
+                found = sent, received, received.unbind()
             if tensor.nbytes <= _SCRATCH_BYTES:
                 if len(self._buffers) >= _MAX_SCRATCH_BUFFERS:
                     self._buffers.clear()

@@ -192,6 +192,7 @@ class NativeModel(ComputationModel):
         workers = processes.start(
             entry, initialize_kwargs, ranks, store=store, start_method=start_method, daemon=daemon
         )
+        del store  # a traceback through here would keep it, in a cycle that a forked process may not collect
         return workers.join() if join else workers
 
     def is_current(self) -> bool:

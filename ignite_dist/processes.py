@@ -361,6 +361,8 @@ class Workers:
     def terminate(self) -> None:
         """End the workers that still run: SIGTERM, and SIGKILL for those that do not heed it."""
         _end(self.processes)
+        if self in _kept:
+            _kept.remove(self)
 
     def _wait(self, timeout: float | None) -> bool:
         """Whether the workers are through: all have ended, or one has failed and the grace is over."""

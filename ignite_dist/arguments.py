@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-__all__ = ["check_keywords", "check_nodes", "did_you_mean", "keywords_of"]
+__all__ = ["check_counts", "check_keywords", "check_nodes", "did_you_mean", "keywords_of"]
 
 
 def keywords_of(function: Callable[..., Any]) -> set[str]:
@@ -36,6 +36,17 @@ def did_you_mean(name: str, allowed: Collection[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def check_counts(**counts: Any) -> None:
+    """Refuse what is not a number of things.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive int, got {value!r}.")
+
+
 def check_nodes(
     nproc_per_node: int,
     nnodes: int | None,
@@ -50,9 +61,7 @@ def check_nodes(
         ValueError: says which and what is missing.
     """
     nnodes = 1 if nnodes is None else nnodes
-    for name, value in (("nproc_per_node", nproc_per_node), ("nnodes", nnodes)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive int, got {value!r}.")
+    check_counts(nproc_per_node=nproc_per_node, nnodes=nnodes)
     if nnodes > 1 and node_rank is None:
         raise ValueError(f"nnodes={nnodes} needs node_rank, this machine's number in [0, {nnodes}).")
     if not 0 <= (node_rank or 0) < nnodes:

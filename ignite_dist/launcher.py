@@ -7,14 +7,11 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ignite_dist import context, wire
-from ignite_dist.arguments import check_keywords, check_nodes, keywords_of
-from ignite_dist.processes import main_is_importable
+from ignite_dist import context
+from ignite_dist.arguments import check_keywords, keywords_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from ignite_dist.comp_models import ComputationModel
 
 __all__ = ["Parallel", "spawn"]
 
@@ -25,15 +22,16 @@ class _Entry:
     """What a worker runs: it makes the context, calls the user's function and ends the context."""
 
     def __init__(
-        self, backend: str, call: bytes | tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+        self, backend: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.backend = backend
-        self.call = call
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
 
     def __call__(self, local_rank: int, **initialize_kwargs: Any) -> Any:
-        function, args, kwargs = wire.decode(self.call) if isinstance(self.call, bytes) else self.call
         context.initialize(self.backend, **initialize_kwargs)
-        result = function(local_rank, *args, **kwargs)
+        result = self.function(local_rank, *self.args, **self.kwargs)
         context.conclude()
         return result
 
@@ -77,19 +75,9 @@ def spawn(
     model = context.find_model(backend)
     if not callable(fn):
         raise TypeError(f"spawn calls a function in each worker, got {type(fn).__name__}.")
-    check_keywords("spawn", kwargs, _spawn_keywords(model))
-    call = (fn, tuple(args), dict(kwargs_dict or {}))
-    entry = _Entry(backend, call if kwargs.get("start_method") == "fork" else _encode_call(call))
+    check_keywords("spawn", kwargs, model.spawn_keywords())
+    entry = _Entry(backend, fn, tuple(args), dict(kwargs_dict or {}))
     return model.spawn(entry, backend=backend, nproc_per_node=nproc_per_node, **kwargs)
-
-
-def _spawn_keywords(model: type[ComputationModel]) -> set[str]:
-    return keywords_of(model.spawn) - {"backend", "nproc_per_node"}
-
-
-def _encode_call(call: Any) -> bytes:
-    """The call as bytes; by value where the workers cannot import this process's main module."""
-    return wire.encode(call) if main_is_importable() else wire.encode_by_value(call)
 
 
 class Parallel:
@@ -130,7 +118,6 @@ class Parallel:
         **spawn_kwargs: Any,
     ) -> None:
         places = {
-            "nproc_per_node": nproc_per_node,
             "nnodes": nnodes,
             "node_rank": node_rank,
             "master_addr": master_addr,
@@ -140,21 +127,23 @@ class Parallel:
         self._initialize_kwargs: dict[str, Any] = {}
         self._spawn_kwargs: dict[str, Any] | None = None
         if backend is None:
-            for name, value in places.items():
+            for name, value in {"nproc_per_node": nproc_per_node, **places}.items():
                 if value is not None:
                     raise ValueError(
                         f"backend=None runs in this process, so {name} must be None too, got {value!r}."
                     )
             return
         model = context.find_model(backend)
-        check_keywords("Parallel", spawn_kwargs, _spawn_keywords(model))
+        for_initialize, for_spawn = keywords_of(model.create_from_backend), model.spawn_keywords()
         given = {"init_method": init_method, **spawn_kwargs}
-        allowed = keywords_of(model.create_from_backend)
-        self._initialize_kwargs = {k: v for k, v in given.items() if k in allowed and v is not None}
+        given = {name: value for name, value in given.items() if value is not None}
+        check_keywords("Parallel", given, for_initialize | for_spawn)
+        self._initialize_kwargs = {name: given[name] for name in given if name in for_initialize}
         if nproc_per_node is not None:
-            check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
-            given = {**places, **given}
-            self._spawn_kwargs = {name: value for name, value in given.items() if value is not None}
+            given.update((name, value) for name, value in places.items() if value is not None)
+            check_keywords("Parallel", given, for_spawn)
+            model.check_spawn(nproc_per_node=nproc_per_node, **given)
+            self._spawn_kwargs = {"nproc_per_node": nproc_per_node, **given}
 
     def __enter__(self) -> Self:
         if self.backend is not None and self._spawn_kwargs is None:

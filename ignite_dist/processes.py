@@ -21,19 +21,19 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection, reduction
 from multiprocessing.context import BaseContext, get_spawning_popen
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import Store
 
 from ignite_dist import wire
 from ignite_dist.errors import RankFailedError, WorkerExitedError, WorkerRaisedError
 
-__all__ = ["Workers", "main_is_importable", "start"]
+__all__ = ["Failed", "Failure", "Workers", "error_of", "failure_of", "start"]
 
 _logger = logging.getLogger(__name__)
 
@@ -53,22 +53,27 @@ def start(
     entry_kwargs: Mapping[str, Any],
     environs: Sequence[Mapping[str, str]],
     *,
-    store: Store | None,
+    serving: object,
     start_method: str | None,
     daemon: bool,
 ) -> Workers:
     """Start a worker per environment; worker ``i`` runs ``entry(i, **entry_kwargs)``.
 
     Args:
-        entry: can be pickled, unless ``start_method`` is "fork".
-        entry_kwargs: can be pickled.
+        entry: anything that pickle or cloudpickle can send; anything at all if ``start_method`` is "fork".
+        entry_kwargs: likewise.
         environs: what each worker's environment has beside the launcher's own. ``RANK`` is its global rank.
-        store: kept alive as long as the workers.
+        serving: what the workers meet at; kept alive as long as they are.
         start_method: one of ``multiprocessing``'s; the fork server where there is one.
         daemon: whether the workers are daemonic processes.
+
+    Raises:
+        TypeError: ``entry`` cannot be sent; nothing was started.
     """
     context = _context(start_method)
     forked = context.get_start_method() == "fork"
+    call = partial(entry, **entry_kwargs)
+    sent = call if forked else wire.encode(call) if _main_is_importable() else wire.encode_by_value(call)
     workers: list[_Worker] = []
     try:
         for local_rank, environ in enumerate(environs):
@@ -79,7 +84,7 @@ def start(
             complete.update(environ)
             process = context.Process(  # type: ignore[attr-defined]
                 target=_work,
-                args=(entry, local_rank, entry_kwargs, complete if forked else None, sender),
+                args=(sent, local_rank, complete if forked else None, sender),
                 name=_Launch(f"rank {environ['RANK']}", complete),
                 daemon=daemon,
             )
@@ -91,11 +96,11 @@ def start(
         _end([worker.process for worker in workers])
         raise
     _kept[:] = [kept for kept in _kept if any(process.is_alive() for process in kept.processes)]
-    _kept.append(Workers(workers, store))
+    _kept.append(Workers(workers, serving))
     return _kept[-1]
 
 
-# What a script does not keep of spawn(join=False) is kept here, and with it the store, until its workers end.
+# What a script does not keep of spawn(join=False) is kept here, and where its workers meet, until they end.
 _kept: list[Workers] = []
 
 
@@ -110,7 +115,7 @@ def _join_kept() -> None:
                 _logger.error("A launch that nobody joined has failed. %s", error)
 
 
-def main_is_importable() -> bool:
+def _main_is_importable() -> bool:
     """Whether workers can import this process's main module: not from a notebook, ``-c`` or a pipe."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
@@ -122,7 +127,7 @@ def _hidden_main() -> Iterator[None]:
     """Keep ``multiprocessing`` from importing a main module that claims a file which does not exist."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
-    if path is None or main_is_importable():
+    if path is None or _main_is_importable():
         yield
         return
     del main.__file__
@@ -193,8 +198,17 @@ def _take_over(name: str, environ: Mapping[str, str], outputs: Mapping[int, Any]
 
 
 @dataclass(frozen=True)
-class _Failure:
-    """What a worker died of, as it tells the launcher."""
+class Failure:
+    """What a worker died of, as it tells the launcher.
+
+    Attributes:
+        time: when, in seconds of ``time.time()``.
+        error_type: the name of the exception's class; this and the next two are empty after a silent death.
+        summary: the last lines of the traceback, without where.
+        traceback: all of it.
+        exit_code: of a worker that ended rather than raised.
+        is_consequence: whether it says itself that another rank failed before.
+    """
 
     time: float
     error_type: str
@@ -205,9 +219,8 @@ class _Failure:
 
 
 def _work(
-    entry: Callable[..., Any],
+    sent: bytes | Callable[..., Any],
     local_rank: int,
-    entry_kwargs: Mapping[str, Any],
     environ: Mapping[str, str] | None,
     sender: connection.Connection,
 ) -> None:
@@ -218,22 +231,24 @@ def _work(
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     _send(sender, None)
     try:
-        outcome: bytes | _Failure = wire.encode(entry(local_rank, **entry_kwargs))
+        call = wire.decode(sent) if isinstance(sent, bytes) else sent
+        outcome: bytes | Failure = wire.encode(call(local_rank))
     except SystemExit as exit_:
         code = exit_.code & 0xFF if isinstance(exit_.code, int) else int(exit_.code is not None)
-        outcome = _failure(exit_, exit_code=code) if code else wire.encode(None)
+        outcome = failure_of(exit_, exit_code=code) if code else wire.encode(None)
     except BaseException as error:
-        outcome = _failure(error)
+        outcome = failure_of(error)
     _send(sender, outcome)
-    if isinstance(outcome, _Failure):
+    if isinstance(outcome, Failure):
         # Peers see our connections close, which ends their wait; the launcher ends what goes on regardless.
         sys.exit(outcome.exit_code or 1)
 
 
-def _failure(error: BaseException, exit_code: int | None = None) -> _Failure:
+def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
+    """What ``error``, which is being handled, is to the launcher: the user's part of its traceback."""
     text = "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__)))
     summary = "".join(traceback.format_exception_only(error)).strip()  # survives a __str__ that raises
-    return _Failure(
+    return Failure(
         time.time(), type(error).__name__, summary, text, exit_code, isinstance(error, RankFailedError)
     )
 
@@ -241,12 +256,12 @@ def _failure(error: BaseException, exit_code: int | None = None) -> _Failure:
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames through which this package came to the user's function."""
     rest = trace
-    while rest is not None and os.path.dirname(rest.tb_frame.f_code.co_filename) == _HERE:
+    while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_HERE + os.sep):
         rest = rest.tb_next
     return rest or trace
 
 
-def _send(sender: connection.Connection, outcome: bytes | _Failure | None) -> None:
+def _send(sender: connection.Connection, outcome: bytes | Failure | None) -> None:
     try:
         sender.send_bytes(pickle.dumps(outcome))
     except BrokenPipeError:
@@ -291,7 +306,7 @@ class _Worker:
     started: bool = False
     done: bool = False
     result: bytes | None = None
-    failure: _Failure | None = None
+    failure: Failure | None = None
 
     def read(self) -> None:
         """Take what the worker has sent, until it would block."""
@@ -300,7 +315,7 @@ class _Worker:
                 message = pickle.loads(self.receiver.recv_bytes())
                 if message is None:
                     self.started = True
-                elif isinstance(message, _Failure):
+                elif isinstance(message, Failure):
                     self.failure = message
                 else:
                     self.result = message
@@ -320,15 +335,33 @@ class _Worker:
         if self.failure is None and self.result is None:
             code = self.process.exitcode or 0
             # Its peers may have failed because of it and said so before its end was noticed here.
-            self.failure = _Failure(time.time() - _GRACE_SECONDS, "", "", "", code)
+            self.failure = Failure(time.time() - _GRACE_SECONDS, "", "", "", code)
+
+    def failed(self) -> Failed | None:
+        """The failure and where it happened, if there is one."""
+        if self.failure is None:
+            return None
+        pid = int(self.process.pid or 0)
+        return Failed(self.rank, self.local_rank, pid, socket.gethostname(), self.failure, self.started)
+
+
+class Failed(NamedTuple):
+    """A failure, and where it happened. ``started`` is whether the worker could begin at all."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    host: str
+    failure: Failure
+    started: bool = True
 
 
 class Workers:
     """The running workers of one launch, in the order of their local ranks."""
 
-    def __init__(self, workers: list[_Worker], store: Store | None) -> None:
+    def __init__(self, workers: list[_Worker], serving: object) -> None:
         self._workers = workers
-        self._store = store  # lives in the launcher, so it outlives any worker
+        self._serving = serving  # lives in the launcher, so it outlives any worker
         self._outcome: list[Any] | RankFailedError | None = None
 
     @property
@@ -387,36 +420,33 @@ class Workers:
         return True
 
     def _conclude(self) -> list[Any] | RankFailedError:
-        failed = sorted(
-            (worker for worker in self._workers if worker.failure),
-            key=lambda worker: (worker.failure.is_consequence, worker.failure.time),  # type: ignore[union-attr]
-        )
+        failed = [one for worker in self._workers if (one := worker.failed()) is not None]
         if failed:
             self.terminate()
         for worker in self._workers:
             worker.receiver.close()
-        self._store = None
+        self._serving = None
         if self in _kept:
             _kept.remove(self)
         if failed:
-            return _error(failed[0], failed[1:])
+            return error_of(failed)
         return [worker.take_result() for worker in self._workers]
 
 
-def _error(first: _Worker, others: Sequence[_Worker]) -> RankFailedError:
+def error_of(failed: Sequence[Failed]) -> RankFailedError:
+    """The error of a launch of which some workers failed: it is about the one that failed first."""
+    first, *others = sorted(failed, key=lambda one: (one.failure.is_consequence, one.failure.time))
     failure = first.failure
-    assert failure is not None
-    pid = int(first.process.pid or 0)
-    place = f"Rank {first.rank} (pid {pid} on {socket.gethostname()})"
+    place = f"Rank {first.rank} (pid {first.pid} on {first.host})"
     after = "".join(
-        f"\nRank {worker.rank} failed after it: {_last_line(worker.failure.summary)}"
-        for worker in others
-        if worker.failure is not None and worker.failure.summary
+        f"\nRank {other.rank} failed after it: {_last_line(other.failure.summary)}"
+        for other in others
+        if other.failure.summary
     )
     if failure.exit_code is None:
         message = f"{place} failed first. Its traceback:\n\n{failure.traceback}{after}"
         return WorkerRaisedError(
-            first.rank, failure.error_type, failure.traceback, message, first.local_rank, pid
+            first.rank, failure.error_type, failure.traceback, message, first.local_rank, first.pid
         )
     signal_name = _signal_name(-failure.exit_code) if failure.exit_code < 0 else None
     ending = f"was ended by {signal_name}" if signal_name else f"ended with exit code {failure.exit_code}"
@@ -427,9 +457,8 @@ def _error(first: _Worker, others: Sequence[_Worker]) -> RankFailedError:
             " before it could begin; its own output says why. Workers import the script, so it has to start "
             "its work under if __name__ == '__main__'"
         )
-    return WorkerExitedError(
-        first.rank, f"{place} {ending}{hint}.{after}", first.local_rank, pid, failure.exit_code, signal_name
-    )
+    message = f"{place} {ending}{hint}.{after}"
+    return WorkerExitedError(first.rank, message, first.local_rank, first.pid, failure.exit_code, signal_name)
 
 
 def _signal_name(number: int) -> str:

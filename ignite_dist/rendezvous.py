@@ -171,8 +171,13 @@ def serve_store(address: str, port: int) -> tuple[Store, int]:
     return store, port
 
 
+def loopback_interface() -> str | None:
+    """The name of the loopback interface, if it has one of the usual ones."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
 def loopback_only() -> dict[str, str]:
     """The variables that keep gloo and NCCL on the loopback interface."""
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    loopback = loopback_interface()
     return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ignite_dist.comp_models.base import ComputationModel, Group, Topology
+from ignite_dist.comp_models.horovod import HorovodModel
 from ignite_dist.comp_models.native import NativeModel
 from ignite_dist.comp_models.registry import (
     Registry,
@@ -14,6 +15,7 @@ from ignite_dist.comp_models.serial import SerialModel
 __all__ = [
     "ComputationModel",
     "Group",
+    "HorovodModel",
     "NativeModel",
     "Registry",
     "SerialModel",
@@ -25,7 +27,7 @@ __all__ = [
     "registered_computation_models",
 ]
 
-_BUILT_IN = (SerialModel, NativeModel)
+_BUILT_IN = (SerialModel, NativeModel, HorovodModel)
 
 for _model in _BUILT_IN:
     register_computation_model(_model)

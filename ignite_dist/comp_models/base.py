@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ignite_dist import wire
+from ignite_dist.arguments import keywords_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -121,9 +122,27 @@ class ComputationModel(ABC):
         """
 
     @classmethod
+    def spawn_keywords(cls) -> set[str]:
+        """The keywords of :meth:`spawn` that are the user's to give."""
+        return keywords_of(cls.spawn) - {"backend", "nproc_per_node"}
+
+    @classmethod
+    def check_spawn(cls, *, nproc_per_node: int, **kwargs: Any) -> None:  # all are fine
+        """Refuse, before anything is started, what :meth:`spawn` would; ``Parallel`` asks when it is made.
+
+        Raises:
+            ValueError: the arguments do not go together.
+        """
+
+    @classmethod
     def can_run(cls, backend: str) -> bool:
-        """Whether ``backend`` is one of this model's."""
+        """Whether ``backend`` is one of this model's and can run here."""
         return backend in cls.available_backends
+
+    @classmethod
+    def how_to_get(cls, backend: str) -> str | None:
+        """Why ``backend``, one of this model's, cannot run here, and what to do; None for the others."""
+        return None
 
     @abstractmethod
     def is_current(self) -> bool:

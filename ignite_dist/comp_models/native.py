@@ -149,6 +149,20 @@ class NativeModel(ComputationModel):
         return model
 
     @classmethod
+    def check_spawn(
+        cls,
+        *,
+        nproc_per_node: int,
+        nnodes: int | None = None,
+        node_rank: int | None = None,
+        master_addr: str | None = None,
+        master_port: int | None = None,
+        init_method: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
+
+    @classmethod
     def spawn(  # type: ignore[override]  # the keywords are each backend's own
         cls,
         entry: Callable[..., Any],
@@ -166,7 +180,14 @@ class NativeModel(ComputationModel):
         daemon: bool = False,
     ) -> Any:
         """See ``idist.spawn``."""
-        check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
+        cls.check_spawn(
+            nproc_per_node=nproc_per_node,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            init_method=init_method,
+        )
         _check_timeout(timeout)
         devices.check_devices(backend, nproc_per_node)
         world_size, first_rank = nnodes * nproc_per_node, node_rank * nproc_per_node
@@ -190,7 +211,7 @@ class NativeModel(ComputationModel):
         ]
         initialize_kwargs = {"init_method": init_method, "timeout": timeout}
         workers = processes.start(
-            entry, initialize_kwargs, ranks, store=store, start_method=start_method, daemon=daemon
+            entry, initialize_kwargs, ranks, serving=store, start_method=start_method, daemon=daemon
         )
         del store  # a traceback through here would keep it, in a cycle that a forked process may not collect
         return workers.join() if join else workers

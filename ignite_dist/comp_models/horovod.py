@@ -1,0 +1,367 @@
+"""Horovod: its own ranks, background thread and collectives, under the same facade."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ignite_dist import devices, environments
+from ignite_dist.arguments import check_counts, check_keywords
+from ignite_dist.comp_models import horovod_launch, horovod_optim
+from ignite_dist.comp_models.base import ComputationModel, Group, Topology
+from ignite_dist.errors import EnvironmentVariablesError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["HorovodModel"]
+
+_DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
+# What the torch extension of 0.28.1 has functions for. Its sum of halves rounds after every rank, on the CPU
+# and in software, so there they travel as floats; NCCL adds them up as it should.
+_GATHERED = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    }
+)
+_REDUCED = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
+
+
+def _available_backends() -> tuple[str, ...]:
+    """Whether Horovod is installed with its torch extension; looked up without importing it."""
+    spec = find_spec("horovod")
+    folders = spec.submodule_search_locations if spec is not None else None
+    built = any(any(Path(folder, "torch").glob("mpi_lib_v2.*")) for folder in folders or ())
+    return ("horovod",) if built else ()
+
+
+class HorovodModel(ComputationModel):
+    """The model of Horovod between ``hvd.init()`` and ``hvd.shutdown()``.
+
+    Args:
+        undo: what to take back when this model's own context ends.
+    """
+
+    name: ClassVar[str] = "horovod-dist"
+    available_backends: ClassVar[tuple[str, ...]] = _available_backends()
+    library: ClassVar[str] = "horovod.torch"
+
+    def __init__(self, undo: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        import horovod.torch as hvd
+
+        self._hvd = hvd
+        self._undo = undo
+        self._is_initialized = hvd.is_initialized
+        # hvd.init() makes a new map each time: the only trace of a shutdown and another init in between.
+        self._epoch = hvd.mpi_ops._handle_map
+        self._rank: int = hvd.rank()
+        self._world_size: int = hvd.size()
+        self._local_rank: int = hvd.local_rank()
+        self._ops = {"SUM": hvd.Sum, "PRODUCT": hvd.Product, "MIN": hvd.Min, "MAX": hvd.Max}
+        if hvd.mpi_built():
+            self._ops["ADASUM"] = hvd.Adasum
+        self._takes_gpu = hvd.cuda_built() or hvd.rocm_built()
+        self._has_gpu = torch.cuda.is_available()
+
+    # --- lifecycle ---------------------------------------------------------------------------------
+
+    @classmethod
+    def create_from_context(cls) -> Self | None:
+        hvd = sys.modules["horovod.torch"]
+        is_initialized = getattr(hvd, "is_initialized", None)  # not there if the extension was not built
+        return cls() if is_initialized is not None and is_initialized() else None
+
+    @classmethod
+    def how_to_get(cls, backend: str) -> str | None:
+        if backend != "horovod":
+            return None
+        found = "was built without its torch extension" if find_spec("horovod") else "is not installed"
+        return (
+            f"Horovod {found}. Its last release needs one edit to build against a current torch: "
+            "`make horovod` does it in a checkout, and the README's section 'Horovod' has the three lines."
+        )
+
+    @classmethod
+    def create_from_backend(cls, backend: str, *, comm: Any = None, **kwargs: Any) -> Self:
+        """``comm`` goes to ``hvd.init``: None, a list of ranks, or an ``mpi4py`` communicator."""
+        check_keywords("initialize", kwargs, ("comm",))
+        import horovod.torch as hvd
+
+        if hvd.is_initialized():
+            raise RuntimeError(
+                "Horovod is initialized already. idist uses what exists without any call; or end it first "
+                "with idist.finalize()."
+            )
+        _check_launcher(hvd)
+        _check_comm(hvd, comm)
+        is_ours = _DYNAMIC_SETS not in os.environ
+        os.environ.setdefault(_DYNAMIC_SETS, "1")  # read by init(); without it no group could be made later
+
+        def undo() -> None:
+            if is_ours:
+                os.environ.pop(_DYNAMIC_SETS, None)
+
+        try:
+            hvd.init(comm)
+            if torch.cuda.is_available():
+                torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+            return cls(undo)
+        except BaseException:
+            undo()
+            raise
+
+    @classmethod
+    def spawn_keywords(cls) -> set[str]:
+        return super().spawn_keywords() | horovod_launch.run_keywords()
+
+    @classmethod
+    def check_spawn(
+        cls,
+        *,
+        nproc_per_node: int,
+        nnodes: int | None = None,
+        hosts: str | None = None,
+        start_method: str | None = None,
+        join: bool = True,
+        daemon: bool = False,
+        **run_options: Any,
+    ) -> None:
+        check_counts(nproc_per_node=nproc_per_node, nnodes=1 if nnodes is None else nnodes)
+        horovod_launch.check_hosts(nproc_per_node, nnodes, hosts, run_options)
+        if (hosts or run_options) and (start_method or daemon or not join):
+            raise ValueError(
+                "start_method, daemon and join=False are for workers on this machine alone; "
+                f"{', '.join(['hosts'] * (hosts is not None) + list(run_options))} asks for horovod.run, "
+                "which has nothing like them."
+            )
+
+    @classmethod
+    def spawn(
+        cls,
+        entry: Callable[..., Any],
+        *,
+        backend: str,
+        nproc_per_node: int,
+        nnodes: int | None = None,
+        hosts: str | None = None,
+        start_method: str | None = None,
+        join: bool = True,
+        daemon: bool = False,
+        **run_options: Any,
+    ) -> Any:
+        """See ``idist.spawn``; ``hosts`` and every other option of ``horovod.run`` go there."""
+        cls.check_spawn(
+            nproc_per_node=nproc_per_node,
+            nnodes=nnodes,
+            hosts=hosts,
+            start_method=start_method,
+            join=join,
+            daemon=daemon,
+            **run_options,
+        )
+        if hosts is not None or run_options:
+            return horovod_launch.run_on_hosts(entry, nproc_per_node, nnodes, hosts, run_options)
+        workers = horovod_launch.start_here(entry, nproc_per_node, start_method, daemon)
+        return workers.join() if join else workers
+
+    def is_current(self) -> bool:
+        return self._is_initialized() and self._hvd.mpi_ops._handle_map is self._epoch
+
+    def finalize(self) -> None:
+        try:
+            self._barrier(self.world())
+        except RuntimeError as error:
+            warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=3)
+        self.abort()
+
+    def abort(self) -> None:
+        # The first rank that shuts down ends it for all: what the others wait for fails, and says so.
+        self._hvd.shutdown()
+        self.left_behind()
+
+    def left_behind(self) -> None:
+        self._groups.clear()
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    # --- identity ------------------------------------------------------------------------------------
+
+    def get_rank(self) -> int:
+        return self._rank
+
+    def get_world_size(self) -> int:
+        return self._world_size
+
+    def device(self) -> torch.device:
+        return devices.current_accelerator() if self._has_gpu else torch.device("cpu")
+
+    def backend(self) -> str:
+        return "horovod"
+
+    def known_local_rank(self) -> int:
+        return self._local_rank
+
+    def get_local_rank(self) -> int:
+        return self._local_rank
+
+    def known_topology(self) -> Topology | None:
+        hvd = self._hvd
+        # Horovod numbers nodes among those that have a process of the same local rank.
+        if self._found_topology is None and hvd.mpi_ops.is_homogeneous():
+            nodes = hvd.cross_size(), hvd.cross_rank()
+            self._found_topology = Topology(self._local_rank, hvd.local_size(), *nodes)
+        return self._found_topology
+
+    # --- groups: process sets, which every rank of the world registers ---------------------------------
+
+    def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
+        check_keywords("new_group", options, ())
+        hvd = self._hvd
+        if len(ranks) == self._world_size:
+            return hvd.global_process_set
+        known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
+        for process_set_id, members in known.items():
+            if tuple(members) == ranks:  # the user's own: Horovod refuses to add it once more
+                found = hvd.ProcessSet(list(ranks))
+                found.process_set_id = process_set_id
+                return found
+        try:
+            return hvd.add_process_set(list(ranks))
+        except ValueError as error:
+            raise RuntimeError(
+                f"Horovod was initialized without {_DYNAMIC_SETS}=1 and takes no new groups. Set it before "
+                "hvd.init(), name the groups there (process_sets=...), or call idist.initialize('horovod'), "
+                f"which sets it. ({error})"
+            ) from error
+
+    def _group_ranks(self, handle: Any) -> tuple[int, ...]:
+        if handle is None:
+            return self.world().ranks
+        if not isinstance(handle, self._hvd.ProcessSet):
+            raise ValueError(f"A group is a list of ranks or a horovod.torch.ProcessSet, got {handle!r}.")
+        if handle.process_set_id is None:
+            raise ValueError("This ProcessSet was removed, or never added.")
+        return tuple(handle.ranks)
+
+    def _is_alive(self, handle: Any) -> bool:
+        return handle.process_set_id is not None
+
+    # --- tensor primitives -----------------------------------------------------------------------------
+
+    def carries(self, collective: str, op: str | None, dtype: torch.dtype, device: torch.device) -> bool:
+        on_gpu = device.type == "cuda" and self._takes_gpu
+        if device.type != "cpu" and not on_gpu:
+            return False
+        if collective != "all_reduce":
+            return dtype in _GATHERED
+        return op in self._ops and (dtype in _REDUCED or (on_gpu and dtype is torch.float16))
+
+    # Horovod matches calls by name, and each process numbers those that have none for itself: a rank that is
+    # not in a group would be out of step with the world for ever. And what has a name that it has seen before
+    # is negotiated with a few bits. So: names, made of what is equal on all ranks.
+
+    def _all_reduce(self, tensor: Tensor, op: str, group: Group) -> Tensor:
+        if tensor.numel():
+            process_set, name = self._named("all_reduce", op, tensor, group)
+            self._wait(
+                self._hvd.allreduce_async_(tensor, op=self._ops[op], name=name, process_set=process_set)
+            )
+        return tensor
+
+    def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+        if not tensor.numel():
+            return tensor.new_empty((len(group.ranks), *tensor.shape)) if out is None else out
+        process_set, name = self._named("all_gather", "", tensor, group)
+        rows: Tensor = self._wait(
+            self._hvd.allgather_async(tensor.unsqueeze(0), name=name, process_set=process_set)
+        )
+        return rows if out is None else out.copy_(rows)
+
+    def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
+        if tensor.numel():
+            process_set, name = self._named("broadcast", src, tensor, group)
+            self._wait(self._hvd.broadcast_async_(tensor, src, name=name, process_set=process_set))
+        return tensor
+
+    def _barrier(self, group: Group) -> None:
+        self._hvd.barrier(self._process_set(group))
+
+    def _process_set(self, group: Group) -> Any:
+        return self._hvd.global_process_set if group.handle is None else group.handle
+
+    def _named(self, collective: str, detail: object, tensor: Tensor, group: Group) -> tuple[Any, str]:
+        process_set = self._process_set(group)
+        layout = f"{tensor.dtype}.{tuple(tensor.shape)}"
+        return process_set, f"ignite_dist.{process_set.process_set_id}.{collective}.{detail}.{layout}"
+
+    def _wait(self, handle: int) -> Any:
+        # Not synchronize() right away: it spins, and where ranks outnumber the cores it takes the time of
+        # the very thread that it waits for. Nor would it let a Ctrl-C through.
+        while not self._hvd.poll(handle):
+            time.sleep(0)
+        return self._hvd.synchronize(handle)
+
+    # --- adaptation ------------------------------------------------------------------------------------
+
+    def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
+        if sync_bn:
+            warnings.warn(
+                "sync_bn=True leaves BatchNorm as it is under Horovod. Use horovod.torch.SyncBatchNorm.",
+                stacklevel=4,
+            )
+        return model
+
+    def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+        wrapped = horovod_optim.distribute(optimizer, **kwargs)
+        if self._world_size > 1:
+            state = horovod_optim.state_as_bytes(wrapped) if self._rank == 0 else b""
+            horovod_optim.load_state(wrapped, self.broadcast_bytes(state, 0, self.world()))
+        return wrapped
+
+
+# --- initialize --------------------------------------------------------------------------------------
+
+
+def _check_launcher(hvd: Any) -> None:
+    """Refuse the launchers whose ranks Horovod would not see: each process would be a world of one."""
+    if "HOROVOD_SIZE" in os.environ or hvd.mpi_built():
+        return
+    environment = environments.detect(os.environ)
+    if environment is not None and environment.world_size > 1:
+        raise EnvironmentVariablesError(
+            f"The environment says rank {environment.rank} of {environment.world_size}, but not in the "
+            "variables that Horovod reads (HOROVOD_RANK, HOROVOD_SIZE, ...). Start the script with "
+            f"`horovodrun -np {environment.world_size} python script.py`, or use idist.spawn('horovod', ...)."
+        )
+
+
+def _check_comm(hvd: Any, comm: Any) -> None:
+    """Refuse a part of the ranks where Horovod would take all of them without a word."""
+    if not isinstance(comm, Sequence) or hvd.mpi_built():
+        return
+    size = int(os.environ.get("HOROVOD_SIZE", "1"))
+    if comm and sorted(comm) != list(range(size)):
+        raise ValueError(
+            f"comm={list(comm)} leaves out some of the job's ranks, [0, {size}), and this Horovod was built "
+            "without MPI, which alone can do that. Leave comm out, and pass group= to the collectives."
+        )

@@ -1,0 +1,212 @@
+"""Workers for Horovod: on this machine from our own fork server, on several through ``horovod.run``."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ignite_dist import processes, rendezvous, wire
+from ignite_dist.errors import RankFailedError, WorkerExitedError
+
+__all__ = ["check_hosts", "run_keywords", "run_on_hosts", "start_here"]
+
+
+# --- on this machine -----------------------------------------------------------------------------------
+
+
+def start_here(
+    entry: Callable[..., Any], nproc_per_node: int, start_method: str | None, daemon: bool
+) -> processes.Workers:
+    """Start workers as for any other backend, in the environment that ``horovodrun`` would give them.
+
+    Unlike ``horovod.run`` this takes a fraction of a second, tells which worker failed first and why, and
+    listens on the loopback interface only: Horovod's own rendezvous answers to anybody who can reach it.
+    """
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
+
+    slots = get_host_assignments(parse_hosts(f"localhost:{nproc_per_node}"), nproc_per_node)
+    server = _Rendezvous(slots)
+    interface = rendezvous.loopback_interface()
+    shared = create_run_env_vars("127.0.0.1", [interface], server.port)
+    environs = [
+        {
+            "RANK": str(slot.rank),
+            "WORLD_SIZE": str(slot.size),
+            "LOCAL_RANK": str(slot.local_rank),
+            "LOCAL_WORLD_SIZE": str(slot.local_size),
+            **{name: str(value) for name, value in {**shared, **create_slot_env_vars(slot)}.items()},
+        }
+        for slot in slots
+    ]
+    return processes.start(entry, {}, environs, serving=server, start_method=start_method, daemon=daemon)
+
+
+class _Rendezvous:
+    """Horovod's rendezvous server, on the loopback interface, for as long as this object lives."""
+
+    def __init__(self, slots: Any) -> None:
+        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+        self._server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, verbose=0)
+        self._server.init(slots)
+        self.port = self._server.server_address[1]
+        threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), name="Horovod's rendezvous", daemon=True
+        ).start()
+
+    def __del__(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+# --- through horovod.run -------------------------------------------------------------------------------
+
+# What a worker writes to its standard error, which Horovod's launcher brings home in a file.
+_REPORT = (
+    "Rank {rank} (local rank {local_rank}, pid {pid} on {host}) raised {error_type} at {time:.6f}. "
+    "Its traceback:\n{traceback}End of the traceback of rank {rank}.\n"
+)
+_PREFIX = re.compile(r"^(.{24})?\[\d+\]<stderr>:", re.MULTILINE)  # with a time stamp, if asked for
+_REPORTED = re.compile(
+    r"^Rank (?P<rank>\d+) \(local rank (?P<local_rank>\d+), pid (?P<pid>\d+) on (?P<host>.+?)\) "
+    r"raised (?P<error_type>\S+) at (?P<time>[\d.]+)\. "
+    r"Its traceback:\n(?P<traceback>.*?)^End of the traceback of rank (?P=rank)\.$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def run_keywords() -> set[str]:
+    """The options of ``horovod.run`` beside those that ``spawn`` gives it itself."""
+    try:
+        from horovod.runner import run
+    except ImportError:
+        return set()
+    return set(inspect.signature(run).parameters) - {"func", "args", "kwargs", "num_proc", "np"}
+
+
+def check_hosts(
+    nproc_per_node: int, nnodes: int | None, hosts: str | None, run_options: Mapping[str, Any]
+) -> None:
+    """Refuse a launch on several machines that does not say on which.
+
+    Raises:
+        ValueError: no hosts, or too few places on them.
+    """
+    if hosts is None:
+        if (nnodes or 1) > 1 and not {"hostfile", "host_discovery_script"} & set(run_options):
+            raise ValueError(
+                f"nnodes={nnodes} needs hosts, a string of names and numbers of processes such as "
+                f"'node1:{nproc_per_node},node2:{nproc_per_node}'."
+            )
+        return
+    places = re.findall(r"(?:^|,)\s*[^\s,:]+:(\d+)\s*(?=,|$)", hosts) if isinstance(hosts, str) else []
+    if not places or len(places) != hosts.count(",") + 1:
+        raise ValueError(f"hosts is a string such as 'node1:2,node2:2', got {hosts!r}.")
+    wanted = nproc_per_node * (nnodes or len(places))
+    if wanted > sum(map(int, places)):
+        raise ValueError(
+            f"hosts={hosts!r} has {sum(map(int, places))} places, for {wanted} processes "
+            f"({nproc_per_node} on each of {nnodes or len(places)} nodes)."
+        )
+
+
+def run_on_hosts(
+    entry: Callable[..., Any],
+    nproc_per_node: int,
+    nnodes: int | None,
+    hosts: str | None,
+    run_options: Mapping[str, Any],
+) -> list[Any]:
+    """Run ``entry(local_rank)`` through ``horovod.run``: the results of the workers on this host.
+
+    Raises:
+        RankFailedError: a worker failed; with its traceback, if it could still write one.
+    """
+    from horovod.runner import run
+
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("horovod.run() sets signal handlers, so it has to be called in the main thread.")
+    num_nodes = nnodes or (hosts.count(",") + 1 if hosts else 1)
+    num_proc = nproc_per_node * num_nodes
+    call = partial(_run_and_report, wire.encode_by_value(entry), list(sys.path))
+    options = {"hosts": hosts, **run_options}
+    with tempfile.TemporaryDirectory() as folder, _signal_handlers_kept():
+        if num_proc > 1:  # Horovod computes a logarithm of num_proc - 1
+            options.setdefault("output_filename", folder)
+        try:
+            outcomes = run(call, num_proc=num_proc, **options)
+        except RuntimeError as error:
+            raise _error(error, options.get("output_filename")) from None
+    here = socket.gethostname()
+    return [result for host, result in outcomes if host == here]
+
+
+def _run_and_report(entry: bytes, path: list[str]) -> tuple[str, Any]:
+    """In a worker: the name of its host, and what ``entry`` returned."""
+    from horovod.runner.common.util.env import get_env_rank_and_size
+
+    sys.path.extend(folder for folder in path if folder not in sys.path)  # of a script beside its modules
+    names = ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    local_rank = next(int(os.environ[name]) for name in names if name in os.environ)
+    host = socket.gethostname()
+    try:
+        return host, wire.decode(entry)(local_rank)
+    except BaseException as error:
+        failure = processes.failure_of(error)
+        rank, _ = get_env_rank_and_size()
+        report = _REPORT.format(rank=rank, local_rank=local_rank, pid=os.getpid(), host=host, **vars(failure))
+        sys.stderr.write(report)
+        sys.stderr.flush()
+        raise SystemExit(1) from None
+
+
+def _error(error: RuntimeError, folder: str | None) -> RankFailedError | RuntimeError:
+    """What became of the job, from the standard error of its workers and from Horovod's own error."""
+    files = sorted(Path(folder).rglob("stderr")) if folder else []
+    written = [_PREFIX.sub("", file.read_text(errors="replace")) for file in files]
+    reports = [match for text in written for match in _REPORTED.finditer(text)]
+    failed = [
+        processes.Failed(
+            rank=int(report["rank"]),
+            local_rank=int(report["local_rank"]),
+            pid=int(report["pid"]),
+            host=report["host"],
+            failure=processes.Failure(
+                float(report["time"]),
+                report["error_type"],
+                report["traceback"].strip().rpartition("\n")[2],
+                report["traceback"],
+            ),
+        )
+        for report in reports
+    ]
+    if failed:
+        return processes.error_of(failed)
+    ended = re.search(r"Process name: (\d+)\s+Exit code: (-?\d+)", str(error))
+    if ended is None:
+        return error
+    rank, code = map(int, ended.groups())
+    return WorkerExitedError(rank, f"Rank {rank} ended with exit code {code}. {error}", rank, 0, code)
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """``horovod.run`` installs handlers and leaves them: Ctrl-C would do nothing from then on."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_dist.context import current_model
 from ignite_dist.samplers import DistributedProxySampler, EpochSampler
+from ignite_dist.tensors import broadcast_tensors
 
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
 
@@ -137,12 +138,15 @@ def auto_model(model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
     """``model`` on :func:`device`, wrapped for the live context.
 
     torch.distributed with more than one rank: ``DistributedDataParallel``. No context and several GPUs:
-    ``DataParallel``. A module without trainable parameters is not wrapped.
+    ``DataParallel``. Horovod averages gradients in the optimizer (:func:`auto_optim`), so the module itself
+    comes back. In every case all ranks start from the parameters and buffers of rank 0. A module without
+    trainable parameters is left as it is.
 
     Args:
         model: any module.
         sync_bn: turns BatchNorm into torch's SyncBatchNorm, which needs GPUs; on the CPU it warns instead.
-        kwargs: those of the wrapping class: ``find_unused_parameters`` and so on.
+        kwargs: those of the wrapping class: ``find_unused_parameters`` and so on. Where there is no
+            wrapper they have no meaning and are not looked at, so that a script can keep them.
 
     Returns:
         The wrapped module, or ``model`` itself.
@@ -151,14 +155,30 @@ def auto_model(model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
     device = live.device()
     if any(value.device != device for value in [*model.parameters(), *model.buffers()]):
         model.to(device)
-    return live.wrap_model(model, sync_bn=sync_bn, **kwargs)
+    wrapped = live.wrap_model(model, sync_bn=sync_bn, **kwargs)
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if (
+        wrapped is model and is_trained and live.get_world_size() > 1
+    ):  # no wrapper makes all ranks start alike
+        broadcast_tensors(live, [*model.parameters(), *model.buffers()], 0, live.world())
+    return wrapped
 
 
 def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
     """``optimizer``, ready for the live context: itself where gradients are reduced by the model's wrapper.
 
+    Under Horovod it becomes a ``hvd.DistributedOptimizer`` that starts from the state of rank 0 (Adam's
+    moments after a resume) and averages the gradients before each step; closures, schedulers,
+    ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as without it. Between
+    ``backward`` and ``step`` gradients are still each rank's own: to clip them, call
+    ``optimizer.synchronize()`` first and step under ``optimizer.skip_synchronize()``.
+
     Args:
-        optimizer: any torch optimizer.
-        kwargs: those of the backend's own wrapper.
+        optimizer: any torch optimizer. Its class can be made from parameters alone, as torch's own can.
+        kwargs: for Horovod those of ``hvd.DistributedOptimizer``: ``named_parameters``, ``compression``,
+            ``backward_passes_per_step``, ...
+
+    Returns:
+        The optimizer to use from now on; schedulers take this one.
     """
     return current_model().wrap_optimizer(optimizer, **kwargs)

@@ -363,8 +363,9 @@ def barrier(group: Any = None) -> None:
 def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
     """A handle for a group of ranks, to pass as ``group=``. A list of ranks does as well, and is cached.
 
-    Without options only the members need to call it (MPI, and a default group bound to a device by
+    Without options only the members need to call it (Horovod, MPI, and a default group bound to a device by
     ``device_id=``: every rank of the world); with options every rank of the world does, in the same order.
+    The same holds for the first use of a list.
 
     Args:
         ranks: distinct global ranks; the group's order is ascending.
@@ -372,7 +373,7 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
 
     Returns:
         What the backend calls a group: for torch a ``ProcessGroup``, and
-        ``GroupMember.NON_GROUP_MEMBER`` on a rank outside.
+        ``GroupMember.NON_GROUP_MEMBER`` on a rank outside; for Horovod a ``ProcessSet``.
 
     Raises:
         ValueError: ranks that are not ints, given twice or out of range.

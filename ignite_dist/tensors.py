@@ -5,6 +5,7 @@ How a model takes tensors of one dtype on one device is worked out once and kept
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,16 @@ from ignite_dist.comp_models import ComputationModel, Group
 
 __all__ = [
     "broadcast_tensor",
+    "broadcast_tensors",
     "check_dense",
     "check_writable",
     "gather_rows",
     "plan_reduction",
     "reduce_tensor",
 ]
+
+# Large enough that a collective's own time does not count, small enough for a second copy.
+_BUCKET_BYTES = 16 << 20
 
 
 # --- reduce ------------------------------------------------------------------------------------------
@@ -120,6 +125,32 @@ def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: G
         if carried.data_ptr() != tensor.data_ptr() or carried.device != tensor.device:
             tensor.detach().copy_(carried)
     return tensor
+
+
+def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: int, group: Group) -> None:
+    """Fill ``tensors`` with those of the global rank ``src``, which has as many of the same layouts.
+
+    Small ones travel together, as bytes: one collective for each :data:`_BUCKET_BYTES`.
+    """
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(one.nbytes for one in bucket) + tensor.nbytes > _BUCKET_BYTES:
+            _broadcast_bucket(model, bucket, src, group)
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        _broadcast_bucket(model, bucket, src, group)
+
+
+def _broadcast_bucket(model: ComputationModel, bucket: list[Tensor], src: int, group: Group) -> None:
+    with torch.no_grad():
+        device = _carrying_device(model, bucket[0])
+        sent = torch.cat([_as_bytes(_plain(tensor)).to(device) for tensor in bucket])
+        model._broadcast(sent, src, group)
+        parts = torch.split(sent, [tensor.nbytes for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            # A part may begin at any byte, but is looked at as elements only where one begins.
+            tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 # --- where and how a tensor is sent ------------------------------------------------------------------

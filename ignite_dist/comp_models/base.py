@@ -126,8 +126,8 @@ class ComputationModel(ABC):
         """The keywords of :meth:`spawn` that are the user's to give."""
         return keywords_of(cls.spawn) - {"backend", "nproc_per_node"}
 
-    @classmethod
-    def check_spawn(cls, *, nproc_per_node: int, **kwargs: Any) -> None:  # all are fine
+    @classmethod  # noqa: B027  # not abstract: most models can start what they are given
+    def check_spawn(cls, *, nproc_per_node: int, **kwargs: Any) -> None:
         """Refuse, before anything is started, what :meth:`spawn` would; ``Parallel`` asks when it is made.
 
         Raises:

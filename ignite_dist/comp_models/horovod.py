@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,6 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = ["HorovodModel"]
 
+_logger = logging.getLogger(__name__)
+
+_PATIENCE_SECONDS = 10.0
+_WAITING = (
+    "Rank %d waits for the other ranks to make the group %s. With Horovod every rank of the world makes a "
+    "new group, members or not: by new_group, or by a collective with the list of its ranks."
+)
 _DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 # What the torch extension of 0.28.1 has functions for. Its sum of halves rounds after every rank, on the CPU
 # and in software, so there they travel as floats; NCCL adds them up as it should.
@@ -245,6 +254,9 @@ class HorovodModel(ComputationModel):
                 found = hvd.ProcessSet(list(ranks))
                 found.process_set_id = process_set_id
                 return found
+        patience = threading.Timer(_PATIENCE_SECONDS, _logger.warning, (_WAITING, self._rank, list(ranks)))
+        patience.daemon = True
+        patience.start()
         try:
             return hvd.add_process_set(list(ranks))
         except ValueError as error:
@@ -253,6 +265,8 @@ class HorovodModel(ComputationModel):
                 "hvd.init(), name the groups there (process_sets=...), or call idist.initialize('horovod'), "
                 f"which sets it. ({error})"
             ) from error
+        finally:
+            patience.cancel()
 
     def _group_ranks(self, handle: Any) -> tuple[int, ...]:
         if handle is None:

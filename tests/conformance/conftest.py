@@ -13,6 +13,8 @@ _FACTORIES = {
     "gloo-2": lambda: SpawnedWorld("gloo", 2),
     "gloo-3": lambda: SpawnedWorld("gloo", 3),
     "gloo-4": lambda: SpawnedWorld("gloo", 4),
+    "horovod-2": lambda: SpawnedWorld("horovod", 2),
+    "horovod-3": lambda: SpawnedWorld("horovod", 3),
     # On one GPU: NCCL takes a world of one, gloo carries CUDA tensors between two ranks that share it.
     "nccl-1": lambda: SpawnedWorld("nccl", 1),
     "gloo-cuda-2": lambda: SpawnedWorld("gloo", 2),
@@ -29,15 +31,14 @@ def worlds() -> Iterator[dict[str, Any]]:
         world.close()
 
 
-def _params() -> list[Any]:
-    needs_gpu = [
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    ]
-    return [pytest.param(name, marks=needs_gpu if name in _ON_A_GPU else []) for name in _FACTORIES]
+def _marks(name: str) -> list[Any]:
+    if name in _ON_A_GPU:
+        skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+        return [pytest.mark.gpu, skip]
+    return [pytest.mark.horovod] if name.startswith("horovod") else []
 
 
-@pytest.fixture(params=_params())
+@pytest.fixture(params=[pytest.param(name, marks=_marks(name)) for name in _FACTORIES])
 def world(request: pytest.FixtureRequest, worlds: dict[str, Any]) -> Any:
     """A world to run a case in; its workers are shared with the other cases."""
     if request.param not in worlds:

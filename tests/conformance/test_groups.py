@@ -53,10 +53,14 @@ def test_every_collective_takes_a_list_and_a_handle() -> None:
 def test_members_only() -> None:
     """A rank outside need not call; ranks that made different groups before do not wait for each other."""
     rank, world_size = idist.get_rank(), idist.get_world_size()
-    for _ in range(rank):
-        idist.new_group([rank])
     pairs = [[first, first + 1] for first in range(0, world_size - 1, 2)]
-    for pair in pairs:
+    if idist.model_name() == "horovod-dist":  # there every rank of the world makes a group, once
+        for pair in pairs:
+            idist.new_group(pair)
+    else:
+        for _ in range(rank):
+            idist.new_group([rank])
+    for pair in pairs * 3:
         if rank in pair:
             assert idist.all_reduce(1, group=pair) == 2
             assert idist.all_gather(torch.tensor(rank, device=idist.device()), pair).tolist() == pair
@@ -68,19 +72,19 @@ def test_the_order_of_a_list_is_ascending() -> None:
     everyone = list(range(idist.get_world_size()))
     assert idist.all_gather(idist.get_rank(), group=everyone[::-1]) == everyone
     some = everyone[1:][::-1] or [0]
-    if idist.get_rank() in some:
-        assert idist.all_gather(idist.get_rank(), group=some) == some[::-1]
+    rank = idist.get_rank()
+    assert idist.all_gather(rank, group=some) == (some[::-1] if rank in some else rank)
 
 
 @on_every_rank
 def test_a_list_is_made_into_a_group_once() -> None:
-    """10,000 calls leave the numbers of threads and open files as they are."""
-    rank, last = idist.get_rank(), idist.get_world_size() - 1
+    """10,000 calls (500 where one takes longer) leave the numbers of threads and open files as they are."""
+    last = idist.get_world_size() - 1
     group = [0, last] if last else [0]
     process = psutil.Process()
     idist.all_reduce(torch.ones(1, device=idist.device()), group=group)
     before = process.num_threads(), process.num_fds()
-    for _ in range(10_000 if rank in group and last <= 1 else 500):
+    for _ in range(10_000 if last <= 1 and idist.backend() != "horovod" else 500):
         idist.all_reduce(torch.ones(1, device=idist.device()), group=group)
     threads, files = process.num_threads(), process.num_fds()
     assert threads <= before[0] and files <= before[1]

@@ -26,7 +26,7 @@ endif
 .DEFAULT_GOAL := help
 # Two pips at once in one .venv would break it; the tests use all cores by themselves.
 .NOTPARALLEL:
-.PHONY: help venv demo test test-gpu bench lint style type clean
+.PHONY: help venv demo test test-gpu horovod test-horovod bench lint style type clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -36,11 +36,16 @@ venv: $(VENV)/.made  ## make .venv, with nothing installed yet
 demo: $(call needs,examples)  ## train on real data, on two processes
 	$(PY) examples/digits.py --nproc-per-node 2 $(ARGS)
 
-test: $(call needs,test examples)  ## run the tests, on all cores
-	$(PY) -m pytest -n logical -m "not gpu" $(ARGS)
+test: $(call needs,test examples)  ## run the tests that need neither a GPU nor Horovod, on all cores
+	$(PY) -m pytest -n logical -m "not gpu and not horovod" $(ARGS)
 
 test-gpu: $(call needs,test examples)  ## run the tests that need a CUDA device, one at a time
 	$(PY) -m pytest -m gpu $(ARGS)
+
+horovod: $(call needs,horovod)  ## build Horovod for the torch in .venv, once, and install it there
+
+test-horovod: $(call needs,test examples horovod)  ## run the tests that need Horovod
+	$(PY) -m pytest -m horovod $(ARGS)
 
 bench: $(call needs,bench)  ## measure against torch.distributed and pytorch-ignite
 	$(PY) benchmarks/bench.py $(ARGS)
@@ -58,7 +63,7 @@ style: $(call needs,lint)  ## format the code, and fix what can be fixed
 type: $(call needs,lint)  ## check types (mypy, strict on the package)
 	$(PY) -m mypy
 
-clean:  ## remove .venv and everything that tools leave behind
+clean:  ## remove .venv and everything that tools leave behind, but for the built Horovod in .cache
 	rm -rf $(VENV) build dist *.egg-info .*_cache runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -70,6 +75,13 @@ $(VENV)/.made: constraints.txt
 	    echo "Name another one: make $(or $(MAKECMDGOALS),help) PYTHON=python3.12"; exit 1; } >&2
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt setuptools wheel
+	@touch $@
+
+# Built for the torch that is in .venv, so that has to be there first.
+$(VENV)/.has-horovod: $(VENV)/.has-test .ci/build-horovod
+	wheel=$$(.ci/build-horovod $(VENV)/bin/python) && \
+	    $(VENV)/bin/python -m pip uninstall -q -y horovod && \
+	    $(VENV)/bin/python -m pip install -q -c constraints.txt "$$wheel"
 	@touch $@
 
 $(VENV)/.has-%: $(VENV)/.made setup.cfg

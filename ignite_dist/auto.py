@@ -157,9 +157,7 @@ def auto_model(model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
         model.to(device)
     wrapped = live.wrap_model(model, sync_bn=sync_bn, **kwargs)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if (
-        wrapped is model and is_trained and live.get_world_size() > 1
-    ):  # no wrapper makes all ranks start alike
+    if wrapped is model and is_trained and live.get_world_size() > 1:  # nobody has made them equal
         broadcast_tensors(live, [*model.parameters(), *model.buffers()], 0, live.world())
     return wrapped
 

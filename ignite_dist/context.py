@@ -11,6 +11,7 @@ import torch
 
 from ignite_dist.arguments import did_you_mean
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
+from ignite_dist.comp_models.serial import WatchfulSerialModel
 
 __all__ = [
     "abort",
@@ -58,10 +59,10 @@ def _resolve() -> ComputationModel:
         if found is not None:
             _model = found
             return found
-    # A serial model watches torch.distributed by itself. As long as nothing else that could make a context
-    # has been imported, it need not be asked for again.
-    others = set(loaded) - {SerialModel, NativeModel}
-    _model = SerialModel(num_modules=-1 if others else len(sys.modules))
+    # Every serial model watches torch.distributed by itself, and whether anything else has been imported.
+    others = [model for model in loaded if model not in (SerialModel, NativeModel)]
+    num_modules = len(sys.modules)
+    _model = WatchfulSerialModel(num_modules, others) if others else SerialModel(num_modules)
     return _model
 
 

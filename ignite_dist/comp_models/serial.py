@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from ignite_dist.comp_models.base import ComputationModel, Group, Topology
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SerialModel"]
+__all__ = ["SerialModel", "WatchfulSerialModel"]
 
 _WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
@@ -128,6 +128,22 @@ class SerialModel(ComputationModel):
         if torch.cuda.device_count() > 1 and self.device().type == "cuda":
             return torch.nn.parallel.DataParallel(model, **kwargs)
         return model
+
+
+class WatchfulSerialModel(SerialModel):
+    """The same beside libraries that are imported and have not made a context yet; they are asked each time.
+
+    Args:
+        num_modules: as above.
+        others: the models of these libraries.
+    """
+
+    def __init__(self, num_modules: int, others: Sequence[type[ComputationModel]]) -> None:
+        super().__init__(num_modules)
+        self._others = others
+
+    def is_current(self) -> bool:
+        return super().is_current() and all(other.create_from_context() is None for other in self._others)
 
 
 _warned = False

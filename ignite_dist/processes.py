@@ -346,7 +346,10 @@ class _Worker:
 
 
 class Failed(NamedTuple):
-    """A failure, and where it happened. ``started`` is whether the worker could begin at all."""
+    """A failure, and where it happened: ``pid`` is 0 if nobody knows.
+
+    ``started`` is whether the worker could begin at all.
+    """
 
     rank: int
     local_rank: int
@@ -437,7 +440,7 @@ def error_of(failed: Sequence[Failed]) -> RankFailedError:
     """The error of a launch of which some workers failed: it is about the one that failed first."""
     first, *others = sorted(failed, key=lambda one: (one.failure.is_consequence, one.failure.time))
     failure = first.failure
-    place = f"Rank {first.rank} (pid {first.pid} on {first.host})"
+    place = f"Rank {first.rank}" + (f" (pid {first.pid} on {first.host})" if first.pid else "")
     after = "".join(
         f"\nRank {other.rank} failed after it: {_last_line(other.failure.summary)}"
         for other in others

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ignite_dist import processes, rendezvous, wire
-from ignite_dist.errors import RankFailedError, WorkerExitedError
+from ignite_dist.errors import RankFailedError
 
 __all__ = ["check_hosts", "run_keywords", "run_on_hosts", "start_here"]
 
@@ -192,13 +192,13 @@ def _error(error: RuntimeError, folder: str | None) -> RankFailedError | Runtime
         )
         for report in reports
     ]
-    if failed:
-        return processes.error_of(failed)
     ended = re.search(r"Process name: (\d+)\s+Exit code: (-?\d+)", str(error))
-    if ended is None:
-        return error
-    rank, code = map(int, ended.groups())
-    return WorkerExitedError(rank, f"Rank {rank} ended with exit code {code}. {error}", rank, 0, code)
+    if ended is not None:
+        rank, code = map(int, ended.groups())
+        if rank not in {one.rank for one in failed}:  # it ended first and could not say why; others could
+            code = 128 - code if code > 128 else code  # as a shell puts it: 137 for SIGKILL
+            failed.append(processes.Failed(rank, rank, 0, "", processes.Failure(0.0, "", "", "", code)))
+    return processes.error_of(failed) if failed else error
 
 
 @contextmanager

@@ -1,0 +1,617 @@
+"""Horovod's contexts, launches and groups: what the conformance suite, which it passes as well, does not ask.
+
+Contexts that a process makes itself are made in processes of their own: Horovod leaves threads behind.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import helpers
+import ignite_dist as idist
+from ignite_dist.comp_models import horovod as horovod_model
+
+pytestmark = pytest.mark.horovod
+
+HOROVODRUN = (sys.executable, "-m", "horovod.runner.launch", "--gloo")
+FAILURE_SECONDS = 10
+
+
+def spawn(function: Any, *args: Any, nproc_per_node: int = 2, **kwargs: Any) -> Any:
+    return idist.spawn("horovod", function, args, nproc_per_node=nproc_per_node, **kwargs)
+
+
+def run_script(folder: Path, text: str, launcher: tuple[str, ...] = (), **environ: str) -> str:
+    """What the script printed; it must succeed."""
+    command = [*(launcher or (sys.executable,))]
+    if launcher:
+        command.append(sys.executable)
+    ended = subprocess.run(
+        [*command, str(helpers.write_script(folder, text))],
+        env=helpers.plain_environ(**environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout
+    return ended.stdout
+
+
+def lines_of(output: str) -> list[str]:
+    """The lines that ``horovodrun`` passes on from its workers' standard output, in rank order."""
+    return sorted(re.findall(r"^\[\d+\]<stdout>:(.*)$", output, re.MULTILINE))
+
+
+# --- contexts ----------------------------------------------------------------------------------------
+
+
+def test_installed_is_not_in_use(tmp_path: Path) -> None:
+    run_script(
+        tmp_path,
+        """
+        import sys
+        import ignite_dist as idist
+        assert idist.has_hvd_support and "horovod" in idist.available_backends()
+        assert idist.model_name() == "serial" and idist.get_world_size() == 1
+        assert not any(name.split(".")[0] == "horovod" for name in sys.modules)
+
+        import horovod.torch
+        assert idist.model_name() == "serial" and idist.backend() is None
+        """,
+    )
+
+
+def test_initialize_with_nothing_set_is_a_world_of_one_and_can_be_repeated(tmp_path: Path) -> None:
+    run_script(
+        tmp_path,
+        """
+        import os
+        import pytest, torch
+        import ignite_dist as idist
+        for _ in range(3):
+            idist.initialize("horovod")
+            assert (idist.model_name(), idist.backend()) == ("horovod-dist", "horovod")
+            assert (idist.get_rank(), idist.get_world_size(), idist.get_local_rank()) == (0, 1, 0)
+            assert (idist.get_nnodes(), idist.get_node_rank(), idist.get_nproc_per_node()) == (1, 0, 1)
+            assert idist.all_reduce(torch.ones(2), group=[0]).tolist() == [1, 1]
+            assert os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] == "1"
+            with pytest.raises(RuntimeError, match="already"):
+                idist.initialize("horovod")
+            idist.finalize()
+            assert idist.model_name() == "serial"
+            assert "HOROVOD_DYNAMIC_PROCESS_SETS" not in os.environ
+        """,
+    )
+
+
+OWN_INIT = """
+    import horovod.torch as hvd, pytest, torch
+    import ignite_dist as idist
+
+    hvd.init({process_sets})
+    assert idist.model_name() == "horovod-dist"
+    assert (idist.get_rank(), idist.get_world_size()) == (hvd.rank(), 2)
+    assert idist.all_gather(idist.get_rank()) == [0, 1]
+"""
+
+
+def test_a_context_of_the_users_own_is_found_left_and_found_again(tmp_path: Path) -> None:
+    output = run_script(
+        tmp_path,
+        OWN_INIT.format(process_sets="")
+        + """
+    hvd.shutdown()
+    assert idist.model_name() == "serial" and idist.get_world_size() == 1
+    hvd.init(process_sets="dynamic")
+    for _ in range(3):
+        assert idist.all_reduce(1, group=[1]) == 1
+        assert idist.all_reduce(1) == 2
+        hvd.shutdown()  # and a new context at once: its groups are others
+        hvd.init()
+    idist.finalize()
+    assert not hvd.is_initialized() and idist.model_name() == "serial"
+    print("done")
+""",
+        launcher=(*HOROVODRUN, "-np", "2"),
+    )
+    assert lines_of(output) == ["done", "done"]
+
+
+def test_without_dynamic_process_sets_a_group_names_the_variable(tmp_path: Path) -> None:
+    output = run_script(
+        tmp_path,
+        OWN_INIT.format(process_sets="process_sets=[hvd.ProcessSet([1])]")
+        + """
+    with pytest.raises(RuntimeError, match="HOROVOD_DYNAMIC_PROCESS_SETS"):
+        idist.all_reduce(torch.ones(1), group=[0])
+    assert idist.all_reduce(torch.ones(1), group=[0, 1]).item() == 2  # the set of all ranks is always there
+    assert idist.all_reduce(1, group=[1]) == 1  # and so is the user's own
+    mine = hvd.ProcessSet([0])
+    with pytest.raises(ValueError, match="never added"):
+        idist.all_reduce(1, group=mine)
+    print("done")
+""",
+        launcher=(*HOROVODRUN, "-np", "2"),
+    )
+    assert lines_of(output) == ["done", "done"]
+
+
+def test_horovodrun(tmp_path: Path) -> None:
+    """Three ranks on two hosts, as far as Horovod can tell: two on the first, one on the second."""
+    output = run_script(
+        tmp_path,
+        """
+        import ignite_dist as idist, torch
+
+        def work(local_rank):
+            assert idist.all_reduce(torch.ones(1)).item() == 3
+            print(idist.get_rank(), local_rank, idist.get_world_size(), flush=True)
+
+        with idist.Parallel(backend="horovod") as parallel:
+            parallel.run(work)
+        assert idist.model_name() == "serial"
+        """,
+        launcher=(*HOROVODRUN, "-np", "3", "-H", "localhost:2,127.0.0.1:1"),
+    )
+    assert lines_of(output) == ["0 0 3", "1 1 3", "2 0 3"]
+
+
+def test_a_script_that_makes_no_context_under_horovodrun_is_told(tmp_path: Path) -> None:
+    output = run_script(
+        tmp_path,
+        "import ignite_dist as idist; idist.barrier()",
+        launcher=(*HOROVODRUN, "-np", "2"),
+    )
+    assert output.count("HOROVOD_SIZE=2, so 2 processes were started") == 2
+
+
+@pytest.mark.parametrize("comm", ["None", "[]", "[0, 1]", "(1, 0)"])
+def test_comm_of_all_ranks(comm: str, tmp_path: Path) -> None:
+    output = run_script(
+        tmp_path,
+        f"""
+        import ignite_dist as idist
+        idist.initialize("horovod", comm={comm})
+        print(idist.all_gather(idist.get_rank()))
+        idist.finalize()
+        """,
+        launcher=(*HOROVODRUN, "-np", "2"),
+    )
+    assert lines_of(output) == ["[0, 1]", "[0, 1]"]
+
+
+# --- spawn on this machine ---------------------------------------------------------------------------
+
+
+def _who(local_rank: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    assert idist.all_reduce(1) == idist.get_world_size()
+    return {
+        "ranks": (local_rank, idist.get_rank(), idist.get_local_rank(), int(os.environ["RANK"])),
+        "sizes": (idist.get_world_size(), idist.get_nproc_per_node(), idist.get_nnodes()),
+        "model": (idist.model_name(), idist.backend(), idist.device()),
+        "called": (args, kwargs),
+    }
+
+
+def test_spawn_returns_what_each_rank_returned() -> None:
+    results = spawn(_who, 1, nproc_per_node=3, kwargs_dict={"two": 2})
+    for rank, result in enumerate(results):
+        assert result["ranks"] == (rank,) * 4
+        assert result["sizes"] == (3, 3, 1)
+        assert result["model"] == ("horovod-dist", "horovod", torch.device("cpu"))
+        assert result["called"] == ((1,), {"two": 2})
+    assert len(results) == 3
+
+
+def test_spawn_takes_lambdas_and_closures() -> None:
+    offset = 10
+    assert spawn(lambda local_rank: local_rank + offset) == [10, 11]
+
+
+def test_spawn_without_waiting() -> None:
+    workers = spawn(_who, join=False)
+    assert len(workers.pids()) == 2
+    assert [one["ranks"][0] for one in workers.join()] == [0, 1]
+
+
+def test_parallel_starts_workers() -> None:
+    with idist.Parallel(backend="horovod", nproc_per_node=2) as parallel:
+        assert parallel.run(_who)["ranks"] == (0, 0, 0, 0)
+
+
+def _listeners(_: int) -> list[str]:
+    idist.all_reduce(1, group=[0])
+    idist.barrier()
+    mine = [psutil.Process(), psutil.Process(os.getppid())]
+    found = [
+        connection.laddr.ip
+        for process in mine
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    idist.barrier()
+    return found
+
+
+def test_everything_listens_on_the_loopback_interface() -> None:
+    servers = {connection.laddr.port for connection in psutil.Process().net_connections()}
+    workers = spawn(_listeners, join=False)
+    own = [
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections()
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port not in servers
+    ]
+    assert own == ["127.0.0.1"]
+    addresses = [ip for found in workers.join() for ip in found]
+    assert set(addresses) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def test_the_launcher_keeps_nothing_of_a_launch() -> None:
+    spawn(_who)
+    threads, files = threading.active_count(), psutil.Process().num_fds()
+    for _ in range(3):
+        spawn(_who)
+    assert threading.active_count() <= threads and psutil.Process().num_fds() <= files
+
+
+# --- failures ----------------------------------------------------------------------------------------
+
+
+def _fail_on_1(_: int) -> None:
+    if idist.get_rank() == 1:
+        raise ValueError("bôom")
+    idist.barrier()
+    time.sleep(60)
+
+
+def _fail_beside_a_sleeper(_: int) -> None:
+    if idist.get_rank() == 1:
+        raise ValueError("bôom")
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("function", [_fail_on_1, _fail_beside_a_sleeper])
+def test_the_error_carries_rank_and_traceback_of_the_worker_that_failed_first(function: Any) -> None:
+    started = time.monotonic()
+    with pytest.raises(idist.WorkerRaisedError, match=r"Rank 1 .* failed first") as caught:
+        spawn(function)
+    assert time.monotonic() - started < FAILURE_SECONDS
+    error = caught.value
+    assert (error.rank, error.error_type, error.error_index) == (1, "ValueError", 1)
+    assert 'raise ValueError("bôom")' in error.traceback and error.traceback.endswith("ValueError: bôom\n")
+
+
+def _die_on_1(_: int) -> None:
+    idist.barrier()
+    if idist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    idist.barrier()
+
+
+def test_a_worker_that_is_killed_ends_the_job() -> None:
+    started = time.monotonic()
+    with pytest.raises(idist.WorkerExitedError, match="SIGKILL") as caught:
+        spawn(_die_on_1)
+    assert time.monotonic() - started < FAILURE_SECONDS
+    assert caught.value.rank == 1
+
+
+def _catch_the_end(_: int) -> str:
+    if idist.get_rank() == 1:
+        try:
+            raise ValueError("boom")
+        except ValueError:
+            idist.finalize()  # this rank alone: it waits for nobody
+        return "left"
+    try:
+        idist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_when_a_rank_leaves_after_an_exception_the_others_are_told() -> None:
+    first, second = spawn(_catch_the_end)
+    assert "shut down" in first and second == "left"
+
+
+def test_interrupting_a_worker_that_waits() -> None:
+    """Ctrl-C gets through to a rank that waits for the others; hvd.synchronize() would not let it."""
+    workers = spawn(_wait_for_nobody, join=False)
+    pid = workers.pids()[0]
+    deadline = time.monotonic() + 30
+    while not any(thread.user_time + thread.system_time for thread in psutil.Process(pid).threads()):
+        assert time.monotonic() < deadline
+    time.sleep(1.0)  # it is in the call by then, or Ctrl-C comes before: the outcome is the same
+    os.kill(pid, signal.SIGINT)
+    with pytest.raises(idist.WorkerRaisedError, match="KeyboardInterrupt"):
+        workers.join(30)
+
+
+def _wait_for_nobody(_: int) -> None:
+    if idist.get_rank() == 0:
+        idist.all_reduce(torch.ones(1))
+    time.sleep(60)
+
+
+# --- through horovod.run ------------------------------------------------------------------------------
+
+HOSTS = "localhost:1,127.0.0.1:1"  # both this machine, so no ssh; two nodes to Horovod
+
+
+def test_hosts() -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    results = idist.spawn("horovod", _of_hosts, (1,), {"two": 2}, nproc_per_node=1, nnodes=2, hosts=HOSTS)
+    assert [one["ranks"] for one in results] == [(0, 0), (0, 1)]
+    assert [one["sizes"] for one in results] == [(2, 1, 2)] * 2
+    assert [one["called"] for one in results] == [((1,), {"two": 2})] * 2
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def _of_hosts(local_rank: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    return {
+        "ranks": (local_rank, idist.get_rank()),
+        "sizes": (idist.get_world_size(), idist.get_nproc_per_node(), idist.get_nnodes()),
+        "called": (args, kwargs),
+    }
+
+
+def test_a_failure_through_horovod_run_has_rank_and_traceback_too(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(idist.WorkerRaisedError, match=r"Rank 1 .* failed first") as caught:
+        spawn(_fail_on_1, nproc_per_node=1, hosts=HOSTS)
+    error = caught.value
+    assert (error.rank, error.error_type, error.error_index) == (1, "ValueError", 0)
+    assert 'raise ValueError("bôom")' in error.traceback and error.traceback.endswith("ValueError: bôom\n")
+    capfd.readouterr()
+
+
+def test_a_worker_killed_through_horovod_run() -> None:
+    with pytest.raises(idist.WorkerExitedError, match="Rank 1 was ended by SIGKILL") as caught:
+        spawn(_die_on_1, nproc_per_node=2, use_gloo=True)
+    assert (caught.value.rank, caught.value.signal_name) == (1, "SIGKILL")
+
+
+def test_a_script_and_the_modules_beside_it_through_horovod_run(tmp_path: Path) -> None:
+    helpers.write_script(tmp_path, "FACTOR = 10", name="beside.py")
+    output = run_script(
+        tmp_path,
+        """
+        import ignite_dist as idist
+        from beside import FACTOR
+
+        class Mine:
+            def __init__(self, value):
+                self.value = value
+
+        def function(local_rank, mine):
+            import beside
+            return Mine(beside.FACTOR * mine.value + idist.all_reduce(idist.get_rank()))
+
+        if __name__ == "__main__":
+            results = idist.spawn("horovod", function, (Mine(2),), nproc_per_node=2, hosts="localhost:2")
+            print([type(one) is Mine and one.value for one in results])
+        """,
+    )
+    assert output.splitlines()[-1] == "[21, 21]"
+
+
+def test_horovod_run_needs_the_main_thread() -> None:
+    caught: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            spawn(_who, nproc_per_node=1, hosts=HOSTS)
+        except RuntimeError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(caught[0])
+
+
+# --- groups and operations ---------------------------------------------------------------------------
+
+
+def _late_group(_: int) -> str:
+    """Rank 0 uses a group that rank 1 has not made; it is told what it waits for."""
+    horovod_model._PATIENCE_SECONDS = 0.3
+    if idist.get_rank() == 1:
+        time.sleep(1.5)
+    assert idist.all_reduce(1, group=[0]) == 1
+    return "met"
+
+
+def test_a_group_that_some_rank_does_not_make_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert spawn(_late_group) == ["met", "met"]
+    output = capfd.readouterr().err
+    assert output.count("Rank 0 waits for the other ranks to make the group [0].") == 1
+
+
+def _removed_set(_: int) -> None:
+    import horovod.torch as hvd
+
+    handle = idist.new_group([0])
+    assert isinstance(handle, hvd.ProcessSet)
+    hvd.remove_process_set(handle)
+    with pytest.raises(ValueError, match="removed"):
+        idist.all_reduce(1, group=handle)
+    assert idist.all_reduce(1, group=[0]) == 1  # a list makes a new one
+    mine = hvd.add_process_set([1])
+    assert idist.all_reduce(torch.ones(1), group=[1]).item() == 1  # Horovod would refuse to add it again
+    assert idist.all_reduce(torch.ones(1), group=mine).item() == 1
+    assert idist.new_group([0, 1]) is hvd.global_process_set
+    with pytest.raises(TypeError, match="backend"):
+        idist.new_group([0], backend="gloo")
+
+
+def test_process_sets_that_were_removed_or_are_the_users_own() -> None:
+    spawn(_removed_set)
+
+
+def _user_calls_between(_: int) -> None:
+    """A rank outside a group falls out of step with Horovod's own counter only, not with ours."""
+    import horovod.torch as hvd
+
+    idist.new_group([0])
+    for _ in range(5):
+        if idist.get_rank() == 0:
+            idist.all_reduce(torch.ones(3), group=[0])
+            idist.all_gather(torch.ones(3), group=[0])
+            idist.broadcast("text", src=0, group=[0])
+        assert idist.all_reduce(torch.ones(3)).tolist() == [2, 2, 2]
+        assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="mine").tolist() == [2, 2]
+        idist.barrier()
+
+
+def test_ranks_outside_a_group_never_stall_the_world() -> None:
+    spawn(_user_calls_between)
+
+
+def _refusals(_: int) -> None:
+    for op, dtype in (("AND", torch.float32), ("SUM", torch.bool), ("AVERAGE", torch.int64)):
+        tensor = torch.ones(2, dtype=dtype)
+        with pytest.raises(TypeError, match=str(dtype)):
+            idist.all_reduce(tensor, op)
+    with pytest.raises(ValueError, match="ADASUM needs Horovod built with MPI"):
+        idist.all_reduce(torch.ones(2), "ADASUM")
+    with pytest.raises(ValueError, match="world size"):
+        idist.all_reduce(torch.ones(2), group=[0, 2])
+    with pytest.raises(ValueError, match="ProcessSet"):
+        idist.barrier(group="world")
+    assert idist.all_reduce(1) == 2  # nothing of the above was sent
+
+
+def test_what_cannot_be_reduced_is_refused_before_anything_is_sent() -> None:
+    spawn(_refusals)
+
+
+def test_halves_are_summed_up_exactly_and_rounded_once() -> None:
+    def summed(local_rank: int) -> float:
+        tensor = torch.tensor([1.0 if local_rank == 0 else 2.0**-11], dtype=torch.float16).repeat(1000)
+        return idist.all_reduce(tensor)[0].item()
+
+    assert spawn(summed, nproc_per_node=3) == [1 + 2.0**-10] * 3
+
+
+# --- bad input ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"nnodes": 2}, "needs hosts"),
+        ({"nnodes": 0}, "nnodes must be a positive int"),
+        ({"nproc_per_node": 0}, "nproc_per_node must be a positive int"),
+        ({"hosts": "localhost"}, "hosts is a string such as"),
+        ({"hosts": ["localhost:2"]}, "hosts is a string such as"),
+        ({"hosts": "localhost:1", "nproc_per_node": 2}, "1 places, for 2 processes"),
+        ({"hosts": HOSTS, "nproc_per_node": 1, "nnodes": 3}, "2 places, for 3 processes"),
+        ({"hosts": HOSTS, "nproc_per_node": 1, "join": False}, "join=False"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused(kwargs: dict[str, Any], words: str) -> None:
+    arguments = {"nproc_per_node": 2, **kwargs}
+    for start in (
+        lambda: idist.spawn("horovod", _who, **arguments),
+        lambda: idist.Parallel(backend="horovod", **arguments),
+    ):
+        with pytest.raises(ValueError, match=words):
+            start()
+
+
+def test_keywords_that_horovod_does_not_have() -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'host'. Did you mean 'hosts'"):
+        spawn(_who, host="localhost:2")
+    with pytest.raises(TypeError, match="'master_addr'"):
+        idist.Parallel(backend="horovod", nproc_per_node=2, master_addr="127.0.0.1")
+    with pytest.raises(TypeError, match=r"initialize\(\) got an unexpected keyword argument 'timeout'"):
+        idist.initialize("horovod", timeout=1)
+
+
+def test_a_launcher_that_horovod_does_not_know_is_refused(tmp_path: Path) -> None:
+    run_script(
+        tmp_path,
+        """
+        import pytest
+        import ignite_dist as idist
+        with pytest.raises(idist.EnvironmentVariablesError, match="rank 1 of 2.*horovodrun -np 2"):
+            idist.initialize("horovod")
+        assert idist.model_name() == "serial"
+        """,
+        RANK="1",
+        WORLD_SIZE="2",
+        LOCAL_RANK="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+    )
+
+
+def test_a_part_of_the_ranks_as_comm_is_refused(tmp_path: Path) -> None:
+    """A Horovod without MPI would take all ranks, without a word."""
+    run_script(
+        tmp_path,
+        """
+        import os, pytest
+        import ignite_dist as idist
+        os.environ["HOROVOD_SIZE"] = "3"
+        with pytest.raises(ValueError, match=r"comm=\\[0, 1\\] leaves out .* MPI"):
+            idist.initialize("horovod", comm=[0, 1])
+        """,
+    )
+
+
+NOT_THERE = """
+    import pytest
+    {first}
+    import ignite_dist as idist
+
+    assert not idist.has_hvd_support and "horovod" not in idist.available_backends()
+    for start in (
+        lambda: idist.initialize("horovod"),
+        lambda: idist.spawn("horovod", print, nproc_per_node=2),
+        lambda: idist.Parallel(backend="horovod"),
+    ):
+        with pytest.raises(ValueError, match="{words}.*make horovod"):
+            start()
+    {last}
+"""
+
+
+def test_horovod_that_is_not_installed(tmp_path: Path) -> None:
+    script = NOT_THERE.format(
+        first="import sys; sys.modules['horovod'] = None", last="", words="is not installed"
+    )
+    run_script(tmp_path, script)
+
+
+def test_horovod_that_was_built_without_torch(tmp_path: Path) -> None:
+    """The package as it is installed, without the one file that its build for torch makes."""
+    import horovod
+
+    folder = tmp_path / "site"
+    shutil.copytree(
+        Path(horovod.__file__).parent, folder / "horovod", ignore=shutil.ignore_patterns("mpi_lib_v2*")
+    )
+    script = NOT_THERE.format(
+        first=f"import sys; sys.path.insert(0, {str(folder)!r})",
+        last="import horovod.torch; assert idist.model_name() == 'serial'",
+        words="was built without its torch extension",
+    )
+    run_script(tmp_path, script)

@@ -26,7 +26,7 @@ endif
 .DEFAULT_GOAL := help
 # Two pips at once in one .venv would break it; the tests use all cores by themselves.
 .NOTPARALLEL:
-.PHONY: help venv demo test test-gpu horovod test-horovod bench lint style type clean
+.PHONY: help venv demo test test-gpu horovod test-horovod conformance bench lint style type clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -46,6 +46,9 @@ horovod: $(call needs,horovod)  ## build Horovod for the torch in .venv, once, a
 
 test-horovod: $(call needs,test examples horovod)  ## run the tests that need Horovod
 	$(PY) -m pytest -m horovod $(ARGS)
+
+conformance: $(call needs,test examples horovod)  ## run the conformance suite, write docs/conformance.md
+	$(PY) -m pytest tests/conformance -m "not gpu" --conformance-table docs/conformance.md $(ARGS)
 
 bench: $(call needs,bench)  ## measure against torch.distributed and pytorch-ignite
 	$(PY) benchmarks/bench.py $(ARGS)

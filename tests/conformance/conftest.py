@@ -1,12 +1,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from table import TableWriter
 from worlds import SerialWorld, SpawnedWorld
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--conformance-table", type=Path, metavar="FILE", help="write the table of results there"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--conformance-table", None)
+    if path is not None:
+        config.pluginmanager.register(TableWriter(path))
+
 
 _FACTORIES = {
     "serial": SerialWorld,

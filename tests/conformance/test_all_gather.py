@@ -10,12 +10,12 @@ import torch
 
 import ignite_dist as idist
 from ignite_dist import CollectiveMismatchError, wire
-from test_all_reduce import DTYPES, contribution, everyone, same_bits
+from test_all_reduce import DTYPES, contribution, everyone, name_of, same_bits
 from worlds import count_collectives, on_every_rank, raises
 
 
 @on_every_rank
-def test_tensors_of_every_dtype() -> None:
+def test_tensors_of_every_dtype() -> dict[tuple[str, str], str]:
     for dtype in DTYPES:
         tensor = contribution(idist.get_rank(), dtype).to(idist.device())
         result = idist.all_gather(tensor)
@@ -23,6 +23,7 @@ def test_tensors_of_every_dtype() -> None:
         assert result.device == tensor.device and result.dtype == dtype
         assert result.shape == (2 * idist.get_world_size(), 3)
         assert torch.equal(result.cpu().view(torch.uint8), wanted)
+    return {("all_gather", name_of(dtype)): "✓" for dtype in DTYPES}
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (0,), (0, 3), (3, 0), (2, 3, 4), (400_000,)])

@@ -33,6 +33,10 @@ def contribution(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return (values % 2).to(dtype) if dtype is torch.bool else values.to(dtype)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def legal(op: str, dtype: torch.dtype) -> bool:
     if dtype is torch.bool:
         return op in ("AND", "OR", "MIN", "MAX")
@@ -73,20 +77,25 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("op", ["SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR"])
 @on_every_rank
-def test_every_dtype_by_every_operation(op: str) -> None:
+def test_every_dtype_by_every_operation(op: str) -> dict[tuple[str, str], str]:
     """The result is in the tensor that was given, in its dtype; what has no exact meaning is refused."""
+    cells = {}
     for dtype in DTYPES:
+        cell = f"all_reduce {op}", name_of(dtype)
         tensor = contribution(idist.get_rank(), dtype).to(idist.device())
         before = tensor.clone()
         if not legal(op, dtype):
             with raises(TypeError, str(dtype)):
                 idist.all_reduce(tensor, op)
             assert same_bits(tensor, before)
+            cells[cell] = "`TypeError`"
             continue
         result = idist.all_reduce(tensor, op)
         assert result is tensor
         wanted = expected(op, everyone(lambda rank: contribution(rank, dtype)))  # noqa: B023
         assert same_bits(tensor.cpu(), wanted), (op, dtype, tensor, wanted)
+        cells[cell] = "✓"
+    return cells
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 3, 100, 5_000, 400_000])

@@ -8,17 +8,18 @@ import torch
 
 import ignite_dist as idist
 from test_all_gather import OBJECTS
-from test_all_reduce import DTYPES, contribution, same_bits
+from test_all_reduce import DTYPES, contribution, name_of, same_bits
 from worlds import count_collectives, on_every_rank, raises
 
 
 @on_every_rank
-def test_tensors_of_every_dtype_from_every_rank() -> None:
+def test_tensors_of_every_dtype_from_every_rank() -> dict[tuple[str, str], str]:
     for src in range(idist.get_world_size()):
         for dtype in DTYPES:
             tensor = contribution(idist.get_rank(), dtype).to(idist.device())
             assert idist.broadcast(tensor, src=src) is tensor
             assert same_bits(tensor.cpu(), contribution(src, dtype))
+    return {("broadcast", name_of(dtype)): "✓" for dtype in DTYPES}
 
 
 @on_every_rank

@@ -21,6 +21,7 @@ import pytest
 
 import ignite_dist as idist
 from ignite_dist.context import current_model
+from table import PROPERTY
 
 SECONDS_PER_CASE = 30
 
@@ -120,12 +121,21 @@ def _serve(local_rank: int, address: str) -> None:
 
 
 def on_every_rank(case: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a test of ``case``: it runs on every rank of every world. Its parameters are the test's."""
+    """Make a test of ``case``: it runs on every rank of every world. Its parameters are the test's.
 
-    def test(world: Any, **kwargs: Any) -> None:
-        world.run(case if world.size == 1 else test, **kwargs)
+    What it returns goes into the conformance table, see :mod:`table`.
+    """
 
-    parameters = [inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    def test(world: Any, record_property: Callable[[str, Any], None], **kwargs: Any) -> None:
+        backend, _, _ = world.name.rpartition("-")
+        seen: dict[str, Any] = {"world": [backend or world.name, world.size], "cells": []}
+        record_property(PROPERTY, seen)
+        cells = world.run(case if world.size == 1 else test, **kwargs)
+        assert all(one == cells[0] for one in cells), "ranks saw different things"
+        seen["cells"] += [[*key, outcome] for key, outcome in (cells[0] or {}).items()]
+
+    given = ("world", "record_property")
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in given]
     parameters += inspect.signature(case).parameters.values()
     test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     test.__name__, test.__module__, test.__doc__ = case.__name__, case.__module__, case.__doc__

@@ -1,0 +1,91 @@
+"""The table of what every backend was seen to do: a pytest plugin over the suite's own results.
+
+    python -m pytest tests/conformance --conformance-table docs/conformance.md
+
+A case returns cells, ``{(operation, dtype): outcome}``, for what it has seen. Nothing is written unless every
+case has passed, and a backend that has not run a case is a hole, which fails the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+PROPERTY = "conformance"
+_HOLE = "**not run**"
+_INTRODUCTION = """\
+# What every backend was seen to do
+
+Written by `make conformance` from the results of `tests/conformance/`, which runs with each backend's real
+library, on the worlds named below; not to be edited. A tick: the tensor that was given holds the exact
+result. `TypeError`: the combination has no exact meaning, and was refused before anything was sent.
+"""
+_Outcomes = dict[str, set[str]]
+
+
+class TableWriter:
+    """Collects the suite's reports and writes them as Markdown: a column per backend, over all its worlds."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._worlds: dict[str, set[int]] = {}
+        self._cells: dict[tuple[str, str], _Outcomes] = {}
+        self._tests: dict[tuple[str, str], _Outcomes] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        found = dict(report.user_properties).get(PROPERTY)
+        if report.when != "call" or not report.passed or not isinstance(found, dict):
+            return
+        backend, size = found["world"]
+        self._worlds.setdefault(backend, set()).add(size)
+        file, _, name = report.nodeid.rpartition("/")[2].partition("::")
+        test = file.removeprefix("test_").removesuffix(".py"), name.removeprefix("test_").partition("[")[0]
+        self._tests.setdefault(test, {}).setdefault(backend, set()).add("✓")
+        for operation, dtype, outcome in found["cells"]:
+            self._cells.setdefault((operation, dtype), {}).setdefault(backend, set()).add(outcome)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.testsfailed or not self._cells:
+            return
+        text = self._markdown()
+        self._path.write_text(text, encoding="utf-8")
+        if _HOLE in text:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _markdown(self) -> str:
+        backends = sorted(self._worlds, key=lambda name: (name != "serial", name))
+        worlds = [
+            f"`{name}` with {_sizes(self._worlds[name])} ranks" for name in backends if name != "serial"
+        ]
+        text = f"{_INTRODUCTION}\nWorlds: `serial`, {', '.join(worlds)}.\n\n## Tensors\n\n"
+        text += _head(["operation", "dtypes"], backends)
+        for operation, cells in groupby(self._cells.items(), key=lambda item: item[0][0]):
+            rows: dict[tuple[str, ...], list[str]] = {}  # dtypes with the same outcomes share a row
+            for (_, dtype), outcomes in cells:
+                rows.setdefault(_row(outcomes, backends), []).append(dtype)
+            for row, dtypes in rows.items():
+                text += _line([f"`{operation}`", ", ".join(dtypes), *row])
+        text += "\n## Everything else\n\nA row is a test of the suite, by its name.\n\n"
+        text += _head(["about", "what holds"], backends)
+        for (about, name), outcomes in sorted(self._tests.items()):
+            text += _line([f"`{about}`", name.replace("_", " "), *_row(outcomes, backends)])
+        return text
+
+
+def _row(outcomes: _Outcomes, backends: Sequence[str]) -> tuple[str, ...]:
+    return tuple(" / ".join(sorted(outcomes.get(backend, {_HOLE}))) for backend in backends)
+
+
+def _sizes(sizes: set[int]) -> str:
+    return ", ".join(map(str, sorted(sizes)))
+
+
+def _head(names: list[str], backends: list[str]) -> str:
+    return _line([*names, *backends]) + _line(["---"] * len(names) + [":-:"] * len(backends))
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"

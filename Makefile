@@ -50,7 +50,7 @@ test-horovod: $(call needs,test examples horovod)  ## run the tests that need Ho
 conformance: $(call needs,test examples horovod)  ## run the conformance suite, write docs/conformance.md
 	$(PY) -m pytest tests/conformance -m "not gpu" --conformance-table docs/conformance.md $(ARGS)
 
-bench: $(call needs,bench)  ## measure against torch.distributed and pytorch-ignite
+bench: $(call needs,bench horovod)  ## measure against torch.distributed, Horovod and pytorch-ignite
 	$(PY) benchmarks/bench.py $(ARGS)
 
 lint: $(call needs,lint)  ## check style, the floors (import-linter) and spelling

@@ -1,4 +1,4 @@
-"""Measure ignite_dist beside raw torch.distributed and pytorch-ignite, in one run.
+"""Measure ignite_dist beside raw torch.distributed, raw Horovod and pytorch-ignite, in one run.
 
     python benchmarks/bench.py                     # under 8 minutes
     python benchmarks/bench.py --quick             # under 1.5 minutes, written to *-quick files
@@ -23,6 +23,7 @@ import ignite_dist as idist
 import machine
 import rows_collectives
 import rows_getters
+import rows_horovod
 import rows_launching
 from rows import LauncherRow, RankRow, Row, evaluate, measure_in_ranks, show_progress
 from timing import FULL, QUICK, Effort, Samples
@@ -31,7 +32,8 @@ from timing import FULL, QUICK, Effort, Samples
 def rows_for(device: str) -> list[Row]:
     if device == "cuda":
         return rows_collectives.cuda_rows()
-    return [*rows_getters.rows(), *rows_collectives.rows(), *rows_launching.rows()]
+    horovod = rows_horovod.rows() if idist.has_hvd_support else []
+    return [*rows_getters.rows(), *rows_collectives.rows(), *rows_launching.rows(), *horovod]
 
 
 def measure(rows: Sequence[Row], effort: Effort) -> dict[str, Samples]:
@@ -48,7 +50,7 @@ def measure(rows: Sequence[Row], effort: Effort) -> dict[str, Samples]:
             measure_in_ranks,
             args=(together, effort),
             nproc_per_node=ranks,
-            timeout=timedelta(minutes=2),
+            **({} if backend == "horovod" else {"timeout": timedelta(minutes=2)}),
         )
         measured.update({row.title: samples for row, samples in zip(together, results[0], strict=True)})
     for row in rows:

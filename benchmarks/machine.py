@@ -22,6 +22,7 @@ def describe(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "pytorch-ignite": _version("pytorch-ignite"),
+        "horovod": _version("horovod"),
         "ignite_dist": _version("ignite-dist"),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "load at start": os.getloadavg()[0],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -143,7 +144,9 @@ def measure_in_ranks(local_rank: int, rows: list[RankRow], effort: Effort) -> li
 
 def party_of_ranks(device: torch.device) -> Party:
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    return Party(_from_rank_0, dist.barrier, synchronize)
+    if dist.is_initialized():
+        return Party(_from_rank_0, dist.barrier, synchronize)
+    return Party(partial(idist.broadcast, safe_mode=True), idist.barrier, synchronize)
 
 
 def _from_rank_0(value: Any) -> Any:

@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--conformance-table", None)
-    if path is not None:
+    if path is not None and not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
         config.pluginmanager.register(TableWriter(path))
 
 

@@ -57,10 +57,8 @@ class TableWriter:
 
     def _markdown(self) -> str:
         backends = sorted(self._worlds, key=lambda name: (name != "serial", name))
-        worlds = [
-            f"`{name}` with {_sizes(self._worlds[name])} ranks" for name in backends if name != "serial"
-        ]
-        text = f"{_INTRODUCTION}\nWorlds: `serial`, {', '.join(worlds)}.\n\n## Tensors\n\n"
+        worlds = [f"`{name}` ({', '.join(map(str, sorted(self._worlds[name])))})" for name in backends]
+        text = f"{_INTRODUCTION}\nWorlds, with their numbers of ranks: {', '.join(worlds)}.\n\n## Tensors\n\n"
         text += _head(["operation", "dtypes"], backends)
         for operation, cells in groupby(self._cells.items(), key=lambda item: item[0][0]):
             rows: dict[tuple[str, ...], list[str]] = {}  # dtypes with the same outcomes share a row
@@ -77,10 +75,6 @@ class TableWriter:
 
 def _row(outcomes: _Outcomes, backends: Sequence[str]) -> tuple[str, ...]:
     return tuple(" / ".join(sorted(outcomes.get(backend, {_HOLE}))) for backend in backends)
-
-
-def _sizes(sizes: set[int]) -> str:
-    return ", ".join(map(str, sorted(sizes)))
 
 
 def _head(names: list[str], backends: list[str]) -> str:

@@ -3,6 +3,8 @@
     python examples/digits.py                           # this process alone
     python examples/digits.py --nproc-per-node 2        # starts two processes
     torchrun --nproc-per-node 2 examples/digits.py      # joins the two that torchrun has started
+    python examples/digits.py --backend horovod --nproc-per-node 2        # the same with Horovod
+    horovodrun -np 2 python examples/digits.py --backend horovod
 
 and on two nodes, here both on one machine. Give a port that is free on node 0, and, from another machine, the
 address of node 0 as --master-addr:
@@ -261,11 +263,14 @@ def positive_int(text):
 
 
 def default_backend(nproc_per_node):
+    if "HOROVOD_SIZE" in os.environ:
+        return "horovod"
     return "nccl" if torch.cuda.device_count() >= nproc_per_node else "gloo"
 
 
 def main():
-    launched = "WORLD_SIZE" in os.environ  # torchrun, or whatever started us, has set it
+    # torchrun or horovodrun, or whatever started us, has set one of them.
+    launched = "WORLD_SIZE" in os.environ or "HOROVOD_SIZE" in os.environ
     args = parse_arguments(launched)
     backend = args.backend
     if backend is None and (launched or args.nproc_per_node):

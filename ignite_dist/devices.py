@@ -1,14 +1,20 @@
-"""The accelerators of this machine: which one a rank has, and whether there are enough."""
+"""The cores and accelerators of this machine: which accelerator a rank has, and whether there are enough."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 
 import torch
 
 from ignite_dist.environments import Environment
 
-__all__ = ["accelerator_in", "check_devices", "current_accelerator", "select_device"]
+__all__ = ["accelerator_in", "check_devices", "current_accelerator", "num_cores", "select_device"]
+
+
+def num_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def accelerator_in(device_types: Collection[str]) -> str | None:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ignite_dist import wire
+from ignite_dist.devices import num_cores
 from ignite_dist.errors import RankFailedError, WorkerExitedError, WorkerRaisedError
 
 __all__ = ["Failed", "Failure", "Workers", "error_of", "failure_of", "start"]
@@ -270,10 +271,9 @@ def _send(sender: connection.Connection, outcome: bytes | Failure | None) -> Non
 
 def _set_num_threads(nproc_per_node: int) -> None:
     """Honour ``OMP_NUM_THREADS``, which torch read when the fork server imported it; else share the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(
-        int(wanted) if wanted.isdecimal() and int(wanted) else max(1, cores // nproc_per_node)
+        int(wanted) if wanted.isdecimal() and int(wanted) else max(1, num_cores() // nproc_per_node)
     )
 
 

@@ -110,6 +110,23 @@ def test_torchrun(serial: Run, tmp_path: Path) -> None:
     torch.testing.assert_close(run.losses, serial.losses[:2], rtol=0, atol=1e-4)
 
 
+@pytest.mark.horovod
+def test_horovod_learns_the_same(serial: Run, tmp_path: Path) -> None:
+    run = train(tmp_path, "--backend", "horovod", "--nproc-per-node", 2)
+    assert run.accuracy >= 97.0
+    assert run.shows_epochs(1, EPOCHS, of=EPOCHS)
+    torch.testing.assert_close(run.losses, serial.losses, rtol=0, atol=1e-4)
+
+
+@pytest.mark.horovod
+def test_horovodrun(serial: Run, tmp_path: Path) -> None:
+    launcher = ("-m", "horovod.runner.launch", "-np", "2", sys.executable)
+    run = train(tmp_path, "--backend", "horovod", launcher=launcher)
+    (accuracy,) = re.findall(r"^\[0\]<stdout>:test accuracy: (\d+\.\d)%$", run.output, re.MULTILINE)
+    assert float(accuracy) >= 97.0
+    torch.testing.assert_close(run.losses, serial.losses, rtol=0, atol=1e-4)
+
+
 def test_two_nodes(serial: Run, tmp_path: Path) -> None:
     options = ("--epochs", 2, "--nproc-per-node", 1, "--nnodes", 2, "--master-port", free_port())
     folders = tmp_path / "node0", tmp_path / "node1"

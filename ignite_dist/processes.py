@@ -75,6 +75,7 @@ def start(
     forked = context.get_start_method() == "fork"
     call = partial(entry, **entry_kwargs)
     sent = call if forked else wire.encode(call) if _main_is_importable() else wire.encode_by_value(call)
+    default_method = multiprocessing.get_start_method(allow_none=True)
     workers: list[_Worker] = []
     try:
         for local_rank, environ in enumerate(environs):
@@ -85,7 +86,7 @@ def start(
             complete.update(environ)
             process = context.Process(  # type: ignore[attr-defined]
                 target=_work,
-                args=(sent, local_rank, complete if forked else None, sender),
+                args=(sent, local_rank, complete if forked else None, default_method, sender),
                 name=_Launch(f"rank {environ['RANK']}", complete),
                 daemon=daemon,
             )
@@ -150,7 +151,23 @@ def _context(start_method: str | None) -> BaseContext:
         server = multiprocessing.forkserver._forkserver
         wanted = [name for name in server._preload_modules if name != "__main__"]  # type: ignore[attr-defined]
         context.set_forkserver_preload(list(dict.fromkeys([*wanted, "torch", "ignite_dist"])))
+        with _same_modules():
+            server.ensure_running()
     return context
+
+
+@contextmanager
+def _same_modules() -> Iterator[None]:
+    """Let the fork server import what this process would; Python before 3.13 tells it nothing of our path."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 class _Launch(str):
@@ -223,8 +240,12 @@ def _work(
     sent: bytes | Callable[..., Any],
     local_rank: int,
     environ: Mapping[str, str] | None,
+    default_method: str | None,
     sender: connection.Connection,
 ) -> None:
+    # A process started by one method would start its own by that method too: the workers of a DataLoader,
+    # which take seconds from a fork server. They are started as they would be in the launcher.
+    multiprocessing.set_start_method(default_method, force=True)
     if environ is not None:  # a forked worker has not read its name
         _take_over("", environ, {})
     _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -3,8 +3,10 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -205,6 +207,39 @@ def test_beside_the_launchers_variables_there_are_those_that_scripts_read() -> N
         assert {name: value for name, value in os.environ.items() if environ.get(name) != value} == {}
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
         assert [environ[name] for name in names] == [str(rank), "2", str(rank), "2", "127.0.0.1"]
+
+
+def _default_start_method(_: int) -> str:
+    return multiprocessing.get_start_method()
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+def test_processes_of_a_worker_start_as_they_would_in_the_launcher(start_method: str) -> None:
+    expected = multiprocessing.get_start_method()
+    assert spawn(_default_start_method, start_method=start_method) == [expected, expected]
+
+
+def test_the_fork_server_imports_the_package_of_the_launcher(tmp_path: Path) -> None:
+    """The one that the script has put on its path, whatever is installed."""
+    shutil.copytree(helpers.ROOT / "ignite_dist", tmp_path / "copy" / "ignite_dist")
+    script = helpers.write_script(
+        tmp_path,
+        """
+        import sys
+        sys.path.insert(0, "copy")
+        import ignite_dist as idist
+
+        def where(local_rank):
+            import ignite_dist
+            return ignite_dist.__file__
+
+        if __name__ == "__main__":
+            assert set(idist.spawn("gloo", where, nproc_per_node=2)) == {idist.__file__}
+            print(idist.__file__)
+        """,
+    )
+    ended = helpers.run_python(script, cwd=tmp_path)
+    assert ended.returncode == 0 and "copy" in ended.stdout, ended.stdout
 
 
 _OF_THE_MODULE = os.environ.get("READ_AT_IMPORT")

@@ -112,7 +112,8 @@ def initialize(backend: str, **kwargs: Any) -> None:
     """Make a distributed context. Every rank calls it; it returns when all have.
 
     The ranks come from the arguments or from the environment of torchrun, Slurm and whatever else sets
-    ``RANK`` and ``WORLD_SIZE``; with nothing set it is a world of one. Environment variables that scripts
+    ``RANK`` and ``WORLD_SIZE``, for Horovod from that of ``horovodrun``; with nothing set it is a world of one.
+    Environment variables that scripts
     read (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``) are set where they are
     missing, and :func:`finalize` takes back just those.
 
@@ -122,12 +123,13 @@ def initialize(backend: str, **kwargs: Any) -> None:
             10 for NCCL), ``init_method`` (``"env://"``, ``"file://..."``, ``"tcp://..."``), ``rank`` and
             ``world_size`` (both, and only with an ``init_method``), ``pg_options``, ``device_id``; see
             https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group.
+            For Horovod ``comm``: a list of all ranks, or an ``mpi4py`` communicator if it was built with MPI.
 
     Raises:
         ValueError: an unknown backend, or arguments that contradict each other or the environment.
         TypeError: a keyword that the backend does not have.
         RuntimeError: a context exists already, NCCL without a GPU.
-        EnvironmentVariablesError: the environment is half set.
+        EnvironmentVariablesError: the environment is half set, or of a launcher that Horovod does not know.
         LaunchError: the port of the rendezvous is in use.
     """
     global _model

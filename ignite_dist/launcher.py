@@ -60,11 +60,14 @@ def spawn(
         kwargs: for gloo and NCCL ``nnodes`` (1), ``node_rank`` (0), ``master_addr`` and ``master_port``
             (needed if ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``), ``timeout`` (a
             ``datetime.timedelta``, for collectives), ``start_method`` ("forkserver"; "spawn", "fork"),
-            ``join`` (True), ``daemon`` (False).
+            ``join`` (True), ``daemon`` (False). For Horovod the last three, and ``hosts``
+            (``"node1:2,node2:2"``), ``nnodes`` (as many as hosts) and the options of ``horovod.run``; with any
+            of these Horovod's own launcher starts the workers, which takes seconds and listens on all
+            interfaces.
 
     Returns:
-        The list of what ``fn`` returned, one per local process, by local rank. With ``join=False`` at once an
-        object with ``join(timeout=None)``, ``pids()`` and ``terminate()``.
+        The list of what ``fn`` returned, one per process on this machine, by local rank. With ``join=False``
+        at once an object with ``join(timeout=None)``, ``pids()`` and ``terminate()``.
 
     Raises:
         RankFailedError: a worker failed. It names the rank that failed first and carries its traceback; it

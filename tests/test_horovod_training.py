@@ -907,3 +907,21 @@ def _alone() -> dict[str, Any]:
 
 def test_a_world_of_one() -> None:
     equal_those_of_a_single_process(_alone, nproc_per_node=1)
+
+
+def _halves(_: int) -> list[list[float]]:
+    found = []
+    for dtype in (torch.bfloat16, torch.float16):
+        parameter = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+        optimizer = idist.auto_optim(torch.optim.SGD([parameter], lr=1.0))
+        (parameter * torch.tensor([1.0, 40_000.0]).to(dtype)).sum().backward()
+        optimizer.step()
+        assert parameter.grad is not None and parameter.grad.dtype == dtype
+        found.append(parameter.grad.tolist())
+    return found
+
+
+def test_gradients_in_halves_are_averaged_without_overflow() -> None:
+    """Horovod itself refuses bfloat16, and 2 x 40,000 is more than float16 holds."""
+    large = torch.tensor(40_000.0).bfloat16().item()
+    assert spawn(_halves) == [[[1.0, large], [1.0, 40_000.0]]] * 2

@@ -95,6 +95,7 @@ class HorovodModel(ComputationModel):
         self._ops = {"SUM": hvd.Sum, "PRODUCT": hvd.Product, "MIN": hvd.Min, "MAX": hvd.Max}
         if hvd.mpi_built():
             self._ops["ADASUM"] = hvd.Adasum
+        self._num_optimizers = 0
         self._takes_gpu = hvd.cuda_built() or hvd.rocm_built()
         self._fixed_device = None if torch.cuda.is_available() else torch.device("cpu")
 
@@ -353,15 +354,18 @@ class HorovodModel(ComputationModel):
         if sync_bn:
             warnings.warn(
                 "sync_bn=True leaves BatchNorm as it is under Horovod. Use horovod.torch.SyncBatchNorm.",
-                stacklevel=4,
+                stacklevel=3,
             )
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
-        wrapped = horovod_optim.distribute(optimizer, **kwargs)
+        self._num_optimizers += 1
+        wrapped = horovod_optim.distribute(optimizer, f"optimizer{self._num_optimizers}", **kwargs)
         if self._world_size > 1:
-            state = horovod_optim.state_as_bytes(wrapped) if self._rank == 0 else b""
-            horovod_optim.load_state(wrapped, self.broadcast_bytes(state, 0, self.world()))
+            sent = horovod_optim.state_as_bytes(wrapped) if self._rank == 0 else b""
+            received = self.broadcast_bytes(sent, 0, self.world())
+            if self._rank != 0:
+                horovod_optim.load_state(wrapped, received, self.device())
         return wrapped
 
 

@@ -1,7 +1,7 @@
 """``hvd.DistributedOptimizer``, for a current torch.
 
 Horovod 0.28.1 is older than ``zero_grad(set_to_none=...)``, and some of what torch's own optimizers promise
-got lost in its wrapper. Each method here says what it mends.
+got lost in its wrapper. Each function here says what it mends.
 """
 
 from __future__ import annotations
@@ -12,44 +12,78 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = ["distribute", "load_state", "state_as_bytes"]
 
 
-def distribute(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+def distribute(optimizer: Optimizer, name: str, **kwargs: Any) -> Optimizer:
     """``optimizer`` with gradients that are averaged over all ranks before each step.
 
     It shares the parameter groups, the state, the defaults and the hooks of ``optimizer``.
 
     Args:
         optimizer: any; one that Horovod has wrapped already is returned as it is.
+        name: the same on every rank, and of no other optimizer. Horovod itself gives the parameters of all
+            optimizers the same names, and then cannot take two of them in one backward pass.
         kwargs: those of ``hvd.DistributedOptimizer``.
     """
     import horovod.torch as hvd
 
     if hasattr(optimizer, "skip_synchronize"):
+        if kwargs:
+            raise ValueError(
+                f"The optimizer is Horovod's already, so {', '.join(kwargs)} would have no effect."
+            )
         return optimizer
+    if kwargs.get("named_parameters") is None:
+        kwargs["named_parameters"] = _names(name, optimizer.param_groups)
+    kwargs.setdefault("compression", Widened)
     wrapped = hvd.DistributedOptimizer(optimizer, **kwargs)
     # Horovod makes it anew from the parameters alone, and so loses what was loaded, registered or defaulted.
     # `step` may be there because a scheduler has replaced it, on the optimizer without Horovod.
-    vars(wrapped).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    vars(wrapped).update({key: value for key, value in vars(optimizer).items() if key != "step"})
     # Horovod has just made this class for this optimizer, and calls super(self.__class__, self), so its
     # methods can be replaced but not inherited.
     made, plain = type(wrapped), type(optimizer)
     made.zero_grad = _zero_grad(made.zero_grad, plain)
     if kwargs.get("op") != hvd.Adasum:
         made.step = _step(inspect.unwrap(made.step))
-        made.add_param_group = _add_param_group(plain)
+        made.add_param_group = _add_param_group(plain, name)
     return wrapped  # type: ignore[no-any-return]
 
 
+def _names(name: str, groups: list[dict[str, Any]], first: int = 0) -> list[tuple[str, Tensor]]:
+    return [
+        (f"ignite_dist.{name}.{number}.{position}", parameter)
+        for number, group in enumerate(groups, first)
+        for position, parameter in enumerate(group["params"])
+    ]
+
+
+class Widened:
+    """A compression that widens halves: Horovod takes no bfloat16, and on the CPU rounds float16 often."""
+
+    @staticmethod
+    def compress(gradient: Tensor) -> tuple[Tensor, torch.dtype]:
+        """The gradient as it is sent, and its dtype."""
+        on_cpu = gradient.device.type == "cpu"
+        is_wide = gradient.dtype not in (torch.bfloat16, *((torch.float16,) if on_cpu else ()))
+        return gradient if is_wide else gradient.float(), gradient.dtype
+
+    @staticmethod
+    def decompress(gradient: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """The gradient in its own dtype; None is Horovod's word for a sparse one."""
+        return gradient if dtype is None else gradient.to(dtype)
+
+
 def _zero_grad(horovods: Callable[..., None], plain: type[Optimizer]) -> Callable[..., None]:
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """Forget the gradients; refused while they are being reduced."""
         if self._handles:
             horovods(self)  # raises
-        plain.zero_grad(self, set_to_none)
+        plain.zero_grad(self, *args, **kwargs)
 
     return zero_grad
 
@@ -71,16 +105,18 @@ def _step(horovods: Callable[..., Any]) -> Callable[..., Any]:
         self._synchronized = False
         return result
 
+    # The optimizer's own step runs its hooks; with this mark torch does not make this one run them too.
+    step.hooked = True  # type: ignore[attr-defined]
     return step
 
 
-def _add_param_group(plain: type[Optimizer]) -> Callable[..., None]:
+def _add_param_group(plain: type[Optimizer], name: str) -> Callable[..., None]:
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         """Add parameters; Horovod itself would leave their gradients as they are on each rank."""
         plain.add_param_group(self, param_group)
         groups = self.param_groups
-        for position, parameter in enumerate(groups[-1]["params"]):
-            self._parameter_names[parameter] = f"allreduce.noname.{len(groups) - 1}.{position}"
+        for full_name, parameter in _names(name, groups[-1:], first=len(groups) - 1):
+            self._parameter_names[parameter] = full_name
             self._allreduce_delay[parameter] = self.backward_passes_per_step
         self.param_groups = groups[-1:]  # _register_hooks would add a second hook to all the others
         try:
@@ -102,7 +138,24 @@ def state_as_bytes(optimizer: Optimizer) -> bytes:
     return buffer.getvalue()
 
 
-def load_state(optimizer: Optimizer, state: bytes | memoryview) -> None:
-    """Give ``optimizer`` the state of another, whose parameters are the same."""
-    # Onto the CPU first: a tensor would go to the device of the rank that it comes from.
-    optimizer.load_state_dict(torch.load(io.BytesIO(state), map_location="cpu", weights_only=False))
+def load_state(optimizer: Optimizer, state: bytes | memoryview, device: torch.device) -> None:
+    """Give ``optimizer`` the state of another one that has the same parameters.
+
+    Unlike ``load_state_dict`` it keeps the dicts that others hold (a scheduler, the plain optimizer), and
+    every dtype.
+
+    Args:
+        optimizer: whose groups and state are written to.
+        state: of :func:`state_as_bytes`.
+        device: where what comes from another rank's accelerator goes.
+    """
+
+    def place(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.to(device=device)
+
+    saved = torch.load(io.BytesIO(state), map_location=place, weights_only=False)
+    for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in other.items() if key != "params"})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.state.clear()
+    optimizer.state.update({parameters[number]: value for number, value in saved["state"].items()})

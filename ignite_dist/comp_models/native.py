@@ -427,7 +427,7 @@ class NativeModel(ComputationModel):
         device = self.device()
         if sync_bn and device.type == "cpu":
             warnings.warn(
-                "sync_bn=True leaves BatchNorm as it is: torch's SyncBatchNorm needs a GPU.", stacklevel=4
+                "sync_bn=True leaves BatchNorm as it is: torch's SyncBatchNorm needs a GPU.", stacklevel=3
             )
         elif sync_bn:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]

@@ -61,8 +61,8 @@ def spawn(
             (needed if ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``), ``timeout`` (a
             ``datetime.timedelta``, for collectives), ``start_method`` ("forkserver"; "spawn", "fork"),
             ``join`` (True), ``daemon`` (False). For Horovod the last three, and ``hosts``
-            (``"node1:2,node2:2"``), ``nnodes`` (as many as hosts) and the options of ``horovod.run``; with any
-            of these Horovod's own launcher starts the workers, which takes seconds and listens on all
+            (``"node1:2,node2:2"``), ``nnodes`` (as many as hosts) and the options of ``horovod.run``; with
+            any of these Horovod's own launcher starts the workers, which takes seconds and listens on all
             interfaces.
 
     Returns:

@@ -112,9 +112,9 @@ def initialize(backend: str, **kwargs: Any) -> None:
     """Make a distributed context. Every rank calls it; it returns when all have.
 
     The ranks come from the arguments or from the environment of torchrun, Slurm and whatever else sets
-    ``RANK`` and ``WORLD_SIZE`` (Horovod: of ``horovodrun``); with nothing set it is a world of one. Variables
-    that scripts read (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``) are set where
-    they are missing, and :func:`finalize` takes back just those.
+    ``RANK`` and ``WORLD_SIZE`` (Horovod: of ``horovodrun``); with nothing set it is a world of one.
+    Variables that scripts read (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``) are
+    set where they are missing, and :func:`finalize` takes back just those.
 
     Args:
         backend: one of :func:`available_backends`, or one per device: ``"cpu:gloo,cuda:nccl"``.

@@ -113,8 +113,8 @@ def initialize(backend: str, **kwargs: Any) -> None:
 
     The ranks come from the arguments or from the environment of torchrun, Slurm and whatever else sets
     ``RANK`` and ``WORLD_SIZE`` (Horovod: of ``horovodrun``); with nothing set it is a world of one.
-    Variables that scripts read (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``) are
-    set where they are missing, and :func:`finalize` takes back just those.
+    Variables that scripts read (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
+    ``MASTER_PORT``) are set where they are missing, and :func:`finalize` takes back just those.
 
     Args:
         backend: one of :func:`available_backends`, or one per device: ``"cpu:gloo,cuda:nccl"``.

@@ -139,8 +139,8 @@ def auto_model(model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
 
     torch.distributed with more than one rank: ``DistributedDataParallel``. No context and several GPUs:
     ``DataParallel``. Horovod averages gradients in the optimizer (:func:`auto_optim`), so the module itself
-    comes back. In every case all ranks start from the parameters and buffers of rank 0. A module without
-    trainable parameters is left as it is.
+    comes back. All ranks start from the parameters and buffers of rank 0, unless the module has nothing to
+    train: then it is left as it is, and no rank waits for another.
 
     Args:
         model: any module.
@@ -166,7 +166,8 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
     """``optimizer``, ready for the live context: itself where gradients are reduced by the model's wrapper.
 
     Under Horovod it becomes a ``hvd.DistributedOptimizer`` that starts from the state of rank 0 (Adam's
-    moments after a resume) and averages the gradients before each step; closures, schedulers,
+    moments after a resume) and averages the gradients before each step, and the loss that a closure returns;
+    schedulers,
     ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as without it. Between
     ``backward`` and ``step`` gradients are still each rank's own: to clip them, call
     ``optimizer.synchronize()`` first and step under ``optimizer.skip_synchronize()``.

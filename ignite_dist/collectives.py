@@ -365,7 +365,7 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
 
     Without options only the members need to call it (Horovod, MPI, and a default group bound to a device by
     ``device_id=``: every rank of the world); with options every rank of the world does, in the same order.
-    The same holds for the first use of a list.
+    The same holds for the first use of a list. With Horovod all ranks make their groups in the same order.
 
     Args:
         ranks: distinct global ranks; the group's order is ascending.

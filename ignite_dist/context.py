@@ -132,7 +132,14 @@ def initialize(backend: str, **kwargs: Any) -> None:
         LaunchError: the port of the rendezvous is in use.
     """
     global _model
-    _model = find_model(backend).create_from_backend(backend, **kwargs)
+    model = find_model(backend)
+    live = current_model()
+    if live.name != SerialModel.name:
+        raise RuntimeError(
+            f"A context of backend {live.backend()!r} exists already, so a second one cannot be initialised. "
+            "idist uses the one that exists without any call; or end it first with idist.finalize()."
+        )
+    _model = model.create_from_backend(backend, **kwargs)
 
 
 def finalize() -> None:

@@ -78,7 +78,7 @@ def spawn(
     model = context.find_model(backend)
     if not callable(fn):
         raise TypeError(f"spawn calls a function in each worker, got {type(fn).__name__}.")
-    check_keywords("spawn", kwargs, model.spawn_keywords())
+    check_keywords("spawn", kwargs, model.spawn_keywords() | {"nproc_per_node"})
     entry = _Entry(backend, fn, tuple(args), dict(kwargs_dict or {}))
     return model.spawn(entry, backend=backend, nproc_per_node=nproc_per_node, **kwargs)
 
@@ -140,7 +140,7 @@ class Parallel:
         for_initialize, for_spawn = keywords_of(model.create_from_backend), model.spawn_keywords()
         given = {"init_method": init_method, **spawn_kwargs}
         given = {name: value for name, value in given.items() if value is not None}
-        check_keywords("Parallel", given, for_initialize | for_spawn)
+        check_keywords("Parallel", given, for_initialize | for_spawn | {"nproc_per_node"})
         self._initialize_kwargs = {name: given[name] for name in given if name in for_initialize}
         if nproc_per_node is not None:
             given.update((name, value) for name, value in places.items() if value is not None)

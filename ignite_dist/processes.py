@@ -15,6 +15,7 @@ import pickle
 import signal
 import socket
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -34,7 +35,7 @@ from ignite_dist import wire
 from ignite_dist.devices import num_cores
 from ignite_dist.errors import RankFailedError, WorkerExitedError, WorkerRaisedError
 
-__all__ = ["Failed", "Failure", "Workers", "error_of", "failure_of", "start"]
+__all__ = ["Failed", "Failure", "Workers", "error_of", "outcome_of", "start"]
 
 _logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def start(
     context = _context(start_method)
     forked = context.get_start_method() == "fork"
     call = partial(entry, **entry_kwargs)
-    sent = call if forked else wire.encode(call) if _main_is_importable() else wire.encode_by_value(call)
+    sent = call if forked else _encode(call)
     default_method = multiprocessing.get_start_method(allow_none=True)
     workers: list[_Worker] = []
     try:
@@ -117,6 +118,16 @@ def _join_kept() -> None:
                 _logger.error("A launch that nobody joined has failed. %s", error)
 
 
+def _encode(call: Callable[..., Any]) -> bytes:
+    """The call as bytes; by value where the workers cannot import this process's main module."""
+    try:
+        return wire.encode(call) if _main_is_importable() else wire.encode_by_value(call)
+    except TypeError as error:
+        raise TypeError(
+            f"The function given to spawn, or one of its arguments, cannot be sent to a worker: {error.__cause__}"
+        ) from error
+
+
 def _main_is_importable() -> bool:
     """Whether workers can import this process's main module: not from a notebook, ``-c`` or a pipe."""
     main = sys.modules["__main__"]
@@ -151,18 +162,26 @@ def _context(start_method: str | None) -> BaseContext:
         server = multiprocessing.forkserver._forkserver
         wanted = [name for name in server._preload_modules if name != "__main__"]  # type: ignore[attr-defined]
         context.set_forkserver_preload(list(dict.fromkeys([*wanted, "torch", "ignite_dist"])))
-        with _same_modules():
-            server.ensure_running()
+        with _server_lock:
+            if server._forkserver_pid is None:  # type: ignore[attr-defined]
+                _start_server(server)
     return context
 
 
-@contextmanager
-def _same_modules() -> Iterator[None]:
-    """Let the fork server import what this process would; Python before 3.13 tells it nothing of our path."""
+_server_lock = threading.Lock()
+
+
+def _start_server(server: Any) -> None:
+    """Start the fork server so that it imports what this process would.
+
+    Python before 3.13 tells it nothing of our path, so it would preload the package that is installed.
+    """
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        folder for folder in sys.path if folder and isinstance(folder, str)
+    )
     try:
-        yield
+        server.ensure_running()
     finally:
         if before is None:
             del os.environ["PYTHONPATH"]
@@ -252,22 +271,26 @@ def _work(
     _seed()
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     _send(sender, None)
-    try:
-        call = wire.decode(sent) if isinstance(sent, bytes) else sent
-        outcome: bytes | Failure = wire.encode(call(local_rank))
-    except SystemExit as exit_:
-        code = exit_.code & 0xFF if isinstance(exit_.code, int) else int(exit_.code is not None)
-        outcome = failure_of(exit_, exit_code=code) if code else wire.encode(None)
-    except BaseException as error:
-        outcome = failure_of(error)
+    outcome = outcome_of(sent, local_rank)
     _send(sender, outcome)
     if isinstance(outcome, Failure):
         # Peers see our connections close, which ends their wait; the launcher ends what goes on regardless.
         sys.exit(outcome.exit_code or 1)
 
 
-def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
-    """What ``error``, which is being handled, is to the launcher: the user's part of its traceback."""
+def outcome_of(sent: bytes | Callable[..., Any], local_rank: int) -> bytes | Failure:
+    """What a worker sends home: what the call that it was ``sent`` returns, as bytes, or a failure."""
+    try:
+        call = wire.decode(sent) if isinstance(sent, bytes) else sent
+        return wire.encode(call(local_rank))
+    except SystemExit as exit_:
+        code = exit_.code & 0xFF if isinstance(exit_.code, int) else int(exit_.code is not None)
+        return _failure(exit_, exit_code=code) if code else wire.encode(None)
+    except BaseException as error:
+        return _failure(error)
+
+
+def _failure(error: BaseException, exit_code: int | None = None) -> Failure:
     text = "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__)))
     summary = "".join(traceback.format_exception_only(error)).strip()  # survives a __str__ that raises
     return Failure(
@@ -418,6 +441,7 @@ class Workers:
     def terminate(self) -> None:
         """End the workers that still run: SIGTERM, and SIGKILL for those that do not heed it."""
         _end(self.processes)
+        self._serving = None
         if self in _kept:
             _kept.remove(self)
 
@@ -463,7 +487,7 @@ def error_of(failed: Sequence[Failed]) -> RankFailedError:
     failure = first.failure
     place = f"Rank {first.rank}" + (f" (pid {first.pid} on {first.host})" if first.pid else "")
     after = "".join(
-        f"\nRank {other.rank} failed after it: {_last_line(other.failure.summary)}"
+        f"\nRank {other.rank} failed after it: {_first_line(other.failure.summary)}"
         for other in others
         if other.failure.summary
     )
@@ -489,8 +513,8 @@ def _signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2][:300]
+def _first_line(text: str) -> str:
+    return textwrap.shorten(text.strip().partition("\n")[0], 200, placeholder=" ...")
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:

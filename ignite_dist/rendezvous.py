@@ -30,7 +30,7 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
 
     Raises:
         ValueError: the two contradict each other, or an ``init_method`` comes without ranks.
-        EnvironmentVariablesError: the environment is half set.
+        EnvironmentVariablesError: the environment is half set, or Horovod's.
     """
     environment = environments.detect(os.environ)
     if rank is None or world_size is None:
@@ -43,6 +43,12 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
             raise ValueError(
                 f"init_method={init_method!r} needs rank= and world_size=, or RANK and WORLD_SIZE in the "
                 "environment."
+            )
+        size = os.environ.get("HOROVOD_SIZE", "1")
+        if environment is None and size != "1":
+            raise EnvironmentVariablesError(
+                f"HOROVOD_SIZE={size}: horovodrun has started {size} processes, but torch.distributed cannot meet "
+                "there, and each would be a world of one. Use backend 'horovod', or start the script with torchrun."
             )
         return environment or _ALONE
     if not 0 <= rank < world_size:

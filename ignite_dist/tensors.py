@@ -131,10 +131,18 @@ def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: i
     """Fill ``tensors`` with those of the global rank ``src``, which has as many of the same layouts.
 
     Small ones travel together, as bytes: one collective for each :data:`_BUCKET_BYTES`.
+
+    Raises:
+        TypeError, ValueError: one of them is not dense, or overlaps itself. Nothing was sent.
     """
+    tensors = list(tensors)
+    for tensor in tensors:
+        check_dense("broadcast", tensor)
+        check_writable("broadcast", tensor)
     bucket: list[Tensor] = []
     for tensor in tensors:
-        if bucket and sum(one.nbytes for one in bucket) + tensor.nbytes > _BUCKET_BYTES:
+        size = sum(one.nbytes for one in bucket) + tensor.nbytes
+        if bucket and (size > _BUCKET_BYTES or tensor.device != bucket[0].device):
             _broadcast_bucket(model, bucket, src, group)
             bucket = []
         bucket.append(tensor)

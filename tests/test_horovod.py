@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 import helpers
 import ignite_dist as idist
 from ignite_dist.comp_models import horovod as horovod_model
+from ignite_dist.comp_models import horovod_launch
 
 pytestmark = pytest.mark.horovod
 
@@ -91,11 +93,12 @@ def test_initialize_with_nothing_set_is_a_world_of_one_and_can_be_repeated(tmp_p
             assert (idist.get_nnodes(), idist.get_node_rank(), idist.get_nproc_per_node()) == (1, 0, 1)
             assert idist.all_reduce(torch.ones(2), group=[0]).tolist() == [1, 1]
             assert os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] == "1"
+            assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", "0")
             with pytest.raises(RuntimeError, match="already"):
                 idist.initialize("horovod")
             idist.finalize()
             assert idist.model_name() == "serial"
-            assert "HOROVOD_DYNAMIC_PROCESS_SETS" not in os.environ
+            assert not {"HOROVOD_DYNAMIC_PROCESS_SETS", "RANK", "WORLD_SIZE"} & set(os.environ)
         """,
     )
 
@@ -332,23 +335,52 @@ def test_when_a_rank_leaves_after_an_exception_the_others_are_told() -> None:
     assert "shut down" in first and second == "left"
 
 
-def test_interrupting_a_worker_that_waits() -> None:
-    """Ctrl-C gets through to a rank that waits for the others; hvd.synchronize() would not let it."""
-    workers = spawn(_wait_for_nobody, join=False)
-    pid = workers.pids()[0]
-    deadline = time.monotonic() + 30
-    while not any(thread.user_time + thread.system_time for thread in psutil.Process(pid).threads()):
-        assert time.monotonic() < deadline
-    time.sleep(1.0)  # it is in the call by then, or Ctrl-C comes before: the outcome is the same
-    os.kill(pid, signal.SIGINT)
-    with pytest.raises(idist.WorkerRaisedError, match="KeyboardInterrupt"):
-        workers.join(30)
-
-
-def _wait_for_nobody(_: int) -> None:
-    if idist.get_rank() == 0:
+def _interrupted(_: int) -> str:
+    if idist.get_rank() == 1:
+        return "left"  # to the barrier of the end
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
         idist.all_reduce(torch.ones(1))
-    time.sleep(60)
+    except KeyboardInterrupt as interrupt:
+        frames = [frame.name for frame in traceback.extract_tb(interrupt.__traceback__)]
+        assert "_wait" in frames
+    with pytest.raises(RuntimeError, match="interrupted before its end"):
+        idist.all_reduce(torch.ones(1))
+    raise ValueError("enough")
+
+
+def test_a_ctrl_c_gets_through_to_a_rank_that_waits() -> None:
+    """hvd.synchronize() alone would not let it."""
+    with pytest.raises(idist.WorkerRaisedError, match="ValueError: enough"):
+        spawn(_interrupted)
+
+
+ENDINGS = {
+    "nobody joins": "idist.spawn('horovod', time.sleep, (60,), nproc_per_node=2, join=False, daemon=True)",
+    "not picklable": "idist.spawn('horovod', work, (threading.Lock(),), nproc_per_node=2)",
+    "unknown method": "idist.spawn('horovod', work, nproc_per_node=2, start_method='bogus')",
+    "terminated": "w = idist.spawn('horovod', work, nproc_per_node=2, join=False); w.terminate()",
+    "interrupted": (
+        "threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start(); "
+        "idist.spawn('horovod', work, (60,), nproc_per_node=2)"
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_launcher_ends_however_its_launch_does(ending: str, tmp_path: Path) -> None:
+    text = f"""
+        import os, signal, threading, time
+        import ignite_dist as idist
+
+        def work(local_rank, seconds=0):
+            time.sleep(seconds)
+
+        if __name__ == "__main__":
+            {ENDINGS[ending]}
+        """
+    helpers.run_python(helpers.write_script(tmp_path, text), seconds=40)
 
 
 # --- through horovod.run ------------------------------------------------------------------------------
@@ -386,6 +418,51 @@ def test_a_worker_killed_through_horovod_run() -> None:
     with pytest.raises(idist.WorkerExitedError, match="Rank 1 was ended by SIGKILL") as caught:
         spawn(_die_on_1, nproc_per_node=2, use_gloo=True)
     assert (caught.value.rank, caught.value.signal_name) == (1, "SIGKILL")
+
+
+def _end(local_rank: int, how: str) -> Any:
+    if idist.get_rank() == 1 or idist.get_world_size() == 1:
+        if how == "progress":
+            sys.stderr.write("50%|=====")
+            raise ValueError("beside a progress bar")
+        if how == "lock":
+            return threading.Lock()
+        sys.exit(int(how))
+    return "fine"
+
+
+def test_the_end_of_a_worker_through_horovod_run_is_that_of_any_other() -> None:
+    with pytest.raises(idist.WorkerRaisedError, match="ValueError: beside a progress bar"):
+        spawn(_end, "progress", nproc_per_node=1, hosts=HOSTS)
+    with pytest.raises(idist.WorkerRaisedError, match="cannot be sent"):
+        spawn(_end, "lock", nproc_per_node=1, hosts=HOSTS)
+    with pytest.raises(idist.WorkerExitedError, match="ended with exit code 3"):
+        spawn(_end, "3", nproc_per_node=1, hosts=HOSTS)
+    assert spawn(_end, "0", nproc_per_node=1, hosts=HOSTS) == ["fine", None]
+
+
+def test_a_job_of_one_process_on_a_named_host() -> None:
+    with pytest.raises(idist.WorkerRaisedError, match="beside a progress bar"):
+        spawn(_end, "progress", nproc_per_node=1, hosts="localhost:1")
+
+
+def test_what_horovod_ended_itself_is_not_blamed(tmp_path: Path) -> None:
+    """Horovod names the process whose end it noticed first, which may be one that it has ended."""
+    error = RuntimeError("Process name: 1\nExit code: 143\n")
+    old = "Rank 0 (local rank 0, pid 7 on host) failed at 0.1 with KeyError (exit code None) in launch old. "
+    new = (
+        old.replace("Rank 0", "Rank 2").replace("KeyError", "ValueError").replace("launch old", "launch new")
+    )
+    for folder, text, token in (("rank.0", old, "old"), ("rank.2", new, "new")):
+        (tmp_path / folder).mkdir()
+        text += f"Its traceback:\nTraceback\nError: é\nEnd of the traceback of {token}.\n"
+        lines = "".join(f"[2]<stderr>:{line}\n" for line in text.splitlines())
+        (tmp_path / folder / "stderr").write_text(lines)
+    found = horovod_launch._error(error, str(tmp_path), "new")
+    assert isinstance(found, idist.WorkerRaisedError)
+    assert (found.rank, found.error_type, found.traceback) == (2, "ValueError", "Traceback\nError: é\n")
+    silent = horovod_launch._error(error, str(tmp_path), "other")
+    assert isinstance(silent, idist.WorkerExitedError) and silent.signal_name == "SIGTERM"
 
 
 def test_a_script_and_the_modules_beside_it_through_horovod_run(tmp_path: Path) -> None:
@@ -443,6 +520,22 @@ def test_a_group_that_some_rank_does_not_make_is_named(capfd: pytest.CaptureFixt
     assert spawn(_late_group) == ["met", "met"]
     output = capfd.readouterr().err
     assert output.count("Rank 0 waits for the other ranks to make the group [0].") == 1
+
+
+def _different_shapes(_: int) -> None:
+    horovod_model._PATIENCE_SECONDS = 0.3
+    idist.all_reduce(torch.ones(2 + idist.get_rank()))
+
+
+def test_ranks_that_wait_for_each_other_say_in_which_call(capfd: pytest.CaptureFixture[str]) -> None:
+    workers = spawn(_different_shapes, join=False)
+    assert workers.join(5) is None
+    workers.terminate()
+    output = capfd.readouterr().err
+    for rank, shape in enumerate(("(2,)", "(3,)")):
+        assert re.search(
+            rf"Rank {rank} has waited .* all_reduce.SUM.torch.float32.{re.escape(shape)}", output
+        )
 
 
 def _removed_set(_: int) -> None:
@@ -561,6 +654,21 @@ def test_a_launcher_that_horovod_does_not_know_is_refused(tmp_path: Path) -> Non
         LOCAL_RANK="1",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="29500",
+    )
+
+
+def test_the_ranks_of_horovodrun_are_not_worlds_of_one(tmp_path: Path) -> None:
+    """gloo would not see that there are others, and each rank would train alone."""
+    run_script(
+        tmp_path,
+        """
+        import pytest
+        import ignite_dist as idist
+        with pytest.raises(idist.EnvironmentVariablesError, match="HOROVOD_SIZE=2.*horovod"):
+            idist.initialize("gloo")
+        """,
+        HOROVOD_RANK="0",
+        HOROVOD_SIZE="2",
     )
 
 

@@ -925,3 +925,50 @@ def test_gradients_in_halves_are_averaged_without_overflow() -> None:
     """Horovod itself refuses bfloat16, and 2 x 40,000 is more than float16 holds."""
     large = torch.tensor(40_000.0).bfloat16().item()
     assert spawn(_halves) == [[[1.0, large], [1.0, 40_000.0]]] * 2
+
+
+def _different_data(_: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(idist.get_rank())
+    x, y = (torch.randn(16, width, generator=generator, dtype=torch.float64) for width in (4, 1))
+    parameter = torch.nn.Parameter(torch.zeros(4, 1, dtype=torch.float64))
+    plain = torch.optim.LBFGS([parameter], lr=1.0, max_iter=8, line_search_fn="strong_wolfe")
+    optimizer = idist.auto_optim(plain)
+    calls = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = (x @ parameter - y).pow(2).mean()
+        loss.backward()
+        return loss
+
+    losses = [float(optimizer.step(closure)) for _ in range(3)]
+    return [calls, losses, parameter.tolist()]
+
+
+def test_an_optimizer_that_decides_by_the_loss_decides_the_same_everywhere() -> None:
+    first, second = spawn(_different_data)
+    assert first == second
+    assert first[1][2] < first[1][0]
+
+
+def _layouts(_: int) -> dict[str, bool]:
+    found = {}
+    for name, parameter in {
+        "channels_last": torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        "transposed": torch.zeros(3, 2).t(),
+        "complex": torch.zeros(3, dtype=torch.complex64),
+    }.items():
+        parameter = torch.nn.Parameter(parameter)
+        optimizer = idist.auto_optim(torch.optim.SGD([parameter], lr=1.0))
+        optimizer.state["steps"] = 7  # a key of the user's own
+        weights = torch.arange(parameter.numel()).to(parameter.dtype).view(parameter.shape)
+        ((idist.get_rank() + 1) * weights * parameter).real.sum().backward()
+        optimizer.step()
+        found[name] = torch.equal(parameter.detach(), -1.5 * weights)
+    return found
+
+
+def test_gradients_of_every_layout() -> None:
+    assert spawn(_layouts) == [{"channels_last": True, "transposed": True, "complex": True}] * 2

@@ -9,7 +9,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,10 +21,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ignite_dist import devices, environments
+from ignite_dist import devices, environments, rendezvous
 from ignite_dist.arguments import check_counts, check_keywords
 from ignite_dist.comp_models import horovod_launch, horovod_optim
 from ignite_dist.comp_models.base import ComputationModel, Group, Topology
+from ignite_dist.environments import Environment
 from ignite_dist.errors import EnvironmentVariablesError
 
 if TYPE_CHECKING:
@@ -29,15 +33,19 @@ if TYPE_CHECKING:
 
 __all__ = ["HorovodModel"]
 
+_logger = logging.getLogger(__name__)
+
 # Horovod looks for new calls once a cycle, a millisecond by default. Whoever wakes up late after one misses
 # the next, so a rank with a core to itself stays awake for a little longer than that, and sleeps only then.
 _SPIN_SECONDS = 1.2e-3
 _SLEEP_SECONDS = 200e-6
 
-_logger = logging.getLogger(__name__)
-
+# How long a rank waits without a word.
 _PATIENCE_SECONDS = 10.0
 _WAITING = (
+    "Rank %d has waited %.0f s in %s. Some other rank has not made this call, or with another shape or dtype."
+)
+_WAITING_FOR_GROUP = (
     "Rank %d waits for the other ranks to make the group %s. With Horovod every rank of the world makes a "
     "new group, members or not: by new_group, or by a collective with the list of its ranks."
 )
@@ -123,28 +131,18 @@ class HorovodModel(ComputationModel):
         check_keywords("initialize", kwargs, ("comm",))
         import horovod.torch as hvd
 
-        if hvd.is_initialized():
-            raise RuntimeError(
-                "Horovod is initialized already. idist uses what exists without any call; or end it first "
-                "with idist.finalize()."
-            )
         _check_launcher(hvd)
         _check_comm(hvd, comm)
-        is_ours = _DYNAMIC_SETS not in os.environ
-        os.environ.setdefault(_DYNAMIC_SETS, "1")  # read by init(); without it no group could be made later
-
-        def undo() -> None:
-            if is_ours:
-                os.environ.pop(_DYNAMIC_SETS, None)
-
-        try:
+        with ExitStack() as undo:
+            if _DYNAMIC_SETS not in os.environ:  # read by init(); without it no group could be made later
+                os.environ[_DYNAMIC_SETS] = "1"
+                undo.callback(os.environ.pop, _DYNAMIC_SETS, None)
             hvd.init(comm)
+            place = Environment("horovodrun", hvd.rank(), hvd.size(), hvd.local_rank())
+            undo.callback(rendezvous.set_missing(place))
             if torch.cuda.is_available():
                 torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
-            return cls(undo)
-        except BaseException:
-            undo()
-            raise
+            return cls(undo.pop_all().close)
 
     @classmethod
     def spawn_keywords(cls) -> set[str]:
@@ -263,16 +261,20 @@ class HorovodModel(ComputationModel):
                 found = hvd.ProcessSet(list(ranks))
                 found.process_set_id = process_set_id
                 return found
-        patience = threading.Timer(_PATIENCE_SECONDS, _logger.warning, (_WAITING, self._rank, list(ranks)))
+        patience = threading.Timer(
+            _PATIENCE_SECONDS, _logger.warning, (_WAITING_FOR_GROUP, self._rank, list(ranks))
+        )
         patience.daemon = True
         patience.start()
         try:
             return hvd.add_process_set(list(ranks))
         except ValueError as error:
+            if _DYNAMIC_SETS not in str(error):
+                raise RuntimeError(f"The group {list(ranks)} was not made: {error}") from error
             raise RuntimeError(
                 f"Horovod was initialized without {_DYNAMIC_SETS}=1 and takes no new groups. Set it before "
                 "hvd.init(), name the groups there (process_sets=...), or call idist.initialize('horovod'), "
-                f"which sets it. ({error})"
+                "which sets it."
             ) from error
         finally:
             patience.cancel()
@@ -305,48 +307,57 @@ class HorovodModel(ComputationModel):
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Group) -> Tensor:
         if tensor.numel():
-            process_set, name = self._named("all_reduce", op, tensor, group)
-            self._wait(
-                self._hvd.allreduce_async_(tensor, op=self._ops[op], name=name, process_set=process_set)
-            )
+            submit = partial(self._hvd.allreduce_async_, tensor, op=self._ops[op])
+            self._call(submit, f"all_reduce.{op}", tensor, group)
         return tensor
 
     def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
         if not tensor.numel():
             return tensor.new_empty((len(group.ranks), *tensor.shape)) if out is None else out
-        process_set, name = self._named("all_gather", "", tensor, group)
-        rows: Tensor = self._wait(
-            self._hvd.allgather_async(tensor.unsqueeze(0), name=name, process_set=process_set)
-        )
+        submit = partial(self._hvd.allgather_async, tensor.unsqueeze(0))
+        rows = self._call(submit, "all_gather", tensor, group)
         return rows if out is None else out.copy_(rows)
 
     def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
         if tensor.numel():
-            process_set, name = self._named("broadcast", src, tensor, group)
-            self._wait(self._hvd.broadcast_async_(tensor, src, name=name, process_set=process_set))
+            self._call(partial(self._hvd.broadcast_async_, tensor, src), f"broadcast.{src}", tensor, group)
         return tensor
 
     def _barrier(self, group: Group) -> None:
-        self._all_reduce(torch.zeros(1), "SUM", group)  # hvd.barrier() spins, see _wait
+        # Not hvd.barrier(), which spins; see _wait.
+        tensor = torch.zeros(1)
+        self._call(partial(self._hvd.allreduce_async_, tensor, op=self._hvd.Sum), "barrier", tensor, group)
 
-    def _process_set(self, group: Group) -> Any:
-        return self._hvd.global_process_set if group.handle is None else group.handle
-
-    def _named(self, collective: str, detail: object, tensor: Tensor, group: Group) -> tuple[Any, str]:
-        process_set = self._process_set(group)
+    def _call(self, submit: Callable[..., int], name: str, tensor: Tensor, group: Group) -> Tensor:
+        """Submit a call under a name that all ranks give it, and wait for its result."""
+        process_set = self._hvd.global_process_set if group.handle is None else group.handle
         layout = f"{tensor.dtype}.{tuple(tensor.shape)}"
-        return process_set, f"ignite_dist.{process_set.process_set_id}.{collective}.{detail}.{layout}"
+        full_name = f"ignite_dist.{process_set.process_set_id}.{name}.{layout}"
+        try:
+            handle = submit(name=full_name, process_set=process_set)
+            self._wait(handle, full_name)
+            result: Tensor = self._hvd.synchronize(handle)
+        except ValueError as error:  # the only one that is not about arguments, which were checked above
+            raise RuntimeError(
+                "Such a call is under way in this process already: of another thread, or interrupted before "
+                f"its end. Collectives of one process are called one after the other. ({error})"
+            ) from error
+        return result
 
-    def _wait(self, handle: int) -> Any:
+    def _wait(self, handle: int, name: str) -> None:
         # hvd.synchronize() alone would spin to the end, which keeps a core from the thread that does the work
         # (three ranks on two cores: 4 bytes in 9 ms instead of 2), and would not let a Ctrl-C through.
-        deadline = time.perf_counter() + self._spin_seconds
+        start = time.perf_counter()
+        patience = _PATIENCE_SECONDS
         while not self._hvd.poll(handle):
-            if time.perf_counter() < deadline:
+            waited = time.perf_counter() - start
+            if waited < self._spin_seconds:
                 os.sched_yield()
-            else:
-                time.sleep(_SLEEP_SECONDS)
-        return self._hvd.synchronize(handle)
+                continue
+            if waited > patience:
+                patience = inf
+                _logger.warning(_WAITING, self._rank, waited, name)
+            time.sleep(_SLEEP_SECONDS)
 
     # --- adaptation ------------------------------------------------------------------------------------
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ def start_here(
 
     slots = get_host_assignments(parse_hosts(f"localhost:{nproc_per_node}"), nproc_per_node)
     server = _Rendezvous(slots)
-    interface = rendezvous.loopback_interface()
+    interface = rendezvous.loopback_interface() or ""
     shared = create_run_env_vars("127.0.0.1", [interface], server.port)
     environs = [
         {
@@ -50,7 +52,10 @@ def start_here(
         }
         for slot in slots
     ]
-    return processes.start(entry, {}, environs, serving=server, start_method=start_method, daemon=daemon)
+    try:
+        return processes.start(entry, {}, environs, serving=server, start_method=start_method, daemon=daemon)
+    finally:
+        del server  # the traceback of what was raised would keep it
 
 
 class _Rendezvous:
@@ -67,24 +72,27 @@ class _Rendezvous:
         ).start()
 
     def __del__(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        if not sys.is_finalizing():  # the thread stands still by then and would not answer
+            self._server.shutdown()
+            self._server.server_close()
 
 
 # --- through horovod.run -------------------------------------------------------------------------------
 
-# What a worker writes to its standard error, which Horovod's launcher brings home in a file.
+# What a worker writes to its standard error, which Horovod's launcher brings home in a file. It begins on a
+# line of its own, whatever a progress bar has left there, and is told from other launches by the token.
 _REPORT = (
-    "Rank {rank} (local rank {local_rank}, pid {pid} on {host}) raised {error_type} at {time:.6f}. "
-    "Its traceback:\n{traceback}End of the traceback of rank {rank}.\n"
+    "\nRank {rank} (local rank {local_rank}, pid {pid} on {host}) failed at {time:.6f} with {error_type} "
+    "(exit code {exit_code}) in launch {token}. Its traceback:\n{traceback}End of the traceback of {token}.\n"
+)
+_REPORTED = (
+    r"^Rank (?P<rank>\d+) \(local rank (?P<local_rank>\d+), pid (?P<pid>\d+) on (?P<host>[^\n]+?)\) failed at "
+    r"(?P<time>[\d.]+) with (?P<error_type>\S+) \(exit code (?P<exit_code>\w+)\) in launch {token}\. "
+    r"Its traceback:\n(?P<traceback>.*?)^End of the traceback of {token}\.$"
 )
 _PREFIX = re.compile(r"^(.{24})?\[\d+\]<stderr>:", re.MULTILINE)  # with a time stamp, if asked for
-_REPORTED = re.compile(
-    r"^Rank (?P<rank>\d+) \(local rank (?P<local_rank>\d+), pid (?P<pid>\d+) on (?P<host>.+?)\) "
-    r"raised (?P<error_type>\S+) at (?P<time>[\d.]+)\. "
-    r"Its traceback:\n(?P<traceback>.*?)^End of the traceback of rank (?P=rank)\.$",
-    re.MULTILINE | re.DOTALL,
-)
+# What the others raise when Horovod ends because one of them has failed.
+_CONSEQUENCE = "HorovodInternalError"
 
 
 def run_keywords() -> set[str]:
@@ -135,25 +143,29 @@ def run_on_hosts(
         RankFailedError: a worker failed; with its traceback, if it could still write one.
     """
     from horovod.runner import run
+    from horovod.runner.util.network import filter_local_addresses
 
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("horovod.run() sets signal handlers, so it has to be called in the main thread.")
     num_nodes = nnodes or (hosts.count(",") + 1 if hosts else 1)
     num_proc = nproc_per_node * num_nodes
-    call = partial(_run_and_report, wire.encode_by_value(entry), list(sys.path))
+    if num_proc == 1 and hosts is not None and not filter_local_addresses([hosts.partition(":")[0]]):
+        return list(start_here(entry, 1, None, False).join() or [])
+    token = secrets.token_hex(8)
+    call = partial(_run_and_report, wire.encode_by_value(entry), list(sys.path), token)
     options = {"hosts": hosts, **run_options}
-    with tempfile.TemporaryDirectory() as folder, _signal_handlers_kept():
+    with tempfile.TemporaryDirectory() as folder, _signals_kept():
         if num_proc > 1:  # Horovod computes a logarithm of num_proc - 1
             options.setdefault("output_filename", folder)
         try:
             outcomes = run(call, num_proc=num_proc, **options)
         except RuntimeError as error:
-            raise _error(error, options.get("output_filename")) from None
+            raise _error(error, options.get("output_filename"), token) from None
     here = socket.gethostname()
-    return [result for host, result in outcomes if host == here]
+    return [wire.decode(result) for host, result in outcomes if host == here]
 
 
-def _run_and_report(entry: bytes, path: list[str]) -> tuple[str, Any]:
+def _run_and_report(entry: bytes, path: list[str], token: str) -> tuple[str, bytes]:
     """In a worker: the name of its host, and what ``entry`` returned."""
     from horovod.runner.common.util.env import get_env_rank_and_size
 
@@ -161,52 +173,70 @@ def _run_and_report(entry: bytes, path: list[str]) -> tuple[str, Any]:
     names = ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     local_rank = next(int(os.environ[name]) for name in names if name in os.environ)
     host = socket.gethostname()
-    try:
-        return host, wire.decode(entry)(local_rank)
-    except BaseException as error:
-        failure = processes.failure_of(error)
-        rank, _ = get_env_rank_and_size()
-        report = _REPORT.format(rank=rank, local_rank=local_rank, pid=os.getpid(), host=host, **vars(failure))
-        sys.stderr.write(report)
-        sys.stderr.flush()
-        raise SystemExit(1) from None
+    outcome = processes.outcome_of(entry, local_rank)
+    if isinstance(outcome, bytes):
+        return host, outcome
+    rank, _ = get_env_rank_and_size()
+    place = {"rank": rank, "local_rank": local_rank, "pid": os.getpid(), "host": host, "token": token}
+    sys.stderr.write(_REPORT.format(**place, **vars(outcome)))
+    sys.stderr.flush()
+    raise SystemExit(outcome.exit_code or 1)
 
 
-def _error(error: RuntimeError, folder: str | None) -> RankFailedError | RuntimeError:
+def _error(error: RuntimeError, folder: str | None, token: str) -> RankFailedError | RuntimeError:
     """What became of the job, from the standard error of its workers and from Horovod's own error."""
     files = sorted(Path(folder).rglob("stderr")) if folder else []
-    written = [_PREFIX.sub("", file.read_text(errors="replace")) for file in files]
-    reports = [match for text in written for match in _REPORTED.finditer(text)]
-    failed = [
-        processes.Failed(
-            rank=int(report["rank"]),
-            local_rank=int(report["local_rank"]),
-            pid=int(report["pid"]),
-            host=report["host"],
-            failure=processes.Failure(
-                float(report["time"]),
-                report["error_type"],
-                report["traceback"].strip().rpartition("\n")[2],
-                report["traceback"],
-            ),
-        )
-        for report in reports
-    ]
+    written = "\n".join(_PREFIX.sub("", file.read_text(errors="replace")) for file in files)
+    reported = re.compile(_REPORTED.replace("{token}", token), re.MULTILINE | re.DOTALL)
+    failed = [_failed(**report.groupdict()) for report in reported.finditer(written)]
     ended = re.search(r"Process name: (\d+)\s+Exit code: (-?\d+)", str(error))
     if ended is not None:
         rank, code = map(int, ended.groups())
-        if rank not in {one.rank for one in failed}:  # it ended first and could not say why; others could
-            code = 128 - code if code > 128 else code  # as a shell puts it: 137 for SIGKILL
-            failed.append(processes.Failed(rank, rank, 0, "", processes.Failure(0.0, "", "", "", code)))
+        code = 128 - code if code > 128 else code  # as a shell puts it: 137 for SIGKILL
+        if rank not in {one.rank for one in failed}:
+            # It ended without a word. Horovod ends those that are left by SIGTERM, so that alone says little.
+            ended_by = processes.Failure(inf, "", "", "", code, is_consequence=code == -signal.SIGTERM)
+            failed.append(processes.Failed(rank, rank, 0, "", ended_by))
     return processes.error_of(failed) if failed else error
 
 
+def _failed(
+    rank: str,
+    local_rank: str,
+    pid: str,
+    host: str,
+    time: str,
+    error_type: str,
+    exit_code: str,
+    traceback: str,
+) -> processes.Failed:
+    summary = traceback.strip().rpartition("\n")[2]
+    code = int(exit_code) if exit_code != "None" else None
+    failure = processes.Failure(
+        float(time), error_type, summary, traceback, code, is_consequence=error_type == _CONSEQUENCE
+    )
+    return processes.Failed(int(rank), int(local_rank), int(pid), host, failure)
+
+
 @contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """``horovod.run`` installs handlers and leaves them: Ctrl-C would do nothing from then on."""
+def _signals_kept() -> Iterator[None]:
+    """``horovod.run`` installs handlers, leaves them, and makes of a Ctrl-C an error like any other."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)  # the number of each signal that arrives is written there
     try:
         yield
+    except RankFailedError:
+        with suppress(BlockingIOError):
+            if signal.SIGINT in os.read(reader, 1024):
+                raise KeyboardInterrupt from None
+        raise
     finally:
+        signal.set_wakeup_fd(before)
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            if handler is not None:  # not installed from Python, so it cannot be put back from there
+                signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)

@@ -39,7 +39,7 @@ def distribute(optimizer: Optimizer, name: str, **kwargs: Any) -> Optimizer:
         return optimizer
     if kwargs.get("named_parameters") is None:
         kwargs["named_parameters"] = _names(name, optimizer.param_groups)
-    kwargs.setdefault("compression", Widened)
+    kwargs.setdefault("compression", Carried)
     wrapped = hvd.DistributedOptimizer(optimizer, **kwargs)
     # Horovod makes it anew from the parameters alone, and so loses what was loaded, registered or defaulted.
     # `step` may be there because a scheduler has replaced it, on the optimizer without Horovod.
@@ -49,7 +49,7 @@ def distribute(optimizer: Optimizer, name: str, **kwargs: Any) -> Optimizer:
     made, plain = type(wrapped), type(optimizer)
     made.zero_grad = _zero_grad(made.zero_grad, plain)
     if kwargs.get("op") != hvd.Adasum:
-        made.step = _step(inspect.unwrap(made.step))
+        made.step = _step(inspect.unwrap(made.step), f"ignite_dist.{name}.loss")
         made.add_param_group = _add_param_group(plain, name)
     return wrapped  # type: ignore[no-any-return]
 
@@ -62,20 +62,29 @@ def _names(name: str, groups: list[dict[str, Any]], first: int = 0) -> list[tupl
     ]
 
 
-class Widened:
-    """A compression that widens halves: Horovod takes no bfloat16, and on the CPU rounds float16 often."""
+class Carried:
+    """A compression that loses nothing and makes of any gradient one that Horovod takes.
+
+    It takes neither bfloat16 nor complex numbers nor what is not contiguous, and on the CPU rounds float16
+    after every rank.
+    """
 
     @staticmethod
     def compress(gradient: Tensor) -> tuple[Tensor, torch.dtype]:
         """The gradient as it is sent, and its dtype."""
-        on_cpu = gradient.device.type == "cpu"
-        is_wide = gradient.dtype not in (torch.bfloat16, *((torch.float16,) if on_cpu else ()))
-        return gradient if is_wide else gradient.float(), gradient.dtype
+        dtype, sent = gradient.dtype, gradient
+        if dtype.is_complex:
+            sent = torch.view_as_real(gradient.resolve_conj())
+        elif dtype is torch.bfloat16 or (dtype is torch.float16 and gradient.device.type == "cpu"):
+            sent = gradient.float()
+        return sent.contiguous(), dtype
 
     @staticmethod
     def decompress(gradient: Tensor, dtype: torch.dtype | None) -> Tensor:
         """The gradient in its own dtype; None is Horovod's word for a sparse one."""
-        return gradient if dtype is None else gradient.to(dtype)
+        if dtype is None:
+            return gradient
+        return torch.view_as_complex(gradient) if dtype.is_complex else gradient.to(dtype)
 
 
 def _zero_grad(horovods: Callable[..., None], plain: type[Optimizer]) -> Callable[..., None]:
@@ -88,16 +97,16 @@ def _zero_grad(horovods: Callable[..., None], plain: type[Optimizer]) -> Callabl
     return zero_grad
 
 
-def _step(horovods: Callable[..., Any]) -> Callable[..., Any]:
+def _step(horovods: Callable[..., Any], name: str) -> Callable[..., Any]:
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        """Average the gradients and make a step; those that ``closure`` makes, each time it is called."""
+        """Average the gradients and make a step; of a closure what it makes and returns, at each call."""
         if closure is None or not self._should_synchronize:
             return horovods(self, closure)
 
         def averaged() -> Any:
             loss = closure()
             self.synchronize()
-            return loss
+            return _mean(loss, name, self.process_set)  # L-BFGS decides by it how often to call again
 
         # Horovod itself would average what there is before the closure makes the gradients.
         with self.skip_synchronize():
@@ -108,6 +117,18 @@ def _step(horovods: Callable[..., Any]) -> Callable[..., Any]:
     # The optimizer's own step runs its hooks; with this mark torch does not make this one run them too.
     step.hooked = True  # type: ignore[attr-defined]
     return step
+
+
+def _mean(loss: Any, name: str, process_set: Any) -> Any:
+    """The mean of a loss, a number or a tensor of one, over the ranks of ``process_set``."""
+    import horovod.torch as hvd
+
+    if loss is None or not process_set.included() or process_set.size() == 1:
+        return loss
+    value = loss.detach() if isinstance(loss, Tensor) else loss
+    total = torch.tensor([float(value)], dtype=torch.float64)
+    mean = hvd.allreduce(total, op=hvd.Average, name=name, process_set=process_set)
+    return torch.full_like(value, mean.item()) if isinstance(value, Tensor) else mean.item()
 
 
 def _add_param_group(plain: type[Optimizer], name: str) -> Callable[..., None]:
@@ -158,4 +179,5 @@ def load_state(optimizer: Optimizer, state: bytes | memoryview, device: torch.de
         group.update({key: value for key, value in other.items() if key != "params"})
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.state.clear()
-    optimizer.state.update({parameters[number]: value for number, value in saved["state"].items()})
+    for key, value in saved["state"].items():  # by the number of a parameter, or by a key of the user's own
+        optimizer.state[parameters[key] if isinstance(key, int) else key] = value

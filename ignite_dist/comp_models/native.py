@@ -109,6 +109,12 @@ class NativeModel(ComputationModel):
         return all(name in _available_backends() for name in names)
 
     @classmethod
+    def how_to_get(cls, backend: str) -> str | None:
+        if backend not in dist.Backend.backend_list:
+            return None
+        return f"this torch, {torch.__version__}, was built without it."
+
+    @classmethod
     def create_from_backend(
         cls,
         backend: str,
@@ -486,11 +492,6 @@ def _check_initialize(
     timeout: timedelta | None,
     kwargs: dict[str, Any],
 ) -> None:
-    if dist.is_initialized():
-        raise RuntimeError(
-            "A process group exists already, so a second one cannot be initialised. idist uses the one that "
-            "exists without any call; or end it first with idist.finalize()."
-        )
     allowed = ("init_method", "world_size", "rank", "timeout", "pg_options", "device_id")
     check_keywords("initialize", kwargs, allowed)
     if (rank is None) != (world_size is None):

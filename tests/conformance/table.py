@@ -50,6 +50,8 @@ class TableWriter:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if session.testsfailed or not self._cells:
             return
+        if session.config.option.keyword:
+            raise pytest.UsageError("-k leaves out cases, and --conformance-table writes of all of them.")
         text = self._markdown()
         self._path.write_text(text, encoding="utf-8")
         if _HOLE in text:

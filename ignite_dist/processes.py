@@ -123,8 +123,9 @@ def _encode(call: Callable[..., Any]) -> bytes:
     try:
         return wire.encode(call) if _main_is_importable() else wire.encode_by_value(call)
     except TypeError as error:
+        reason = error.__cause__ or error
         raise TypeError(
-            f"The function given to spawn, or one of its arguments, cannot be sent to a worker: {error.__cause__}"
+            f"The function given to spawn, or one of its arguments, cannot be sent to a worker: {reason}"
         ) from error
 
 

@@ -86,9 +86,9 @@ _REPORT = (
     "(exit code {exit_code}) in launch {token}. Its traceback:\n{traceback}End of the traceback of {token}.\n"
 )
 _REPORTED = (
-    r"^Rank (?P<rank>\d+) \(local rank (?P<local_rank>\d+), pid (?P<pid>\d+) on (?P<host>[^\n]+?)\) failed at "
-    r"(?P<time>[\d.]+) with (?P<error_type>\S+) \(exit code (?P<exit_code>\w+)\) in launch {token}\. "
-    r"Its traceback:\n(?P<traceback>.*?)^End of the traceback of {token}\.$"
+    r"^Rank (?P<rank>\d+) \(local rank (?P<local_rank>\d+), pid (?P<pid>\d+) on (?P<host>[^\n]+?)\) "
+    r"failed at (?P<time>[\d.]+) with (?P<error_type>\S+) \(exit code (?P<exit_code>\w+)\) "
+    r"in launch {token}\. Its traceback:\n(?P<traceback>.*?)^End of the traceback of {token}\.$"
 )
 _PREFIX = re.compile(r"^(.{24})?\[\d+\]<stderr>:", re.MULTILINE)  # with a time stamp, if asked for
 # What the others raise when Horovod ends because one of them has failed.

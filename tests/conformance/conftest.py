@@ -37,15 +37,6 @@ _FACTORIES = {
 _ON_A_GPU = ("nccl-1", "gloo-cuda-2")
 
 
-@pytest.fixture(scope="session")
-def worlds() -> Iterator[dict[str, Any]]:
-    """The worlds that are running, by name."""
-    running: dict[str, Any] = {}
-    yield running
-    for world in running.values():
-        world.close()
-
-
 def _marks(name: str) -> list[Any]:
     if name in _ON_A_GPU:
         skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -53,9 +44,10 @@ def _marks(name: str) -> list[Any]:
     return [pytest.mark.horovod] if name.startswith("horovod") else []
 
 
-@pytest.fixture(params=[pytest.param(name, marks=_marks(name)) for name in _FACTORIES])
-def world(request: pytest.FixtureRequest, worlds: dict[str, Any]) -> Any:
+# One world at a time: pytest runs its cases together, and then ends its workers. Those of Horovod are never idle.
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=_marks(name)) for name in _FACTORIES])
+def world(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A world to run a case in; its workers are shared with the other cases."""
-    if request.param not in worlds:
-        worlds[request.param] = _FACTORIES[request.param]()
-    return worlds[request.param]
+    one = _FACTORIES[request.param]()
+    yield one
+    one.close()

@@ -47,8 +47,8 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
         size = os.environ.get("HOROVOD_SIZE", "1")
         if environment is None and size != "1":
             raise EnvironmentVariablesError(
-                f"HOROVOD_SIZE={size}, so horovodrun has started {size} processes, but torch.distributed does "
-                "not know it, and each would be a world of one. Use backend 'horovod', or torchrun."
+                f"HOROVOD_SIZE={size}, so horovodrun has started {size} processes, but torch.distributed "
+                "does not know it, and each would be a world of one. Use backend 'horovod', or torchrun."
             )
         return environment or _ALONE
     if not 0 <= rank < world_size:

@@ -44,7 +44,7 @@ def _marks(name: str) -> list[Any]:
     return [pytest.mark.horovod] if name.startswith("horovod") else []
 
 
-# One world at a time: pytest runs its cases together, and then ends its workers. Those of Horovod are never idle.
+# One world at a time: pytest runs its cases together and then ends its workers. Horovod's are never idle.
 @pytest.fixture(scope="session", params=[pytest.param(name, marks=_marks(name)) for name in _FACTORIES])
 def world(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A world to run a case in; its workers are shared with the other cases."""

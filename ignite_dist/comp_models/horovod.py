@@ -50,8 +50,7 @@ _WAITING_FOR_GROUP = (
     "new group, members or not: by new_group, or by a collective with the list of its ranks."
 )
 _DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
-# What the torch extension of 0.28.1 has functions for. Its sum of halves rounds after every rank, on the CPU
-# and in software, so there they travel as floats; NCCL adds them up as it should.
+# What the torch extension of 0.28.1 has functions for.
 _GATHERED = frozenset(
     {
         torch.uint8,
@@ -64,6 +63,7 @@ _GATHERED = frozenset(
         torch.float64,
     }
 )
+# Halves are left out: on the CPU it rounds their sum after every rank, and in software.
 _REDUCED = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
 
 

@@ -254,6 +254,19 @@ def test_the_end_of_a_worker_through_horovod_run_is_that_of_any_other() -> None:
     assert spawn(_end, "0", nproc_per_node=1, hosts=HOSTS) == ["fine", None]
 
 
+def _interrupt(_: int, launcher: int) -> None:
+    idist.barrier()
+    if idist.get_rank() == 0:
+        os.kill(launcher, signal.SIGINT)
+    time.sleep(60)
+
+
+def test_a_ctrl_c_during_horovod_run_is_one() -> None:
+    """Horovod itself makes an error like any other of it."""
+    with pytest.raises(KeyboardInterrupt):
+        spawn(_interrupt, os.getpid(), nproc_per_node=1, hosts=HOSTS)
+
+
 def test_a_job_of_one_process_on_a_named_host() -> None:
     with pytest.raises(idist.WorkerRaisedError, match="beside a progress bar"):
         spawn(_end, "progress", nproc_per_node=1, hosts="localhost:1")

@@ -15,10 +15,8 @@ import pickle
 import signal
 import socket
 import sys
-import textwrap
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,20 +24,18 @@ from functools import partial
 from multiprocessing import connection, reduction
 from multiprocessing.context import BaseContext, get_spawning_popen
 from multiprocessing.process import BaseProcess
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ignite_dist import wire
 from ignite_dist.devices import num_cores
-from ignite_dist.errors import RankFailedError, WorkerExitedError, WorkerRaisedError
+from ignite_dist.errors import RankFailedError
+from ignite_dist.failures import Failed, Failure, error_of, outcome_of
 
-__all__ = ["Failed", "Failure", "Workers", "error_of", "outcome_of", "start"]
+__all__ = ["Workers", "start"]
 
 _logger = logging.getLogger(__name__)
-
-_HERE = os.path.dirname(__file__)
 
 # How long after the first failure the other workers may go on: to report what they died of, no more.
 _GRACE_SECONDS = 1.0
@@ -235,27 +231,6 @@ def _take_over(name: str, environ: Mapping[str, str], outputs: Mapping[int, Any]
 # --- in the worker -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What a worker died of, as it tells the launcher.
-
-    Attributes:
-        time: when, in seconds of ``time.time()``.
-        error_type: the name of the exception's class; this and the next two are empty after a silent death.
-        summary: the last lines of the traceback, without where.
-        traceback: all of it.
-        exit_code: of a worker that ended rather than raised.
-        is_consequence: whether it says itself that another rank failed before.
-    """
-
-    time: float
-    error_type: str
-    summary: str
-    traceback: str
-    exit_code: int | None = None
-    is_consequence: bool = False
-
-
 def _work(
     sent: bytes | Callable[..., Any],
     local_rank: int,
@@ -277,34 +252,6 @@ def _work(
     if isinstance(outcome, Failure):
         # Peers see our connections close, which ends their wait; the launcher ends what goes on regardless.
         sys.exit(outcome.exit_code or 1)
-
-
-def outcome_of(sent: bytes | Callable[..., Any], local_rank: int) -> bytes | Failure:
-    """What a worker sends home: what the call that it was ``sent`` returns, as bytes, or a failure."""
-    try:
-        call = wire.decode(sent) if isinstance(sent, bytes) else sent
-        return wire.encode(call(local_rank))
-    except SystemExit as exit_:
-        code = exit_.code & 0xFF if isinstance(exit_.code, int) else int(exit_.code is not None)
-        return _failure(exit_, exit_code=code) if code else wire.encode(None)
-    except BaseException as error:
-        return _failure(error)
-
-
-def _failure(error: BaseException, exit_code: int | None = None) -> Failure:
-    text = "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__)))
-    summary = "".join(traceback.format_exception_only(error)).strip()  # survives a __str__ that raises
-    return Failure(
-        time.time(), type(error).__name__, summary, text, exit_code, isinstance(error, RankFailedError)
-    )
-
-
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames through which this package came to the user's function."""
-    rest = trace
-    while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_HERE + os.sep):
-        rest = rest.tb_next
-    return rest or trace
 
 
 def _send(sender: connection.Connection, outcome: bytes | Failure | None) -> None:
@@ -390,20 +337,6 @@ class _Worker:
         return Failed(self.rank, self.local_rank, pid, socket.gethostname(), self.failure, self.started)
 
 
-class Failed(NamedTuple):
-    """A failure, and where it happened: ``pid`` is 0 if nobody knows.
-
-    ``started`` is whether the worker could begin at all.
-    """
-
-    rank: int
-    local_rank: int
-    pid: int
-    host: str
-    failure: Failure
-    started: bool = True
-
-
 class Workers:
     """The running workers of one launch, in the order of their local ranks."""
 
@@ -480,42 +413,6 @@ class Workers:
         if failed:
             return error_of(failed)
         return [worker.take_result() for worker in self._workers]
-
-
-def error_of(failed: Sequence[Failed]) -> RankFailedError:
-    """The error of a launch of which some workers failed: it is about the one that failed first."""
-    first, *others = sorted(failed, key=lambda one: (one.failure.is_consequence, one.failure.time))
-    failure = first.failure
-    place = f"Rank {first.rank}" + (f" (pid {first.pid} on {first.host})" if first.pid else "")
-    after = "".join(
-        f"\nRank {other.rank} failed after it: {_first_line(other.failure.summary)}"
-        for other in others
-        if other.failure.summary
-    )
-    if failure.exit_code is None:
-        message = f"{place} failed first. Its traceback:\n\n{failure.traceback}{after}"
-        return WorkerRaisedError(
-            first.rank, failure.error_type, failure.traceback, message, first.local_rank, first.pid
-        )
-    signal_name = _signal_name(-failure.exit_code) if failure.exit_code < 0 else None
-    ending = f"was ended by {signal_name}" if signal_name else f"ended with exit code {failure.exit_code}"
-    ending += f" ({failure.summary})" if failure.summary else ""
-    hint = ""
-    if not first.started:
-        hint = (
-            " before it could begin; its own output says why. Workers import the script, so it has to start "
-            "its work under if __name__ == '__main__'"
-        )
-    message = f"{place} {ending}{hint}.{after}"
-    return WorkerExitedError(first.rank, message, first.local_rank, first.pid, failure.exit_code, signal_name)
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-
-
-def _first_line(text: str) -> str:
-    return textwrap.shorten(text.strip().partition("\n")[0], 200, placeholder=" ...")
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from ignite_dist import processes, rendezvous, wire
 from ignite_dist.errors import RankFailedError
+from ignite_dist.failures import Failed, Failure, error_of, outcome_of
 
 __all__ = ["check_hosts", "run_keywords", "run_on_hosts", "start_here"]
 
@@ -173,7 +174,7 @@ def _run_and_report(entry: bytes, path: list[str], token: str) -> tuple[str, byt
     names = ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     local_rank = next(int(os.environ[name]) for name in names if name in os.environ)
     host = socket.gethostname()
-    outcome = processes.outcome_of(entry, local_rank)
+    outcome = outcome_of(entry, local_rank)
     if isinstance(outcome, bytes):
         return host, outcome
     rank, _ = get_env_rank_and_size()
@@ -195,9 +196,9 @@ def _error(error: RuntimeError, folder: str | None, token: str) -> RankFailedErr
         code = 128 - code if code > 128 else code  # as a shell puts it: 137 for SIGKILL
         if rank not in {one.rank for one in failed}:
             # It ended without a word. Horovod ends those that are left by SIGTERM, so that alone says little.
-            ended_by = processes.Failure(inf, "", "", "", code, is_consequence=code == -signal.SIGTERM)
-            failed.append(processes.Failed(rank, rank, 0, "", ended_by))
-    return processes.error_of(failed) if failed else error
+            ended_by = Failure(inf, "", "", "", code, is_consequence=code == -signal.SIGTERM)
+            failed.append(Failed(rank, rank, 0, "", ended_by))
+    return error_of(failed) if failed else error
 
 
 def _failed(
@@ -209,13 +210,13 @@ def _failed(
     error_type: str,
     exit_code: str,
     traceback: str,
-) -> processes.Failed:
+) -> Failed:
     summary = traceback.strip().rpartition("\n")[2]
     code = int(exit_code) if exit_code != "None" else None
-    failure = processes.Failure(
+    failure = Failure(
         float(time), error_type, summary, traceback, code, is_consequence=error_type == _CONSEQUENCE
     )
-    return processes.Failed(int(rank), int(local_rank), int(pid), host, failure)
+    return Failed(int(rank), int(local_rank), int(pid), host, failure)
 
 
 @contextmanager

@@ -100,12 +100,15 @@ def find_model(backend: str) -> type[ComputationModel]:
             if model.can_run(backend):
                 return model
         for model in registered_computation_models:
-            hint = model.how_to_get(backend)
-            if hint is not None:
-                raise ValueError(f"Backend {backend!r} cannot run here: {hint}")
-    available = available_backends()
-    hint = did_you_mean(str(backend), available) or " Is the package that brings it installed?"
-    raise ValueError(f"Unknown backend {backend!r}. Available: {', '.join(map(repr, available))}.{hint}")
+            reason = model.how_to_get(backend)
+            if reason is not None:
+                raise ValueError(f"Backend {backend!r} cannot run here: {reason} Available: {_listed()}.")
+    hint = did_you_mean(str(backend), available_backends()) or " Is the package that brings it installed?"
+    raise ValueError(f"Unknown backend {backend!r}. Available: {_listed()}.{hint}")
+
+
+def _listed() -> str:
+    return ", ".join(map(repr, available_backends()))
 
 
 def initialize(backend: str, **kwargs: Any) -> None:

@@ -1,4 +1,7 @@
-"""Horovod: its own ranks, background thread and collectives, under the same facade."""
+"""Horovod: its own ranks, background thread and collectives, under the same facade.
+
+Horovod itself, and what of this package only its users need, is imported inside methods.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,6 @@ from torch.optim import Optimizer
 
 from ignite_dist import devices, environments, rendezvous
 from ignite_dist.arguments import check_counts, check_keywords
-from ignite_dist.comp_models import horovod_launch, horovod_optim
 from ignite_dist.comp_models.base import ComputationModel, Group, Topology
 from ignite_dist.environments import Environment
 from ignite_dist.errors import EnvironmentVariablesError
@@ -146,6 +148,8 @@ class HorovodModel(ComputationModel):
 
     @classmethod
     def spawn_keywords(cls) -> set[str]:
+        from ignite_dist.comp_models import horovod_launch
+
         return super().spawn_keywords() | horovod_launch.run_keywords()
 
     @classmethod
@@ -160,6 +164,8 @@ class HorovodModel(ComputationModel):
         daemon: bool = False,
         **run_options: Any,
     ) -> None:
+        from ignite_dist.comp_models import horovod_launch
+
         check_counts(nproc_per_node=nproc_per_node, nnodes=1 if nnodes is None else nnodes)
         horovod_launch.check_hosts(nproc_per_node, nnodes, hosts, run_options)
         if (hosts or run_options) and (start_method or daemon or not join):
@@ -184,6 +190,8 @@ class HorovodModel(ComputationModel):
         **run_options: Any,
     ) -> Any:
         """See ``idist.spawn``; ``hosts`` and every other option of ``horovod.run`` go there."""
+        from ignite_dist.comp_models import horovod_launch
+
         cls.check_spawn(
             nproc_per_node=nproc_per_node,
             nnodes=nnodes,
@@ -370,6 +378,8 @@ class HorovodModel(ComputationModel):
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+        from ignite_dist.comp_models import horovod_optim
+
         self._num_optimizers += 1
         wrapped = horovod_optim.distribute(optimizer, f"optimizer{self._num_optimizers}", **kwargs)
         if self._world_size > 1:

@@ -166,10 +166,9 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
     """``optimizer``, ready for the live context: itself where gradients are reduced by the model's wrapper.
 
     Under Horovod it becomes a ``hvd.DistributedOptimizer`` that starts from the state of rank 0 (Adam's
-    moments after a resume) and averages the gradients before each step, and the loss that a closure returns;
-    schedulers,
-    ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as without it. Between
-    ``backward`` and ``step`` gradients are still each rank's own: to clip them, call
+    moments after a resume) and averages the gradients before each step, and the loss that a closure returns.
+    Schedulers, ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as without it.
+    Between ``backward`` and ``step`` gradients are still each rank's own: to clip them, call
     ``optimizer.synchronize()`` first and step under ``optimizer.skip_synchronize()``.
 
     Args:

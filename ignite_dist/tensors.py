@@ -140,11 +140,12 @@ def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: i
         check_dense("broadcast", tensor)
         check_writable("broadcast", tensor)
     bucket: list[Tensor] = []
+    size = 0
     for tensor in tensors:
-        size = sum(one.nbytes for one in bucket) + tensor.nbytes
+        size += tensor.nbytes
         if bucket and (size > _BUCKET_BYTES or tensor.device != bucket[0].device):
             _broadcast_bucket(model, bucket, src, group)
-            bucket = []
+            bucket, size = [], tensor.nbytes
         bucket.append(tensor)
     if bucket:
         _broadcast_bucket(model, bucket, src, group)

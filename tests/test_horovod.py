@@ -5,6 +5,7 @@ Contexts that a process makes itself are made in processes of their own: Horovod
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -209,17 +210,23 @@ def test_comm_of_all_ranks(comm: str, tmp_path: Path) -> None:
 # --- groups and operations ---------------------------------------------------------------------------
 
 
-def _late_group(_: int) -> str:
+def _late_group(_: int, told: Path) -> str:
     """Rank 0 uses a group that rank 1 has not made; it is told what it waits for."""
-    horovod_model._PATIENCE_SECONDS = 0.3
-    if idist.get_rank() == 1:
-        time.sleep(1.5)
+    if idist.get_rank() == 0:
+        horovod_model._PATIENCE_SECONDS = 0.3
+        handler = logging.StreamHandler()
+        handler.addFilter(lambda record: told.touch() or True)
+        horovod_model._logger.addHandler(handler)
+    while idist.get_rank() == 1 and not told.exists():
+        time.sleep(0.01)
     assert idist.all_reduce(1, group=[0]) == 1
     return "met"
 
 
-def test_a_group_that_some_rank_does_not_make_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert spawn(_late_group) == ["met", "met"]
+def test_a_group_that_some_rank_does_not_make_is_named(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert spawn(_late_group, tmp_path / "told") == ["met", "met"]
     output = capfd.readouterr().err
     assert output.count("Rank 0 waits for the other ranks to make the group [0].") == 1
 

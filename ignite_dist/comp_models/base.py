@@ -91,7 +91,8 @@ class ComputationModel(ABC):
     library: ClassVar[str]
     """The module that makes this model's contexts; they are looked for only after its import."""
 
-    def __init__(self) -> None:
+    def __init__(self, undo: Callable[[], None] | None = None) -> None:
+        self._undo = undo
         self._groups: dict[tuple[int, ...], Group] = {}
         self._everyone: Group | None = None
         self.plans: dict[
@@ -156,8 +157,12 @@ class ComputationModel(ABC):
     def abort(self) -> None:
         """End the context after a failure on this rank. Waits for nobody."""
 
-    def left_behind(self) -> None:  # noqa: B027  # not abstract: most models have nothing to take back
-        """Somebody else has ended the context: take back what this model did to the process for it."""
+    def left_behind(self) -> None:
+        """The context has ended, whoever ended it: take back what this model did to the process for it."""
+        self._groups.clear()
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
     def store(self) -> Store | None:
         """A key-value store of all ranks, beside the collectives, if the backend has one."""

@@ -89,11 +89,10 @@ class HorovodModel(ComputationModel):
     library: ClassVar[str] = "horovod.torch"
 
     def __init__(self, undo: Callable[[], None] | None = None) -> None:
-        super().__init__()
+        super().__init__(undo)
         import horovod.torch as hvd
 
         self._hvd = hvd
-        self._undo = undo
         self._is_initialized = hvd.is_initialized
         # hvd.init() makes a new map each time: the only trace of a shutdown and another init in between.
         self._mpi_ops = hvd.mpi_ops
@@ -220,12 +219,6 @@ class HorovodModel(ComputationModel):
         # The first rank that shuts down ends it for all: what the others wait for fails, and says so.
         self._hvd.shutdown()
         self.left_behind()
-
-    def left_behind(self) -> None:
-        self._groups.clear()
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
 
     # --- identity ------------------------------------------------------------------------------------
 

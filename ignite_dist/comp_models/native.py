@@ -83,9 +83,8 @@ class NativeModel(ComputationModel):
     _local_rank_hint: ClassVar[int | None] = None
 
     def __init__(self, world: ProcessGroup, undo: Callable[[], None] | None = None) -> None:
-        super().__init__()
+        super().__init__(undo)
         self._world = world
-        self._undo = undo
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._backends = _backend_per_device()
@@ -186,14 +185,7 @@ class NativeModel(ComputationModel):
         daemon: bool = False,
     ) -> Any:
         """See ``idist.spawn``."""
-        cls.check_spawn(
-            nproc_per_node=nproc_per_node,
-            nnodes=nnodes,
-            node_rank=node_rank,
-            master_addr=master_addr,
-            master_port=master_port,
-            init_method=init_method,
-        )
+        check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
         _check_timeout(timeout)
         devices.check_devices(backend, nproc_per_node)
         world_size, first_rank = nnodes * nproc_per_node, node_rank * nproc_per_node
@@ -240,12 +232,6 @@ class NativeModel(ComputationModel):
     def abort(self) -> None:
         distributed_c10d._abort_process_group()
         self.left_behind()
-
-    def left_behind(self) -> None:
-        self._groups.clear()
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
 
     def store(self) -> Store | None:
         _, store = distributed_c10d._world.pg_map[self._world]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_dist.context import current_model
+from ignite_dist.collectives import all_reduce
 from ignite_dist.samplers import DistributedProxySampler, EpochSampler
-from ignite_dist.tensors import broadcast_tensors
+from ignite_dist.tensors import average_tensors, broadcast_tensors
 
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
 
@@ -41,7 +41,7 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
     model = current_model()
     kwargs.setdefault("pin_memory", model.device().type == "cuda")
     if model.get_world_size() == 1:
-        return model.wrap_dataloader(DataLoader(dataset, **kwargs))
+        return model.make_dataloader(dataset, **kwargs)
     if "batch_size" in kwargs:
         kwargs["batch_size"] = _per_rank_batch_size(kwargs["batch_size"], model.get_world_size())
     if kwargs.get("num_workers"):
@@ -56,7 +56,7 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
             model.get_world_size(),
             model.get_rank(),
         )
-    return model.wrap_dataloader(_EpochLoader(dataset, **kwargs))
+    return model.make_dataloader(dataset, **kwargs)
 
 
 def _per_rank_batch_size(batch_size: int | None, world_size: int) -> int | None:
@@ -98,40 +98,6 @@ def _share(dataset: Dataset[Any], sampler: Any, shuffle: bool | None, world_size
             stacklevel=3,
         )
     return sampler
-
-
-class _EpochLoader(DataLoader[Any]):
-    """A data loader that tells its sampler when a pass over it was exhausted.
-
-    The sampler itself cannot know: workers fetch ahead, so a look at the first batch may empty it.
-    """
-
-    def __iter__(self) -> Any:
-        return _Pass(super().__iter__(), self.sampler)
-
-
-class _Pass:
-    """One pass over a data loader, an iterator with a length as torch's own."""
-
-    def __init__(self, batches: Any, sampler: Any) -> None:
-        self._batches = batches
-        self._sampler = sampler
-        self._exhausted = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            if not self._exhausted and hasattr(self._sampler, "advance_epoch"):
-                self._sampler.advance_epoch()
-            self._exhausted = True
-            raise
 
 
 def auto_model(model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
@@ -179,4 +145,34 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
     Returns:
         The optimizer to use from now on; schedulers take this one.
     """
-    return current_model().wrap_optimizer(optimizer, **kwargs)
+    live = current_model()
+    wrapped = live.wrap_optimizer(optimizer, **kwargs)
+    if not live.averages_gradients and live.get_world_size() > 1:
+        wrapped.register_step_pre_hook(_average_first)
+    return wrapped
+
+
+def _average_first(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Step hook: average the gradients before the step; with a closure, each time that it has computed them."""
+    own, *positional = args
+    closure = positional[0] if positional else kwargs.get("closure")
+    if closure is None:
+        _average_gradients(optimizer)
+        return None
+
+    def averaging_closure() -> Any:
+        loss = closure()
+        _average_gradients(optimizer)
+        return all_reduce(loss, "AVERAGE", inplace=False)  # optimizers branch on it, all ranks alike
+
+    others = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (own, averaging_closure, *positional[1:]), others
+
+
+def _average_gradients(optimizer: Optimizer) -> None:
+    live = current_model()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    average_tensors(live, gradients, live.world())

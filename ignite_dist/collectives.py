@@ -7,7 +7,7 @@ rank: what it does depends on the type, dtype, shape and device type of the valu
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from numbers import Number
 from operator import index
@@ -86,13 +86,13 @@ def all_reduce(tensor: Any, op: str = "SUM", group: Any = None, *, inplace: bool
             check_writable("all_reduce", tensor)
         members = model.resolve_group(group)
         if not _is_member(model, members):
-            return tensor
-        return reduce_tensor(model, tensor if inplace else tensor.detach().clone(), op, plan, members)
+            return _outside(model, tensor, lambda: reduce_tensor(model, _copy(tensor), op, plan, members))
+        return reduce_tensor(model, tensor if inplace else _copy(tensor), op, plan, members)
     values, structure = tree.flatten(tensor)
     _check_leaves(model, values, op)
     members = model.resolve_group(group)
     if not _is_member(model, members):
-        return tensor
+        return _outside(model, tensor, lambda: _reduce_leaves(model, values, structure, op, members))
     return tree.rebuild(tensor, iter(_reduce_leaves(model, values, structure, op, members)))
 
 
@@ -190,7 +190,13 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None) -> 
         check_dense("all_gather", tensor)
     members = model.resolve_group(group)
     if not _is_member(model, members):
-        return tensor
+        return _outside(
+            model,
+            tensor,
+            lambda: gather_rows(model, tensor, members)
+            if is_tensor
+            else model.gather_objects(None, members),
+        )
     if not is_tensor:
         return model.gather_objects(tensor, members)
     shape = (len(members.ranks) * (tensor.shape[0] if tensor.dim() else 1), *tensor.shape[1:])
@@ -218,7 +224,11 @@ def all_gather_ragged(tensor: Tensor, group: Any = None) -> list[Tensor]:
     check_dense("all_gather_ragged", tensor)
     members = model.resolve_group(group)
     if not _is_member(model, members):
-        return [tensor]
+        return _outside(model, [tensor], lambda: _gather_ragged(model, tensor.new_empty(0), members))
+    return _gather_ragged(model, tensor, members)
+
+
+def _gather_ragged(model: ComputationModel, tensor: Tensor, members: Group) -> list[Tensor]:
     layouts = model.gather_objects((tensor.dtype, tuple(tensor.shape)), members)
     if len({dtype for dtype, _ in layouts}) > 1:
         described = ", ".join(
@@ -247,11 +257,11 @@ def all_gather_tensors_with_shapes(
     model = current_model()
     check_dense("all_gather_tensors_with_shapes", tensor)
     members = model.resolve_group(group)
-    if not _is_member(model, members):
-        return [tensor]
     known = [tuple(index(size) for size in shape) for shape in shapes]
     if len(known) != len(members.ranks):
         raise ValueError(f"shapes needs one shape per rank: {len(members.ranks)} ranks, {len(known)} shapes.")
+    if not _is_member(model, members):
+        return _outside(model, [tensor], lambda: _gather_shapes(model, tensor.new_empty(0), known, members))
     own = known[members.ranks.index(model.get_rank())]
     if own != tuple(tensor.shape):
         raise ValueError(f"shapes says {own} for this rank, but its tensor is {tuple(tensor.shape)}.")
@@ -313,12 +323,16 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
     members = model.resolve_group(group)
     _check_src(src, members, model.get_world_size())
     if not _is_member(model, members):
-        return tensor
+        return _outside(model, tensor, lambda: _broadcast(model, _copy(tensor), src, members, safe_mode))
+    return _broadcast(model, tensor, src, members, safe_mode)
+
+
+def _broadcast(model: ComputationModel, value: Any, src: int, group: Group, safe_mode: bool) -> Any:
     if safe_mode:
-        return broadcast_anything(model, tensor, src, members)
-    if isinstance(tensor, Tensor):
-        return broadcast_tensor(model, tensor, src, members)
-    return model.broadcast_object(tensor, src, members)
+        return broadcast_anything(model, value, src, group)
+    if isinstance(value, Tensor):
+        return broadcast_tensor(model, value, src, group)
+    return model.broadcast_object(value, src, group)
 
 
 def _check_src(src: int, group: Group, world_size: int) -> None:
@@ -352,11 +366,11 @@ def barrier(group: Any = None) -> None:
     """Return when every rank of the group has called it.
 
     Args:
-        group: as in :func:`all_reduce`. A rank outside returns at once.
+        group: as in :func:`all_reduce`. A rank outside returns at once (with XLA: when all have come).
     """
     model = current_model()
     members = model.resolve_group(group)
-    if _is_member(model, members):
+    if _is_member(model, members) or model.groups_need_everyone:
         model._barrier(members)
 
 
@@ -386,6 +400,17 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
 
 def _is_member(model: ComputationModel, group: Group) -> bool:
     return group.handle is None or model.get_rank() in group.ranks
+
+
+def _outside(model: ComputationModel, value: Any, take_part: Callable[[], Any]) -> Any:
+    """A rank outside the group: its value back, after its part in what the backend makes everybody's call."""
+    if model.groups_need_everyone:
+        take_part()
+    return value
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -53,6 +53,8 @@ def _resolve() -> ComputationModel:
     """Look for a context that somebody made since; without one, this process is serial."""
     global _model
     _model.left_behind()
+    # Replicas of XLA are threads, and one of them may end its context before another: what is found here
+    # is this thread's, whatever the others make of the module's variable meanwhile.
     loaded = [model for model in registered_computation_models if model.library in sys.modules]
     for candidate in loaded:
         found = candidate.create_from_context()
@@ -62,8 +64,9 @@ def _resolve() -> ComputationModel:
     # Every serial model watches torch.distributed by itself, and whether anything else has been imported.
     others = [model for model in loaded if model not in (SerialModel, NativeModel)]
     num_modules = len(sys.modules)
-    _model = WatchfulSerialModel(num_modules, others) if others else SerialModel(num_modules)
-    return _model
+    serial = WatchfulSerialModel(num_modules, others) if others else SerialModel(num_modules)
+    _model = serial
+    return serial
 
 
 def sync(temporary: bool = False) -> None:
@@ -137,7 +140,7 @@ def initialize(backend: str, **kwargs: Any) -> None:
     global _model
     model = find_model(backend)
     live = current_model()
-    if live.name != SerialModel.name:
+    if not live.gives_way_to(model):
         raise RuntimeError(
             f"A context of backend {live.backend()!r} exists already, so a second one cannot be initialised. "
             "idist uses the one that exists without any call; or end it first with idist.finalize()."

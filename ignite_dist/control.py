@@ -124,7 +124,8 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
 
     Args:
         rank: the rank that goes first.
-        local: ``rank`` is a local rank, and goes first on each node; nodes do not wait for each other.
+        local: ``rank`` is a local rank, and goes first on each node; nodes do not wait for each other
+            (with XLA they do).
 
     Raises:
         ValueError: ``rank`` is not in [0, world_size), or [0, nproc_per_node) with ``local``.
@@ -142,7 +143,9 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     if local:
         on_node = model.node_ranks()
         _check_rank(rank, len(on_node))
-        group, first = model.resolve_group(sorted(on_node.values())), on_node[rank]
+        first = on_node[rank]
+        if not model.groups_need_everyone:  # else each node's group would be a call of the other nodes too
+            group = model.resolve_group(sorted(on_node.values()))
     _check_rank(first, model.get_world_size())
     if model.get_rank() != first:
         _exchange_outcomes(model, group, None)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ignite_dist import wire
 from ignite_dist.errors import RankFailedError, WorkerExitedError, WorkerRaisedError
 
-__all__ = ["Failed", "Failure", "error_of", "outcome_of"]
+__all__ = ["Failed", "Failure", "error_of", "failure_of", "outcome_of"]
 
 _HERE = os.path.dirname(__file__)
 
@@ -65,12 +65,13 @@ def outcome_of(sent: bytes | Callable[..., Any], local_rank: int) -> bytes | Fai
         return wire.encode(call(local_rank))
     except SystemExit as exit_:
         code = exit_.code & 0xFF if isinstance(exit_.code, int) else int(exit_.code is not None)
-        return _failure(exit_, exit_code=code) if code else wire.encode(None)
+        return failure_of(exit_, exit_code=code) if code else wire.encode(None)
     except BaseException as error:
-        return _failure(error)
+        return failure_of(error)
 
 
-def _failure(error: BaseException, exit_code: int | None = None) -> Failure:
+def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
+    """What the launcher is told of an exception."""
     text = "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__)))
     summary = "".join(traceback.format_exception_only(error)).strip()  # survives a __str__ that raises
     return Failure(

@@ -31,11 +31,13 @@ import torch
 from ignite_dist import wire
 from ignite_dist.devices import num_cores
 from ignite_dist.errors import RankFailedError
-from ignite_dist.failures import Failed, Failure, error_of, outcome_of
+from ignite_dist.failures import Failed, Failure, error_of, failure_of, outcome_of
 
-__all__ = ["Workers", "start"]
+__all__ = ["Post", "Workers", "start"]
 
 _logger = logging.getLogger(__name__)
+
+_Sent = bytes | Callable[..., Any]  # what a rank calls, encoded unless its process is a fork of this one
 
 # How long after the first failure the other workers may go on: to report what they died of, no more.
 _GRACE_SECONDS = 1.0
@@ -54,16 +56,21 @@ def start(
     serving: object,
     start_method: str | None,
     daemon: bool,
+    ranks_per_process: int = 1,
+    run: Callable[[_Sent, Sequence[Post]], Failure | None] | None = None,
 ) -> Workers:
-    """Start a worker per environment; worker ``i`` runs ``entry(i, **entry_kwargs)``.
+    """Start a process per environment; local rank ``i`` runs ``entry(i, **entry_kwargs)``.
 
     Args:
         entry: anything that pickle or cloudpickle can send; anything at all if ``start_method`` is "fork".
         entry_kwargs: likewise.
-        environs: what each worker's environment has beside the launcher's own. ``RANK`` is its global rank.
+        environs: what each process's environment has beside the launcher's own.
         serving: what the workers meet at; kept alive as long as they are.
         start_method: one of ``multiprocessing``'s; the fork server where there is one.
         daemon: whether the workers are daemonic processes.
+        ranks_per_process: how many ranks each process runs.
+        run: how a process runs its ranks, from what each of them is sent and where each reports to; it
+            returns a failure if there was one. A process of one rank, ``RANK`` of its environment, needs none.
 
     Raises:
         TypeError: ``entry`` cannot be sent; nothing was started.
@@ -75,24 +82,35 @@ def start(
     default_method = multiprocessing.get_start_method(allow_none=True)
     workers: list[_Worker] = []
     try:
-        for local_rank, environ in enumerate(environs):
-            receiver, sender = context.Pipe(duplex=False)
+        for position, environ in enumerate(environs):
+            first = position * ranks_per_process
+            pipes = {
+                local_rank: context.Pipe(duplex=False)
+                for local_rank in range(first, first + ranks_per_process)
+            }
             complete = {
                 key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")
             }
             complete.update(environ)
             process = context.Process(  # type: ignore[attr-defined]
                 target=_work,
-                args=(sent, local_rank, complete if forked else None, default_method, sender),
-                name=_Launch(f"rank {environ['RANK']}", complete),
+                args=(
+                    run or _run_alone,
+                    sent,
+                    [Post(local_rank, sender) for local_rank, (_, sender) in pipes.items()],
+                    complete if forked else None,
+                    default_method,
+                ),
+                name=_Launch(f"rank {environ.get('RANK', first)}", complete),
                 daemon=daemon,
             )
             with _hidden_main():
                 process.start()
-            sender.close()
-            workers.append(_Worker(process, receiver, local_rank, int(environ["RANK"])))
+            for local_rank, (receiver, sender) in pipes.items():
+                sender.close()
+                workers.append(_Worker(process, receiver, local_rank, int(environ.get("RANK", local_rank))))
     except BaseException:
-        _end([worker.process for worker in workers])
+        _end(Workers(workers, serving).processes)
         raise
     _kept[:] = [kept for kept in _kept if any(process.is_alive() for process in kept.processes)]
     _kept.append(Workers(workers, serving))
@@ -231,12 +249,34 @@ def _take_over(name: str, environ: Mapping[str, str], outputs: Mapping[int, Any]
 # --- in the worker -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Post:
+    """Where a rank of a worker process reports to the launcher."""
+
+    local_rank: int
+    sender: connection.Connection
+
+    def run(self, sent: _Sent, rank: int) -> Failure | None:
+        """Make the call that was sent as the global ``rank``, and report its result, or return its failure."""
+        self.report(rank)
+        outcome = outcome_of(sent, self.local_rank)
+        self.report(outcome)
+        return outcome if isinstance(outcome, Failure) else None
+
+    def report(self, message: int | bytes | Failure) -> None:
+        """Send the rank, when it starts, or its outcome."""
+        try:
+            self.sender.send_bytes(pickle.dumps(message))
+        except BrokenPipeError:
+            sys.exit(1)  # the launcher is gone
+
+
 def _work(
-    sent: bytes | Callable[..., Any],
-    local_rank: int,
+    run: Callable[[_Sent, Sequence[Post]], Failure | None],
+    sent: _Sent,
+    posts: Sequence[Post],
     environ: Mapping[str, str] | None,
     default_method: str | None,
-    sender: connection.Connection,
 ) -> None:
     # A process started by one method would start its own by that method too: the workers of a DataLoader,
     # which take seconds from a fork server. They are started as they would be in the launcher.
@@ -246,19 +286,20 @@ def _work(
     _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     _seed()
     threading.Thread(target=_end_with_launcher, daemon=True).start()
-    _send(sender, None)
-    outcome = outcome_of(sent, local_rank)
-    _send(sender, outcome)
-    if isinstance(outcome, Failure):
-        # Peers see our connections close, which ends their wait; the launcher ends what goes on regardless.
-        sys.exit(outcome.exit_code or 1)
-
-
-def _send(sender: connection.Connection, outcome: bytes | Failure | None) -> None:
     try:
-        sender.send_bytes(pickle.dumps(outcome))
-    except BrokenPipeError:
-        sys.exit(1)  # the launcher is gone
+        failure = run(sent, posts)
+    except BaseException as error:  # before any rank could begin
+        failure = failure_of(error)
+        for post in posts:
+            post.report(failure)
+    if failure is not None:
+        # Peers see our connections close, which ends their wait; the launcher ends what goes on regardless.
+        sys.exit(failure.exit_code or 1)
+
+
+def _run_alone(sent: _Sent, posts: Sequence[Post]) -> Failure | None:
+    (post,) = posts
+    return post.run(sent, int(os.environ["RANK"]))
 
 
 def _set_num_threads(nproc_per_node: int) -> None:
@@ -291,6 +332,8 @@ def _end_with_launcher() -> None:
 
 @dataclass
 class _Worker:
+    """A rank, and the process that it runs in, which may run others too."""
+
     process: BaseProcess
     receiver: connection.Connection
     local_rank: int
@@ -305,8 +348,8 @@ class _Worker:
         try:
             while self.receiver.poll():
                 message = pickle.loads(self.receiver.recv_bytes())
-                if message is None:
-                    self.started = True
+                if isinstance(message, int):
+                    self.rank, self.started = message, True
                 elif isinstance(message, Failure):
                     self.failure = message
                 else:
@@ -347,11 +390,11 @@ class Workers:
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """The processes, by local rank."""
-        return [worker.process for worker in self._workers]
+        """The processes, in the order of their local ranks."""
+        return list(dict.fromkeys(worker.process for worker in self._workers))
 
     def pids(self) -> list[int]:
-        """The process ids, by local rank."""
+        """The process ids, by local rank. Replicas of XLA may share a process."""
         return [int(worker.process.pid or 0) for worker in self._workers]
 
     def join(self, timeout: float | None = None) -> list[Any] | None:
@@ -385,10 +428,10 @@ class Workers:
         failed = False
         while running := [worker for worker in self._workers if not worker.done]:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            waited_for: list[Any] = [worker.process.sentinel for worker in running]
-            waited_for += [
+            waited_for: set[Any] = {worker.process.sentinel for worker in running}
+            waited_for |= {
                 worker.receiver for worker in running if worker.result is None and worker.failure is None
-            ]
+            }
             ready = set(connection.wait(waited_for, left))
             if not ready:
                 return failed

@@ -1,15 +1,23 @@
-"""Samplers that give each rank its share of a data set, without touching the global random state."""
+"""Samplers that give each rank its share of a data set, without touching the global random state.
+
+And the data loader that tells them when a pass is over.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["DistributedProxySampler", "EpochSampler"]
+__all__ = ["DistributedProxySampler", "EpochLoader", "EpochSampler", "Pass"]
+
+
+# The global random state is one per process, and replicas of XLA may be threads of one.
+_one_at_a_time = threading.Lock()
 
 
 class _AutoEpoch(DistributedSampler[Any]):
@@ -61,7 +69,7 @@ class DistributedProxySampler(_AutoEpoch):
         self.sampler = sampler
 
     def __iter__(self) -> Iterator[Any]:
-        with torch.random.fork_rng(devices=[]):
+        with _one_at_a_time, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.epoch)
             indices: list[Any] = []
             while len(indices) < self.total_size:
@@ -70,3 +78,37 @@ class DistributedProxySampler(_AutoEpoch):
                     raise ValueError(f"{type(self.sampler).__name__} has a length, but draws nothing.")
                 indices += drawn
         return iter(indices[self.rank : self.total_size : self.num_replicas])
+
+
+class EpochLoader(DataLoader[Any]):
+    """A data loader that tells its sampler when a pass over it was exhausted.
+
+    The sampler itself cannot know: workers fetch ahead, so a look at the first batch may empty it.
+    """
+
+    def __iter__(self) -> Any:
+        return Pass(super().__iter__(), self.sampler)
+
+
+class Pass:
+    """One pass over a data loader, an iterator with a length as torch's own."""
+
+    def __init__(self, batches: Any, sampler: Any) -> None:
+        self._batches = batches
+        self._sampler = sampler
+        self._exhausted = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if not self._exhausted and hasattr(self._sampler, "advance_epoch"):
+                self._sampler.advance_epoch()
+            self._exhausted = True
+            raise

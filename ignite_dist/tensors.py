@@ -5,7 +5,7 @@ How a model takes tensors of one dtype on one device is worked out once and kept
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from ignite_dist import reduction
 from ignite_dist.comp_models import ComputationModel, Group
 
 __all__ = [
+    "average_tensors",
     "broadcast_tensor",
     "broadcast_tensors",
     "check_dense",
@@ -32,9 +33,16 @@ _BUCKET_BYTES = 16 << 20
 
 
 class Plan(NamedTuple):
-    """How a model reduces tensors of one dtype on one device by one operation."""
+    """How a model reduces tensors of one dtype on one device by one operation.
 
-    device: torch.device
+    Attributes:
+        moves: whether they are sent from another device than theirs. Which one is asked each time: replicas
+            of XLA share a model, and each has its own.
+        carrier: how they are sent; None if they have to be gathered.
+        in_place: whether they are sent as they are.
+    """
+
+    moves: bool
     carrier: reduction.Carrier | None
     in_place: bool
 
@@ -59,8 +67,9 @@ def plan_reduction(model: ComputationModel, op: str, tensor: Tensor) -> Plan:
         carrier = reduction.find_carrier(
             op, tensor.dtype, lambda sent, dtype: model.carries("all_reduce", sent, dtype, device)
         )
-        in_place = device == tensor.device and carrier is not None and carrier.dtype is tensor.dtype
-        found = model.plans[key] = Plan(device, carrier, in_place)
+        moves = device != tensor.device
+        in_place = not moves and carrier is not None and carrier.dtype is tensor.dtype
+        found = model.plans[key] = Plan(moves, carrier, in_place)
     return found
 
 
@@ -77,7 +86,7 @@ def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, 
             reduced /= len(group.ranks)
         return tensor
     with torch.no_grad():
-        local = _plain(tensor).to(plan.device)
+        local = _sendable(model, tensor, plan.moves)
         if carrier is None:
             reduced = reduction.reduce_gathered(gather_rows(model, local, group), op)
         else:
@@ -99,7 +108,7 @@ def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tens
     if route.direct and _is_plain(tensor) and not tensor.requires_grad:
         return model._all_gather(tensor, group, out=None if out is None else out.view(rows_shape))
     with torch.no_grad():
-        local = _plain(tensor).to(route.device)
+        local = _sendable(model, tensor, route.moves)
         if out is not None and out.device == local.device:
             rows = out.detach().view(rows_shape)
         else:
@@ -120,9 +129,9 @@ def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: G
             return broadcast_tensor(model, tensor, src, group)
     route = _route(model, "broadcast", tensor)
     with torch.no_grad():
-        carried = _plain(tensor).to(route.device)
+        carried = _sendable(model, tensor, route.moves)
         model._broadcast(carried if route.as_is else _as_bytes(carried), src, group)
-        if carried.data_ptr() != tensor.data_ptr() or carried.device != tensor.device:
+        if route.moves or not _is_plain(tensor):  # then it was a copy
             tensor.detach().copy_(carried)
     return tensor
 
@@ -135,31 +144,52 @@ def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: i
     Raises:
         TypeError, ValueError: one of them is not dense, or overlaps itself. Nothing was sent.
     """
+    for bucket in _buckets("broadcast", tensors, lambda tensor: tensor.device):
+        with torch.no_grad():
+            device = _carrying_device(model, bucket[0])
+            sent = torch.cat([_as_bytes(_plain(tensor)).to(device) for tensor in bucket])
+            model._broadcast(sent, src, group)
+            parts = torch.split(sent, [tensor.nbytes for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                # A part may begin at any byte, but is looked at as elements only where one begins.
+                tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: Group) -> None:
+    """Fill ``tensors`` with their means over the ranks, each of which has as many of the same layouts.
+
+    Small ones of one dtype travel together: one collective for each :data:`_BUCKET_BYTES`.
+
+    Raises:
+        TypeError, ValueError: one of them cannot be averaged, or overlaps itself. Nothing was sent.
+    """
+    for bucket in _buckets("average", tensors, lambda tensor: (tensor.dtype, tensor.device)):
+        with torch.no_grad():
+            flat = torch.cat([_plain(tensor).view(-1) for tensor in bucket])
+            reduce_tensor(model, flat, "AVERAGE", plan_reduction(model, "AVERAGE", flat), group)
+            parts = torch.split(flat, [tensor.numel() for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                tensor.detach().copy_(part.view(tensor.shape))
+
+
+def _buckets(
+    function: str, tensors: Iterable[Tensor], kind: Callable[[Tensor], Any]
+) -> Iterator[list[Tensor]]:
+    """``tensors`` in their order, as lists of one ``kind`` and of :data:`_BUCKET_BYTES` at most."""
     tensors = list(tensors)
     for tensor in tensors:
-        check_dense("broadcast", tensor)
-        check_writable("broadcast", tensor)
+        check_dense(function, tensor)
+        check_writable(function, tensor)
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
         size += tensor.nbytes
-        if bucket and (size > _BUCKET_BYTES or tensor.device != bucket[0].device):
-            _broadcast_bucket(model, bucket, src, group)
+        if bucket and (size > _BUCKET_BYTES or kind(tensor) != kind(bucket[0])):
+            yield bucket
             bucket, size = [], tensor.nbytes
         bucket.append(tensor)
     if bucket:
-        _broadcast_bucket(model, bucket, src, group)
-
-
-def _broadcast_bucket(model: ComputationModel, bucket: list[Tensor], src: int, group: Group) -> None:
-    with torch.no_grad():
-        device = _carrying_device(model, bucket[0])
-        sent = torch.cat([_as_bytes(_plain(tensor)).to(device) for tensor in bucket])
-        model._broadcast(sent, src, group)
-        parts = torch.split(sent, [tensor.nbytes for tensor in bucket])
-        for tensor, part in zip(bucket, parts, strict=True):
-            # A part may begin at any byte, but is looked at as elements only where one begins.
-            tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+        yield bucket
 
 
 # --- where and how a tensor is sent ------------------------------------------------------------------
@@ -182,10 +212,15 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-class _Route(NamedTuple):
-    """Where and how a model gathers or broadcasts tensors of one dtype from one device."""
+def _sendable(model: ComputationModel, tensor: Tensor, moves: bool) -> Tensor:
+    plain = _plain(tensor)
+    return plain.to(model._bytes_device()) if moves else plain
 
-    device: torch.device
+
+class _Route(NamedTuple):
+    """How a model gathers or broadcasts tensors of one dtype on one device; see :class:`Plan`."""
+
+    moves: bool
     as_is: bool
     direct: bool
 
@@ -196,7 +231,8 @@ def _route(model: ComputationModel, collective: str, tensor: Tensor) -> _Route:
     if found is None:
         device = _carrying_device(model, tensor)
         as_is = model.carries(collective, None, tensor.dtype, device)
-        found = model.plans[key] = _Route(device, as_is, as_is and device == tensor.device)
+        moves = device != tensor.device
+        found = model.plans[key] = _Route(moves, as_is, as_is and not moves)
     return found
 
 
@@ -220,9 +256,13 @@ def check_dense(function: str, tensor: Any) -> None:
 
 def check_writable(function: str, tensor: Tensor) -> None:
     """Refuse a tensor that cannot hold a result, with a ``ValueError`` that names ``function``."""
-    if tensor.is_contiguous():
+    base = tensor._base
+    exceeds_base = base is not None and tensor.nbytes > base.nbytes  # XLA does not tell by strides
+    if tensor.is_contiguous() and not exceeds_base:
         return
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    if exceeds_base or any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
         raise ValueError(
             f"{function} writes its result into the tensor, whose elements share memory (as after expand()). "
             "Pass tensor.clone()."

@@ -11,6 +11,7 @@ from ignite_dist.comp_models.registry import (
     registered_computation_models,
 )
 from ignite_dist.comp_models.serial import SerialModel
+from ignite_dist.comp_models.xla import XlaModel
 
 __all__ = [
     "ComputationModel",
@@ -20,6 +21,7 @@ __all__ = [
     "Registry",
     "SerialModel",
     "Topology",
+    "XlaModel",
     "has_hvd_support",
     "has_native_dist_support",
     "has_xla_support",
@@ -27,7 +29,7 @@ __all__ = [
     "registered_computation_models",
 ]
 
-_BUILT_IN = (SerialModel, NativeModel, HorovodModel)
+_BUILT_IN = (SerialModel, NativeModel, HorovodModel, XlaModel)
 
 for _model in _BUILT_IN:
     register_computation_model(_model)

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.distributed import Store
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ignite_dist import wire
 from ignite_dist.arguments import keywords_of
+from ignite_dist.samplers import EpochLoader
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -91,6 +92,13 @@ class ComputationModel(ABC):
     library: ClassVar[str]
     """The module that makes this model's contexts; they are looked for only after its import."""
 
+    averages_gradients: ClassVar[bool] = False
+    """Whether what :meth:`wrap_model` or :meth:`wrap_optimizer` gives averages the gradients of all ranks.
+    Where it does not, ``auto_optim`` sees to it with the collectives below."""
+
+    groups_need_everyone: ClassVar[bool] = False
+    """Whether a group's collectives are calls that every rank of the world makes, members or not."""
+
     def __init__(self, undo: Callable[[], None] | None = None) -> None:
         self._undo = undo
         self._groups: dict[tuple[int, ...], Group] = {}
@@ -148,6 +156,10 @@ class ComputationModel(ABC):
     @abstractmethod
     def is_current(self) -> bool:
         """Whether the context that made this model is still the live one. Called by every facade function."""
+
+    def gives_way_to(self, model: type[ComputationModel]) -> bool:
+        """Whether ``initialize`` may make a context of ``model`` although this one is live."""
+        return False
 
     @abstractmethod
     def finalize(self) -> None:
@@ -345,7 +357,8 @@ class ComputationModel(ABC):
             return [wire.decode(inline) for _, inline in headers if inline is not None]
         width = max(size for size, _ in headers)
         padded = bytearray(width)
-        padded[: len(payload)] = payload
+        own = payload[:width]  # a rank outside may have more than any member, and nobody looks at it
+        padded[: len(own)] = own
         rows = memoryview(self.gather_bytes(padded, group))
         return [wire.decode(rows[width * row : width * row + size]) for row, (size, _) in enumerate(headers)]
 
@@ -403,6 +416,6 @@ class ComputationModel(ABC):
         """``optimizer``, ready for this context."""
         return optimizer
 
-    def wrap_dataloader(self, loader: DataLoader[Any]) -> Any:
-        """``loader``, ready for this context."""
-        return loader
+    def make_dataloader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
+        """The loader of this rank's share of ``dataset``, which ``kwargs`` say."""
+        return (DataLoader if self.get_world_size() == 1 else EpochLoader)(dataset, **kwargs)

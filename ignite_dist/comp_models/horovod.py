@@ -87,6 +87,7 @@ class HorovodModel(ComputationModel):
     name: ClassVar[str] = "horovod-dist"
     available_backends: ClassVar[tuple[str, ...]] = _available_backends()
     library: ClassVar[str] = "horovod.torch"
+    averages_gradients: ClassVar[bool] = True
 
     def __init__(self, undo: Callable[[], None] | None = None) -> None:
         super().__init__(undo)

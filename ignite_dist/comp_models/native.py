@@ -79,6 +79,7 @@ class NativeModel(ComputationModel):
     name: ClassVar[str] = "native-dist"
     available_backends: ClassVar[tuple[str, ...]] = _available_backends()
     library: ClassVar[str] = "torch.distributed"
+    averages_gradients: ClassVar[bool] = True
 
     _local_rank_hint: ClassVar[int | None] = None
 

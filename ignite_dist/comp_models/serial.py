@@ -60,6 +60,9 @@ class SerialModel(ComputationModel):
         # that have not been imported cannot have made a context.
         return distributed_c10d._world.default_pg is None and len(sys.modules) == self._num_modules
 
+    def gives_way_to(self, model: type[ComputationModel]) -> bool:
+        return True
+
     def finalize(self) -> None:
         pass
 

@@ -1,0 +1,357 @@
+"""XLA through PJRT: TPUs, and the CPU to try things out.
+
+What knows torch_xla is here and in ``xla_replicas.py`` and ``xla_loader.py``, which only this imports. Ranks
+are replicas, and several of them may be threads of one process: which one is calling is asked each time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Hashable
+from importlib import metadata
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.nn import Module
+from torch.utils.data import DataLoader, Dataset
+
+from ignite_dist.arguments import check_counts, check_keywords
+from ignite_dist.comp_models import xla_replicas
+from ignite_dist.comp_models.base import ComputationModel, Group, Topology
+from ignite_dist.errors import EnvironmentVariablesError, RankFailedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["XlaModel"]
+
+_OPS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}
+# PJRT's CPU has no all-reduce for bfloat16, and halves would be rounded after each rank.
+_REDUCED = frozenset(
+    {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
+)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Replicas of one process wait for each other by the compiled module, and two that compile the same graph at
+# the same time get two: one after the other, the second finds what the first has compiled.
+_compiling = threading.Lock()
+
+_GET = (
+    "It is no longer developed and has wheels for Python 3.10 to 3.13: "
+    "`pip install torch==2.9.0 torch_xla==2.9.0` in an environment of its own, or `make xla` in a checkout."
+)
+
+
+def _installed_for() -> str | None:
+    """The torch release that the installed torch_xla was built for ("2.9"); None if it is not installed."""
+    try:
+        return ".".join(metadata.version("torch_xla").split(".")[:2]) if find_spec("torch_xla") else None
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _available_backends() -> tuple[str, ...]:
+    version = _installed_for()
+    return ("xla-tpu",) if version is not None and torch.__version__.startswith(f"{version}.") else ()
+
+
+class XlaModel(ComputationModel):
+    """The model of an initialized XLA runtime. One object for all replicas of this process.
+
+    The runtime cannot be ended, so which replicas use it, and which were told to, is noted here.
+    """
+
+    name: ClassVar[str] = "xla-dist"
+    available_backends: ClassVar[tuple[str, ...]] = _available_backends()
+    library: ClassVar[str] = "torch_xla"
+    groups_need_everyone: ClassVar[bool] = True
+
+    _of_this_process: ClassVar[XlaModel | None] = None
+    _making: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        super().__init__()
+        import torch_xla
+        from torch_xla import runtime
+        from torch_xla.core import xla_model
+
+        self._xla, self._runtime, self._xm = torch_xla, runtime, xla_model
+        self._world_size: int = runtime.world_size()
+        self._meeting = xla_replicas.meeting_here()
+        self._devices: dict[int, torch.device] = {}
+        self._topologies: dict[int, Topology] = {}
+        self._initialized: set[int] = set()
+        self._ended: set[int] = set()
+
+    # --- lifecycle ---------------------------------------------------------------------------------
+
+    @classmethod
+    def create_from_context(cls) -> Self | None:
+        xlac = getattr(sys.modules["torch_xla"], "_XLAC", None)  # not there while it is being imported
+        if xlac is None or not xlac._xla_runtime_is_initialized():
+            return None
+        model = cls._live()
+        return None if model.get_rank() in model._ended else model
+
+    @classmethod
+    def _live(cls) -> Self:
+        with cls._making:
+            if cls._of_this_process is None:
+                cls._of_this_process = cls()
+            return cls._of_this_process  # type: ignore[return-value]
+
+    @classmethod
+    def how_to_get(cls, backend: str) -> str | None:
+        if backend != "xla-tpu":
+            return None
+        version = _installed_for()
+        if version is None:
+            return f"torch_xla is not installed. {_GET}"
+        return f"the installed torch_xla needs torch {version}, and this is {torch.__version__}. {_GET}"
+
+    @classmethod
+    def create_from_backend(cls, backend: str, **kwargs: Any) -> Self:
+        check_keywords("initialize", kwargs, ())
+        _check_pjrt_device()
+        import torch_xla
+
+        torch_xla.device()  # initializes the runtime
+        model = cls._live()
+        rank = model.get_rank()
+        model._initialized.add(rank)
+        model._ended.discard(rank)
+        model._meeting.reopen()
+        return model
+
+    @classmethod
+    def check_spawn(cls, *, nproc_per_node: int, nnodes: int | None = None, **kwargs: Any) -> None:
+        check_counts(nproc_per_node=nproc_per_node, nnodes=1 if nnodes is None else nnodes)
+        _check_pjrt_device()
+        if _is_runtime_initialized():
+            raise RuntimeError(
+                "This process has used an XLA device, and PJRT gives the devices of a host to one process at a "
+                "time. Start the replicas before any XLA device is asked for, or from another process."
+            )
+        num_processes, num_replicas = xla_replicas.counts_here()
+        count = num_processes * num_replicas
+        if nproc_per_node in (1, count):
+            return
+        device_type = os.environ["PJRT_DEVICE"]
+        hint = f" Set CPU_NUM_DEVICES={nproc_per_node}." if device_type == "CPU" else ""
+        raise ValueError(
+            f"nproc_per_node={nproc_per_node}, but this host has {count} XLA devices "
+            f"(PJRT_DEVICE={device_type}), and PJRT runs one replica or one on each device.{hint}"
+        )
+
+    @classmethod
+    def spawn(  # type: ignore[override]  # the keywords are each backend's own
+        cls,
+        entry: Callable[..., Any],
+        *,
+        backend: str,
+        nproc_per_node: int,
+        nnodes: int | None = None,
+        start_method: str | None = None,
+        join: bool = True,
+        daemon: bool = False,
+    ) -> Any:
+        """See ``idist.spawn``; PJRT itself finds the other hosts of a pod, each of which runs this."""
+        cls.check_spawn(nproc_per_node=nproc_per_node, nnodes=nnodes)
+        workers = xla_replicas.start(entry, nproc_per_node, start_method, daemon)
+        return workers.join() if join else workers
+
+    def is_current(self) -> bool:
+        if self._ended and self.get_rank() in self._ended:
+            return False
+        # Who has an XLA device at hand may still make a context of another kind.
+        return self._world_size > 1 or distributed_c10d._world.default_pg is None or bool(self._initialized)
+
+    def gives_way_to(self, model: type[ComputationModel]) -> bool:
+        if self.get_rank() in self._initialized:
+            return False
+        return isinstance(self, model) or self._world_size == 1
+
+    def finalize(self) -> None:
+        try:
+            self._barrier(self.world())
+        except RankFailedError as error:
+            warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=3)
+        self._end()
+
+    def abort(self) -> None:
+        error = sys.exc_info()[1]
+        text = "" if error is None else "".join(traceback.format_exception(error))
+        self._meeting.fail(self.get_rank(), type(error).__name__, text)
+        self._end()
+
+    def _end(self) -> None:
+        rank = self.get_rank()
+        self._ended.add(rank)
+        self._initialized.discard(rank)
+
+    # --- identity ------------------------------------------------------------------------------------
+
+    def get_rank(self) -> int:
+        return self._runtime.global_ordinal() if self._world_size > 1 else 0
+
+    def get_world_size(self) -> int:
+        return self._world_size
+
+    def device(self) -> torch.device:
+        rank = self.get_rank()
+        device = self._devices.get(rank)
+        if device is None:
+            device = self._devices[rank] = self._xla.device()
+        return device
+
+    def backend(self) -> str:
+        return "xla-tpu"
+
+    def get_local_rank(self) -> int:
+        return self.known_topology().local_rank
+
+    def known_local_rank(self) -> int:
+        return self.known_topology().local_rank
+
+    def known_topology(self) -> Topology:
+        rank = self.get_rank()
+        found = self._topologies.get(rank)
+        if found is None:
+            if self._world_size == 1:
+                found = Topology(local_rank=0, nproc_per_node=1, nnodes=1, node_rank=0)
+            else:
+                runtime, on_node = self._runtime, self._runtime.local_device_count()
+                nnodes = self._world_size // on_node
+                found = Topology(runtime.local_ordinal(), on_node, nnodes, runtime.host_index())
+            self._topologies[rank] = found
+        return found
+
+    # --- groups: what a handle is for other backends is just the ranks here ------------------------------
+
+    def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
+        check_keywords("new_group", options, ())
+        return ranks
+
+    def _group_ranks(self, handle: Any) -> tuple[int, ...]:
+        raise ValueError(f"A group is a list of ranks or what new_group gave, got {handle!r}.")
+
+    # --- tensor primitives -----------------------------------------------------------------------------
+
+    def carries(self, collective: str, op: str | None, dtype: torch.dtype, device: torch.device) -> bool:
+        if device.type != "xla":
+            return device.type == "cpu" and self._world_size == 1
+        return collective != "all_reduce" or (op in _OPS and dtype in _REDUCED)
+
+    def _all_reduce(self, tensor: Tensor, op: str, group: Group) -> Tensor:
+        if tensor.numel() and tensor.device.type == "xla":
+            # XLA's groups are a partition of the world. Others than members are each alone, so unchanged.
+            members = set(group.ranks)
+            others = [[rank] for rank in range(self._world_size) if rank not in members]
+            groups = [list(group.ranks), *others] if others else None
+            reduced = self._run(
+                (f"all_reduce {op}", group.ranks),
+                tensor,
+                lambda sent: self._xm.all_reduce(_OPS[op], sent, groups=groups),
+            )
+            tensor.copy_(reduced)
+        return tensor
+
+    def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+        if self._world_size == 1 or not tensor.numel():
+            rows = tensor.unsqueeze(0).expand(len(group.ranks), *tensor.shape).clone()
+        else:
+            # Groups of a partition would have to be of one size for this.
+            rows = self._run(
+                ("all_gather", group.ranks),
+                tensor.unsqueeze(0),
+                lambda sent: self._xm.all_gather(sent, pin_layout=False),
+            )
+            if len(group.ranks) < self._world_size:
+                rows = rows[list(group.ranks)]
+        return rows if out is None else out.copy_(rows)
+
+    def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
+        if self._world_size == 1 or not tensor.numel():
+            return tensor
+        # A sum of which all but one are zero, and of ints, so that no bit is lost. Which one is data: a graph
+        # with the rank in it would be another one on each replica, and they could not meet in it.
+        is_src = torch.tensor([int(self.get_rank() == src)]).to(tensor.device)
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        bits = real.view(_BITS[real.itemsize])
+        received = self._run(
+            (f"broadcast from {src}", group.ranks),
+            bits * is_src.to(bits.dtype),
+            lambda sent: self._xm.all_reduce("sum", sent),
+        ).view(real.dtype)
+        if self.get_rank() in group.ranks:
+            tensor.copy_(torch.view_as_complex(received) if tensor.is_complex() else received)
+        return tensor
+
+    def _barrier(self, group: Group) -> None:
+        self._meeting.meet(self.get_rank(), ("barrier", group.ranks))
+        if self._meeting.size < self._world_size:  # and the other processes
+            self._all_reduce(torch.zeros(1, device=self.device()), "SUM", self.world()).item()
+
+    def _run(
+        self, call: tuple[str, tuple[int, ...]], tensor: Tensor, collective: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """The result of a collective: lazy where a replica has the process to itself, else there already.
+
+        Replicas of one process have to execute the same graph. So what goes in is computed first, all of them
+        meet, and what comes out is computed before anything of the user's can become a part of that graph.
+        """
+        if self._meeting.size == 1:
+            return collective(tensor)
+        self._xm.unlazy([tensor])
+        described: Hashable = (*call, tensor.dtype, tuple(tensor.shape))
+        self._meeting.meet(self.get_rank(), described)
+        result = collective(tensor)
+        device = str(self.device())
+        with _compiling:
+            self._xla._XLAC._xla_sync_multi([result], [], wait=False)
+        # Each collective depends on the one before until this is taken back; what has been computed need not.
+        self._xla._XLAC._set_all_reduce_token(device, None)
+        # Calls under way hold threads of a pool, and with enough of them nobody can complete one.
+        self._xm.wait_device_ops(self._xm.xla_real_devices([device]))
+        return result
+
+    # --- adaptation ------------------------------------------------------------------------------------
+
+    def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
+        if sync_bn:
+            warnings.warn("sync_bn=True leaves BatchNorm as it is with XLA.", stacklevel=3)
+        return model
+
+    def make_dataloader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
+        from ignite_dist.comp_models.xla_loader import DeviceLoader
+
+        return DeviceLoader(DataLoader(dataset, **kwargs), self.device())
+
+
+# --- this host ---------------------------------------------------------------------------------------
+
+
+def _is_runtime_initialized() -> bool:
+    torch_xla = sys.modules.get("torch_xla")
+    return torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+def _check_pjrt_device() -> None:
+    """Refuse to run on the CPU where nobody asked for it: torch_xla takes it if it finds nothing else."""
+    if "PJRT_DEVICE" in os.environ:
+        return
+    import torch_xla  # noqa: F401  # looks for a TPU, or what else a plugin brings, and sets PJRT_DEVICE
+
+    if os.environ.get("PJRT_DEVICE") == "CPU":
+        del os.environ["PJRT_DEVICE"]
+        raise EnvironmentVariablesError(
+            "PJRT_DEVICE is not set, and torch_xla finds no TPU here. Set PJRT_DEVICE=CPU to run on the CPU "
+            "(and CPU_NUM_DEVICES=2 for two replicas), or PJRT_DEVICE=TPU to be told what is wrong with it."
+        )

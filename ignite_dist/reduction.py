@@ -192,7 +192,7 @@ _REAL = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-_SIGN = {torch.int32: 0x7FFFFFFF, torch.int64: 0x7FFFFFFFFFFFFFFF}
+_NAN = {torch.int32: 0x7FC00000, torch.int64: 0x7FF8000000000000}  # the bits of the usual one
 _BOOL_OPS = {"AND": "MIN", "OR": "MAX", "MIN": "MIN", "MAX": "MAX"}
 
 
@@ -243,19 +243,21 @@ def _ordered_carrier(
     integer = torch.int64 if exact is torch.float64 else torch.int32
     if not carries(op, integer):
         return None
-    magnitude = _SIGN[integer]
-    nan_key = magnitude if op == "MAX" else ~magnitude
+    lowest, nan = torch.iinfo(integer).min, _NAN[integer]
+    # A NaN's bits are above those of all numbers. (No other constants than these: XLA takes an int for a
+    # float, and both are exact as one.)
+    nan_key = nan if op == "MAX" else lowest
+
+    def flip(bits: Tensor) -> Tensor:
+        # IEEE 754: positive floats are ordered as their bits, negative ones the other way round.
+        return torch.where(bits < 0, ~bits ^ lowest, bits)
 
     def encode(tensor: Tensor) -> Tensor:
         values = tensor.to(exact)
-        bits = values.view(integer)
-        # IEEE 754: positive floats are ordered as their bits, negative ones the other way round.
-        keys = bits ^ ((bits >> (integer.itemsize * 8 - 1)) & magnitude)
-        return keys.masked_fill_(values.isnan(), nan_key)
+        return flip(values.view(integer)).masked_fill_(values.isnan(), nan_key)
 
     def decode(keys: Tensor) -> Tensor:
-        bits = keys ^ ((keys >> (integer.itemsize * 8 - 1)) & magnitude)
-        return bits.view(exact).to(dtype)
+        return flip(keys).view(exact).to(dtype)
 
     return Carrier(op, integer, encode, decode)
 
@@ -282,7 +284,7 @@ def _uint64_carrier(op: str, carries: Callable[[str, torch.dtype], bool]) -> Car
     """uint64 as int64: the same bits under every operation but MIN and MAX, where the sign bit is flipped."""
     if not carries(op, torch.int64):
         return None
-    flip = ~_SIGN[torch.int64] if op in ("MIN", "MAX") else 0
+    flip = torch.iinfo(torch.int64).min if op in ("MIN", "MAX") else 0
     return Carrier(
         op,
         torch.int64,

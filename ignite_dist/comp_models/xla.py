@@ -268,13 +268,13 @@ class XlaModel(ComputationModel):
             rows = tensor.unsqueeze(0).expand(len(group.ranks), *tensor.shape).clone()
         else:
             # Groups of a partition would have to be of one size for this.
-            rows = self._run(
+            everyones = self._run(
                 ("all_gather", group.ranks),
-                tensor.unsqueeze(0),
+                _bits(tensor).unsqueeze(0),
                 lambda sent: self._xm.all_gather(sent, pin_layout=False),
             )
-            if len(group.ranks) < self._world_size:
-                rows = rows[list(group.ranks)]
+            bits = everyones if group.handle is None else everyones[list(group.ranks)]
+            rows = _from_bits(bits, tensor.dtype).view(len(group.ranks), *tensor.shape)
         return rows if out is None else out.copy_(rows)
 
     def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
@@ -282,17 +282,14 @@ class XlaModel(ComputationModel):
             return tensor
         # A sum of which all but one are zero, and of ints, so that no bit is lost. Which one is data: a graph
         # with the rank in it would be another one on each replica, and they could not meet in it.
-        is_src = torch.tensor([int(self.get_rank() == src)]).to(tensor.device)
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        bits = real.view(_BITS[real.itemsize])
+        bits = _bits(tensor)
+        is_src = torch.tensor([int(self.get_rank() == src)], dtype=bits.dtype).to(tensor.device)
         received = self._run(
             (f"broadcast from {src}", group.ranks),
-            bits * is_src.to(bits.dtype),
+            bits * is_src,
             lambda sent: self._xm.all_reduce("sum", sent),
-        ).view(real.dtype)
-        if self.get_rank() in group.ranks:
-            tensor.copy_(torch.view_as_complex(received) if tensor.is_complex() else received)
-        return tensor
+        )
+        return tensor.copy_(_from_bits(received, tensor.dtype).view(tensor.shape))
 
     def _barrier(self, group: Group) -> None:
         self._meeting.meet(self.get_rank(), ("barrier", group.ranks))
@@ -333,6 +330,22 @@ class XlaModel(ComputationModel):
         from ignite_dist.comp_models.xla_loader import DeviceLoader
 
         return DeviceLoader(DataLoader(dataset, **kwargs), self.device())
+
+
+# --- bits: a float that is moved as one may lose some of a NaN's ----------------------------------------
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """``(*S) -> (n,)``, ints."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.reshape(-1).view(_BITS[real.itemsize])
+
+
+def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """``(*S, n)``, ints, as ``dtype``."""
+    if not dtype.is_complex:
+        return bits.view(dtype)
+    return torch.view_as_complex(bits.view(dtype.to_real()).unflatten(-1, (-1, 2)))
 
 
 # --- this host ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from table import TableWriter
-from worlds import SerialWorld, SpawnedWorld
+from worlds import SerialWorld, SpawnedWorld, XlaWorld
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +30,9 @@ _FACTORIES = {
     "gloo-4": lambda: SpawnedWorld("gloo", 4),
     "horovod-2": lambda: SpawnedWorld("horovod", 2),
     "horovod-3": lambda: SpawnedWorld("horovod", 3),
+    "xla-1": lambda: XlaWorld(1),
+    "xla-2": lambda: XlaWorld(2),
+    "xla-3": lambda: XlaWorld(3),
     # On one GPU: NCCL takes a world of one, gloo carries CUDA tensors between two ranks that share it.
     "nccl-1": lambda: SpawnedWorld("nccl", 1),
     "gloo-cuda-2": lambda: SpawnedWorld("gloo", 2),
@@ -41,7 +44,7 @@ def _marks(name: str) -> list[Any]:
     if name in _ON_A_GPU:
         skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
         return [pytest.mark.gpu, skip]
-    return [pytest.mark.horovod] if name.startswith("horovod") else []
+    return [getattr(pytest.mark, marker) for marker in ("horovod", "xla") if name.startswith(marker)]
 
 
 # One world at a time: pytest runs its cases together and then ends its workers. Horovod's are never idle.

@@ -66,12 +66,14 @@ def test_into_a_buffer() -> None:
             wanted = torch.cat([torch.full((numel,), r % 2, dtype=dtype) for r in range(world_size)])
             assert torch.equal(out.cpu(), wanted)
     tensor = torch.ones(2, 3, device=idist.device())
-    for wrong in (
+    unfit = [
         torch.empty(world_size * 2, 2),
         torch.empty(world_size * 2, 3, dtype=torch.float64),
-        torch.empty(3, world_size * 2).t(),
         torch.empty(world_size, 2, 3),
-    ):
+    ]
+    if idist.device().type != "xla":  # which has no memory layout: there every tensor is contiguous
+        unfit.append(torch.empty(3, world_size * 2).t())
+    for wrong in unfit:
         with raises(ValueError, "out="):
             idist.all_gather(tensor, out=wrong.to(idist.device()))
     with raises(TypeError, "out="):

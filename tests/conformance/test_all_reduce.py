@@ -171,7 +171,7 @@ def test_nan_and_infinities() -> None:
                 -0.5 - rank,
             ]
             for op in ("MIN", "MAX", "SUM"):
-                tensor = torch.tensor(rows, dtype=dtype, device=idist.device()).repeat(numel)
+                tensor = torch.tensor(rows, dtype=dtype).repeat(numel).to(idist.device())
                 idist.all_reduce(tensor, op)
                 head = tensor[:4].tolist()
                 assert isnan(head[0]) and isnan(head[1]), (dtype, op, head)

@@ -10,12 +10,13 @@ import importlib
 import inspect
 import os
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -104,6 +105,20 @@ class SpawnedWorld:
         self._connections, self._workers = [], None
 
 
+class XlaWorld(SpawnedWorld):
+    """Replicas on PJRT's CPU, threads of one process."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("xla-tpu", size)
+        self.name = f"xla-{size}"
+
+    def _start(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PJRT_DEVICE", "CPU")
+            patch.setenv("CPU_NUM_DEVICES", str(self.size))
+            super()._start()
+
+
 def _serve(local_rank: int, address: str) -> None:
     with Client(address, "AF_UNIX") as connection:
         connection.send(idist.get_rank())
@@ -156,28 +171,41 @@ def raises(kind: type[BaseException] | tuple[type[BaseException], ...], text: st
 
 
 class count_collectives(AbstractContextManager["count_collectives"]):
-    """How many collectives the live model runs in the block, by wrapping its own primitives."""
+    """How many collectives this rank runs in the block, by wrapping the primitives of the live model.
+
+    Replicas of XLA share a model: each counts its own calls, through the wrappers that the first has made.
+    """
 
     _primitives = ("_all_reduce", "_all_gather", "_broadcast", "_barrier", "gather_bytes")
+    _lock = threading.RLock()
+    _counting: ClassVar[dict[int, count_collectives]] = {}
 
     def __enter__(self) -> count_collectives:
         self.count, self._depth = 0, 0
-        self._model = current_model()
-        for name in self._primitives:
-            setattr(self._model, name, self._counted(getattr(self._model, name)))
+        with self._lock:
+            self._model = current_model()
+            for name in self._primitives if not self._counting else ():
+                setattr(self._model, name, self._counted(getattr(self._model, name)))
+            self._counting[threading.get_ident()] = self
         return self
 
-    def _counted(self, primitive: Callable[..., Any]) -> Callable[..., Any]:
+    @classmethod
+    def _counted(cls, primitive: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += self._depth == 0
-            self._depth += 1
+            own = cls._counting.get(threading.get_ident())
+            if own is None:
+                return primitive(*args, **kwargs)
+            own.count += own._depth == 0
+            own._depth += 1
             try:
                 return primitive(*args, **kwargs)
             finally:
-                self._depth -= 1
+                own._depth -= 1
 
         return counted
 
     def __exit__(self, *error: Any) -> None:
-        for name in self._primitives:
-            delattr(self._model, name)
+        with self._lock:
+            del self._counting[threading.get_ident()]
+            for name in self._primitives if not self._counting else ():
+                delattr(self._model, name)

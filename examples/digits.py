@@ -78,7 +78,6 @@ class Net(nn.Sequential):
 
 def train(local_rank, config):
     """What every process runs. ``idist`` knows the ranks, the device and the backend."""
-    torch.manual_seed(config.seed)  # the same initial weights everywhere
     torch.set_num_threads(1)  # the net is too small to gain from more
     rank, world_size = idist.get_rank(), idist.get_world_size()
     train_set, test_set = load_data()
@@ -91,7 +90,11 @@ def train(local_rank, config):
         train_set, batch_size=config.batch_size, sampler=sampler, drop_last=True
     )
 
-    net = Net()
+    # Replicas of XLA are threads of one process, which share its random state: rank 0, whose weights all get,
+    # draws them while the others wait.
+    with idist.one_rank_first():
+        torch.manual_seed(config.seed)
+        net = Net()
     model = idist.auto_model(net)
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.85)

@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV := .venv
 PY ?= $(VENV)/bin/python
 ARGS ?=
+CONSTRAINTS := constraints-torch.txt
+RESULTS := build/conformance
 
 # pip must not wait for an answer that nobody gives.
 export PIP_NO_INPUT := 1
@@ -26,7 +28,8 @@ endif
 .DEFAULT_GOAL := help
 # Two pips at once in one .venv would break it; the tests use all cores by themselves.
 .NOTPARALLEL:
-.PHONY: help venv demo test test-gpu horovod test-horovod conformance bench lint style type clean
+.PHONY: help venv demo test test-gpu horovod test-horovod xla test-xla xla-suite conformance \
+    conformance-results bench bench-xla bench-here lint style type clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -36,8 +39,8 @@ venv: $(VENV)/.made  ## make .venv, with nothing installed yet
 demo: $(call needs,examples)  ## train on real data, on two processes
 	$(PY) examples/digits.py --nproc-per-node 2 $(ARGS)
 
-test: $(call needs,test examples)  ## run the tests that need neither a GPU nor Horovod, on all cores
-	$(PY) -m pytest -n logical -m "not gpu and not horovod" $(ARGS)
+test: $(call needs,test examples)  ## run the tests that need neither GPU, Horovod nor torch_xla, on all cores
+	$(PY) -m pytest -n logical -m "not gpu and not horovod and not xla" $(ARGS)
 
 test-gpu: $(call needs,test examples)  ## run the tests that need a CUDA device, one at a time
 	$(PY) -m pytest -m gpu $(ARGS)
@@ -47,10 +50,39 @@ horovod: $(call needs,horovod)  ## build Horovod for the torch in .venv, once, a
 test-horovod: $(call needs,test examples horovod)  ## run the tests that need Horovod
 	$(PY) -m pytest -m horovod $(ARGS)
 
-conformance: $(call needs,test examples horovod)  ## run the conformance suite, write docs/conformance.md
-	$(PY) -m pytest tests/conformance -m "not gpu" --conformance-table docs/conformance.md $(ARGS)
+# torch_xla's last release works with one release of torch only, so it has an environment of its own: the
+# same targets, with other variables.
+IN_XLA = $(MAKE) VENV=.venv-xla CONSTRAINTS=constraints-xla.txt
+
+xla:  ## make .venv-xla: torch 2.9 and torch_xla, 7 GB
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || { \
+	    echo "torch_xla has wheels for Python 3.10 to 3.13, and \`$(PYTHON)\` is: $$($(PYTHON) --version 2>&1)."; \
+	    echo "Name another one: make $(or $(MAKECMDGOALS),xla) PYTHON=python3.12"; exit 1; } >&2
+	+$(IN_XLA) .venv-xla/.has-xla
+
+test-xla: xla  ## run the tests of `make test` on torch 2.9, and those that need torch_xla
+	+$(IN_XLA) test
+	+$(IN_XLA) xla-suite
+
+xla-suite: $(call needs,test examples xla)
+	$(PY) -m pytest -m xla $(ARGS)
+
+conformance: xla  ## run the conformance suite on every backend, write docs/conformance.md
+	+$(MAKE) conformance-results SUITE="not gpu and not xla" RESULTS=$(RESULTS)-torch.json
+	+$(IN_XLA) conformance-results SUITE=xla RESULTS=$(RESULTS)-xla.json
+	$(PY) tests/conformance/table.py docs/conformance.md $(RESULTS)-torch.json $(RESULTS)-xla.json
+
+conformance-results: $(call needs,test examples $(if $(findstring xla,$(VENV)),xla,horovod))
+	@mkdir -p $(dir $(RESULTS))
+	$(PY) -m pytest tests/conformance -m "$(SUITE)" --conformance-results $(RESULTS) $(ARGS)
 
 bench: $(call needs,bench horovod)  ## measure against torch.distributed, Horovod and pytorch-ignite
+	$(PY) benchmarks/bench.py $(ARGS)
+
+bench-xla: xla  ## measure against torch_xla, and torch.distributed of torch 2.9
+	+$(IN_XLA) bench-here
+
+bench-here: $(call needs,bench)
 	$(PY) benchmarks/bench.py $(ARGS)
 
 lint: $(call needs,lint)  ## check style, the floors (import-linter) and spelling
@@ -66,27 +98,27 @@ style: $(call needs,lint)  ## format the code, and fix what can be fixed
 type: $(call needs,lint)  ## check types (mypy, strict on the package)
 	$(PY) -m mypy
 
-clean:  ## remove .venv and everything that tools leave behind, but for the built Horovod in .cache
-	rm -rf $(VENV) build dist *.egg-info .*_cache runs
+clean:  ## remove the environments and what tools leave behind, but for the built Horovod in .cache
+	rm -rf .venv .venv-xla build dist *.egg-info .*_cache runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each extra, so that `make demo` installs no linters. setuptools comes first and the
 # package is built with it, not with whatever is newest that day; this also needs no network later on.
-$(VENV)/.made: constraints.txt
+$(VENV)/.made: constraints.txt $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	    echo "ignite_dist needs Python 3.10 or newer, and \`$(PYTHON)\` is: $$($(PYTHON) --version 2>&1)."; \
 	    echo "Name another one: make $(or $(MAKECMDGOALS),help) PYTHON=python3.12"; exit 1; } >&2
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q -c constraints.txt setuptools wheel
+	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools wheel
 	@touch $@
 
 # Built for the torch that is in .venv, so that has to be there first.
 $(VENV)/.has-horovod: $(VENV)/.has-test .ci/build-horovod
 	wheel=$$(.ci/build-horovod $(VENV)/bin/python) && \
 	    $(VENV)/bin/python -m pip uninstall -q -y horovod && \
-	    $(VENV)/bin/python -m pip install -q -c constraints.txt "$$wheel"
+	    $(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) "$$wheel"
 	@touch $@
 
 $(VENV)/.has-%: $(VENV)/.made setup.cfg
-	$(VENV)/bin/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[$*]'
+	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[$*]'
 	@touch $@

@@ -258,10 +258,10 @@ def all_gather_tensors_with_shapes(
     check_dense("all_gather_tensors_with_shapes", tensor)
     members = model.resolve_group(group)
     known = [tuple(index(size) for size in shape) for shape in shapes]
-    if len(known) != len(members.ranks):
-        raise ValueError(f"shapes needs one shape per rank: {len(members.ranks)} ranks, {len(known)} shapes.")
     if not _is_member(model, members):
         return _outside(model, [tensor], lambda: _gather_shapes(model, tensor.new_empty(0), known, members))
+    if len(known) != len(members.ranks):
+        raise ValueError(f"shapes needs one shape per rank: {len(members.ranks)} ranks, {len(known)} shapes.")
     own = known[members.ranks.index(model.get_rank())]
     if own != tuple(tensor.shape):
         raise ValueError(f"shapes says {own} for this rank, but its tensor is {tuple(tensor.shape)}.")

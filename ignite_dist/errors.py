@@ -65,6 +65,7 @@ class WorkerRaisedError(RankFailedError, ProcessRaisedException):
     ) -> None:
         ProcessRaisedException.__init__(self, message, error_index, error_pid)
         RankFailedError.__init__(self, rank, error_type, traceback, message)
+        self.error_pid = error_pid  # torch 2.9 calls it pid
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (
@@ -94,6 +95,7 @@ class WorkerExitedError(RankFailedError, ProcessExitedException):
     ) -> None:
         ProcessExitedException.__init__(self, message, error_index, error_pid, exit_code, signal_name)
         RankFailedError.__init__(self, rank, signal_name or "SystemExit", "", message)
+        self.error_pid = error_pid
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (

@@ -62,7 +62,7 @@ def run_python(*args: Any, seconds: float = 100, **kwargs: Any) -> subprocess.Co
     if "input" not in kwargs:
         kwargs.setdefault("stdin", subprocess.DEVNULL)
     command = [sys.executable, *map(str, args)]
-    return subprocess.run(
+    ended = subprocess.run(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -71,6 +71,13 @@ def run_python(*args: Any, seconds: float = 100, **kwargs: Any) -> subprocess.Co
         check=False,
         **kwargs,
     )
+    ended.stdout = without_gloos(ended.stdout)
+    return ended
+
+
+def without_gloos(output: str) -> str:
+    """``output`` without what the gloo of torch 2.9 writes there: to how many ranks it has connected."""
+    return "".join(line for line in output.splitlines(keepends=True) if not line.startswith("[Gloo] "))
 
 
 # --- ranks, started as torchrun starts them ----------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from matplotlib.image import imread
 
 import ignite_dist as idist
-from helpers import ROOT, free_port, loopback, plain_environ
+from helpers import ROOT, free_port, loopback, plain_environ, without_gloos
 
 DIGITS = ROOT / "examples" / "digits.py"
 EPOCHS = 10  # the script's default
@@ -70,7 +70,7 @@ def finish(process: subprocess.Popen[str], folder: Path) -> Run:
     finally:
         process.kill()
     assert process.returncode == 0, progress
-    return Run(output, progress, folder)
+    return Run(without_gloos(output), progress, folder)
 
 
 def train(folder: Path, *options: Any, launcher: tuple[str, ...] = ()) -> Run:

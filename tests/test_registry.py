@@ -174,7 +174,7 @@ def test_a_model_that_another_package_declares_as_an_entry_point(tmp_path: Path)
     before, backends, names, name = json.loads(output)
     assert before is False  # importing the package loads nobody else's code
     assert backends[-1] == "store"
-    assert names == ["serial", "native-dist", "horovod-dist", "store-dist"]
+    assert names == ["serial", "native-dist", "horovod-dist", "xla-dist", "store-dist"]
     assert name == "serial"
 
 

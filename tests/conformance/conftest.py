@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from table import TableWriter
+from table import ResultsWriter
 from worlds import SerialWorld, SpawnedWorld, XlaWorld
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--conformance-table", type=Path, metavar="FILE", help="write the table of results there"
+        "--conformance-results", type=Path, metavar="FILE", help="keep what was seen there, as JSON"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    path = config.getoption("--conformance-table", None)
+    path = config.getoption("--conformance-results", None)
     if path is not None and not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
-        config.pluginmanager.register(TableWriter(path))
+        config.pluginmanager.register(ResultsWriter(path))
 
 
 _FACTORIES = {

@@ -1,16 +1,21 @@
-"""The table of what every backend was seen to do: a pytest plugin over the suite's own results.
+"""The table of what every backend was seen to do: a pytest plugin that keeps the suite's own results.
 
-    python -m pytest tests/conformance --conformance-table docs/conformance.md
+    python -m pytest tests/conformance --conformance-results here.json
+    python tests/conformance/table.py docs/conformance.md here.json [there.json ...]
 
-A case returns cells, ``{(operation, dtype): outcome}``, for what it has seen. Nothing is written unless every
-case has passed, and a backend that has not run a case is a hole, which fails the run.
+Backends that do not go into one environment have results of their own. A case returns cells, ``{(operation,
+dtype): outcome}``, for what it has seen. Nothing is kept unless every case has passed, and a backend that has
+not run a case is a hole, for which the second command fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import chain, groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,38 +31,45 @@ result. `TypeError`: the combination has no exact meaning, and was refused befor
 _Outcomes = dict[str, set[str]]
 
 
-class TableWriter:
-    """Collects the suite's reports and writes them as Markdown: a column per backend, over all its worlds."""
+class ResultsWriter:
+    """Collects the suite's reports and writes them as JSON: of each case its world and what it has seen."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._worlds: dict[str, set[int]] = {}
-        self._cells: dict[tuple[str, str], _Outcomes] = {}
-        self._tests: dict[tuple[str, str], _Outcomes] = {}
+        self._passed: list[dict[str, Any]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         found = dict(report.user_properties).get(PROPERTY)
-        if report.when != "call" or not report.passed or not isinstance(found, dict):
-            return
-        backend, size = found["world"]
-        self._worlds.setdefault(backend, set()).add(size)
-        file, _, name = report.nodeid.rpartition("/")[2].partition("::")
-        test = file.removeprefix("test_").removesuffix(".py"), name.removeprefix("test_").partition("[")[0]
-        self._tests.setdefault(test, {}).setdefault(backend, set()).add("✓")
-        for operation, dtype, outcome in found["cells"]:
-            self._cells.setdefault((operation, dtype), {}).setdefault(backend, set()).add(outcome)
+        if report.when == "call" and report.passed and isinstance(found, dict):
+            file, _, name = report.nodeid.rpartition("/")[2].partition("::")
+            test = [file.removeprefix("test_").removesuffix(".py"), name.removeprefix("test_").partition("[")[0]]
+            self._passed.append({"test": test, **found})
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.testsfailed or not self._cells:
-            return
         if session.config.option.keyword:
-            raise pytest.UsageError("-k leaves out cases, and --conformance-table writes of all of them.")
-        text = self._markdown()
-        self._path.write_text(text, encoding="utf-8")
-        if _HOLE in text:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            raise pytest.UsageError("-k leaves out cases, and --conformance-results keeps all of them.")
+        if session.testsfailed:
+            self._path.unlink(missing_ok=True)
+        else:
+            self._path.write_text(json.dumps(self._passed), encoding="utf-8")
 
-    def _markdown(self) -> str:
+
+class Table:
+    """Results as Markdown: a column per backend, over all its worlds."""
+
+    def __init__(self, passed: Iterable[dict[str, Any]]) -> None:
+        self._worlds: dict[str, set[int]] = {}
+        self._cells: dict[tuple[str, str], _Outcomes] = {}
+        self._tests: dict[tuple[str, str], _Outcomes] = {}
+        for one in passed:
+            backend, size = one["world"]
+            self._worlds.setdefault(backend, set()).add(size)
+            about, name = one["test"]
+            self._tests.setdefault((about, name), {}).setdefault(backend, set()).add("✓")
+            for operation, dtype, outcome in one["cells"]:
+                self._cells.setdefault((operation, dtype), {}).setdefault(backend, set()).add(outcome)
+
+    def markdown(self) -> str:
         backends = sorted(self._worlds, key=lambda name: (name != "serial", name))
         worlds = [f"`{name}` ({', '.join(map(str, sorted(self._worlds[name])))})" for name in backends]
         text = f"{_INTRODUCTION}\nWorlds, with their numbers of ranks: {', '.join(worlds)}.\n\n## Tensors\n\n"
@@ -85,3 +97,16 @@ def _head(names: list[str], backends: list[str]) -> str:
 
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
+
+
+def main(path: str, *results: str) -> None:
+    """Write the table of several runs; it may have no hole."""
+    passed = chain.from_iterable(json.loads(Path(one).read_text(encoding="utf-8")) for one in results)
+    text = Table(passed).markdown()
+    Path(path).write_text(text, encoding="utf-8")
+    if _HOLE in text:
+        raise SystemExit(f"{path} has holes: a backend has not run every case.")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -126,8 +126,9 @@ class XlaModel(ComputationModel):
         model = cls._live()
         rank = model.get_rank()
         model._initialized.add(rank)
-        model._ended.discard(rank)
-        model._meeting.reopen()
+        if rank in model._ended:
+            model._ended.remove(rank)
+            model._meeting.reopen()
         return model
 
     @classmethod
@@ -306,6 +307,11 @@ class XlaModel(ComputationModel):
         """
         if self._meeting.size == 1:
             return collective(tensor)
+        if tensor.device != self.device():
+            raise ValueError(
+                f"The tensor is on {tensor.device}, and this replica's device is {self.device()}: see "
+                "idist.device()."
+            )
         self._xm.unlazy([tensor])
         described: Hashable = (*call, tensor.dtype, tuple(tensor.shape))
         self._meeting.meet(self.get_rank(), described)
@@ -362,8 +368,8 @@ def _check_pjrt_device() -> None:
         return
     import torch_xla  # noqa: F401  # looks for a TPU, or what else a plugin brings, and sets PJRT_DEVICE
 
-    if os.environ.get("PJRT_DEVICE") == "CPU":
-        del os.environ["PJRT_DEVICE"]
+    if os.environ.get("PJRT_DEVICE", "CPU") == "CPU":
+        os.environ.pop("PJRT_DEVICE", None)
         raise EnvironmentVariablesError(
             "PJRT_DEVICE is not set, and torch_xla finds no TPU here. Set PJRT_DEVICE=CPU to run on the CPU "
             "(and CPU_NUM_DEVICES=2 for two replicas), or PJRT_DEVICE=TPU to be told what is wrong with it."

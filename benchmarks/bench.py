@@ -1,4 +1,4 @@
-"""Measure ignite_dist beside raw torch.distributed, raw Horovod and pytorch-ignite, in one run.
+"""Measure ignite_dist beside raw torch.distributed, Horovod, torch_xla and pytorch-ignite, in one run.
 
     python benchmarks/bench.py                     # under 8 minutes
     python benchmarks/bench.py --quick             # under 1.5 minutes, written to *-quick files
@@ -15,7 +15,6 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,8 @@ import rows_collectives
 import rows_getters
 import rows_horovod
 import rows_launching
-from rows import LauncherRow, RankRow, Row, evaluate, measure_in_ranks, show_progress
+import rows_xla
+from rows import LauncherRow, RankRow, Row, evaluate, launch, measure_in_ranks, show_progress
 from timing import FULL, QUICK, Effort, Samples
 
 
@@ -33,7 +33,8 @@ def rows_for(device: str) -> list[Row]:
     if device == "cuda":
         return rows_collectives.cuda_rows()
     horovod = rows_horovod.rows() if idist.has_hvd_support else []
-    return [*rows_getters.rows(), *rows_collectives.rows(), *rows_launching.rows(), *horovod]
+    xla = rows_xla.rows() if idist.has_xla_support else []
+    return [*rows_getters.rows(), *rows_collectives.rows(), *rows_launching.rows(), *horovod, *xla]
 
 
 def measure(rows: Sequence[Row], effort: Effort) -> dict[str, Samples]:
@@ -45,13 +46,7 @@ def measure(rows: Sequence[Row], effort: Effort) -> dict[str, Samples]:
             contexts.setdefault(row.context, []).append(row)
     for (backend, ranks, device), together in contexts.items():
         print(f"{ranks} ranks, {backend}, {device}", flush=True)
-        results = idist.spawn(
-            backend,
-            measure_in_ranks,
-            args=(together, effort),
-            nproc_per_node=ranks,
-            **({} if backend == "horovod" else {"timeout": timedelta(minutes=2)}),
-        )
+        results = launch(backend, ranks, measure_in_ranks, together, effort)
         measured.update({row.title: samples for row, samples in zip(together, results[0], strict=True)})
     for row in rows:
         if isinstance(row, LauncherRow):

@@ -6,14 +6,17 @@ measurement starts processes of its own.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import ignite_dist as idist
 from timing import Effort, Party, Samples, summarize, time_in_turn
@@ -21,6 +24,8 @@ from timing import Effort, Party, Samples, summarize, time_in_turn
 OURS, RAW, IGNITE = "ours", "raw", "ignite"
 
 _SCALES = {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0, "MB": 1e-6, "x": 1.0}
+
+SIZES = {"4 B": 4, "1 MB": 1 << 20, "16 MB": 16 << 20}
 
 Contenders = dict[str, Callable[[], Any]]
 
@@ -128,6 +133,15 @@ class RankRow(Row):
         return self.backend, self.ranks, self.device
 
 
+def launch(backend: str, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What ``function(local_rank, *arguments)`` returns in the ranks of a context of their own."""
+    options = {"timeout": timedelta(minutes=2)} if backend in ("gloo", "nccl") else {}
+    if backend == "xla-tpu":
+        # PJRT wants to be told. A collective of one replica would wait for a second device, if there was one.
+        os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(ranks))
+    return idist.spawn(backend, function, args=arguments, nproc_per_node=ranks, **options)
+
+
 def measure_in_ranks(local_rank: int, rows: list[RankRow], effort: Effort) -> list[Samples]:
     """Run in every rank of a context: the samples of each row; rank 0's are the ones to look at."""
     torch.set_num_threads(1)
@@ -143,10 +157,22 @@ def measure_in_ranks(local_rank: int, rows: list[RankRow], effort: Effort) -> li
 
 
 def party_of_ranks(device: torch.device) -> Party:
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize = synchronizer(device)
     if dist.is_initialized():
         return Party(_from_rank_0, dist.barrier, synchronize)
     return Party(partial(idist.broadcast, safe_mode=True), idist.barrier, synchronize)
+
+
+def synchronizer(device: torch.device) -> Callable[[], None]:
+    """What returns when this rank's device has done what it was given."""
+    if device.type == "cuda":
+        return torch.cuda.synchronize
+    if device.type == "xla":
+        from torch_xla.core import xla_model as xm
+
+        # The default is all devices of the process, and who waits for another replica's keeps it from work.
+        return partial(xm.wait_device_ops, xm.xla_real_devices([str(idist.device())]))
+    return lambda: None
 
 
 def _from_rank_0(value: Any) -> Any:
@@ -190,6 +216,11 @@ def evaluate(row: Row, samples: Samples) -> dict[str, Any]:
         },
         "bars": bars,
     }
+
+
+def zeros(size: int, device: torch.device) -> Tensor:
+    """Zeros stay zeros however often they are added up; written once, as untouched memory reads faster."""
+    return torch.full((size // 4,), 0.0, device=device)
 
 
 def ignite_library() -> Any:

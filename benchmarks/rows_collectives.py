@@ -8,11 +8,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import ignite_dist as idist
 from ignite_dist.wire import HEADER_BYTES
-from rows import IGNITE, OURS, RAW, Bar, Contenders, LauncherRow, RankRow, Row, all_gather_raw, ignite_library
+from rows import (
+    IGNITE,
+    OURS,
+    RAW,
+    Bar,
+    Contenders,
+    LauncherRow,
+    RankRow,
+    Row,
+    all_gather_raw,
+    ignite_library,
+    zeros,
+)
 from timing import Effort, Samples, memory_of
 
 _KB, _MB = 1 << 10, 1 << 20
@@ -103,13 +114,8 @@ def _value_rows() -> list[Row]:
 # --- tensors -----------------------------------------------------------------------------------------
 
 
-def _zeros(size: int, device: torch.device) -> Tensor:
-    """Zeros stay zeros however often they are added up; written once, as untouched memory reads faster."""
-    return torch.full((size // 4,), 0.0, device=device)
-
-
 def _all_reduce(size: int, device: torch.device) -> Contenders:
-    tensor = _zeros(size, device)
+    tensor = zeros(size, device)
     contenders: Contenders = {
         OURS: lambda: idist.all_reduce(tensor),
         RAW: lambda: dist.all_reduce(tensor),
@@ -121,7 +127,7 @@ def _all_reduce(size: int, device: torch.device) -> Contenders:
 
 
 def _all_gather(size: int, device: torch.device) -> Contenders:
-    tensor = _zeros(size, device)
+    tensor = zeros(size, device)
     length = dist.get_world_size() * len(tensor)
     contenders: Contenders = {
         OURS: lambda: idist.all_gather(tensor),
@@ -134,8 +140,8 @@ def _all_gather(size: int, device: torch.device) -> Contenders:
 
 
 def _gather_into(size: int, device: torch.device) -> Contenders:
-    tensor = _zeros(size, device)
-    out = _zeros(size * dist.get_world_size(), device)
+    tensor = zeros(size, device)
+    out = zeros(size * dist.get_world_size(), device)
     return {
         OURS: lambda: idist.all_gather(tensor, out=out),
         RAW: lambda: all_gather_raw(out, tensor),
@@ -143,7 +149,7 @@ def _gather_into(size: int, device: torch.device) -> Contenders:
 
 
 def _safe_broadcast(device: torch.device) -> Contenders:
-    tensor, small = _zeros(16 * _MB, device), _zeros(512, device)
+    tensor, small = zeros(16 * _MB, device), zeros(512, device)
 
     def raw() -> None:
         dist.broadcast(small, 0)
@@ -157,7 +163,7 @@ def _safe_broadcast(device: torch.device) -> Contenders:
 
 
 def _group_reduce(device: torch.device) -> Contenders:
-    tensor, group = _zeros(4, device), dist.new_group([0, 1])
+    tensor, group = zeros(4, device), dist.new_group([0, 1])
     contenders: Contenders = {
         OURS: lambda: idist.all_reduce(tensor, group=[0, 1]),
         RAW: lambda: dist.all_reduce(tensor, group=group),

@@ -7,14 +7,10 @@ import time
 from functools import partial
 
 import torch
-from torch import Tensor
 
 import ignite_dist as idist
-from rows import OURS, RAW, Bar, Contenders, LauncherRow, RankRow, Row
+from rows import OURS, RAW, SIZES, Bar, Contenders, LauncherRow, RankRow, Row, zeros
 from timing import Effort, Samples
-
-_MB = 1 << 20
-_SIZES = {"4 B": 4, "1 MB": _MB, "16 MB": 16 * _MB}
 
 
 def rows() -> list[Row]:
@@ -35,7 +31,7 @@ def rows() -> list[Row]:
         )
         for ranks in (2, 3)  # more ranks than this machine has cores: what spins takes turns
         for name, (label, contenders) in collectives.items()
-        for size_name, size in _SIZES.items()
+        for size_name, size in SIZES.items()
         if ranks == 2 or name == "all_reduce"
     ]
     getter = RankRow("Horovod: getters", "get_rank()", "ns", contenders=_getter, backend="horovod")
@@ -43,14 +39,10 @@ def rows() -> list[Row]:
     return [*found, getter, launch]
 
 
-def _zeros(size: int) -> Tensor:
-    return torch.full((size // 4,), 0.0)
-
-
 def _all_reduce(size: int, device: torch.device) -> Contenders:
     import horovod.torch as hvd
 
-    tensor = _zeros(size)
+    tensor = zeros(size, device)
     return {
         OURS: lambda: idist.all_reduce(tensor),
         RAW: lambda: hvd.allreduce_(tensor, op=hvd.Sum, name=f"raw {size}"),
@@ -60,7 +52,7 @@ def _all_reduce(size: int, device: torch.device) -> Contenders:
 def _all_gather(size: int, device: torch.device) -> Contenders:
     import horovod.torch as hvd
 
-    tensor = _zeros(size)
+    tensor = zeros(size, device)
     return {
         OURS: lambda: idist.all_gather(tensor),
         RAW: lambda: hvd.allgather(tensor, name=f"raw {size}"),
@@ -70,7 +62,7 @@ def _all_gather(size: int, device: torch.device) -> Contenders:
 def _broadcast(size: int, device: torch.device) -> Contenders:
     import horovod.torch as hvd
 
-    tensor = _zeros(size)
+    tensor = zeros(size, device)
     return {
         OURS: lambda: idist.broadcast(tensor),
         RAW: lambda: hvd.broadcast_(tensor, 0, name=f"raw {size}"),

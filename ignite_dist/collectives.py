@@ -193,9 +193,7 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None) -> 
         return _outside(
             model,
             tensor,
-            lambda: gather_rows(model, tensor, members)
-            if is_tensor
-            else model.gather_objects(None, members),
+            lambda: gather_rows(model, tensor, members) if is_tensor else model.gather_objects(None, members),
         )
     if not is_tensor:
         return model.gather_objects(tensor, members)

@@ -386,8 +386,11 @@ def _counts(local_rank: int) -> dict[str, tuple[int, int]]:
     import torch_xla.debug.metrics as metrics
     from torch_xla.core import xla_model
 
-    def executions() -> int:
-        return (metrics.metric_data("ExecuteTime") or (0,))[0]
+    def counts() -> list[int]:
+        xla_model.wait_device_ops()
+        fallbacks = [name for name in metrics.counter_names() if name.startswith("aten::")]
+        assert not fallbacks, f"taken to the CPU and back: {fallbacks}"
+        return [metrics.counter_value(name) or 0 for name in ("ExecuteComputation", "UncachedCompile")]
 
     def all_numbers(tensor: torch.Tensor) -> None:
         idist.all_reduce(1)
@@ -408,16 +411,15 @@ def _counts(local_rank: int) -> dict[str, tuple[int, int]]:
     seen = {}
     for name, contender in contenders.items():
         for steps in (2, 10):  # the first ones compile
-            metrics.clear_all()
             weight = torch.ones(8, 8, device=idist.device())
             torch_xla.sync(wait=True)
-            before = executions()
+            before = counts()
             for _ in range(steps):
-                weight = weight @ weight / 8
+                weight = (weight @ weight / 8).clamp(-1, 1)
                 contender(weight)
                 torch_xla.sync()
-            torch_xla.sync(wait=True)
-            seen[name] = executions() - before, metrics.counter_value("UncachedCompile") or 0
+            executions, compilations = (now - then for now, then in zip(counts(), before, strict=True))
+            seen[name] = executions, compilations
         assert weight.cpu().isfinite().all()
     return seen
 
@@ -435,7 +437,11 @@ def test_with_one_replica_a_collective_is_a_part_of_the_step(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("nproc_per_node", "environ", "message"),
     [
-        (4, {}, "has 2 XLA devices (PJRT_DEVICE=CPU), and PJRT runs one replica or one on each device. Set CPU"),
+        (
+            4,
+            {},
+            "has 2 XLA devices (PJRT_DEVICE=CPU), and PJRT runs one replica or one on each device. Set CPU",
+        ),
         (2, {"CPU_NUM_DEVICES": "two"}, "CPU_NUM_DEVICES is a number of devices, got 'two'"),
         (0, {}, "nproc_per_node must be a positive int"),
     ],
@@ -473,7 +479,9 @@ def test_wrong_groups() -> None:
     spawn(_wrong_groups)
 
 
-def test_an_environment_that_does_not_ask_for_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_does_not_ask_for_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PJRT_DEVICE")
     run_script(
         tmp_path,

@@ -38,6 +38,18 @@ _REDUCED = frozenset(
     {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
 )
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Those that XLA gives back as they are: an unsigned int comes back as a signed one.
+_XLA_NAMES = {
+    torch.uint8: "u8",
+    torch.int8: "s8",
+    torch.int16: "s16",
+    torch.int32: "s32",
+    torch.int64: "s64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+}
 
 # Replicas of one process wait for each other by the compiled module, and two that compile the same graph at
 # the same time get two: one after the other, the second finds what the first has compiled.
@@ -89,6 +101,7 @@ class XlaModel(ComputationModel):
         self._topologies: dict[int, Topology] = {}
         self._initialized: set[int] = set()
         self._ended: set[int] = set()
+        self._views = _lower_dtype_views()
 
     # --- lifecycle ---------------------------------------------------------------------------------
 
@@ -338,13 +351,49 @@ class XlaModel(ComputationModel):
         return DeviceLoader(DataLoader(dataset, **kwargs), self.device())
 
 
-# --- bits: a float that is moved as one may lose some of a NaN's ----------------------------------------
+# --- bits: what is moved as ints is not rounded, and a zero keeps its sign -------------------------------
 
 
 def _bits(tensor: Tensor) -> Tensor:
     """``(*S) -> (n,)``, ints."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.reshape(-1).view(_BITS[real.itemsize])
+
+
+def _lower_dtype_views() -> torch.library.Library:
+    """Bring the lowering of ``tensor.view(dtype)`` that torch_xla lacks, for as long as the result lives.
+
+    Without it such a view takes the tensor to the CPU and back, in the middle of what should be one graph.
+    """
+    from torch_xla.core import xla_op_registry
+
+    def lower(operand: Any, to_type: str, split: list[int], shape: list[int]) -> Any:
+        return operand.reshape(split).bitcast(to_type).reshape(shape)
+
+    bitcast = xla_op_registry.register("ignite_dist_bitcast", lower)
+
+    def view_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if torch.bool in (tensor.dtype, dtype):  # a byte, 0 or 1, but not to XLA
+            return (
+                tensor.to(dtype)
+                if torch.uint8 in (tensor.dtype, dtype)
+                else tensor.view(torch.uint8).view(dtype)
+            )
+        if not {tensor.dtype, dtype} <= set(_XLA_NAMES):
+            return tensor.cpu().view(dtype).to(tensor.device)
+        shape = list(tensor.shape)
+        if tensor.itemsize != dtype.itemsize:
+            shape[-1] = shape[-1] * tensor.itemsize // dtype.itemsize
+        # A bitcast to a wider type takes the elements of each result as a dimension of their own.
+        split = (
+            [*shape, dtype.itemsize // tensor.itemsize] if dtype.itemsize > tensor.itemsize else tensor.shape
+        )
+        result: Tensor = bitcast(tensor, to_type=_XLA_NAMES[dtype], split=list(split), shape=shape)
+        return result
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("view_copy.dtype", view_copy, "XLA")
+    return library
 
 
 def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -201,7 +201,9 @@ def _run_replicas(sent: Any, posts: Sequence[processes.Post]) -> Failure | None:
         )
     failures: list[Failure] = []
     threads = [
-        threading.Thread(target=_run_replica, args=(sent, post, device, failures), name=f"replica on {device}")
+        threading.Thread(
+            target=_run_replica, args=(sent, post, device, failures), name=f"replica on {device}"
+        )
         for post, device in zip(posts, devices, strict=True)
     ]
     for thread in threads:

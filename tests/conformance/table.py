@@ -42,7 +42,10 @@ class ResultsWriter:
         found = dict(report.user_properties).get(PROPERTY)
         if report.when == "call" and report.passed and isinstance(found, dict):
             file, _, name = report.nodeid.rpartition("/")[2].partition("::")
-            test = [file.removeprefix("test_").removesuffix(".py"), name.removeprefix("test_").partition("[")[0]]
+            test = [
+                file.removeprefix("test_").removesuffix(".py"),
+                name.removeprefix("test_").partition("[")[0],
+            ]
             self._passed.append({"test": test, **found})
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

@@ -90,7 +90,9 @@ def test_a_list_is_made_into_a_group_once() -> None:
     for _ in range(10_000 if last <= 1 and idist.backend() != "horovod" else 500):
         idist.all_reduce(torch.ones(1, device=idist.device()), group=group)
     threads, files = process.num_threads(), process.num_fds()
-    others = last if idist.model_name() == "xla-dist" else 0  # of this process, each counting with an open file
+    others = (
+        last if idist.model_name() == "xla-dist" else 0
+    )  # of this process, each counting with an open file
     assert threads <= before[0] and files <= before[1] + others
 
 

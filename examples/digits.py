@@ -5,6 +5,8 @@
     torchrun --nproc-per-node 2 examples/digits.py      # joins the two that torchrun has started
     python examples/digits.py --backend horovod --nproc-per-node 2        # the same with Horovod
     horovodrun -np 2 python examples/digits.py --backend horovod
+    PJRT_DEVICE=CPU python examples/digits.py --backend xla-tpu           # XLA, which has a CPU too
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/digits.py --backend xla-tpu --nproc-per-node 2
 
 and on two nodes, here both on one machine. Give a port that is free on node 0, and, from another machine, the
 address of node 0 as --master-addr:
@@ -180,10 +182,21 @@ def save_checkpoint(checkpoint, path):
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
-        torch.save(checkpoint, file)
+        torch.save(on_cpu(checkpoint), file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def on_cpu(value):
+    """``value`` with its tensors on the CPU: those of an XLA device could be read nowhere else."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: on_cpu(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(on_cpu, value))
+    return value
 
 
 @idist.one_rank_only(broadcast=True)
@@ -233,7 +246,7 @@ def parse_arguments(launched):
     add("--seed", type=int, default=0, help="of the weights and the order of the images (%(default)s)")
     add("--output-dir", type=Path, default=Path("runs/digits"), help="for checkpoint and plot (%(default)s)")
     add("--resume", action="store_true", help="continue from the checkpoint in the output directory")
-    add("--backend", choices=idist.available_backends(), help="(gloo; nccl with a GPU per process)")
+    add("--backend", help=f"{', '.join(idist.available_backends())} (gloo; nccl with a GPU per process)")
     add("--nproc-per-node", type=positive_int, help="number of processes to start on this node")
     add("--nnodes", type=positive_int, help="number of nodes (1)")
     add("--node-rank", type=int, help="number of this node, from 0")
@@ -281,14 +294,18 @@ def main():
 
     # It starts the processes if it is told how many, joins them if a launcher has started them, and with
     # backend=None trains in this one.
-    with idist.Parallel(
-        backend=backend,
-        nproc_per_node=args.nproc_per_node,
-        nnodes=args.nnodes,
-        node_rank=args.node_rank,
-        master_addr=args.master_addr,
-        master_port=args.master_port,
-    ) as parallel:
+    try:
+        parallel = idist.Parallel(
+            backend=backend,
+            nproc_per_node=args.nproc_per_node,
+            nnodes=args.nnodes,
+            node_rank=args.node_rank,
+            master_addr=args.master_addr,
+            master_port=args.master_port,
+        )
+    except (ValueError, RuntimeError) as error:  # says what cannot be had here, and how to get it
+        raise SystemExit(f"digits.py: error: {error}") from None
+    with parallel:
         parallel.run(train, args)
 
 

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ignite_dist.context import current_model
 from ignite_dist.collectives import all_reduce
+from ignite_dist.context import current_model
 from ignite_dist.samplers import DistributedProxySampler, EpochSampler
 from ignite_dist.tensors import average_tensors, broadcast_tensors
 
@@ -155,7 +155,7 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
 def _average_first(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Step hook: average the gradients before the step; with a closure, each time that it has computed them."""
+    """Step hook: average the gradients first; with a closure, each time that it has computed them."""
     own, *positional = args
     closure = positional[0] if positional else kwargs.get("closure")
     if closure is None:

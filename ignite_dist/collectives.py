@@ -222,7 +222,8 @@ def all_gather_ragged(tensor: Tensor, group: Any = None) -> list[Tensor]:
     check_dense("all_gather_ragged", tensor)
     members = model.resolve_group(group)
     if not _is_member(model, members):
-        return _outside(model, [tensor], lambda: _gather_ragged(model, tensor.new_empty(0), members))
+        _outside(model, tensor, lambda: _gather_ragged(model, tensor.new_empty(0), members))
+        return [tensor]
     return _gather_ragged(model, tensor, members)
 
 
@@ -257,7 +258,8 @@ def all_gather_tensors_with_shapes(
     members = model.resolve_group(group)
     known = [tuple(index(size) for size in shape) for shape in shapes]
     if not _is_member(model, members):
-        return _outside(model, [tensor], lambda: _gather_shapes(model, tensor.new_empty(0), known, members))
+        _outside(model, tensor, lambda: _gather_shapes(model, tensor.new_empty(0), known, members))
+        return [tensor]
     if len(known) != len(members.ranks):
         raise ValueError(f"shapes needs one shape per rank: {len(members.ranks)} ranks, {len(known)} shapes.")
     own = known[members.ranks.index(model.get_rank())]

@@ -70,7 +70,7 @@ def start(
         daemon: whether the workers are daemonic processes.
         ranks_per_process: how many ranks each process runs.
         run: how a process runs its ranks, from what each of them is sent and where each reports to; it
-            returns a failure if there was one. A process of one rank, ``RANK`` of its environment, needs none.
+            returns a failure if there was one. Without it the process is the rank that ``RANK`` says.
 
     Raises:
         TypeError: ``entry`` cannot be sent; nothing was started.
@@ -257,7 +257,7 @@ class Post:
     sender: connection.Connection
 
     def run(self, sent: _Sent, rank: int) -> Failure | None:
-        """Make the call that was sent as the global ``rank``, and report its result, or return its failure."""
+        """Make the call that was sent, as the global ``rank``, and report what became of it."""
         self.report(rank)
         outcome = outcome_of(sent, self.local_rank)
         self.report(outcome)

@@ -15,7 +15,7 @@ import torch
 from matplotlib.image import imread
 
 import ignite_dist as idist
-from helpers import ROOT, free_port, loopback, plain_environ, without_gloos
+from helpers import ROOT, free_port, loopback, plain_environ, run_python, without_gloos
 
 DIGITS = ROOT / "examples" / "digits.py"
 EPOCHS = 10  # the script's default
@@ -114,6 +114,20 @@ def test_torchrun(serial: Run, tmp_path: Path) -> None:
 def test_horovod_learns_the_same(serial: Run, tmp_path: Path) -> None:
     run = train(tmp_path, "--backend", "horovod", "--nproc-per-node", 2)
     assert run.accuracy >= 97.0
+    assert run.shows_epochs(1, EPOCHS, of=EPOCHS)
+    torch.testing.assert_close(run.losses, serial.losses, rtol=0, atol=1e-4)
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("options", [(), ("--nproc-per-node", 2)], ids=["alone", "2-replicas"])
+def test_xla_learns_the_same(
+    serial: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[Any, ...]
+) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setenv("CPU_NUM_DEVICES", "2")
+    run = train(tmp_path, "--backend", "xla-tpu", *options)
+    assert run.accuracy >= 97.0
+    assert abs(run.accuracy - serial.accuracy) <= 1.0
     assert run.shows_epochs(1, EPOCHS, of=EPOCHS)
     torch.testing.assert_close(run.losses, serial.losses, rtol=0, atol=1e-4)
 
@@ -224,7 +238,6 @@ def test_plot_is_not_blank(serial: Run) -> None:
         (["--nnodes", "2"], "--nnodes 2 needs --nproc-per-node, --node-rank, --master-port"),
         (["--epochs", "0"], "argument --epochs: must be positive, got 0"),
         (["--batch-size", "2000"], "--batch-size 2000 is more than the 1437 training images"),
-        (["--backend", "ncl"], "argument --backend: invalid choice: 'ncl'"),
         (["--resume", "--output-dir", "missing"], "--resume: there is no missing"),
     ],
 )
@@ -236,6 +249,19 @@ def test_misuse(
     with pytest.raises(SystemExit):
         parse_arguments(launched=False)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [("ncl", "Unknown backend 'ncl'"), ("xla-tpu", "Backend 'xla-tpu' cannot run here")],
+)
+def test_a_backend_that_cannot_run(backend: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend in idist.available_backends():
+        message = "PJRT_DEVICE is not set"
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    ended = run_python(DIGITS, "--backend", backend, "--nproc-per-node", 1)
+    assert ended.returncode == 1 and "Traceback" not in ended.stdout
+    assert f"digits.py: error: {message}" in ended.stdout, ended.stdout
 
 
 def test_misuse_under_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""XLA's contexts, launches and collectives: what the conformance suite, which it passes as well, does not ask.
+"""XLA's contexts, launches and collectives: what the conformance suite, which XLA passes too, does not ask.
 
 On PJRT's CPU, with one replica and with several, which are threads of one process. A process can initialize
 its runtime once and never end it, so contexts are made in processes of their own.

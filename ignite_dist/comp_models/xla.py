@@ -150,8 +150,8 @@ class XlaModel(ComputationModel):
         _check_pjrt_device()
         if _is_runtime_initialized():
             raise RuntimeError(
-                "This process has used an XLA device, and PJRT gives the devices of a host to one process at a "
-                "time. Start the replicas before any XLA device is asked for, or from another process."
+                "This process has used an XLA device, and PJRT gives the devices of a host to one process at "
+                "a time. Start the replicas before any XLA device is asked for, or from another process."
             )
         num_processes, num_replicas = xla_replicas.counts_here()
         count = num_processes * num_replicas
@@ -391,8 +391,8 @@ def _lower_dtype_views() -> torch.library.Library:
         result: Tensor = bitcast(tensor, to_type=_XLA_NAMES[dtype], split=list(split), shape=shape)
         return result
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("view_copy.dtype", view_copy, "XLA")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl("view_copy.dtype", view_copy, "XLA")  # type: ignore[no-untyped-call]
     return library
 
 
@@ -400,7 +400,8 @@ def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """``(*S, n)``, ints, as ``dtype``."""
     if not dtype.is_complex:
         return bits.view(dtype)
-    return torch.view_as_complex(bits.view(dtype.to_real()).unflatten(-1, (-1, 2)))
+    real = bits.view(dtype.to_real())
+    return torch.view_as_complex(real.view(*real.shape[:-1], -1, 2))
 
 
 # --- this host ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ __all__ = ["DeviceLoader"]
 
 
 class DeviceLoader(MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no type information
-    """An ``MpDeviceLoader`` with the attributes of its ``DataLoader``: batches come to the device ahead of use.
+    """An ``MpDeviceLoader``, which brings batches to the device ahead of use, used like its ``DataLoader``.
 
     Each batch that is taken ends a step of torch_xla: what has been computed lazily until then is run.
     """

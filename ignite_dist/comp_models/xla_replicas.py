@@ -151,7 +151,7 @@ def counts_here() -> tuple[int, int]:
 def start(
     entry: Callable[..., Any], nproc_per_node: int, start_method: str | None, daemon: bool
 ) -> processes.Workers:
-    """Start processes whose threads run ``entry(local_rank)``, a replica each; or one alone, if that is asked."""
+    """Start processes whose threads run ``entry(local_rank)``, a replica each; or one replica alone."""
     num_processes, num_replicas = (1, 1) if nproc_per_node == 1 else counts_here()
     environs = []
     for local_process in range(num_processes):

@@ -27,6 +27,9 @@ _INTRODUCTION = """\
 Written by `make conformance` from the results of `tests/conformance/`, which runs with each backend's real
 library, on the worlds named below; not to be edited. A tick: the tensor that was given holds the exact
 result. `TypeError`: the combination has no exact meaning, and was refused before anything was sent.
+
+XLA's ranks are replicas on PJRT's CPU, threads of one process. Two of them prove of groups no more than the
+whole world and a rank alone; what is between is proven by three.
 """
 _Outcomes = dict[str, set[str]]
 

@@ -5,7 +5,8 @@
     python benchmarks/bench.py --only all_gather   # some rows only, nothing is written
     python benchmarks/bench.py --device cuda       # the tensor rows on a GPU
 
-A missed bar is shown as missed; the exit status is 0 regardless.
+Rows of a library that is not installed are left out. A missed bar is shown as missed; the exit status is 0
+regardless.
 """
 
 from __future__ import annotations

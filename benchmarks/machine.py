@@ -23,6 +23,7 @@ def describe(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "pytorch-ignite": _version("pytorch-ignite"),
         "horovod": _version("horovod"),
+        "torch_xla": _version("torch_xla"),
         "ignite_dist": _version("ignite-dist"),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "load at start": os.getloadavg()[0],
@@ -32,7 +33,8 @@ def describe(device: str) -> dict[str, Any]:
 def _tag(device: str) -> str:
     if device == "cuda":
         return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-    return f"cpu-{_cores()}cores"
+    xla = "-xla" if _version("torch_xla") else ""  # another torch, so figures of their own
+    return f"cpu-{_cores()}cores{xla}"
 
 
 def _cores() -> int:

@@ -36,7 +36,8 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
         kwargs: those of ``torch.utils.data.DataLoader``.
 
     Returns:
-        A ``torch.utils.data.DataLoader``.
+        A ``torch.utils.data.DataLoader``; with XLA an ``MpDeviceLoader`` that has its attributes, whose
+        batches are on :func:`device` already.
     """
     model = current_model()
     kwargs.setdefault("pin_memory", model.device().type == "cuda")
@@ -104,9 +105,10 @@ def auto_model(model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
     """``model`` on :func:`device`, wrapped for the live context.
 
     torch.distributed with more than one rank: ``DistributedDataParallel``. No context and several GPUs:
-    ``DataParallel``. Horovod averages gradients in the optimizer (:func:`auto_optim`), so the module itself
-    comes back. All ranks start from the parameters and buffers of rank 0, unless the module has nothing to
-    train: then it is left as it is, and no rank waits for another.
+    ``DataParallel``. With Horovod and XLA the optimizer averages gradients (:func:`auto_optim`), so the
+    module itself comes back; on XLA with new parameters, and the optimizer is made from these. All ranks
+    start from the parameters and buffers of rank 0, unless the module has nothing to train: then it is left
+    as it is, and no rank waits for another.
 
     Args:
         model: any module.
@@ -129,7 +131,11 @@ def auto_model(model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
 
 
 def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
-    """``optimizer``, ready for the live context: itself where gradients are reduced by the model's wrapper.
+    """``optimizer``, ready for the live context: itself, but under Horovod.
+
+    Where a model's wrapper averages the gradients nothing is to do. With XLA, and with a computation model
+    that has no wrapper, a step hook does it: before the step, and with a closure each time that it has run,
+    whose loss is averaged too. The gradients have to be of the same parameters on every rank.
 
     Under Horovod it becomes a ``hvd.DistributedOptimizer`` that starts from the state of rank 0 (Adam's
     moments after a resume) and averages the gradients before each step, and the loss that a closure returns.

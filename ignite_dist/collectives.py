@@ -380,6 +380,7 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
     Without options only the members need to call it (Horovod, MPI, and a default group bound to a device by
     ``device_id=``: every rank of the world); with options every rank of the world does, in the same order.
     The same holds for the first use of a list. With Horovod all ranks make their groups in the same order.
+    With XLA making one costs nothing, and every collective of it is a call of every rank of the world.
 
     Args:
         ranks: distinct global ranks; the group's order is ascending.
@@ -387,7 +388,7 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
 
     Returns:
         What the backend calls a group: for torch a ``ProcessGroup``, and
-        ``GroupMember.NON_GROUP_MEMBER`` on a rank outside; for Horovod a ``ProcessSet``.
+        ``GroupMember.NON_GROUP_MEMBER`` on a rank outside; for Horovod a ``ProcessSet``; for XLA the ranks.
 
     Raises:
         ValueError: ranks that are not ints, given twice or out of range.

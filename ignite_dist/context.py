@@ -120,7 +120,8 @@ def initialize(backend: str, **kwargs: Any) -> None:
     The ranks come from the arguments or from the environment of torchrun, Slurm and whatever else sets
     ``RANK`` and ``WORLD_SIZE`` (Horovod: of ``horovodrun``); with nothing set it is a world of one.
     Variables that scripts read (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
-    ``MASTER_PORT``) are set where they are missing, and :func:`finalize` takes back just those.
+    ``MASTER_PORT``) are set where they are missing, and :func:`finalize` takes back just those (XLA: none of
+    them, because ranks may share a process).
 
     Args:
         backend: one of :func:`available_backends`, or one per device: ``"cpu:gloo,cuda:nccl"``.
@@ -129,12 +130,14 @@ def initialize(backend: str, **kwargs: Any) -> None:
             ``world_size`` (both, and only with an ``init_method``), ``pg_options``, ``device_id``; see
             https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group.
             For Horovod ``comm``: a list of all ranks, or an ``mpi4py`` communicator if it was built with MPI.
+            For XLA none.
 
     Raises:
         ValueError: an unknown backend, or arguments that contradict each other or the environment.
         TypeError: a keyword that the backend does not have.
         RuntimeError: a context exists already, NCCL without a GPU.
-        EnvironmentVariablesError: the environment is half set, or of a launcher that Horovod does not know.
+        EnvironmentVariablesError: the environment is half set, of a launcher that Horovod does not know, or
+            without the ``PJRT_DEVICE`` that XLA is to use.
         LaunchError: the port of the rendezvous is in use.
     """
     global _model

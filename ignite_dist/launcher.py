@@ -56,17 +56,18 @@ def spawn(
         fn: any function: of a module, a notebook cell, a lambda, a closure.
         args: its arguments behind the local rank; pickled, or sent by cloudpickle where pickle cannot.
         kwargs_dict: its keyword arguments, likewise.
-        nproc_per_node: number of processes on this machine.
+        nproc_per_node: number of processes on this machine; for XLA 1 or the number of its devices.
         kwargs: for gloo and NCCL ``nnodes`` (1), ``node_rank`` (0), ``master_addr`` and ``master_port``
             (needed if ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``), ``timeout`` (a
             ``datetime.timedelta``, for collectives), ``start_method`` ("forkserver"; "spawn", "fork"),
             ``join`` (True), ``daemon`` (False). For Horovod the last three, and ``hosts``
             (``"node1:2,node2:2"``), ``nnodes`` (as many as hosts) and the options of ``horovod.run``; with
             any of these Horovod's own launcher starts the workers, which takes seconds and listens on all
-            interfaces.
+            interfaces. For XLA those three and ``nnodes``; its ranks may be threads of one process, and on a
+            pod PJRT itself finds the other hosts, each of which makes this call.
 
     Returns:
-        The list of what ``fn`` returned, one per process on this machine, by local rank. With ``join=False``
+        The list of what ``fn`` returned, one per rank on this machine, by local rank. With ``join=False``
         at once an object with ``join(timeout=None)``, ``pids()`` and ``terminate()``.
 
     Raises:

@@ -19,7 +19,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import BatchNorm1d, Buffer, Linear, Module, ModuleList, Parameter, ParameterList, ReLU, Sequential
+from torch.nn import (
+    BatchNorm1d,
+    Buffer,
+    Linear,
+    Module,
+    ModuleList,
+    Parameter,
+    ParameterList,
+    ReLU,
+    Sequential,
+)
 from torch.nn.functional import mse_loss
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
@@ -441,7 +451,7 @@ def test_steps_of_smaller_floats(replicas: Replicas) -> None:
     singles = [(name, "none", "closure", True, torch.float32) for name in ("sgd", "adam")]
     equal_those_of_a_single_process(replicas, _trained, *singles, rtol=1e-5, atol=1e-6)
     brain = ("sgd", "none", "closure", True, torch.bfloat16)
-    equal_those_of_a_single_process(replicas, _trained, brain, rtol=0.03, atol=0.02)
+    equal_those_of_a_single_process(replicas, _trained, brain, rtol=0.05, atol=0.06)
 
 
 KINDS = [

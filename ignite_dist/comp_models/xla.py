@@ -200,9 +200,9 @@ class XlaModel(ComputationModel):
         self._end()
 
     def abort(self) -> None:
-        error = sys.exc_info()[1]
-        text = "" if error is None else "".join(traceback.format_exception(error))
-        self._meeting.fail(self.get_rank(), type(error).__name__, text)
+        kind, error, _ = sys.exc_info()
+        text = "".join(traceback.format_exception(error)) if error else ""
+        self._meeting.fail(self.get_rank(), kind.__name__ if kind else "nothing", text)
         self._end()
 
     def _end(self) -> None:
@@ -265,10 +265,14 @@ class XlaModel(ComputationModel):
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Group) -> Tensor:
         if tensor.numel() and tensor.device.type == "xla":
-            # XLA's groups are a partition of the world. Others than members are each alone, so unchanged.
-            members = set(group.ranks)
-            others = [[rank] for rank in range(self._world_size) if rank not in members]
-            groups = [list(group.ranks), *others] if others else None
+            groups = None
+            if group.handle is not None:  # XLA's are a partition of the world: each of the others is alone
+                others = set(range(self._world_size)).difference(group.ranks)
+                groups = [list(group.ranks), *([rank] for rank in sorted(others))]
+            if self._meeting.size == 1 and not tensor._is_view() and not tensor.is_inference():
+                # One node of the graph less, but torch_xla would leave the base of a view as it was.
+                self._xm.all_reduce(_OPS[op], [tensor], groups=groups)
+                return tensor
             reduced = self._run(
                 (f"all_reduce {op}", group.ranks),
                 tensor,
@@ -328,13 +332,16 @@ class XlaModel(ComputationModel):
         self._xm.unlazy([tensor])
         described: Hashable = (*call, tensor.dtype, tuple(tensor.shape))
         self._meeting.meet(self.get_rank(), described)
-        result = collective(tensor)
+        result = collective(
+            tensor
+        )  # a new tensor: PJRT's CPU would hang, had it to give up its input's memory
         device = str(self.device())
         with _compiling:
             self._xla._XLAC._xla_sync_multi([result], [], wait=False)
         # Each collective depends on the one before until this is taken back; what has been computed need not.
         self._xla._XLAC._set_all_reduce_token(device, None)
-        # Calls under way hold threads of a pool, and with enough of them nobody can complete one.
+        # Calls under way hold threads of a pool, and with enough of them nobody can complete one. (Of this
+        # device: to wait for all of them would be to wait for those who wait for us.)
         self._xm.wait_device_ops(self._xm.xla_real_devices([device]))
         return result
 

@@ -98,6 +98,7 @@ class XlaModel(ComputationModel):
         self._world_size: int = runtime.world_size()
         self._meeting = xla_replicas.meeting_here()
         self._devices: dict[int, torch.device] = {}
+        self._real_names = dict(zip(torch_xla.devices(), xla_model.xla_real_devices(), strict=True))
         self._topologies: dict[int, Topology] = {}
         self._initialized: set[int] = set()
         self._ended: set[int] = set()
@@ -335,14 +336,13 @@ class XlaModel(ComputationModel):
         result = collective(
             tensor
         )  # a new tensor: PJRT's CPU would hang, had it to give up its input's memory
-        device = str(self.device())
         with _compiling:
             self._xla._XLAC._xla_sync_multi([result], [], wait=False)
         # Each collective depends on the one before until this is taken back; what has been computed need not.
-        self._xla._XLAC._set_all_reduce_token(device, None)
+        self._xla._XLAC._set_all_reduce_token(str(tensor.device), None)
         # Calls under way hold threads of a pool, and with enough of them nobody can complete one. (Of this
         # device: to wait for all of them would be to wait for those who wait for us.)
-        self._xm.wait_device_ops(self._xm.xla_real_devices([device]))
+        self._xm.wait_device_ops([self._real_names[tensor.device]])
         return result
 
     # --- adaptation ------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@
     python tests/conformance/table.py docs/conformance.md here.json [there.json ...]
 
 Backends that do not go into one environment have results of their own. A case returns cells, ``{(operation,
-dtype): outcome}``, for what it has seen. Nothing is kept unless every case has passed, and a backend that has
-not run a case is a hole, for which the second command fails.
+dtype): outcome}``, for what it has seen. Nothing is kept unless every case has passed, and a world in which a
+case has not run is a hole, for which the second command fails.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _INTRODUCTION = """\
 # What every backend was seen to do
 
 Written by `make conformance` from the results of `tests/conformance/`, which runs with each backend's real
-library, on the worlds named below; not to be edited. A tick: the tensor that was given holds the exact
-result. `TypeError`: the combination has no exact meaning, and was refused before anything was sent.
+library; not to be edited. A column is a world: a backend and a number of ranks. A tick: the tensor that was
+given holds the exact result. `TypeError`: the combination has no exact meaning, and was refused before
+anything was sent.
 
-XLA's ranks are replicas on PJRT's CPU, threads of one process. Two of them prove of groups no more than the
-whole world and a rank alone; what is between is proven by three.
+XLA's ranks are replicas on PJRT's CPU, threads of one process. One of them proves nothing of groups, and two
+no more than the whole world and a rank alone; what is between is proven by three.
 """
-_Outcomes = dict[str, set[str]]
+_World = tuple[str, int]  # the backend, and how many ranks
+_Outcomes = dict[_World, set[str]]
 
 
 class ResultsWriter:
@@ -61,44 +63,43 @@ class ResultsWriter:
 
 
 class Table:
-    """Results as Markdown: a column per backend, over all its worlds."""
+    """Results as Markdown: a column for each world."""
 
     def __init__(self, passed: Iterable[dict[str, Any]]) -> None:
-        self._worlds: dict[str, set[int]] = {}
+        self._worlds: set[tuple[str, int]] = set()
         self._cells: dict[tuple[str, str], _Outcomes] = {}
         self._tests: dict[tuple[str, str], _Outcomes] = {}
         for one in passed:
-            backend, size = one["world"]
-            self._worlds.setdefault(backend, set()).add(size)
+            backend, size = world = tuple(one["world"])
+            self._worlds.add((backend, size))
             about, name = one["test"]
-            self._tests.setdefault((about, name), {}).setdefault(backend, set()).add("✓")
+            self._tests.setdefault((about, name), {}).setdefault(world, set()).add("✓")
             for operation, dtype, outcome in one["cells"]:
-                self._cells.setdefault((operation, dtype), {}).setdefault(backend, set()).add(outcome)
+                self._cells.setdefault((operation, dtype), {}).setdefault(world, set()).add(outcome)
 
     def markdown(self) -> str:
-        backends = sorted(self._worlds, key=lambda name: (name != "serial", name))
-        worlds = [f"`{name}` ({', '.join(map(str, sorted(self._worlds[name])))})" for name in backends]
-        text = f"{_INTRODUCTION}\nWorlds, with their numbers of ranks: {', '.join(worlds)}.\n\n## Tensors\n\n"
-        text += _head(["operation", "dtypes"], backends)
+        worlds = sorted(self._worlds, key=lambda world: (world[0] != "serial", world))
+        text = f"{_INTRODUCTION}\n## Tensors\n\n{_head(['operation', 'dtypes'], worlds)}"
         for operation, cells in groupby(self._cells.items(), key=lambda item: item[0][0]):
             rows: dict[tuple[str, ...], list[str]] = {}  # dtypes with the same outcomes share a row
             for (_, dtype), outcomes in cells:
-                rows.setdefault(_row(outcomes, backends), []).append(dtype)
+                rows.setdefault(_row(outcomes, worlds), []).append(dtype)
             for row, dtypes in rows.items():
                 text += _line([f"`{operation}`", ", ".join(dtypes), *row])
         text += "\n## Everything else\n\nA row is a test of the suite, by its name.\n\n"
-        text += _head(["about", "what holds"], backends)
+        text += _head(["about", "what holds"], worlds)
         for (about, name), outcomes in sorted(self._tests.items()):
-            text += _line([f"`{about}`", name.replace("_", " "), *_row(outcomes, backends)])
+            text += _line([f"`{about}`", name.replace("_", " "), *_row(outcomes, worlds)])
         return text
 
 
-def _row(outcomes: _Outcomes, backends: Sequence[str]) -> tuple[str, ...]:
-    return tuple(" / ".join(sorted(outcomes.get(backend, {_HOLE}))) for backend in backends)
+def _row(outcomes: _Outcomes, worlds: Sequence[_World]) -> tuple[str, ...]:
+    return tuple(" / ".join(sorted(outcomes.get(world, {_HOLE}))) for world in worlds)
 
 
-def _head(names: list[str], backends: list[str]) -> str:
-    return _line([*names, *backends]) + _line(["---"] * len(names) + [":-:"] * len(backends))
+def _head(names: list[str], worlds: Sequence[_World]) -> str:
+    columns = [f"{backend} {size}" for backend, size in worlds]
+    return _line([*names, *columns]) + _line(["---"] * len(names) + [":-:"] * len(columns))
 
 
 def _line(cells: list[str]) -> str:
@@ -111,7 +112,7 @@ def main(path: str, *results: str) -> None:
     text = Table(passed).markdown()
     Path(path).write_text(text, encoding="utf-8")
     if _HOLE in text:
-        raise SystemExit(f"{path} has holes: a backend has not run every case.")
+        raise SystemExit(f"{path} has holes: not every case has run in every world.")
 
 
 if __name__ == "__main__":

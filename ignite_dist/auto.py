@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from torch.nn import Module
+import torch
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -122,7 +123,7 @@ def auto_model(model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
     live = current_model()
     device = live.device()
     if any(value.device != device for value in [*model.parameters(), *model.buffers()]):
-        model.to(device)
+        _move(model, device)
     wrapped = live.wrap_model(model, sync_bn=sync_bn, **kwargs)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     if wrapped is model and is_trained and live.get_world_size() > 1:  # nobody has made them equal
@@ -130,12 +131,24 @@ def auto_model(model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
     return wrapped
 
 
+def _move(model: Module, device: torch.device) -> None:
+    """Move ``model``, and keep parameters tied: an XLA device gets new ones, one for each place."""
+    places: dict[Parameter, list[tuple[Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((module, name))
+    model.to(device)
+    for (module, name), *others in places.values():
+        for other, its_name in others:
+            setattr(other, its_name, getattr(module, name))
+
+
 def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
     """``optimizer``, ready for the live context: itself, but under Horovod.
 
     Where a model's wrapper averages the gradients nothing is to do. With XLA, and with a computation model
     that has no wrapper, a step hook does it: before the step, and with a closure each time that it has run,
-    whose loss is averaged too. The gradients have to be of the same parameters on every rank.
+    whose loss is averaged too. A parameter that this rank has not used counts as one with a zero gradient.
 
     Under Horovod it becomes a ``hvd.DistributedOptimizer`` that starts from the state of rank 0 (Adam's
     moments after a resume) and averages the gradients before each step, and the loss that a closure returns.
@@ -153,7 +166,8 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
     """
     live = current_model()
     wrapped = live.wrap_optimizer(optimizer, **kwargs)
-    if not live.averages_gradients and live.get_world_size() > 1:
+    hooks = wrapped._optimizer_step_pre_hooks.values()
+    if not live.averages_gradients and live.get_world_size() > 1 and _average_first not in hooks:
         wrapped.register_step_pre_hook(_average_first)
     return wrapped
 
@@ -171,6 +185,8 @@ def _average_first(
     def averaging_closure() -> Any:
         loss = closure()
         _average_gradients(optimizer)
+        if loss is None:
+            return None
         return all_reduce(loss, "AVERAGE", inplace=False)  # optimizers branch on it, all ranks alike
 
     others = {name: value for name, value in kwargs.items() if name != "closure"}
@@ -179,6 +195,11 @@ def _average_first(
 
 def _average_gradients(optimizer: Optimizer) -> None:
     live = current_model()
+    if live.get_world_size() == 1:  # the context has ended
+        return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:  # another rank may have used it
+            parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     average_tensors(live, gradients, live.world())

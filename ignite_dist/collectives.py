@@ -86,13 +86,15 @@ def all_reduce(tensor: Any, op: str = "SUM", group: Any = None, *, inplace: bool
             check_writable("all_reduce", tensor)
         members = model.resolve_group(group)
         if not _is_member(model, members):
-            return _outside(model, tensor, lambda: reduce_tensor(model, _copy(tensor), op, plan, members))
+            return _outside(
+                model, members, tensor, lambda: reduce_tensor(model, _copy(tensor), op, plan, members)
+            )
         return reduce_tensor(model, tensor if inplace else _copy(tensor), op, plan, members)
     values, structure = tree.flatten(tensor)
     _check_leaves(model, values, op)
     members = model.resolve_group(group)
     if not _is_member(model, members):
-        return _outside(model, tensor, lambda: _reduce_leaves(model, values, structure, op, members))
+        return _outside(model, members, tensor, lambda: _reduce_leaves(model, values, structure, op, members))
     return tree.rebuild(tensor, iter(_reduce_leaves(model, values, structure, op, members)))
 
 
@@ -192,6 +194,7 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None) -> 
     if not _is_member(model, members):
         return _outside(
             model,
+            members,
             tensor,
             lambda: gather_rows(model, tensor, members) if is_tensor else model.gather_objects(None, members),
         )
@@ -222,7 +225,7 @@ def all_gather_ragged(tensor: Tensor, group: Any = None) -> list[Tensor]:
     check_dense("all_gather_ragged", tensor)
     members = model.resolve_group(group)
     if not _is_member(model, members):
-        _outside(model, tensor, lambda: _gather_ragged(model, tensor.new_empty(0), members))
+        _outside(model, members, tensor, lambda: _gather_ragged(model, tensor.new_empty(0), members))
         return [tensor]
     return _gather_ragged(model, tensor, members)
 
@@ -258,7 +261,7 @@ def all_gather_tensors_with_shapes(
     members = model.resolve_group(group)
     known = [tuple(index(size) for size in shape) for shape in shapes]
     if not _is_member(model, members):
-        _outside(model, tensor, lambda: _gather_shapes(model, tensor.new_empty(0), known, members))
+        _outside(model, members, tensor, lambda: _gather_shapes(model, tensor.new_empty(0), known, members))
         return [tensor]
     if len(known) != len(members.ranks):
         raise ValueError(f"shapes needs one shape per rank: {len(members.ranks)} ranks, {len(known)} shapes.")
@@ -323,7 +326,9 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
     members = model.resolve_group(group)
     _check_src(src, members, model.get_world_size())
     if not _is_member(model, members):
-        return _outside(model, tensor, lambda: _broadcast(model, _copy(tensor), src, members, safe_mode))
+        return _outside(
+            model, members, tensor, lambda: _broadcast(model, _copy(tensor), src, members, safe_mode)
+        )
     return _broadcast(model, tensor, src, members, safe_mode)
 
 
@@ -403,9 +408,9 @@ def _is_member(model: ComputationModel, group: Group) -> bool:
     return group.handle is None or model.get_rank() in group.ranks
 
 
-def _outside(model: ComputationModel, value: Any, take_part: Callable[[], Any]) -> Any:
+def _outside(model: ComputationModel, group: Group, value: Any, take_part: Callable[[], Any]) -> Any:
     """A rank outside the group: its value back, after its part in what the backend makes everybody's call."""
-    if model.groups_need_everyone:
+    if model.groups_need_everyone and len(group.ranks) > 1:
         take_part()
     return value
 

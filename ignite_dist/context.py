@@ -106,7 +106,10 @@ def find_model(backend: str) -> type[ComputationModel]:
             reason = model.how_to_get(backend)
             if reason is not None:
                 raise ValueError(f"Backend {backend!r} cannot run here: {reason} Available: {_listed()}.")
-    hint = did_you_mean(str(backend), available_backends()) or " Is the package that brings it installed?"
+    hint = (
+        did_you_mean(str(backend).lower(), available_backends())
+        or " Is the package that brings it installed?"
+    )
     raise ValueError(f"Unknown backend {backend!r}. Available: {_listed()}.{hint}")
 
 

@@ -94,7 +94,12 @@ def error_of(failed: Sequence[Failed]) -> RankFailedError:
     """The error of a launch of which some workers failed: it is about the one that failed first."""
     first, *others = sorted(failed, key=lambda one: (one.failure.is_consequence, one.failure.time))
     failure = first.failure
-    place = f"Rank {first.rank}" + (f" (pid {first.pid} on {first.host})" if first.pid else "")
+    names = str(first.rank)
+    if (
+        first.pid and not failure.error_type
+    ):  # replicas of XLA share a process: by whose doing it ended, who knows
+        names = " or ".join(str(one.rank) for one in failed if one.pid == first.pid)
+    place = f"Rank {names}" + (f" (pid {first.pid} on {first.host})" if first.pid else "")
     after = "".join(
         f"\nRank {other.rank} failed after it: {_first_line(other.failure.summary)}"
         for other in others
@@ -123,4 +128,5 @@ def _signal_name(number: int) -> str:
 
 
 def _first_line(text: str) -> str:
-    return textwrap.shorten(text.strip().partition("\n")[0], 200, placeholder=" ...")
+    first = text.strip().partition("\n")[0].removesuffix("; its traceback:")
+    return textwrap.shorten(first, 200, placeholder=" ...")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class DistributedProxySampler(_AutoEpoch):
         self.sampler = sampler
 
     def __iter__(self) -> Iterator[Any]:
-        with _one_at_a_time, torch.random.fork_rng(devices=[]):
+        with _one_at_a_time, torch.random.fork_rng(devices=[]), _own_generator(self.sampler, self.epoch):
             torch.default_generator.manual_seed(self.epoch)
             indices: list[Any] = []
             while len(indices) < self.total_size:
@@ -78,6 +79,19 @@ class DistributedProxySampler(_AutoEpoch):
                     raise ValueError(f"{type(self.sampler).__name__} has a length, but draws nothing.")
                 indices += drawn
         return iter(indices[self.rank : self.total_size : self.num_replicas])
+
+
+@contextmanager
+def _own_generator(sampler: Any, seed: int) -> Iterator[None]:
+    """Let one of torch's samplers, if it has none, draw from a generator that no other thread draws from."""
+    if getattr(sampler, "generator", sampler) is not None:
+        yield
+        return
+    sampler.generator = torch.Generator().manual_seed(seed)
+    try:
+        yield
+    finally:
+        sampler.generator = None
 
 
 class EpochLoader(DataLoader[Any]):

@@ -213,8 +213,16 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _sendable(model: ComputationModel, tensor: Tensor, moves: bool) -> Tensor:
+    """``tensor`` as :func:`_plain` has it, where it is sent from."""
     plain = _plain(tensor)
-    return plain.to(model._bytes_device()) if moves else plain
+    if not moves:
+        return plain
+    device = model._bytes_device()
+    if plain.is_complex():  # torch_xla loses the imaginary parts of complex128 on the way
+        return torch.view_as_complex(_as_bytes(plain).to(device).view(plain.real.dtype).view(*plain.shape, 2))
+    if plain.is_floating_point():  # and some bits of a NaN
+        return _as_bytes(plain).to(device).view(plain.dtype).view(plain.shape)
+    return plain.to(device)
 
 
 class _Route(NamedTuple):
@@ -256,11 +264,11 @@ def check_dense(function: str, tensor: Any) -> None:
 
 def check_writable(function: str, tensor: Tensor) -> None:
     """Refuse a tensor that cannot hold a result, with a ``ValueError`` that names ``function``."""
-    base = tensor._base
-    exceeds_base = base is not None and tensor.nbytes > base.nbytes  # XLA does not tell by strides
-    if tensor.is_contiguous() and not exceeds_base:
+    is_xla = tensor.is_xla  # type: ignore[attr-defined]  # which tells no layout, so not by its strides either
+    if tensor.is_contiguous() and not is_xla:
         return
-    if exceeds_base or any(
+    base = tensor._base if is_xla else None
+    if (base is not None and tensor.nbytes > base.nbytes) or any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
         raise ValueError(

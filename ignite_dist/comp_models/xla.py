@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn import Module
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from ignite_dist import wire
 from ignite_dist.arguments import check_counts, check_keywords
 from ignite_dist.comp_models import xla_replicas
 from ignite_dist.comp_models.base import ComputationModel, Group, Topology
@@ -101,7 +103,6 @@ class XlaModel(ComputationModel):
         self._real_names = dict(zip(torch_xla.devices(), xla_model.xla_real_devices(), strict=True))
         self._topologies: dict[int, Topology] = {}
         self._initialized: set[int] = set()
-        self._ended: set[int] = set()
         self._views = _lower_dtype_views()
 
     # --- lifecycle ---------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ class XlaModel(ComputationModel):
         if xlac is None or not xlac._xla_runtime_is_initialized():
             return None
         model = cls._live()
-        return None if model.get_rank() in model._ended else model
+        return None if model.get_rank() in model._meeting.ended else model
 
     @classmethod
     def _live(cls) -> Self:
@@ -140,9 +141,7 @@ class XlaModel(ComputationModel):
         model = cls._live()
         rank = model.get_rank()
         model._initialized.add(rank)
-        if rank in model._ended:
-            model._ended.remove(rank)
-            model._meeting.reopen()
+        model._meeting.enter(rank)
         return model
 
     @classmethod
@@ -161,7 +160,7 @@ class XlaModel(ComputationModel):
         device_type = os.environ["PJRT_DEVICE"]
         hint = f" Set CPU_NUM_DEVICES={nproc_per_node}." if device_type == "CPU" else ""
         raise ValueError(
-            f"nproc_per_node={nproc_per_node}, but this host has {count} XLA devices "
+            f"nproc_per_node={nproc_per_node}, but this host has {count} XLA device(s) "
             f"(PJRT_DEVICE={device_type}), and PJRT runs one replica or one on each device.{hint}"
         )
 
@@ -183,7 +182,8 @@ class XlaModel(ComputationModel):
         return workers.join() if join else workers
 
     def is_current(self) -> bool:
-        if self._ended and self.get_rank() in self._ended:
+        ended = self._meeting.ended
+        if ended and self.get_rank() in ended:
             return False
         # Who has an XLA device at hand may still make a context of another kind.
         return self._world_size > 1 or distributed_c10d._world.default_pg is None or bool(self._initialized)
@@ -195,7 +195,7 @@ class XlaModel(ComputationModel):
 
     def finalize(self) -> None:
         try:
-            self._barrier(self.world())
+            self._meet("the end of its context, by finalize() or because its function has returned")
         except RankFailedError as error:
             warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=3)
         self._end()
@@ -208,7 +208,7 @@ class XlaModel(ComputationModel):
 
     def _end(self) -> None:
         rank = self.get_rank()
-        self._ended.add(rank)
+        self._meeting.ended.add(rank)
         self._initialized.discard(rank)
 
     # --- identity ------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class XlaModel(ComputationModel):
         return collective != "all_reduce" or (op in _OPS and dtype in _REDUCED)
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Group) -> Tensor:
-        if tensor.numel() and tensor.device.type == "xla":
+        if tensor.numel() and tensor.device.type == "xla" and not _is_one_of_more(group):
             groups = None
             if group.handle is not None:  # XLA's are a partition of the world: each of the others is alone
                 others = set(range(self._world_size)).difference(group.ranks)
@@ -275,7 +275,7 @@ class XlaModel(ComputationModel):
                 self._xm.all_reduce(_OPS[op], [tensor], groups=groups)
                 return tensor
             reduced = self._run(
-                (f"all_reduce {op}", group.ranks),
+                _describe(f"all_reduce {op}", tensor, group),
                 tensor,
                 lambda sent: self._xm.all_reduce(_OPS[op], sent, groups=groups),
             )
@@ -283,12 +283,12 @@ class XlaModel(ComputationModel):
         return tensor
 
     def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
-        if self._world_size == 1 or not tensor.numel():
+        if len(group.ranks) == 1 or not tensor.numel():
             rows = tensor.unsqueeze(0).expand(len(group.ranks), *tensor.shape).clone()
         else:
             # Groups of a partition would have to be of one size for this.
             everyones = self._run(
-                ("all_gather", group.ranks),
+                _describe("all_gather", tensor, group),
                 _bits(tensor).unsqueeze(0),
                 lambda sent: self._xm.all_gather(sent, pin_layout=False),
             )
@@ -297,27 +297,28 @@ class XlaModel(ComputationModel):
         return rows if out is None else out.copy_(rows)
 
     def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
-        if self._world_size == 1 or not tensor.numel():
+        if len(group.ranks) == 1 or not tensor.numel():
             return tensor
         # A sum of which all but one are zero, and of ints, so that no bit is lost. Which one is data: a graph
         # with the rank in it would be another one on each replica, and they could not meet in it.
         bits = _bits(tensor)
         is_src = torch.tensor([int(self.get_rank() == src)], dtype=bits.dtype).to(tensor.device)
         received = self._run(
-            (f"broadcast from {src}", group.ranks),
+            _describe(f"broadcast from rank {src}", tensor, group),
             bits * is_src,
             lambda sent: self._xm.all_reduce("sum", sent),
         )
         return tensor.copy_(_from_bits(received, tensor.dtype).view(tensor.shape))
 
     def _barrier(self, group: Group) -> None:
-        self._meeting.meet(self.get_rank(), ("barrier", group.ranks))
+        self._meet(f"barrier of ranks {list(group.ranks)}")
+
+    def _meet(self, call: str) -> None:
+        self._meeting.meet(self.get_rank(), call)
         if self._meeting.size < self._world_size:  # and the other processes
             self._all_reduce(torch.zeros(1, device=self.device()), "SUM", self.world()).item()
 
-    def _run(
-        self, call: tuple[str, tuple[int, ...]], tensor: Tensor, collective: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def _run(self, call: str, tensor: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
         """The result of a collective: lazy where a replica has the process to itself, else there already.
 
         Replicas of one process have to execute the same graph. So what goes in is computed first, all of them
@@ -331,8 +332,7 @@ class XlaModel(ComputationModel):
                 "idist.device()."
             )
         self._xm.unlazy([tensor])
-        described: Hashable = (*call, tensor.dtype, tuple(tensor.shape))
-        self._meeting.meet(self.get_rank(), described)
+        self._meeting.meet(self.get_rank(), call)
         result = collective(
             tensor
         )  # a new tensor: PJRT's CPU would hang, had it to give up its input's memory
@@ -352,9 +352,21 @@ class XlaModel(ComputationModel):
             warnings.warn("sync_bn=True leaves BatchNorm as it is with XLA.", stacklevel=3)
         return model
 
+    def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if all(parameter.device.type != "xla" for parameter in parameters):
+            raise ValueError(
+                "None of the optimizer's parameters is on an XLA device. Moved there, a model has new ones: "
+                "make the optimizer from the parameters of what auto_model has returned."
+            )
+        return optimizer
+
     def make_dataloader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
         from ignite_dist.comp_models.xla_loader import DeviceLoader
 
+        if self._meeting.size > 1:  # torch's own draws in between would be another replica's, too
+            seed = torch.initial_seed() + self.get_rank()
+            kwargs.setdefault("generator", torch.Generator().manual_seed(seed))
         return DeviceLoader(DataLoader(dataset, **kwargs), self.device())
 
 
@@ -380,12 +392,8 @@ def _lower_dtype_views() -> torch.library.Library:
     bitcast = xla_op_registry.register("ignite_dist_bitcast", lower)
 
     def view_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        if torch.bool in (tensor.dtype, dtype):  # a byte, 0 or 1, but not to XLA
-            return (
-                tensor.to(dtype)
-                if torch.uint8 in (tensor.dtype, dtype)
-                else tensor.view(torch.uint8).view(dtype)
-            )
+        if {tensor.dtype, dtype} == {torch.bool, torch.uint8}:  # XLA's bool is no byte
+            return tensor.to(dtype)
         if not {tensor.dtype, dtype} <= set(_XLA_NAMES):
             return tensor.cpu().view(dtype).to(tensor.device)
         shape = list(tensor.shape)
@@ -411,6 +419,17 @@ def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.view_as_complex(real.view(*real.shape[:-1], -1, 2))
 
 
+def _is_one_of_more(group: Group) -> bool:
+    return group.handle is not None and len(group.ranks) == 1
+
+
+def _describe(call: str, tensor: Tensor, group: Group) -> str:
+    """A collective as its caller knows it. What is not a tensor begins with one header."""
+    is_header = tensor.dtype is torch.uint8 and tuple(tensor.shape) == (wire.HEADER_BYTES,)
+    value = "an object or a number" if is_header else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+    return f"{call} of {value}" + (f" in the group {list(group.ranks)}" if group.handle is not None else "")
+
+
 # --- this host ---------------------------------------------------------------------------------------
 
 
@@ -420,8 +439,9 @@ def _is_runtime_initialized() -> bool:
 
 
 def _check_pjrt_device() -> None:
-    """Refuse to run on the CPU where nobody asked for it: torch_xla takes it if it finds nothing else."""
+    """Refuse a device that is not there, and the CPU where nobody asked for it: torch_xla's last resort."""
     if "PJRT_DEVICE" in os.environ:
+        xla_replicas.counts_here()
         return
     import torch_xla  # noqa: F401  # looks for a TPU, or what else a plugin brings, and sets PJRT_DEVICE
 
@@ -429,5 +449,5 @@ def _check_pjrt_device() -> None:
         os.environ.pop("PJRT_DEVICE", None)
         raise EnvironmentVariablesError(
             "PJRT_DEVICE is not set, and torch_xla finds no TPU here. Set PJRT_DEVICE=CPU to run on the CPU "
-            "(and CPU_NUM_DEVICES=2 for two replicas), or PJRT_DEVICE=TPU to be told what is wrong with it."
+            "(and CPU_NUM_DEVICES=2 for two replicas)."
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch_xla
 from torch.utils.data import DataLoader
-from torch_xla.distributed.parallel_loader import MpDeviceLoader
+from torch_xla import runtime
+from torch_xla.distributed.parallel_loader import MpDeviceLoader, ParallelLoader
 
 from ignite_dist.samplers import Pass
 
@@ -24,9 +27,61 @@ class DeviceLoader(MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no ty
 
     def __iter__(self) -> Pass:
         # It fetches ahead, so the pass over the loader inside ends before the one out here.
-        return Pass(super().__iter__(), self.sampler)
+        return Pass(_DeviceBatches(self._loader, self._device), self.sampler)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # before __init__, and what is torch's own
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+
+class _DeviceBatches:
+    """The batches of one pass, on the device, from threads of its own: passes do not disturb each other."""
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
+        self._source = _Source(loader, device)
+        self._parallel = ParallelLoader(self._source, [device])
+        self._batches = self._parallel.per_device_loader(device)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if self._source.error is None:
+                raise
+        raise self._source.error
+
+    def __del__(self) -> None:
+        # The threads of a pass that was broken off wait to hand on what nobody takes any more.
+        if hasattr(self, "_parallel"):  # else they could not be started
+            self._parallel.close()
+
+
+class _Source:
+    """A data loader as torch_xla's thread reads it.
+
+    An exception would end that thread and nothing else: it is kept for the loop. And in a thread of its own
+    the data set, which may share itself out by rank, would be on the process's first device.
+    """
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
+        self._loader = loader
+        self._device = device
+        self.error: Exception | None = None
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        torch_xla._XLAC._xla_set_default_device(str(self._device))
+        runtime._init_world_size_ordinal()
+        try:
+            yield from self._loader
+        except Exception as error:
+            self.error = error

@@ -8,21 +8,39 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from types import FrameType
 from typing import Any
 
-from ignite_dist import processes
+from torch import Tensor
+
+from ignite_dist import processes, tree, wire
 from ignite_dist.devices import num_cores
-from ignite_dist.errors import CollectiveMismatchError, RankFailedError
+from ignite_dist.errors import CollectiveMismatchError, DistributedError, RankFailedError
 from ignite_dist.failures import Failure
 
 __all__ = ["Meeting", "counts_here", "meeting_here", "start"]
 
 _logger = logging.getLogger(__name__)
 
-# How long a replica waits for the others without a word.
+# How long a replica waits for the others without a word, and how often it looks whether they are there.
 _PATIENCE_SECONDS = 10.0
+_LOOK_SECONDS = 0.5
+
+_RULE = (
+    "All ranks make the same calls in the same order, with tensors of one shape and dtype (all_gather_ragged "
+    "takes others); with XLA that holds for a group's, too, members or not."
+)
+_WAITING = f"Rank %d has waited %.0f s in %s. Only ranks %s of this process have made this call. {_RULE}"
+_ENDED = (
+    "Another replica of this process has returned or failed, and will not come to {call}. (What it raised, "
+    "torch_xla.launch does not tell before all replicas have ended; idist.spawn does at once.)"
+)
 
 
 # --- meeting -----------------------------------------------------------------------------------------
@@ -32,7 +50,7 @@ class _Round:
     """The replicas that have come to one collective, each with the call that it is about to make."""
 
     def __init__(self) -> None:
-        self.calls: dict[int, Hashable] = {}
+        self.calls: dict[int, str] = {}
         self.failure: tuple[int, str, str] | None = None
 
 
@@ -48,15 +66,17 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.ended: set[int] = set()  # the ranks whose context has ended
         self._changed = threading.Condition()
         self._round = _Round()
 
-    def meet(self, rank: int, call: Hashable) -> None:
+    def meet(self, rank: int, call: str) -> None:
         """Return when all replicas of this process have come with the same ``call``.
 
         Raises:
             CollectiveMismatchError: they came with different calls; raised on all of them.
             RankFailedError: another one has failed, and will not come.
+            DistributedError: another one has ended without a word.
         """
         with self._changed:
             here = self._round
@@ -69,23 +89,28 @@ class Meeting:
             if len(here.calls) == self.size and here.failure is None:
                 self._round = _Round()
                 self._changed.notify_all()
-            warned = False
+            warn_at = time.monotonic() + _PATIENCE_SECONDS
             while len(here.calls) < self.size and here.failure is None:
-                come = self._changed.wait(_PATIENCE_SECONDS)
-                if not come and not warned and self._round is here:
-                    warned = True
-                    _logger.warning(
-                        "Rank %d has waited %.0f s in %s. Some other replica of this process has not made "
-                        "this call.",
-                        rank,
-                        _PATIENCE_SECONDS,
-                        call,
-                    )
+                if self._changed.wait(_LOOK_SECONDS) or self._round is not here:
+                    continue
+                if 0 < _num_running() < self.size:  # (none: they were started in a way of their own)
+                    raise DistributedError(_ENDED.format(call=call))
+                if time.monotonic() > warn_at:
+                    warn_at = inf
+                    _logger.warning(_WAITING, rank, _PATIENCE_SECONDS, call, sorted(here.calls))
         if here.failure is not None:
             raise RankFailedError(*here.failure)
         if len(set(here.calls.values())) > 1:
-            described = ", ".join(f"rank {rank}: {call}" for rank, call in sorted(here.calls.items()))
-            raise CollectiveMismatchError(f"The ranks of one collective made different calls: {described}.")
+            described = "; ".join(f"rank {rank}: {call}" for rank, call in sorted(here.calls.items()))
+            raise CollectiveMismatchError(f"The ranks made different calls. {described}. {_RULE}")
+
+    def enter(self, rank: int) -> None:
+        """Begin a context, the first one or another."""
+        with self._changed:
+            if rank in self.ended:
+                self.ended.remove(rank)
+                if self._round.failure is not None:
+                    self._round = _Round()
 
     def fail(self, rank: int, error_type: str, traceback: str) -> None:
         """Say that ``rank`` has failed: those that wait, and whoever comes later, raise that."""
@@ -94,12 +119,23 @@ class Meeting:
                 self._round.failure = (rank, error_type, traceback)
             self._changed.notify_all()
 
-    def reopen(self) -> None:
-        """Begin anew after a failure."""
-        with self._changed:
-            if self._round.failure is not None:
-                self._round = _Round()
 
+def _num_running() -> int:
+    """How many threads of this process are at work as replicas, whoever has started them.
+
+    The thread of a replica that has returned lives on in the pool of torch_xla's launcher.
+    """
+    num_running = 0
+    for frame in sys._current_frames().values():
+        stack: FrameType | None = frame
+        while stack is not None and stack.f_code.co_name not in _STARTERS:
+            stack = stack.f_back
+        num_running += stack is not None
+    return num_running
+
+
+# The functions that run a replica: torch_xla's, and our own below.
+_STARTERS = ("_thread_fn", "_run_replica")
 
 _meeting: Meeting | None = None
 _making = threading.Lock()
@@ -126,18 +162,22 @@ def counts_here() -> tuple[int, int]:
     Local: nothing is initialised. Only for other devices than the CPU is torch_xla imported.
 
     Raises:
-        ValueError: ``CPU_NUM_DEVICES`` is not a number.
+        ValueError: ``PJRT_DEVICE`` or ``CPU_NUM_DEVICES`` names something that there is not.
     """
-    if os.environ.get("PJRT_DEVICE") == "CPU":
+    device_type = os.environ.get("PJRT_DEVICE")
+    if device_type == "CPU":
         text = os.environ.get("CPU_NUM_DEVICES", "1")
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"CPU_NUM_DEVICES is a number of devices, got {text!r}.")
         return 1, int(text)
-    from torch_xla import runtime
     from torch_xla._internal import neuron, tpu
     from torch_xla.experimental import plugins
 
-    device_type = runtime.device_type()
+    known = {"CPU", "TPU", "NEURON", *plugins._plugin_registry}
+    if device_type not in known:
+        raise ValueError(f"PJRT_DEVICE is {device_type!r}, not one of {', '.join(map(repr, sorted(known)))}.")
+    if device_type == "TPU" and not tpu.num_available_chips():
+        raise ValueError("PJRT_DEVICE is 'TPU', and torch_xla finds no TPU here. 'CPU' runs on the CPU.")
     num_processes = 1
     if plugins.using_dynamic_plugins():
         num_processes = plugins.default().physical_chip_count()
@@ -182,7 +222,7 @@ def _run_alone(sent: Any, posts: Sequence[processes.Post]) -> Failure | None:
 
     pjrt.initialize_singleprocess()
     (post,) = posts
-    return post.run(sent, runtime.global_ordinal())
+    return post.run(partial(_result_on_cpu, sent), runtime.global_ordinal())
 
 
 def _run_replicas(sent: Any, posts: Sequence[processes.Post]) -> Failure | None:
@@ -220,7 +260,22 @@ def _run_replica(sent: Any, post: processes.Post, device: Any, failures: list[Fa
     torch_xla._XLAC._xla_set_default_device(str(device))  # of this thread, and with it the ordinal
     runtime._init_world_size_ordinal()
     rank = runtime.global_ordinal()
-    failure = post.run(sent, rank)
+    failure = post.run(partial(_result_on_cpu, sent), rank)
     if failure is not None:
         failures.append(failure)
-        meeting_here().fail(rank, failure.error_type, failure.traceback)
+    meeting = meeting_here()
+    if rank not in meeting.ended:  # it has failed, or left by sys.exit()
+        error_type = failure.error_type if failure else SystemExit.__name__
+        meeting.fail(rank, error_type, failure.traceback if failure else "")
+
+
+def _result_on_cpu(sent: Any, local_rank: int) -> Any:
+    """What the call returns, with tensors on the CPU: the launcher has no XLA device to put them on."""
+    call = wire.decode(sent) if isinstance(sent, bytes) else sent
+    result = call(local_rank)
+    leaves, _ = tree.flatten(result)
+    is_moved = [isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in leaves]
+    if not any(is_moved):
+        return result
+    moved = (leaf.cpu() if moves else leaf for leaf, moves in zip(leaves, is_moved, strict=True))
+    return tree.rebuild(result, moved)

@@ -45,7 +45,9 @@ class DistributedProxySampler(_AutoEpoch):
     """Each rank's share of what another sampler draws.
 
     Every rank draws the same indices, seeded by the epoch; the global random state is left as it was. A
-    sampler that draws from a generator of its own must be seeded equally on all ranks.
+    sampler that draws from a generator of its own must be seeded equally on all ranks. One that is not torch's
+    and draws from the global random state does not go together with a data set that does so too, where
+    replicas of XLA are threads of one process and share it.
 
     Args:
         sampler: any sampler of constant length that is not distributed already.

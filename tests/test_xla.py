@@ -263,17 +263,50 @@ def test_the_failure_of_one_replica_ends_the_job(others: str) -> None:
 
 def _dies(local_rank: int, how: str) -> None:
     if idist.get_rank() == 1:
-        if how == "exit":
-            sys.exit(3)
+        if how.startswith("exit"):
+            sys.exit(int(how[-1]))
         os.kill(os.getpid(), signal.SIGKILL)
     idist.barrier()
 
 
 def test_a_replica_that_exits_or_is_killed() -> None:
-    error, _ = seconds_of(_dies, "exit")
+    error, _ = seconds_of(_dies, "exit 3")
     assert error.rank == 1 and error.exit_code == 3
-    error, _ = seconds_of(_dies, "kill")
-    assert error.signal_name == "SIGKILL"
+    error, _ = seconds_of(_dies, "exit 0")  # nothing wrong with that, but the others cannot go on
+    assert error.rank == 0 and "Rank 1 raised SystemExit" in str(error)
+    error, _ = seconds_of(_dies, "kill")  # and with it the other one, whose process it is
+    assert error.signal_name == "SIGKILL" and str(error).startswith("Rank 0 or 1 (pid ")
+
+
+LAUNCH_OF_ONE_THAT_FAILS = """
+    import torch_xla
+    import ignite_dist as idist
+
+    def work(index):
+        if idist.get_rank() == 1:
+            raise ValueError("on purpose")
+        idist.all_reduce(1)
+
+    if __name__ == "__main__":
+        torch_xla.launch(work)
+"""
+
+
+def test_a_failure_under_the_users_own_launch(tmp_path: Path) -> None:
+    ended = helpers.run_python(helpers.write_script(tmp_path, LAUNCH_OF_ONE_THAT_FAILS))
+    assert ended.returncode != 0
+    assert "DistributedError: Another replica of this process has returned or failed" in ended.stdout
+
+
+def _result(local_rank: int) -> Any:
+    tensor = torch.full((2,), float(idist.get_rank()), device=idist.device())
+    return {"loss": tensor, "rest": [tensor.cpu(), (tensor.double(), "text")]}
+
+
+def test_results_on_the_device_come_home_on_the_cpu() -> None:
+    for rank, result in enumerate(spawn(_result)):
+        for tensor in (result["loss"], result["rest"][0], result["rest"][1][0]):
+            assert tensor.device.type == "cpu" and tensor.tolist() == [rank, rank]
 
 
 def _aborts(local_rank: int) -> Any:
@@ -309,15 +342,18 @@ def _different_calls(local_rank: int) -> list[str]:
             call()
         messages.append(str(info.value))
         assert idist.all_reduce(1) == 2, "nothing is lost"
-    return messages
+    with pytest.raises(idist.CollectiveMismatchError) as info:
+        idist.finalize() if rank else idist.all_gather("text")
+    return [*messages, str(info.value)]
 
 
 def test_different_calls_raise_on_every_replica() -> None:
     """Where PJRT would wait, and end the process after ten seconds."""
     first, second = spawn(_different_calls)
     assert first == second
-    assert "rank 0: ('all_reduce SUM', (0, 1), torch.float32, (2,))" in first[0] and "(3,)" in first[0]
-    assert "barrier" in first[2] and "all_gather" in first[2]
+    assert "rank 0: all_reduce SUM of torch.float32 of shape (2,); rank 1: all_reduce SUM" in first[0]
+    assert "rank 0: barrier of ranks [0, 1]; rank 1: all_gather of torch.float32 of shape (2,)" in first[2]
+    assert "rank 1: the end of its context" in first[4] and "an object or a number" in first[4]
 
 
 def _uses_anothers_device(local_rank: int) -> str:
@@ -335,7 +371,7 @@ def test_a_tensor_on_another_replicas_device() -> None:
 
 
 def _comes_late(local_rank: int) -> list[str]:
-    xla_replicas._PATIENCE_SECONDS = 0.2
+    xla_replicas._PATIENCE_SECONDS = xla_replicas._LOOK_SECONDS = 0.2
     said: list[str] = []
     handler = _Keeper(said)
     xla_replicas._logger.addHandler(handler)
@@ -358,7 +394,7 @@ class _Keeper(logging.Handler):
 def test_a_replica_that_waits_says_so() -> None:
     _, said = spawn(_comes_late)
     assert len(said) == 1
-    assert said[0].startswith("Rank 0 has waited 0 s in ('all_gather', (0, 1), torch.uint8, (1, 512))")
+    assert said[0].startswith("Rank 0 has waited 0 s in all_gather of an object or a number. Only ranks [0]")
 
 
 def _draws(local_rank: int) -> list[list[int]]:
@@ -440,9 +476,11 @@ def test_with_one_replica_a_collective_is_a_part_of_the_step(monkeypatch: pytest
         (
             4,
             {},
-            "has 2 XLA devices (PJRT_DEVICE=CPU), and PJRT runs one replica or one on each device. Set CPU",
+            "has 2 XLA device(s) (PJRT_DEVICE=CPU), and PJRT runs one replica or one on each device. Set CPU",
         ),
         (2, {"CPU_NUM_DEVICES": "two"}, "CPU_NUM_DEVICES is a number of devices, got 'two'"),
+        (2, {"PJRT_DEVICE": "cpu"}, "PJRT_DEVICE is 'cpu', not one of 'CPU', "),
+        (2, {"PJRT_DEVICE": "TPU"}, "PJRT_DEVICE is 'TPU', and torch_xla finds no TPU here"),
         (0, {}, "nproc_per_node must be a positive int"),
     ],
 )
@@ -451,12 +489,50 @@ def test_replicas_that_cannot_be_had(
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    for start in (
+    starts = [
         lambda: spawn(who, nproc_per_node=nproc_per_node),
         lambda: idist.Parallel("xla-tpu", nproc_per_node=nproc_per_node),
-    ):
+    ]
+    if environ:
+        starts.append(lambda: idist.initialize("xla-tpu"))
+    for start in starts:
         with pytest.raises(ValueError, match=re.escape(message)):
             start()
+
+
+def _optimizer_too_early(local_rank: int) -> str:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    idist.auto_model(model)
+    with pytest.raises(ValueError) as info:
+        idist.auto_optim(optimizer)
+    return str(info.value)
+
+
+def test_an_optimizer_of_parameters_that_have_been_left_behind() -> None:
+    (message,) = spawn(_optimizer_too_early, nproc_per_node=1)
+    assert "from the parameters of what auto_model has returned" in message
+
+
+def _views(local_rank: int) -> None:
+    idist.get_rank()  # from now on views as another dtype are part of a graph
+    for given, dtype in (
+        (torch.tensor([True, False]), torch.int8),
+        (torch.tensor([1, 256], dtype=torch.int16), torch.bool),
+        (torch.tensor([1, 0], dtype=torch.uint8), torch.bool),
+        (torch.tensor([1.5, -2.0]), torch.bfloat16),
+        (torch.tensor([[1, 2], [3, 4]]), torch.float16),
+        (torch.tensor(1.5), torch.int32),
+        (torch.empty(0, 4), torch.uint8),
+        (torch.tensor([1, 2], dtype=torch.uint8), torch.float8_e5m2),
+    ):
+        seen, wanted = given.to(idist.device()).view(dtype), given.view(dtype)
+        assert seen.dtype == dtype and seen.shape == wanted.shape
+        assert seen.cpu().tolist() == wanted.tolist(), (given, dtype)
+
+
+def test_views_as_another_dtype() -> None:
+    spawn(_views, nproc_per_node=1)
 
 
 def test_keywords_that_do_not_exist() -> None:

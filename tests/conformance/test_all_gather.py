@@ -10,14 +10,14 @@ import torch
 
 import ignite_dist as idist
 from ignite_dist import CollectiveMismatchError, wire
-from test_all_reduce import DTYPES, contribution, everyone, name_of, same_bits
+from test_all_reduce import DTYPES, contribution, everyone, name_of, on_device, same_bits
 from worlds import count_collectives, on_every_rank, raises
 
 
 @on_every_rank
 def test_tensors_of_every_dtype() -> dict[tuple[str, str], str]:
     for dtype in DTYPES:
-        tensor = contribution(idist.get_rank(), dtype).to(idist.device())
+        tensor = on_device(contribution(idist.get_rank(), dtype))
         result = idist.all_gather(tensor)
         wanted = torch.cat([c.view(torch.uint8) for c in everyone(lambda rank: contribution(rank, dtype))])  # noqa: B023
         assert result.device == tensor.device and result.dtype == dtype

@@ -8,7 +8,7 @@ import torch
 
 import ignite_dist as idist
 from test_all_gather import OBJECTS
-from test_all_reduce import DTYPES, contribution, name_of, same_bits
+from test_all_reduce import DTYPES, contribution, name_of, on_device, same_bits
 from worlds import count_collectives, on_every_rank, raises
 
 
@@ -16,7 +16,7 @@ from worlds import count_collectives, on_every_rank, raises
 def test_tensors_of_every_dtype_from_every_rank() -> dict[tuple[str, str], str]:
     for src in range(idist.get_world_size()):
         for dtype in DTYPES:
-            tensor = contribution(idist.get_rank(), dtype).to(idist.device())
+            tensor = on_device(contribution(idist.get_rank(), dtype))
             assert idist.broadcast(tensor, src=src) is tensor
             assert same_bits(tensor.cpu(), contribution(src, dtype))
     return {("broadcast", name_of(dtype)): "✓" for dtype in DTYPES}
@@ -57,7 +57,7 @@ def test_safe_mode_needs_no_placeholder() -> None:
         if value is not None:
             assert idist.broadcast(value if rank == last else None, src=last, safe_mode=True) == value
     for dtype in DTYPES:
-        sent = contribution(last, dtype).to(idist.device())
+        sent = on_device(contribution(last, dtype))
         given = sent if rank == last else [None, "text", 3.5, torch.ones(9)][rank % 4]
         result = idist.broadcast(given, src=last, safe_mode=True)
         assert same_bits(result.cpu(), sent.cpu()) and result.device == sent.device

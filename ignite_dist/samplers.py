@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 __all__ = ["DistributedProxySampler", "EpochLoader", "EpochSampler", "Pass"]
@@ -45,9 +45,9 @@ class DistributedProxySampler(_AutoEpoch):
     """Each rank's share of what another sampler draws.
 
     Every rank draws the same indices, seeded by the epoch; the global random state is left as it was. A
-    sampler that draws from a generator of its own must be seeded equally on all ranks. One that is not torch's
-    and draws from the global random state does not go together with a data set that does so too, where
-    replicas of XLA are threads of one process and share it.
+    sampler that draws from a generator of its own must be seeded equally on all ranks. Where replicas of XLA
+    are threads of one process, a sampler that is not torch's and a data set must not both draw from the
+    global random state, which they share.
 
     Args:
         sampler: any sampler of constant length that is not distributed already.
@@ -72,11 +72,13 @@ class DistributedProxySampler(_AutoEpoch):
         self.sampler = sampler
 
     def __iter__(self) -> Iterator[Any]:
-        with _one_at_a_time, torch.random.fork_rng(devices=[]), _own_generator(self.sampler, self.epoch):
+        generator = torch.Generator().manual_seed(self.epoch)
+        with _one_at_a_time, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.epoch)
             indices: list[Any] = []
             while len(indices) < self.total_size:
-                drawn = list(self.sampler)
+                with _drawing_from(generator, self.sampler):
+                    drawn = list(self.sampler)
                 if not drawn:
                     raise ValueError(f"{type(self.sampler).__name__} has a length, but draws nothing.")
                 indices += drawn
@@ -84,12 +86,18 @@ class DistributedProxySampler(_AutoEpoch):
 
 
 @contextmanager
-def _own_generator(sampler: Any, seed: int) -> Iterator[None]:
-    """Let one of torch's samplers, if it has none, draw from a generator that no other thread draws from."""
+def _drawing_from(generator: torch.Generator, sampler: Any) -> Iterator[None]:
+    """Let one of torch's samplers, if it has no generator, draw what it would from the global one.
+
+    From this one no other thread draws.
+    """
     if getattr(sampler, "generator", sampler) is not None:
         yield
         return
-    sampler.generator = torch.Generator().manual_seed(seed)
+    if isinstance(sampler, RandomSampler):  # draws a seed, and then from a generator of its own
+        seed = torch.empty((), dtype=torch.int64).random_(generator=generator).item()
+        generator = torch.Generator().manual_seed(int(seed))
+    sampler.generator = generator
     try:
         yield
     finally:

@@ -94,7 +94,7 @@ def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, 
             if op == "AVERAGE":
                 reduced /= len(group.ranks)
             reduced = carrier.decode(reduced)
-        tensor.copy_(reduced)
+        tensor.copy_(_moved(reduced, tensor.device))
     return tensor
 
 
@@ -118,8 +118,8 @@ def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tens
         else:  # bytes lose nothing
             model._all_gather(_as_bytes(local), group, out=_as_bytes(rows).view(rows_shape[0], -1))
         if out is not None and out.device != local.device:
-            return out.copy_(rows.view(out.shape))
-        return rows.to(tensor.device)
+            return out.copy_(_moved(rows, out.device).view(out.shape))
+        return _moved(rows, tensor.device)
 
 
 def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: Group) -> Tensor:
@@ -132,7 +132,7 @@ def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: G
         carried = _sendable(model, tensor, route.moves)
         model._broadcast(carried if route.as_is else _as_bytes(carried), src, group)
         if route.moves or not _is_plain(tensor):  # then it was a copy
-            tensor.detach().copy_(carried)
+            tensor.detach().copy_(_moved(carried, tensor.device))
     return tensor
 
 
@@ -215,14 +215,21 @@ def _plain(tensor: Tensor) -> Tensor:
 def _sendable(model: ComputationModel, tensor: Tensor, moves: bool) -> Tensor:
     """``tensor`` as :func:`_plain` has it, where it is sent from."""
     plain = _plain(tensor)
-    if not moves:
-        return plain
-    device = model._bytes_device()
-    if plain.is_complex():  # torch_xla loses the imaginary parts of complex128 on the way
-        return torch.view_as_complex(_as_bytes(plain).to(device).view(plain.real.dtype).view(*plain.shape, 2))
-    if plain.is_floating_point():  # and some bits of a NaN
-        return _as_bytes(plain).to(device).view(plain.dtype).view(plain.shape)
-    return plain.to(device)
+    return _moved(plain, model._bytes_device()) if moves else plain
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A contiguous ``tensor`` on ``device``, bit by bit.
+
+    On its way from an XLA device a complex128 may lose its imaginary part, and to one a NaN some of its bits.
+    """
+    if tensor.device == device:
+        return tensor
+    if tensor.is_complex():
+        return torch.view_as_complex(_moved(torch.view_as_real(tensor), device))
+    if tensor.is_floating_point():
+        return _as_bytes(tensor).to(device).view(tensor.dtype).view(tensor.shape)
+    return tensor.to(device)
 
 
 class _Route(NamedTuple):

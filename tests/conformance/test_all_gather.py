@@ -10,7 +10,7 @@ import torch
 
 import ignite_dist as idist
 from ignite_dist import CollectiveMismatchError, wire
-from test_all_reduce import DTYPES, contribution, everyone, name_of, on_device, same_bits
+from test_all_reduce import DTYPES, contribution, everyone, here, name_of, on_device, same_bits
 from worlds import count_collectives, on_every_rank, raises
 
 
@@ -22,7 +22,7 @@ def test_tensors_of_every_dtype() -> dict[tuple[str, str], str]:
         wanted = torch.cat([c.view(torch.uint8) for c in everyone(lambda rank: contribution(rank, dtype))])  # noqa: B023
         assert result.device == tensor.device and result.dtype == dtype
         assert result.shape == (2 * idist.get_world_size(), 3)
-        assert torch.equal(result.cpu().view(torch.uint8), wanted)
+        assert torch.equal(here(result).view(torch.uint8), wanted)
     return {("all_gather", name_of(dtype)): "✓" for dtype in DTYPES}
 
 

@@ -8,7 +8,7 @@ import torch
 
 import ignite_dist as idist
 from test_all_gather import OBJECTS
-from test_all_reduce import DTYPES, contribution, name_of, on_device, same_bits
+from test_all_reduce import DTYPES, contribution, here, name_of, on_device, same_bits
 from worlds import count_collectives, on_every_rank, raises
 
 
@@ -18,7 +18,9 @@ def test_tensors_of_every_dtype_from_every_rank() -> dict[tuple[str, str], str]:
         for dtype in DTYPES:
             tensor = on_device(contribution(idist.get_rank(), dtype))
             assert idist.broadcast(tensor, src=src) is tensor
-            assert same_bits(tensor.cpu(), contribution(src, dtype))
+            assert same_bits(here(tensor), contribution(src, dtype))
+            elsewhere = contribution(idist.get_rank(), dtype)
+            assert same_bits(idist.broadcast(elsewhere, src=src), contribution(src, dtype))
     return {("broadcast", name_of(dtype)): "✓" for dtype in DTYPES}
 
 
@@ -60,7 +62,7 @@ def test_safe_mode_needs_no_placeholder() -> None:
         sent = on_device(contribution(last, dtype))
         given = sent if rank == last else [None, "text", 3.5, torch.ones(9)][rank % 4]
         result = idist.broadcast(given, src=last, safe_mode=True)
-        assert same_bits(result.cpu(), sent.cpu()) and result.device == sent.device
+        assert same_bits(here(result), here(sent)) and result.device == sent.device
         assert (result is sent) == (rank == last)
 
 

@@ -1,6 +1,6 @@
 """XLA through PJRT: TPUs, and the CPU to try things out.
 
-What knows torch_xla is here and in ``xla_replicas.py`` and ``xla_loader.py``, which only this imports. Ranks
+What knows torch_xla is here and in the three ``xla_*.py`` beside it, which only this imports. Ranks
 are replicas, and several of them may be threads of one process: which one is calling is asked each time.
 """
 
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ignite_dist import wire
 from ignite_dist.arguments import check_counts, check_keywords
-from ignite_dist.comp_models import xla_replicas
+from ignite_dist.comp_models import xla_replicas, xla_views
 from ignite_dist.comp_models.base import ComputationModel, Group, Topology
 from ignite_dist.errors import EnvironmentVariablesError, RankFailedError
 
@@ -39,19 +39,6 @@ _OPS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}
 _REDUCED = frozenset(
     {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
 )
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Those that XLA gives back as they are: an unsigned int comes back as a signed one.
-_XLA_NAMES = {
-    torch.uint8: "u8",
-    torch.int8: "s8",
-    torch.int16: "s16",
-    torch.int32: "s32",
-    torch.int64: "s64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.float32: "f32",
-    torch.float64: "f64",
-}
 
 # Replicas of one process wait for each other by the compiled module, and two that compile the same graph at
 # the same time get two: one after the other, the second finds what the first has compiled.
@@ -103,7 +90,7 @@ class XlaModel(ComputationModel):
         self._real_names = dict(zip(torch_xla.devices(), xla_model.xla_real_devices(), strict=True))
         self._topologies: dict[int, Topology] = {}
         self._initialized: set[int] = set()
-        self._views = _lower_dtype_views()
+        self._views = xla_views.lower_dtype_views()
 
     # --- lifecycle ---------------------------------------------------------------------------------
 
@@ -289,11 +276,11 @@ class XlaModel(ComputationModel):
             # Groups of a partition would have to be of one size for this.
             everyones = self._run(
                 _describe("all_gather", tensor, group),
-                _bits(tensor).unsqueeze(0),
+                xla_views.bits(tensor).unsqueeze(0),
                 lambda sent: self._xm.all_gather(sent, pin_layout=False),
             )
             bits = everyones if group.handle is None else everyones[list(group.ranks)]
-            rows = _from_bits(bits, tensor.dtype).view(len(group.ranks), *tensor.shape)
+            rows = xla_views.from_bits(bits, tensor.dtype).view(len(group.ranks), *tensor.shape)
         return rows if out is None else out.copy_(rows)
 
     def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
@@ -301,14 +288,14 @@ class XlaModel(ComputationModel):
             return tensor
         # A sum of which all but one are zero, and of ints, so that no bit is lost. Which one is data: a graph
         # with the rank in it would be another one on each replica, and they could not meet in it.
-        bits = _bits(tensor)
+        bits = xla_views.bits(tensor)
         is_src = torch.tensor([int(self.get_rank() == src)], dtype=bits.dtype).to(tensor.device)
         received = self._run(
             _describe(f"broadcast from rank {src}", tensor, group),
             bits * is_src,
             lambda sent: self._xm.all_reduce("sum", sent),
         )
-        return tensor.copy_(_from_bits(received, tensor.dtype).view(tensor.shape))
+        return tensor.copy_(xla_views.from_bits(received, tensor.dtype).view(tensor.shape))
 
     def _barrier(self, group: Group) -> None:
         self._meet(f"barrier of ranks {list(group.ranks)}")
@@ -333,9 +320,7 @@ class XlaModel(ComputationModel):
             )
         self._xm.unlazy([tensor])
         self._meeting.meet(self.get_rank(), call)
-        result = collective(
-            tensor
-        )  # a new tensor: PJRT's CPU would hang, had it to give up its input's memory
+        result = collective(tensor)  # not in place: PJRT's CPU hangs where an input gives its memory up
         with _compiling:
             self._xla._XLAC._xla_sync_multi([result], [], wait=False)
         # Each collective depends on the one before until this is taken back; what has been computed need not.
@@ -370,53 +355,7 @@ class XlaModel(ComputationModel):
         return DeviceLoader(DataLoader(dataset, **kwargs), self.device())
 
 
-# --- bits: what is moved as ints is not rounded, and a zero keeps its sign -------------------------------
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """``(*S) -> (n,)``, ints."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.reshape(-1).view(_BITS[real.itemsize])
-
-
-def _lower_dtype_views() -> torch.library.Library:
-    """Bring the lowering of ``tensor.view(dtype)`` that torch_xla lacks, for as long as the result lives.
-
-    Without it such a view takes the tensor to the CPU and back, in the middle of what should be one graph.
-    """
-    from torch_xla.core import xla_op_registry
-
-    def lower(operand: Any, to_type: str, split: list[int], shape: list[int]) -> Any:
-        return operand.reshape(split).bitcast(to_type).reshape(shape)
-
-    bitcast = xla_op_registry.register("ignite_dist_bitcast", lower)
-
-    def view_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        if {tensor.dtype, dtype} == {torch.bool, torch.uint8}:  # XLA's bool is no byte
-            return tensor.to(dtype)
-        if not {tensor.dtype, dtype} <= set(_XLA_NAMES):
-            return tensor.cpu().view(dtype).to(tensor.device)
-        shape = list(tensor.shape)
-        if tensor.itemsize != dtype.itemsize:
-            shape[-1] = shape[-1] * tensor.itemsize // dtype.itemsize
-        # A bitcast to a wider type takes the elements of each result as a dimension of their own.
-        split = (
-            [*shape, dtype.itemsize // tensor.itemsize] if dtype.itemsize > tensor.itemsize else tensor.shape
-        )
-        result: Tensor = bitcast(tensor, to_type=_XLA_NAMES[dtype], split=list(split), shape=shape)
-        return result
-
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl("view_copy.dtype", view_copy, "XLA")  # type: ignore[no-untyped-call]
-    return library
-
-
-def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """``(*S, n)``, ints, as ``dtype``."""
-    if not dtype.is_complex:
-        return bits.view(dtype)
-    real = bits.view(dtype.to_real())
-    return torch.view_as_complex(real.view(*real.shape[:-1], -1, 2))
+# --- calls -------------------------------------------------------------------------------------------
 
 
 def _is_one_of_more(group: Group) -> bool:

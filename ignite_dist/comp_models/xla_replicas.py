@@ -94,6 +94,7 @@ class Meeting:
                 if self._changed.wait(_LOOK_SECONDS) or self._round is not here:
                     continue
                 if 0 < _num_running() < self.size:  # (none: they were started in a way of their own)
+                    del here.calls[rank]
                     raise DistributedError(_ENDED.format(call=call))
                 if time.monotonic() > warn_at:
                     warn_at = inf

@@ -551,6 +551,20 @@ def _wrong_groups(local_rank: int) -> None:
         idist.barrier(group="world")
 
 
+def _alone_in_a_group(local_rank: int) -> None:
+    if idist.get_rank() == 1:
+        tensor = torch.tensor([-0.0, 1e-310], dtype=torch.float64).to(idist.device())
+        idist.all_reduce(tensor, group=[1])
+        assert str(tensor.tolist()) == "[-0.0, 1e-310]"
+        assert idist.all_gather("text", group=[1]) == ["text"]
+        assert idist.broadcast(3, src=1, group=[1]) == 3
+        idist.barrier(group=[1])
+
+
+def test_a_group_of_one_needs_nobody() -> None:
+    spawn(_alone_in_a_group)
+
+
 def test_wrong_groups() -> None:
     spawn(_wrong_groups)
 

@@ -79,9 +79,12 @@ def run_python(*args: Any, seconds: float = 100, **kwargs: Any) -> subprocess.Co
 def without_gloos(output: str) -> str:
     """``output`` without what the gloo of torch 2.9 writes there: to how many ranks it has connected.
 
-    In pieces, between which that of another rank may come.
+    In pieces, between which that of another rank may come: what is around it joins when it is gone.
     """
-    return re.sub(r"\[Gloo\] Rank |\d+ is connected to \d+ peer ranks\. Expected .* is : \d+\n", "", output)
+    said = re.compile(r"\[Gloo\] Rank |\d+ is connected to \d+ peer ranks\. Expected .* is : \d+\n")
+    while said.search(output):
+        output = said.sub("", output)
+    return output
 
 
 # --- ranks, started as torchrun starts them ----------------------------------------------------------

@@ -150,6 +150,28 @@ def test_when_a_rank_leaves_after_an_exception_the_others_are_told() -> None:
     assert "shut down" in first and second == "left"
 
 
+def _call_while_it_ends(_: int) -> str:
+    if idist.get_rank() == 1:
+        idist.barrier()
+        try:
+            raise ValueError("boom")
+        except ValueError:
+            idist.finalize()
+        return "left"
+    hvd = sys.modules["horovod.torch"]
+    pending = [hvd.allreduce_async(torch.ones(1), name=f"nobody.{number}") for number in range(1000)]
+    idist.barrier()
+    for _attempt in range(2):
+        with pytest.raises(RuntimeError, match="shut down"):
+            idist.all_reduce(torch.ones(1))
+    return f"{len(pending)} given up"
+
+
+def test_a_call_that_comes_while_horovod_ends_is_refused() -> None:
+    """Its thread gives up a thousand calls and takes the GIL for it, under a lock the next call needs."""
+    assert spawn(_call_while_it_ends) == ["1000 given up", "left"]
+
+
 def _interrupted(_: int) -> str:
     if idist.get_rank() == 1:
         return "left"  # to the barrier of the end

@@ -5,6 +5,7 @@ Horovod itself, and what of this package only its users need, is imported inside
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
@@ -50,6 +51,10 @@ _WAITING = (
 _WAITING_FOR_GROUP = (
     "Rank %d waits for the other ranks to make the group %s. With Horovod every rank of the world makes a "
     "new group, members or not: by new_group, or by a collective with the list of its ranks."
+)
+_SHUT_DOWN = (
+    "Horovod has been shut down by another rank: it has called hvd.shutdown() or finalize(), or has failed, "
+    "and then its own output says why."
 )
 _DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 # What the torch extension of 0.28.1 has functions for.
@@ -98,8 +103,12 @@ class HorovodModel(ComputationModel):
         # hvd.init() makes a new map each time: the only trace of a shutdown and another init in between.
         self._mpi_ops = hvd.mpi_ops
         self._epoch = hvd.mpi_ops._handle_map
+        self._process_set_ranks: Callable[..., int] = (
+            hvd.mpi_ops._basics.MPI_LIB_CTYPES.horovod_process_set_ranks
+        )
         self._rank: int = hvd.rank()
         self._world_size: int = hvd.size()
+        self._found_ranks = (ctypes.c_int * self._world_size)()
         self._local_rank: int = hvd.local_rank()
         self._spin_seconds = _SPIN_SECONDS if hvd.local_size() <= devices.num_cores() else 0.0
         self._ops = {"SUM": hvd.Sum, "PRODUCT": hvd.Product, "MIN": hvd.Min, "MAX": hvd.Max}
@@ -332,6 +341,8 @@ class HorovodModel(ComputationModel):
 
     def _call(self, submit: Callable[..., int], name: str, tensor: Tensor, group: Group) -> Tensor:
         """Submit a call under a name that all ranks give it, and wait for its result."""
+        if not self._is_running():
+            raise self._mpi_ops.HorovodInternalError(_SHUT_DOWN)
         process_set = self._hvd.global_process_set if group.handle is None else group.handle
         layout = f"{tensor.dtype}.{tuple(tensor.shape)}"
         full_name = f"ignite_dist.{process_set.process_set_id}.{name}.{layout}"
@@ -356,10 +367,19 @@ class HorovodModel(ComputationModel):
             if waited < self._spin_seconds:
                 os.sched_yield()
                 continue
+            if not self._is_running() and not self._hvd.poll(handle):
+                raise self._mpi_ops.HorovodInternalError(_SHUT_DOWN)
             if waited > patience:
                 patience = inf
                 _logger.warning(_WAITING, self._rank, waited, name)
             time.sleep(_SLEEP_SECONDS)
+
+    def _is_running(self) -> bool:
+        # Another rank may just have shut Horovod down. While its thread then gives up the calls it has, it
+        # holds a lock that the next call waits for, and may need the GIL, which that call does not let go of;
+        # and a call that comes as the thread ends is answered by nobody. The ranks of the world's process set
+        # are asked for under that lock too, but without the GIL, and are an error once the thread is through.
+        return self._process_set_ranks(0, self._found_ranks) >= 0
 
     # --- adaptation ------------------------------------------------------------------------------------
 

@@ -121,26 +121,38 @@ OWN_INIT = """
 """
 
 
-def test_a_context_of_the_users_own_is_found_left_and_found_again(tmp_path: Path) -> None:
+def test_a_context_of_the_users_own_is_found_and_left(tmp_path: Path) -> None:
     output = run_script(
         tmp_path,
         OWN_INIT.format(process_sets="")
         + """
     hvd.shutdown()
     assert idist.model_name() == "serial" and idist.get_world_size() == 1
-    hvd.init(process_sets="dynamic")
-    for _ in range(3):
-        assert idist.all_reduce(1, group=[1]) == 1
-        assert idist.all_reduce(1) == 2
-        hvd.shutdown()  # and a new context at once: its groups are others
-        hvd.init()
-    idist.finalize()
-    assert not hvd.is_initialized() and idist.model_name() == "serial"
     print("done")
 """,
         launcher=(*HOROVODRUN, "-np", "2"),
     )
     assert lines_of(output) == ["done", "done"]
+
+
+def _one_context_after_another(_: int) -> list[int]:
+    hvd = sys.modules["horovod.torch"]
+    idist.finalize()
+    hvd.init(process_sets="dynamic")
+    sums = []
+    for _number in range(10):
+        assert idist.all_reduce(1, group=[1]) == 1
+        sums.append(idist.all_reduce(1))
+        hvd.shutdown()  # and a new context at once: its groups are others
+        hvd.init()
+    idist.finalize()
+    assert not hvd.is_initialized() and idist.model_name() == "serial"
+    return sums
+
+
+def test_contexts_that_follow_each_other_at_once_are_told_apart() -> None:
+    """In our own workers: ranks of horovodrun may find each other's old addresses."""
+    assert spawn(_one_context_after_another) == [[2] * 10] * 2
 
 
 def test_without_dynamic_process_sets_a_group_names_the_variable(tmp_path: Path) -> None:

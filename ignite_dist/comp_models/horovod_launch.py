@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -67,6 +68,7 @@ class _Rendezvous:
 
         self._server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, verbose=0)
         self._server.init(slots)
+        self._server.finished_list = _Finished(self._server.scope_size)
         self.port = self._server.server_address[1]
         threading.Thread(
             target=self._server.serve_forever, args=(0.02,), name="Horovod's rendezvous", daemon=True
@@ -76,6 +78,22 @@ class _Rendezvous:
         if not sys.is_finalizing():  # the thread stands still by then and would not answer
             self._server.shutdown()
             self._server.server_close()
+
+
+class _Finished(defaultdict[str, list[str]]):
+    """Who has found the others in each scope of the rendezvous; with the last its addresses are forgotten.
+
+    Horovod itself clears the lists of all scopes then. What had been noted in another scope was lost, its
+    addresses stayed, and a rank that initialized Horovod once more might look for a peer that was gone.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        super().__init__(list)
+        self._sizes = sizes
+
+    def clear(self) -> None:
+        for scope in [scope for scope, ranks in self.items() if len(ranks) == self._sizes[scope]]:
+            del self[scope]
 
 
 # --- through horovod.run -------------------------------------------------------------------------------

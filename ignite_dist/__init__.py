@@ -3,7 +3,7 @@
 ``import ignite_dist as idist``. Every function here works in any context, and without one.
 """
 
-from ignite_dist.auto import DistributedProxySampler, auto_dataloader, auto_model, auto_optim
+from ignite_dist.auto import auto_model, auto_optim, to_device, unwrap_model
 from ignite_dist.collectives import (
     all_gather,
     all_gather_ragged,
@@ -33,12 +33,16 @@ from ignite_dist.context import (
     get_world_size,
     hostname,
     initialize,
+    is_global_zero,
+    is_local_zero,
     model_name,
     set_local_rank,
     show_config,
     sync,
+    world_group,
 )
-from ignite_dist.control import one_rank_first, one_rank_only
+from ignite_dist.control import all_true, any_true, one_rank_first, one_rank_only
+from ignite_dist.data import auto_dataloader, gather_in_order, sampler_kwargs, split
 from ignite_dist.errors import (
     CollectiveMismatchError,
     DistributedError,
@@ -49,6 +53,8 @@ from ignite_dist.errors import (
     WorkerRaisedError,
 )
 from ignite_dist.launcher import Parallel, spawn
+from ignite_dist.samplers import DistributedProxySampler, ExactSampler
+from ignite_dist.seeding import seed_everything, shared_seed
 
 __version__ = "0.1.0"
 
@@ -57,6 +63,7 @@ __all__ = [
     "DistributedError",
     "DistributedProxySampler",
     "EnvironmentVariablesError",
+    "ExactSampler",
     "LaunchError",
     "Parallel",
     "RankFailedError",
@@ -66,6 +73,8 @@ __all__ = [
     "all_gather_ragged",
     "all_gather_tensors_with_shapes",
     "all_reduce",
+    "all_true",
+    "any_true",
     "auto_dataloader",
     "auto_model",
     "auto_optim",
@@ -75,6 +84,7 @@ __all__ = [
     "broadcast",
     "device",
     "finalize",
+    "gather_in_order",
     "get_local_rank",
     "get_nnodes",
     "get_node_rank",
@@ -86,14 +96,23 @@ __all__ = [
     "has_xla_support",
     "hostname",
     "initialize",
+    "is_global_zero",
+    "is_local_zero",
     "model_name",
     "new_group",
     "one_rank_first",
     "one_rank_only",
     "register_computation_model",
     "registered_computation_models",
+    "sampler_kwargs",
+    "seed_everything",
     "set_local_rank",
+    "shared_seed",
     "show_config",
     "spawn",
+    "split",
     "sync",
+    "to_device",
+    "unwrap_model",
+    "world_group",
 ]

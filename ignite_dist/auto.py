@@ -1,105 +1,34 @@
-"""A model, an optimizer and a data loader, adapted to the live context."""
+"""A model and an optimizer, adapted to the live context; data loaders are in ``data.py``."""
 
 from __future__ import annotations
 
-import warnings
+import sys
+from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch.nn import Module, Parameter
+from torch import Tensor
+from torch.nn import DataParallel, Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
 
+from ignite_dist import tree
 from ignite_dist.collectives import all_reduce
 from ignite_dist.context import current_model
-from ignite_dist.samplers import DistributedProxySampler, EpochSampler
+from ignite_dist.data import auto_dataloader
+from ignite_dist.samplers import DistributedProxySampler
 from ignite_dist.tensors import average_tensors, broadcast_tensors
 
-__all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
-
-
-def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
-    """A data loader that gives each rank its share of ``dataset``.
-
-    In a world of one it is ``DataLoader(dataset, **kwargs)``. Else
-
-    - ``batch_size`` is the batch of all ranks together and is divided by the world size; a warning says so if
-      that leaves a remainder, or if it is smaller than the world size and therefore kept per rank;
-    - ``num_workers`` is that of all processes of a node and is divided by their number, rounded up;
-    - ``sampler`` may be left out (each rank then gets its share, shuffled unless ``shuffle=False``), be a
-      ``DistributedSampler`` (used as it is) or any other (its draws are shared out);
-    - each full pass is a new epoch for the shuffling, until ``loader.sampler.set_epoch`` is called;
-    - ``pin_memory`` is on by default where the device is a GPU.
-
-    Args:
-        dataset: an ``IterableDataset`` is left to give different data on different ranks by itself.
-        kwargs: those of ``torch.utils.data.DataLoader``.
-
-    Returns:
-        A ``torch.utils.data.DataLoader``; with XLA an ``MpDeviceLoader`` that has its attributes, whose
-        batches are on :func:`device` already.
-    """
-    model = current_model()
-    kwargs.setdefault("pin_memory", model.device().type == "cuda")
-    if model.get_world_size() == 1:
-        return model.make_dataloader(dataset, **kwargs)
-    if "batch_size" in kwargs:
-        kwargs["batch_size"] = _per_rank_batch_size(kwargs["batch_size"], model.get_world_size())
-    if kwargs.get("num_workers"):
-        kwargs["num_workers"] = _per_process_workers(kwargs["num_workers"], model.get_nproc_per_node())
-    if kwargs.get("batch_sampler") is not None:
-        warnings.warn("batch_sampler is used as it is: it has to give each rank its own share.", stacklevel=2)
-    elif not isinstance(dataset, IterableDataset):
-        kwargs["sampler"] = _share(
-            dataset,
-            kwargs.get("sampler"),
-            kwargs.pop("shuffle", None),
-            model.get_world_size(),
-            model.get_rank(),
-        )
-    return model.make_dataloader(dataset, **kwargs)
-
-
-def _per_rank_batch_size(batch_size: int | None, world_size: int) -> int | None:
-    if batch_size is None:
-        return None
-    if batch_size < world_size:
-        warnings.warn(
-            f"batch_size={batch_size} is smaller than the world size {world_size}, so every rank takes "
-            f"batches of {batch_size}: {batch_size * world_size} samples per step.",
-            stacklevel=3,
-        )
-        return batch_size
-    per_rank = batch_size // world_size
-    if batch_size % world_size:
-        warnings.warn(
-            f"batch_size={batch_size} does not divide by the world size {world_size}: every rank takes "
-            f"batches of {per_rank}, {per_rank * world_size} samples per step.",
-            stacklevel=3,
-        )
-    return per_rank
-
-
-def _per_process_workers(num_workers: int, nproc_per_node: int) -> int:
-    return -(-num_workers // nproc_per_node) if num_workers >= nproc_per_node else num_workers
-
-
-def _share(dataset: Dataset[Any], sampler: Any, shuffle: bool | None, world_size: int, rank: int) -> Any:
-    if sampler is None:
-        # Shuffled unless told otherwise, as scripts written for pytorch-ignite rely on.
-        return EpochSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle is not False)
-    if shuffle:
-        raise ValueError("sampler and shuffle=True exclude each other, as in torch's DataLoader.")
-    if not isinstance(sampler, DistributedSampler):
-        return DistributedProxySampler(sampler, num_replicas=world_size, rank=rank)
-    if (sampler.rank, sampler.num_replicas) != (rank, world_size):
-        warnings.warn(
-            f"The DistributedSampler was made for rank {sampler.rank} of {sampler.num_replicas}, but this is "
-            f"rank {rank} of {world_size}.",
-            stacklevel=3,
-        )
-    return sampler
+# Scripts written for pytorch-ignite import the loader and the sampler from here.
+__all__ = [
+    "DistributedProxySampler",
+    "auto_dataloader",
+    "auto_model",
+    "auto_optim",
+    "to_device",
+    "unwrap_model",
+]
 
 
 def auto_model(model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
@@ -141,6 +70,59 @@ def _move(model: Module, device: torch.device) -> None:
     for (module, name), *others in places.values():
         for other, its_name in others:
             setattr(other, its_name, getattr(module, name))
+
+
+def unwrap_model(model: Module) -> Module:
+    """The module inside of what :func:`auto_model` and ``torch.compile`` have put around it.
+
+    ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile`` are taken off, nested in any order, as
+    far as they are on the outside. A model that is none of them comes back as it is, one with FSDP2 too: it
+    is changed in place and has nothing around it. To save it, to evaluate it without collectives, or to call
+    a method of its own.
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # imported by torch.compile, in 0.5 s
+    while True:
+        if isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+        elif compiler is not None and isinstance(model, compiler.OptimizedModule):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def to_device(batch: Any) -> Any:
+    """``batch`` with all of its tensors on :func:`device`.
+
+    To an accelerator it does not wait for the copies of pinned memory: whatever uses them there comes after.
+
+    Args:
+        batch: a tensor, anything with a ``to(device)`` of its own (a ``PackedSequence``, a tokenizer's
+            batch), or dicts, lists, tuples, named tuples and dataclasses of them. What is neither stays.
+
+    Returns:
+        A new structure of the same types; tensors that are there already are not copied.
+    """
+    return _moved(batch, current_model().device())
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        # On the way to the CPU nobody would wait for the copy before the values are read.
+        return batch.to(device, non_blocking=device.type != "cpu")
+    if isinstance(batch, type):
+        return batch
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    if isinstance(batch, (dict, list, tuple)):
+        return tree.map_children(lambda child: _moved(child, device), batch)
+    if is_dataclass(batch):
+        moved = copy(batch)
+        for field in fields(batch):
+            object.__setattr__(
+                moved, field.name, _moved(getattr(batch, field.name), device)
+            )  # frozen ones too
+        return moved
+    return batch
 
 
 def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_dist import reduction, tree
+from ignite_dist import differentiable, reduction, tree
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
 from ignite_dist.errors import CollectiveMismatchError
@@ -47,14 +47,16 @@ _PACK_BYTES = 1 << 16
 # --- all_reduce --------------------------------------------------------------------------------------
 
 
-def all_reduce(tensor: Any, op: str = "SUM", group: Any = None, *, inplace: bool = True) -> Any:
+def all_reduce(
+    tensor: Any, op: str = "SUM", group: Any = None, *, inplace: bool = True, sync_grads: bool = False
+) -> Any:
     """Reduce a value over the ranks of a group; every rank of the group calls it and gets the result.
 
     A tensor is reduced in place and returned: same object, device, dtype and memory layout, whatever the
     backend. A number, or a tree (dict, list, tuple, named tuple) of numbers and tensors, comes back new:
     all of a tree's numbers take one collective, in rank order and with Python's own arithmetic, so ints are
     exact at any size and every rank gets the same bits. Nothing is rounded on the way: a dtype that the
-    backend does not carry is sent as a wider one. Not differentiable.
+    backend does not carry is sent as a wider one. Without a gradient, but with ``sync_grads``.
 
     Args:
         tensor: shape ``(*S)`` on every rank, any dtype but quantized and sparse ones; or a number; or a tree.
@@ -63,13 +65,17 @@ def all_reduce(tensor: Any, op: str = "SUM", group: Any = None, *, inplace: bool
         group: None for all ranks, a handle of :func:`new_group`, or a list of global ranks. A rank outside
             gets its value back unchanged.
         inplace: False leaves a tensor alone and returns a new one.
+        sync_grads: returns a new tensor with a gradient: that of the sum of all ranks' losses. For a SUM or
+            an AVERAGE of floating-point tensors. The backward pass is a collective too, so every rank of the
+            group makes it; it can be differentiated again.
 
     Returns:
         ``(*S)``, of the type that was given.
 
     Raises:
         TypeError: a value or dtype that cannot be reduced, or not by ``op``. Nothing was sent.
-        ValueError: an unknown ``op`` or group, memory that overlaps itself. Nothing was sent.
+        ValueError: an unknown ``op`` or group, memory that overlaps itself; ``sync_grads`` with another
+            ``op``, or with XLA and a part of the ranks. Nothing was sent.
         CollectiveMismatchError: ranks gave different trees, or another ``op``; raised on all of them.
             Tensors, and trees of nothing but tensors, are not compared: it would cost another collective.
 
@@ -80,6 +86,12 @@ def all_reduce(tensor: Any, op: str = "SUM", group: Any = None, *, inplace: bool
     """
     model = current_model()
     op = reduction.normalize_op(op)
+    if sync_grads:
+        if op not in ("SUM", "AVERAGE"):
+            raise ValueError(f"all_reduce with sync_grads=True is for SUM and AVERAGE, got {op}.")
+        members = model.resolve_group(group)
+        differentiable.check_differentiable("all_reduce", model, tensor, members)
+        return differentiable.reduced(model, tensor, op, members) if _is_member(model, members) else tensor
     if isinstance(tensor, Tensor):
         plan = plan_reduction(model, op, tensor)
         if inplace:
@@ -160,7 +172,7 @@ def _reduce_numbers(
 # --- all_gather --------------------------------------------------------------------------------------
 
 
-def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None) -> Any:
+def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None, sync_grads: bool = False) -> Any:
     """Every rank's value, on every rank of the group, all of which call it.
 
     Args:
@@ -169,15 +181,20 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None) -> 
         group: as in :func:`all_reduce`. A rank outside gets its value back unchanged.
         out: a contiguous tensor of the result's shape and dtype, filled and returned. Worth it in a loop:
             a fresh result costs page faults.
+        sync_grads: the result has a gradient: each rank's tensor gets that of the sum of all ranks' losses.
+            For a contrastive loss over the whole batch. The backward pass is a collective too, so every rank
+            of the group makes it; it can be differentiated again.
 
     Returns:
-        For a tensor ``(*S) -> (group_size * S[0], *S[1:])``, and 0-d ``-> (group_size,)``, in rank order and
-        without a gradient. For anything else a list with one entry per rank; a small object costs one
-        collective, a large one two.
+        For a tensor ``(*S) -> (group_size * S[0], *S[1:])``, and 0-d ``-> (group_size,)``, in rank order,
+        with a gradient only if ``sync_grads``. For anything else a list with one entry per rank; a small
+        object costs one collective, a large one two.
 
     Raises:
-        TypeError: an object that cannot be pickled. Nothing was sent.
-        ValueError: an unknown group, or an ``out`` that does not fit. Nothing was sent.
+        TypeError: an object that cannot be pickled; ``sync_grads`` without a floating-point tensor. Nothing
+            was sent.
+        ValueError: an unknown group, or an ``out`` that does not fit; ``sync_grads`` with ``out``, or with
+            XLA and a part of the ranks. Nothing was sent.
 
     Example::
 
@@ -191,6 +208,13 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None) -> 
     if is_tensor:
         check_dense("all_gather", tensor)
     members = model.resolve_group(group)
+    if sync_grads:
+        if out is not None:
+            raise ValueError("all_gather with sync_grads=True returns a new tensor: leave out= out.")
+        differentiable.check_differentiable("all_gather", model, tensor, members)
+        if not _is_member(model, members):
+            return tensor
+        return differentiable.gathered(model, tensor, members).view(_gathered_shape(tensor, members))
     if not _is_member(model, members):
         return _outside(
             model,
@@ -200,7 +224,7 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None) -> 
         )
     if not is_tensor:
         return model.gather_objects(tensor, members)
-    shape = (len(members.ranks) * (tensor.shape[0] if tensor.dim() else 1), *tensor.shape[1:])
+    shape = _gathered_shape(tensor, members)
     if out is not None:
         _check_out(out, tensor, shape)
     rows = gather_rows(model, tensor, members, out=out)
@@ -417,6 +441,10 @@ def _outside(model: ComputationModel, group: Group, value: Any, take_part: Calla
 
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _gathered_shape(tensor: Tensor, group: Group) -> tuple[int, ...]:
+    return (len(group.ranks) * (tensor.shape[0] if tensor.dim() else 1), *tensor.shape[1:])
 
 
 def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:

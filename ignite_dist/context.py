@@ -30,10 +30,13 @@ __all__ = [
     "get_world_size",
     "hostname",
     "initialize",
+    "is_global_zero",
+    "is_local_zero",
     "model_name",
     "set_local_rank",
     "show_config",
     "sync",
+    "world_group",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -215,6 +218,26 @@ def get_nnodes() -> int:
 def get_node_rank() -> int:
     """Rank of this node, in [0, nnodes). The first call may be an exchange, as in :func:`get_local_rank`."""
     return current_model().get_node_rank()
+
+
+def is_global_zero() -> bool:
+    """Whether this process is the first of all. Never communicates."""
+    return current_model().get_rank() == 0
+
+
+def is_local_zero() -> bool:
+    """Whether this process is the first of its node. The first call may be an exchange, as above."""
+    return current_model().get_local_rank() == 0
+
+
+def world_group() -> Any:
+    """The live context's own handle of the group of all ranks, to hand to other libraries.
+
+    Returns:
+        For torch a ``ProcessGroup``, for Horovod a ``ProcessSet``, for XLA the ranks as a tuple, and in a
+        serial context ``(0,)``. It is a ``group=`` of every collective here too.
+    """
+    return current_model().world_handle()
 
 
 def device() -> torch.device:

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from ignite_dist import wire
-from ignite_dist.collectives import broadcast_anything
+from ignite_dist.collectives import all_reduce, broadcast_anything
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
 from ignite_dist.errors import RankFailedError
 from ignite_dist.tensors import check_dense
 
-__all__ = ["one_rank_first", "one_rank_only"]
+__all__ = ["all_true", "any_true", "one_rank_first", "one_rank_only"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -46,6 +46,32 @@ def _exchange_outcomes(model: ComputationModel, group: Group, error: BaseExcepti
     failed = [outcome for outcome in outcomes if outcome.error_type]
     if failed and error is None:
         raise RankFailedError(*failed[0])
+
+
+def any_true(flag: bool, group: Any = None) -> bool:
+    """Whether ``flag`` is true on any rank of the group: a decision that all of them share.
+
+    Every rank of the group calls it, and the answer is the same on all of them. For early stopping, say.
+
+    Args:
+        flag: True or False, or a tensor of one element.
+        group: as in :func:`all_reduce`. A rank outside gets its own flag back.
+
+    Raises:
+        ValueError: an unknown group. Nothing was sent.
+        RuntimeError: a tensor of more elements, or of none. Nothing was sent.
+
+    Example::
+
+        if idist.any_true(loss_is_nan):  # on one rank is enough, and all stop
+            break
+    """
+    return bool(all_reduce(bool(flag), "OR", group=group))
+
+
+def all_true(flag: bool, group: Any = None) -> bool:
+    """Whether ``flag`` is true on every rank of the group. Otherwise as :func:`any_true`."""
+    return bool(all_reduce(bool(flag), "AND", group=group))
 
 
 def one_rank_only(

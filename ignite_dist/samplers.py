@@ -1,6 +1,6 @@
-"""Samplers that give each rank its share of a data set, without touching the global random state.
+"""Each rank's share of a data set, drawn without touching the global random state.
 
-And the data loader that tells them when a pass is over.
+And the data loader that tells its sampler when a pass is over.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["DistributedProxySampler", "EpochLoader", "EpochSampler", "Pass"]
+__all__ = ["DistributedProxySampler", "EpochLoader", "EpochSampler", "ExactSampler", "Pass", "Shard"]
 
 
 # The global random state is one per process, and replicas of XLA may be threads of one.
@@ -39,6 +41,73 @@ class _AutoEpoch(DistributedSampler[Any]):
 
 class EpochSampler(_AutoEpoch):
     """torch's ``DistributedSampler``; in a loader of ``auto_dataloader`` each full pass is another epoch."""
+
+
+class ExactSampler(_AutoEpoch):
+    """Each rank's share of a data set, every sample exactly once: nothing is padded, nothing left out.
+
+    Rank ``r`` of ``n`` has the samples ``r``, ``r + n``, ``r + 2n``, ... of the order, as with torch's
+    ``DistributedSampler``. Where the number of samples does not divide the last ranks have one less than the
+    first, and with fewer samples than ranks they have none.
+
+    Args:
+        dataset: of a constant length.
+        num_replicas: number of ranks; the default process group's size if not given. See ``sampler_kwargs``.
+        rank: this rank; that of the default process group if not given.
+        shuffle: draw in another order each epoch, which ``set_epoch`` says; the same one on every rank.
+        seed: of the order, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
+        self.total_size = len(dataset)  # type: ignore[arg-type]
+        self.num_samples = len(range(self.total_size)[self.rank :: self.num_replicas])
+        self._latest_epoch = self.epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self._latest_epoch = self.epoch
+        share = self.order()[self.rank :: self.num_replicas]
+        return iter(share if isinstance(share, range) else share.tolist())
+
+    def order(self) -> range | Tensor:
+        """The order of all samples in the pass that was begun last; rank ``r`` of ``n`` draws ``[r::n]``."""
+        if not self.shuffle:
+            return range(self.total_size)
+        generator = torch.Generator().manual_seed(self.seed + self._latest_epoch)
+        return torch.randperm(self.total_size, generator=generator)
+
+
+class Shard(IterableDataset[Any]):
+    """Each rank's share of a stream, and in a data loader's worker that worker's share of it.
+
+    Worker ``w`` of ``m`` on rank ``r`` of ``n`` takes every ``n * m``-th item, from ``r * m + w`` on.
+
+    Args:
+        dataset: gives the same items in the same order to every process that iterates over it.
+        num_replicas: number of ranks.
+        rank: this rank.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], num_replicas: int, rank: int) -> None:
+        self.dataset = dataset
+        self.num_replicas = num_replicas
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        num_workers, number = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        first, step = self.rank * num_workers + number, self.num_replicas * num_workers
+        return islice(self.dataset, first, None, step)
+
+    def __len__(self) -> int:
+        return len(range(len(self.dataset))[self.rank :: self.num_replicas])  # type: ignore[arg-type]
 
 
 class DistributedProxySampler(_AutoEpoch):

@@ -198,6 +198,10 @@ class ComputationModel(ABC):
     def backend(self) -> str | None:
         """The backend's name, one of those that ``initialize`` takes."""
 
+    def ranks_in_process(self) -> int:
+        """How many ranks this process runs; more than one where ranks are threads."""
+        return 1
+
     # --- topology: the first call may need one exchange, which every rank then makes -------------------
 
     def get_local_rank(self) -> int:
@@ -267,6 +271,10 @@ class ComputationModel(ABC):
         if self._everyone is None:
             self._everyone = Group(None, tuple(range(self.get_world_size())))
         return self._everyone
+
+    def world_handle(self) -> Any:
+        """What the backend calls the group of all ranks, which is a ``group=`` like any other."""
+        return self.world().ranks
 
     def new_group(self, ranks: Sequence[int], **options: Any) -> Any:
         """A new handle for ``ranks``, which a list of the same ranks finds again if it has no options."""
@@ -408,6 +416,10 @@ class ComputationModel(ABC):
 
     # --- adaptation: identity unless a backend needs something -------------------------------------------
 
+    def seed(self, seed: int) -> None:
+        """Seed torch on the CPU and on this rank's devices."""
+        torch.manual_seed(seed)
+
     def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
         """``model``, which is on :meth:`device` already, ready for this context."""
         return model
@@ -418,4 +430,5 @@ class ComputationModel(ABC):
 
     def make_dataloader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
         """The loader of this rank's share of ``dataset``, which ``kwargs`` say."""
-        return (DataLoader if self.get_world_size() == 1 else EpochLoader)(dataset, **kwargs)
+        tells_epochs = hasattr(kwargs.get("sampler"), "advance_epoch")
+        return (EpochLoader if tells_epochs else DataLoader)(dataset, **kwargs)

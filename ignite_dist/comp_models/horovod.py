@@ -261,6 +261,9 @@ class HorovodModel(ComputationModel):
 
     # --- groups: process sets, which every rank of the world registers ---------------------------------
 
+    def world_handle(self) -> Any:
+        return self._hvd.global_process_set
+
     def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
         check_keywords("new_group", options, ())
         hvd = self._hvd

@@ -298,6 +298,9 @@ class NativeModel(ComputationModel):
 
     # --- groups --------------------------------------------------------------------------------------
 
+    def world_handle(self) -> ProcessGroup:
+        return self._world
+
     def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
         if options:
             return dist.new_group(list(ranks), **options)

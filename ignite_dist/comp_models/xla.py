@@ -235,6 +235,9 @@ class XlaModel(ComputationModel):
             self._topologies[rank] = found
         return found
 
+    def ranks_in_process(self) -> int:
+        return self._meeting.size
+
     # --- groups: what a handle is for other backends is just the ranks here ------------------------------
 
     def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
@@ -332,6 +335,10 @@ class XlaModel(ComputationModel):
         return result
 
     # --- adaptation ------------------------------------------------------------------------------------
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        self._xm.set_rng_state(seed, str(self.device()))
 
     def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
         if sync_bn:

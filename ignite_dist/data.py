@@ -1,0 +1,330 @@
+"""Each rank's share of the data, and the results for all of it in its order."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from ignite_dist import tree
+from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.context import current_model
+from ignite_dist.errors import CollectiveMismatchError
+from ignite_dist.samplers import DistributedProxySampler, EpochSampler, ExactSampler, Shard
+from ignite_dist.tensors import gather_rows
+
+__all__ = ["auto_dataloader", "gather_in_order", "sampler_kwargs", "split"]
+
+
+# --- the share of this rank --------------------------------------------------------------------------
+
+
+def sampler_kwargs() -> dict[str, int]:
+    """``num_replicas`` and ``rank``, for a sampler of one's own: ``MySampler(data, **sampler_kwargs())``."""
+    model = current_model()
+    return {"num_replicas": model.get_world_size(), "rank": model.get_rank()}
+
+
+def split(sequence: Any) -> Any:
+    """This rank's share of a sequence: a contiguous part, in rank order. Never communicates.
+
+    The parts together are the sequence, and ``all_gather`` of a list made of one gives lists in its order.
+    Their lengths differ by one at most, and the first ranks have the longer ones.
+
+    Args:
+        sequence: the same on every rank; has a length and can be sliced: a list, a tensor, an array.
+
+    Returns:
+        ``sequence[start:stop]``, which is empty on the last ranks if there are more ranks than items.
+
+    Raises:
+        TypeError: it cannot be sliced.
+
+    Example::
+
+        idist.split(["a", "b", "c"])  # on two ranks: ["a", "b"] and ["c"]
+    """
+    model = current_model()
+    try:
+        size, rest = divmod(len(sequence), model.get_world_size())
+        start = model.get_rank() * size + min(model.get_rank(), rest)
+        return sequence[start : start + size + (model.get_rank() < rest)]
+    except (TypeError, KeyError):
+        raise TypeError(
+            f"split takes what has a length and can be sliced, got {type(sequence).__name__}. "
+            "Of anything that can be iterated over, make a list first."
+        ) from None
+
+
+def auto_dataloader(dataset: Dataset[Any], *, exact: bool = False, shard: bool = False, **kwargs: Any) -> Any:
+    """A data loader that gives each rank its share of ``dataset``.
+
+    In a world of one it is ``DataLoader(dataset, **kwargs)``. Else
+
+    - ``batch_size`` is the batch of all ranks together and is divided by the world size; a warning says so if
+      that leaves a remainder, or if it is smaller than the world size and therefore kept per rank;
+    - ``num_workers`` is that of all processes of a node and is divided by their number, rounded up;
+    - ``sampler`` may be left out (each rank then gets its share, shuffled unless ``shuffle=False``), be a
+      ``DistributedSampler`` (used as it is) or any other (its draws are shared out);
+    - each full pass is a new epoch for the shuffling, until ``loader.sampler.set_epoch`` is called;
+    - ``pin_memory`` is on by default where the device is a GPU.
+
+    Ranks get equally many samples, for which some are drawn twice; ``exact=True`` draws each once.
+
+    Args:
+        dataset: an ``IterableDataset`` is left to give different data on different ranks by itself, but
+            with ``shard``.
+        exact: for an evaluation, with :func:`gather_in_order`: every sample exactly once, by an
+            ``ExactSampler``, and in order unless ``shuffle=True``. Some ranks may have a batch less than
+            others, or none, so the loop over it makes no collective, nor does the model in it:
+            ``unwrap_model``.
+        shard: of an ``IterableDataset`` that gives every process the same items, each rank and each worker
+            takes its share: rank ``r`` of ``n`` every ``n``-th item. Ranks may differ by one item.
+        kwargs: those of ``torch.utils.data.DataLoader``.
+
+    Returns:
+        A ``torch.utils.data.DataLoader``; with XLA an ``MpDeviceLoader`` that has its attributes, whose
+        batches are on :func:`device` already.
+
+    Raises:
+        ValueError: ``exact`` with what leaves samples out or has an order of its own (``sampler``,
+            ``batch_sampler``, ``drop_last``, an ``IterableDataset``), ``shard`` with a data set that is not
+            an ``IterableDataset``.
+    """
+    model = current_model()
+    kwargs.setdefault("pin_memory", model.device().type == "cuda")
+    if shard:
+        dataset = _sharded(dataset)
+    if exact:
+        _check_exact(dataset, kwargs)
+        shuffle = bool(kwargs.pop("shuffle", False))
+        kwargs["sampler"] = ExactSampler(dataset, **sampler_kwargs(), shuffle=shuffle)
+    if model.get_world_size() == 1:
+        return model.make_dataloader(dataset, **kwargs)
+    if "batch_size" in kwargs:
+        kwargs["batch_size"] = _per_rank_batch_size(kwargs["batch_size"], model.get_world_size())
+    if kwargs.get("num_workers"):
+        kwargs["num_workers"] = _per_process_workers(kwargs["num_workers"], model.get_nproc_per_node())
+    if kwargs.get("batch_sampler") is not None:
+        warnings.warn("batch_sampler is used as it is: it has to give each rank its own share.", stacklevel=2)
+    elif not (exact or isinstance(dataset, IterableDataset)):
+        kwargs["sampler"] = _share(
+            dataset,
+            kwargs.get("sampler"),
+            kwargs.pop("shuffle", None),
+            model.get_world_size(),
+            model.get_rank(),
+        )
+    return model.make_dataloader(dataset, **kwargs)
+
+
+def _per_rank_batch_size(batch_size: int | None, world_size: int) -> int | None:
+    if batch_size is None:
+        return None
+    if batch_size < world_size:
+        warnings.warn(
+            f"batch_size={batch_size} is smaller than the world size {world_size}, so every rank takes "
+            f"batches of {batch_size}: {batch_size * world_size} samples per step.",
+            stacklevel=3,
+        )
+        return batch_size
+    per_rank = batch_size // world_size
+    if batch_size % world_size:
+        warnings.warn(
+            f"batch_size={batch_size} does not divide by the world size {world_size}: every rank takes "
+            f"batches of {per_rank}, {per_rank * world_size} samples per step.",
+            stacklevel=3,
+        )
+    return per_rank
+
+
+def _per_process_workers(num_workers: int, nproc_per_node: int) -> int:
+    return -(-num_workers // nproc_per_node) if num_workers >= nproc_per_node else num_workers
+
+
+def _share(dataset: Dataset[Any], sampler: Any, shuffle: bool | None, world_size: int, rank: int) -> Any:
+    if sampler is None:
+        # Shuffled unless told otherwise, as scripts written for pytorch-ignite rely on.
+        return EpochSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle is not False)
+    if shuffle:
+        raise ValueError("sampler and shuffle=True exclude each other, as in torch's DataLoader.")
+    if not isinstance(sampler, DistributedSampler):
+        return DistributedProxySampler(sampler, num_replicas=world_size, rank=rank)
+    if (sampler.rank, sampler.num_replicas) != (rank, world_size):
+        warnings.warn(
+            f"The DistributedSampler was made for rank {sampler.rank} of {sampler.num_replicas}, but this is "
+            f"rank {rank} of {world_size}.",
+            stacklevel=3,
+        )
+    return sampler
+
+
+def _sharded(dataset: Dataset[Any]) -> Shard:
+    if not isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"shard=True is for an IterableDataset, got {type(dataset).__name__}, which has a length and is "
+            "shared out by its sampler."
+        )
+    return Shard(dataset, **sampler_kwargs())
+
+
+def _check_exact(dataset: Dataset[Any], kwargs: dict[str, Any]) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise ValueError("exact=True needs a data set with a length and an order, not an IterableDataset.")
+    for name in ("sampler", "batch_sampler", "drop_last"):
+        if kwargs.get(name):
+            raise ValueError(f"exact=True draws every sample once by a sampler of its own, without {name}.")
+
+
+# --- results in the order of the data set --------------------------------------------------------------
+
+
+def gather_in_order(values: Any, loader: Any) -> Any:
+    """What all ranks have computed in a pass over ``loader``, in the order of its data set.
+
+    Every sample comes exactly once, whatever the number of samples and ranks, the batch size and
+    ``shuffle``. Every rank calls it, once after the pass, those without a sample too. A small exchange of
+    what each has, then a collective for each tensor and one for all lists together.
+
+    Args:
+        values: everything this rank has computed from the loader, in its order: a tensor of shape
+            ``(n, *S)`` for its ``n`` samples; a list with one entry per sample, strings for example; or a
+            dict, tuple or named tuple of them. ``(*S)`` and dtype are the same on every rank. What a rank
+            without a sample gives is not looked at.
+        loader: of ``auto_dataloader(..., exact=True)``, or any with an ``ExactSampler``.
+
+    Returns:
+        The same kind of value for the ``N`` samples of the data set, on every rank: ``(N, *S)`` on the
+        device it came from (of a rank without a sample: on :func:`device`, or the CPU where others have it
+        there), without a gradient; a list of ``N`` entries.
+
+    Raises:
+        ValueError: the loader has no ``ExactSampler``; or a rank's values are not as many as its samples, or
+            cannot be gathered: raised on every rank, with both counts.
+        CollectiveMismatchError: ranks gave different structures, shapes or dtypes; raised on every rank.
+
+    Example::
+
+        loader = idist.auto_dataloader(data_set, batch_size=64, exact=True)
+        predicted = [net(idist.to_device(x)).argmax(1) for x, _ in loader]
+        everything = idist.gather_in_order(torch.cat(predicted) if predicted else None, loader)
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, ExactSampler):
+        raise ValueError(
+            "gather_in_order needs a loader of auto_dataloader(..., exact=True), which knows which sample is "
+            f"where; got one with {type(sampler).__name__}."
+        )
+    model = current_model()
+    members = model.resolve_group(None)
+    if (sampler.num_replicas, sampler.rank) != (len(members.ranks), model.get_rank()):
+        raise ValueError(
+            f"The loader was made for rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
+            f"{model.get_rank()} of {len(members.ranks)}."
+        )
+    order, num_ranks = sampler.order(), len(members.ranks)
+    shares = [order[rank::num_ranks] for rank in members.ranks]
+    leaves, _ = tree.flatten(values, list)
+    described = tree.rebuild(values, map(_Column.of, leaves), list)
+    template = _agree(model.gather_objects(described, members), [len(share) for share in shares])
+    if template is None:  # nobody has a sample
+        return values
+    if not sampler.num_samples:
+        columns, _ = tree.flatten(template)
+        leaves = [column.empty(model.device()) for column in columns]
+    lists = [leaf for leaf in leaves if isinstance(leaf, list)]
+    gathered_lists = zip(*model.gather_objects(lists, members), strict=True) if lists else iter(())
+    merged = [
+        _merge_lists(next(gathered_lists), shares)
+        if isinstance(leaf, list)
+        else _merge_rows(_gather_padded(model, leaf, len(shares[0]), members), shares)
+        for leaf in leaves
+    ]
+    return tree.rebuild(template, iter(merged))
+
+
+@dataclass(frozen=True)
+class _Column:
+    """What a rank has of one leaf: as many values as samples, if they are right."""
+
+    kind: str
+    count: int | None = None
+    row_shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, leaf: Any) -> _Column:
+        if isinstance(leaf, list):
+            return cls("list", len(leaf))
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_quantized:
+            return cls(type(leaf).__name__ + (f" {leaf.layout}" if isinstance(leaf, Tensor) else ""))
+        if not leaf.dim():
+            return cls("0-d tensor")
+        return cls(f"{leaf.device.type} tensor", leaf.shape[0], tuple(leaf.shape[1:]), leaf.dtype)
+
+    def empty(self, device: torch.device) -> Any:
+        """The same of no samples."""
+        if self.kind == "list":
+            return []
+        on = "cpu" if self.kind == "cpu tensor" else device
+        return torch.empty((0, *self.row_shape), dtype=self.dtype, device=on)
+
+
+def _agree(described: list[Any], counts: list[int]) -> Any:
+    """The tree of :class:`_Column` that all ranks with samples have, of which there are ``counts``."""
+    found: Any = None
+    for rank, (columns, count) in enumerate(zip(described, counts, strict=True)):
+        if not count:
+            continue
+        leaves, structure = tree.flatten(columns)
+        for column in leaves:
+            if column.count is None:
+                raise TypeError(
+                    "gather_in_order takes tensors with one row per sample, lists with one entry per sample, "
+                    f"and dicts and tuples of them; rank {rank} gave a {column.kind}."
+                )
+            if column.count != count:
+                raise ValueError(
+                    f"Rank {rank} drew {count} samples from the loader and gave {column.count} values. "
+                    "gather_in_order takes what a whole pass has computed: torch.cat(batches), not a batch."
+                )
+        layout = structure, [replace(column, count=0) for column in leaves]
+        if found is None:
+            first, found, template = rank, layout, columns
+        elif found != layout:
+            raise CollectiveMismatchError(
+                "gather_in_order needs the same structure, shapes and dtypes on every rank; rank "
+                f"{first} has {found}, rank {rank} {layout}."
+            )
+    return None if found is None else template
+
+
+def _gather_padded(model: ComputationModel, rows: Tensor, count: int, group: Group) -> Tensor:
+    """``(n, *S)``, with ``n`` up to ``count`` on each rank ``-> (group_size, count, *S)``."""
+    rows = rows.detach()
+    if len(rows) < count:
+        rows = torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
+    return gather_rows(model, rows, group)
+
+
+def _merge_rows(gathered: Tensor, shares: Sequence[range | Tensor]) -> Tensor:
+    merged = gathered.new_empty(sum(map(len, shares)), *gathered.shape[2:])
+    for rows, share in zip(gathered, shares, strict=True):
+        places = slice(share.start, None, share.step) if isinstance(share, range) else share.to(rows.device)
+        if len(share):
+            merged[places] = rows[: len(share)]
+    return merged
+
+
+def _merge_lists(gathered: Sequence[list[Any]], shares: Sequence[range | Tensor]) -> list[Any]:
+    merged: list[Any] = [None] * sum(map(len, shares))
+    for entries, share in zip(gathered, shares, strict=True):
+        for place, entry in zip(share if isinstance(share, range) else share.tolist(), entries, strict=True):
+            merged[place] = entry
+    return merged

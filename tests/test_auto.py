@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
+import sys
 import warnings
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.nn import BatchNorm1d, Linear, Module, ReLU, Sequential, SyncBatchNorm
+from torch.nn import BatchNorm1d, DataParallel, Linear, Module, ReLU, Sequential, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,6 +26,8 @@ from torch.utils.data import (
 )
 
 import ignite_dist as idist
+from ignite_dist import context
+from ignite_dist.comp_models.serial import SerialModel
 from ignite_dist.samplers import DistributedProxySampler, EpochSampler
 
 SIZE = 12
@@ -324,3 +330,131 @@ def test_alone_model_and_optimizer_are_themselves() -> None:
     assert idist.auto_optim(optimizer) is optimizer
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+# --- to_device and unwrap_model ------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    images: torch.Tensor
+    more: Any = None
+
+
+class Movable(UserDict[str, Any]):
+    """As a tokenizer's batch: no dict, but with a method to move it."""
+
+    moved_to: Any = None
+
+    def to(self, device: torch.device) -> Movable:
+        new = Movable(self)
+        new.moved_to = device
+        return new
+
+
+class Elsewhere(SerialModel):
+    """A serial context whose device is the meta device, to see what moves."""
+
+    def device(self) -> torch.device:
+        return torch.device("meta")
+
+
+def test_a_batch_of_any_structure_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "_model", Elsewhere(len(sys.modules)))
+    one = torch.ones(2)
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    batch = {
+        "sample": Sample(one, [one, "text", None]),
+        "data": Batch(one, more=Batch(one)),
+        "words": Movable(a=1),
+        "default": defaultdict(list, a=[one]),
+        "type": Movable,
+        3: {1, 2},
+    }
+    moved = idist.to_device(batch)
+    assert list(moved) == list(batch) and type(moved["sample"]) is Sample
+    found = [moved["sample"].x, moved["sample"].y[0], moved["data"].images, moved["data"].more.images]
+    assert all(tensor.is_meta for tensor in [*found, moved["default"]["a"][0]])
+    assert moved["sample"].y[1:] == ["text", None] and moved[3] == {1, 2} and moved["type"] is Movable
+    assert moved["words"].moved_to == torch.device("meta") and batch["words"].moved_to is None
+    assert moved["default"].default_factory is list
+    assert idist.to_device(packed).data.is_meta and not idist.to_device(packed).batch_sizes.is_meta
+    assert not one.is_meta and not batch["data"].images.is_meta  # the batch itself is as it was
+
+
+def test_what_is_there_already_is_not_copied() -> None:
+    one = torch.ones(2)
+    assert idist.to_device([one])[0] is one
+
+
+class Net(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Linear(2, 1)
+
+
+def _unwrapped(_: int) -> list[bool]:
+    net = Net()
+    ddp = idist.auto_model(net)
+    wrapped = [
+        ddp,
+        DataParallel(net),
+        torch.compile(net),
+        torch.compile(ddp),
+        DistributedDataParallel(torch.compile(net)),
+        torch.compile(DataParallel(torch.compile(net))),
+    ]
+    return [type(ddp) is DistributedDataParallel, *(idist.unwrap_model(one) is net for one in wrapped)]
+
+
+def test_the_model_inside_of_its_wrappers_in_any_order() -> None:
+    for found in on_ranks(_unwrapped):
+        assert all(found)
+    net = Net()
+    assert idist.unwrap_model(net) is net and idist.unwrap_model(idist.auto_model(net)) is net
+
+
+# --- shares of a stream ----------------------------------------------------------------------------------
+
+
+class Counting(IterableDataset[int]):
+    def __init__(self, size: int, has_length: bool) -> None:
+        self.size = size
+        self.has_length = has_length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+    def __len__(self) -> int:
+        if not self.has_length:
+            raise TypeError("no length")
+        return self.size
+
+
+def _stream(_: int, size: int, num_workers: int) -> list[int]:
+    loader = idist.auto_dataloader(
+        Counting(size, True), batch_size=2, shard=True, num_workers=num_workers * idist.get_world_size()
+    )
+    assert loader.num_workers == num_workers
+    assert len(loader) == -(-len(loader.dataset) // loader.batch_size)
+    return [number for batch in loader for number in batch.tolist()]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_stream_is_shared_out_among_ranks_and_workers(num_workers: int) -> None:
+    for size in (0, 1, 11):
+        shares = on_ranks(_stream, size, num_workers)
+        assert sorted(shares[0] + shares[1]) == list(range(size))
+        assert {number % 2 for number in shares[0]} <= {0} or num_workers > 1
+
+
+def test_a_stream_without_a_length_has_none() -> None:
+    loader = idist.auto_dataloader(Counting(3, False), shard=True)
+    assert list(loader) == [0, 1, 2]
+    with pytest.raises(TypeError, match="no length"):
+        len(loader)

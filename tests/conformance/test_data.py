@@ -1,0 +1,186 @@
+"""Shares of data, and the results for all of it in its order, on every model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+import ignite_dist as idist
+from ignite_dist import CollectiveMismatchError
+from worlds import on_every_rank, raises
+
+
+class Result(NamedTuple):
+    scores: Any
+    names: Any
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+
+def exact_loader(size: int, batch_size: int = 1, shuffle: bool = False) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of batch sizes that do not divide
+        return idist.auto_dataloader(list(range(size)), batch_size=batch_size, shuffle=shuffle, exact=True)
+
+
+def one_pass(loader: Any) -> torch.Tensor | None:
+    batches = list(loader)
+    return torch.cat(batches) if batches else None
+
+
+def sizes() -> range | tuple[int, ...]:
+    # XLA compiles for each size.
+    return (0, 1, 2, 5, 7) if idist.model_name() == "xla-dist" else range(51)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@on_every_rank
+def test_every_sample_exactly_once_in_the_order_of_the_data_set(batch_size: int, shuffle: bool) -> None:
+    for size in sizes():
+        loader = exact_loader(size, batch_size, shuffle)
+        drawn = one_pass(loader)
+        gathered = idist.gather_in_order(drawn, loader)
+        if size:
+            assert gathered.tolist() == list(range(size))
+            assert gathered.device.type == idist.device().type and gathered.dtype is torch.int64
+        else:
+            assert gathered is None
+
+
+@on_every_rank
+def test_the_order_is_that_of_the_pass_that_was_begun_last() -> None:
+    loader = exact_loader(13, shuffle=True)
+    orders = set()
+    for _ in range(3):
+        drawn = one_pass(loader)
+        orders.add(tuple(drawn.tolist()) if drawn is not None else ())
+        assert idist.gather_in_order(drawn, loader).tolist() == list(range(13))
+    assert len(orders) > 1
+    loader.sampler.set_epoch(0)
+    assert idist.gather_in_order(one_pass(loader), loader).tolist() == list(range(13))
+
+
+@on_every_rank
+def test_trees_of_tensors_and_of_anything() -> None:
+    for size in (1, 5):
+        loader = exact_loader(size, batch_size=2, shuffle=True)
+        drawn = one_pass(loader)
+        values: Any = "nothing here"
+        if drawn is not None:
+            rows = torch.stack([drawn.double(), drawn.double() / 3], 1).requires_grad_()
+            names = [f"é{number}" * 200 for number in drawn.tolist()]
+            values = {"result": Result(rows, names), "pair": (drawn % 2 == 0, drawn.to(torch.bfloat16))}
+        gathered = idist.gather_in_order(values, loader)
+        wanted = torch.arange(size)
+        assert type(gathered["result"]) is Result
+        scores = gathered["result"].scores
+        assert not scores.requires_grad and scores.cpu().equal(
+            torch.stack([wanted.double(), wanted.double() / 3], 1)
+        )
+        assert gathered["result"].names == [f"é{number}" * 200 for number in range(size)]
+        assert gathered["pair"][0].tolist() == [number % 2 == 0 for number in range(size)]
+        assert gathered["pair"][1].dtype is torch.bfloat16 and gathered["pair"][1].tolist() == list(
+            range(size)
+        )
+
+
+@on_every_rank
+def test_values_that_are_not_as_many_as_the_samples_raise_on_every_rank() -> None:
+    loader = exact_loader(7, batch_size=3)
+    drawn = one_pass(loader)
+    mine = len(loader.sampler)
+    missing = drawn[:-1] if idist.get_rank() == 0 and drawn is not None else drawn
+    with raises(ValueError, f"Rank 0 drew {len(range(0, 7, idist.get_world_size()))} samples") as caught:
+        idist.gather_in_order(missing, loader)
+    assert "torch.cat(batches)" in str(caught.value)
+    with raises(ValueError, "Rank 0 drew"):
+        idist.gather_in_order([*range(mine), 0], loader)
+    with raises(TypeError, "gave a int"):
+        idist.gather_in_order((drawn, 3), loader)
+    with raises(TypeError, "gave a 0-d tensor"):
+        idist.gather_in_order(torch.tensor(3, device=idist.device()), loader)
+    assert idist.gather_in_order(drawn, loader).tolist() == list(range(7))  # and nobody is out of step
+
+
+@on_every_rank
+def test_values_of_different_kinds_raise_on_every_rank() -> None:
+    if idist.get_world_size() == 1:
+        return
+    loader = exact_loader(8, batch_size=8)
+    drawn = one_pass(loader)
+    assert drawn is not None
+    odd = idist.get_rank() == 1
+    for values in (
+        drawn.float() if odd else drawn,
+        drawn[:, None] if odd else drawn,
+        drawn.tolist() if odd else drawn,
+        {"a": drawn} if odd else (drawn,),
+    ):
+        with raises(CollectiveMismatchError, "rank 1"):
+            idist.gather_in_order(values, loader)
+
+
+@on_every_rank
+def test_a_loader_that_does_not_know_its_order_is_refused() -> None:
+    with raises(ValueError, "exact=True"):
+        idist.gather_in_order([1], idist.auto_dataloader([1, 2, 3]))
+    with raises(ValueError, "exact=True"):
+        idist.gather_in_order([1], [1])
+    size = idist.get_world_size()
+    others = DataLoader([1, 2], sampler=idist.ExactSampler([1, 2], num_replicas=size + 1, rank=size))
+    with raises(ValueError, f"rank {size} of {size + 1}"):
+        idist.gather_in_order([], others)
+
+
+@on_every_rank
+def test_what_an_exact_loader_cannot_be_made_of() -> None:
+    for name, value in {"sampler": SequentialSampler([1]), "drop_last": True, "batch_sampler": [[0]]}.items():
+        with raises(ValueError, name):
+            idist.auto_dataloader([1, 2, 3], exact=True, **{name: value})
+    with raises(ValueError, "IterableDataset"):
+        idist.auto_dataloader(Stream(3), exact=True)
+    with raises(ValueError, "shard=True is for an IterableDataset"):
+        idist.auto_dataloader([1, 2, 3], shard=True)
+
+
+@on_every_rank
+def test_each_rank_takes_its_share_of_a_stream() -> None:
+    for size in (0, 1, 2, 7):
+        loader = idist.auto_dataloader(Stream(size), batch_size=None, shard=True)
+        mine = [int(item) for item in loader]
+        assert mine == list(range(size))[idist.get_rank() :: idist.get_world_size()]
+        assert sorted(chain(*idist.all_gather(mine))) == list(range(size))
+
+
+@on_every_rank
+def test_split_is_a_contiguous_share() -> None:
+    for size in (0, 1, 2, 7, 12):
+        parts = idist.all_gather(idist.split(list(range(size))))
+        assert list(chain(*parts)) == list(range(size))
+        lengths = [len(part) for part in parts]
+        assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
+    assert idist.split(torch.arange(12)).tolist() == idist.split(list(range(12)))
+    assert idist.split("x" * 12) == "x" * (12 // idist.get_world_size())
+    for bad in ({1, 2}, iter([1]), {"a": 1}, 3):
+        with raises(TypeError, "can be sliced"):
+            idist.split(bad)
+
+
+@on_every_rank
+def test_a_sampler_of_ones_own() -> None:
+    assert idist.sampler_kwargs() == {"num_replicas": idist.get_world_size(), "rank": idist.get_rank()}
+    sampler = idist.ExactSampler(range(5), **idist.sampler_kwargs())
+    assert sorted(chain(*idist.all_gather(list(sampler)))) == list(range(5))

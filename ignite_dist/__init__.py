@@ -52,6 +52,7 @@ from ignite_dist.errors import (
     WorkerExitedError,
     WorkerRaisedError,
 )
+from ignite_dist.gradients import DDPSyncStrategy, accumulate, clip_grad_norm, grad_sync, no_sync
 from ignite_dist.launcher import Parallel, spawn
 from ignite_dist.samplers import DistributedProxySampler, ExactSampler
 from ignite_dist.seeding import seed_everything, shared_seed
@@ -60,6 +61,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CollectiveMismatchError",
+    "DDPSyncStrategy",
     "DistributedError",
     "DistributedProxySampler",
     "EnvironmentVariablesError",
@@ -69,6 +71,7 @@ __all__ = [
     "RankFailedError",
     "WorkerExitedError",
     "WorkerRaisedError",
+    "accumulate",
     "all_gather",
     "all_gather_ragged",
     "all_gather_tensors_with_shapes",
@@ -82,6 +85,7 @@ __all__ = [
     "backend",
     "barrier",
     "broadcast",
+    "clip_grad_norm",
     "device",
     "finalize",
     "gather_in_order",
@@ -91,6 +95,7 @@ __all__ = [
     "get_nproc_per_node",
     "get_rank",
     "get_world_size",
+    "grad_sync",
     "has_hvd_support",
     "has_native_dist_support",
     "has_xla_support",
@@ -100,6 +105,7 @@ __all__ = [
     "is_local_zero",
     "model_name",
     "new_group",
+    "no_sync",
     "one_rank_first",
     "one_rank_only",
     "register_computation_model",

@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_dist import tree
-from ignite_dist.collectives import all_reduce
+from ignite_dist.averaging import average_in_step
 from ignite_dist.context import current_model
 from ignite_dist.data import auto_dataloader
 from ignite_dist.samplers import DistributedProxySampler
-from ignite_dist.tensors import average_tensors, broadcast_tensors
+from ignite_dist.tensors import broadcast_tensors
 
 # Scripts written for pytorch-ignite import the loader and the sampler from here.
 __all__ = [
@@ -148,40 +148,7 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
     """
     live = current_model()
     wrapped = live.wrap_optimizer(optimizer, **kwargs)
-    hooks = wrapped._optimizer_step_pre_hooks.values()
-    if not live.averages_gradients and live.get_world_size() > 1 and _average_first not in hooks:
-        wrapped.register_step_pre_hook(_average_first)
+    live.optimizers[id(wrapped)] = wrapped
+    if not live.averages_gradients and live.get_world_size() > 1:
+        average_in_step(wrapped)
     return wrapped
-
-
-def _average_first(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Step hook: average the gradients first; with a closure, each time that it has computed them."""
-    own, *positional = args
-    closure = positional[0] if positional else kwargs.get("closure")
-    if closure is None:
-        _average_gradients(optimizer)
-        return None
-
-    def averaging_closure() -> Any:
-        loss = closure()
-        _average_gradients(optimizer)
-        if loss is None:
-            return None
-        return all_reduce(loss, "AVERAGE", inplace=False)  # optimizers branch on it, all ranks alike
-
-    others = {name: value for name, value in kwargs.items() if name != "closure"}
-    return (own, averaging_closure, *positional[1:]), others
-
-
-def _average_gradients(optimizer: Optimizer) -> None:
-    live = current_model()
-    if live.get_world_size() == 1:  # the context has ended
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.grad is None:  # another rank may have used it
-            parameter.grad = torch.zeros_like(parameter)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    average_tensors(live, gradients, live.world())

@@ -17,35 +17,39 @@ from ignite_dist.context import current_model
 from ignite_dist.errors import RankFailedError
 from ignite_dist.tensors import check_dense
 
-__all__ = ["all_true", "any_true", "one_rank_first", "one_rank_only"]
+__all__ = ["all_true", "any_true", "exchange_outcomes", "one_rank_first", "one_rank_only"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Outcome(NamedTuple):
-    """How a rank's part went; ``error_type`` is empty where it went well."""
+    """How a rank's part went, and what came of it; ``error_type`` is empty where it went well."""
 
     rank: int
     error_type: str = ""
     traceback: str = ""
+    value: Any = None
 
     @classmethod
-    def of(cls, rank: int, error: BaseException | None) -> _Outcome:
+    def of(cls, rank: int, error: BaseException | None, value: Any) -> _Outcome:
         if error is None:
-            return cls(rank)
+            return cls(rank, value=value)
         return cls(rank, type(error).__name__, "".join(traceback.format_exception(error)))
 
 
-def _exchange_outcomes(model: ComputationModel, group: Group, error: BaseException | None) -> None:
-    """Meet the other ranks of ``group`` and tell each other how it went.
+def exchange_outcomes(
+    model: ComputationModel, group: Group, error: BaseException | None, value: Any = None
+) -> list[Any]:
+    """Meet the other ranks of ``group`` and tell each other how it went: the value of each.
 
     Raises:
         RankFailedError: another rank failed and this one did not.
     """
-    outcomes: list[_Outcome] = model.gather_objects(_Outcome.of(model.get_rank(), error), group)
+    outcomes: list[_Outcome] = model.gather_objects(_Outcome.of(model.get_rank(), error, value), group)
     failed = [outcome for outcome in outcomes if outcome.error_type]
     if failed and error is None:
-        raise RankFailedError(*failed[0])
+        raise RankFailedError(*failed[0][:3])
+    return [outcome.value for outcome in outcomes]
 
 
 def any_true(flag: bool, group: Any = None) -> bool:
@@ -125,9 +129,9 @@ def _run_on_one(
             if share_result:  # if it cannot be sent, the others have to hear of that instead
                 result = _sendable(result)
         except BaseException as error:
-            _exchange_outcomes(model, group, error)
+            exchange_outcomes(model, group, error)
             raise
-    _exchange_outcomes(model, group, None)
+    exchange_outcomes(model, group, None)
     if not share_result:
         return result
     return broadcast_anything(model, result, rank, group)
@@ -174,15 +178,15 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
             group = model.resolve_group(sorted(on_node.values()))
     _check_rank(first, model.get_world_size())
     if model.get_rank() != first:
-        _exchange_outcomes(model, group, None)
+        exchange_outcomes(model, group, None)
         yield
         return
     try:
         yield
     except BaseException as error:
-        _exchange_outcomes(model, group, error)
+        exchange_outcomes(model, group, error)
         raise
-    _exchange_outcomes(model, group, None)
+    exchange_outcomes(model, group, None)
 
 
 def _check_rank(rank: int, size: int) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -26,7 +28,12 @@ from ignite_dist.samplers import EpochLoader
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ComputationModel", "Group", "Topology"]
+__all__ = ["NO_OPTIMIZER", "ComputationModel", "Group", "Topology"]
+
+NO_OPTIMIZER = (
+    "No optimizer of auto_optim has parameters of this model, and with this backend it is the optimizer that "
+    "averages the gradients: call auto_optim first, or pass optimizers=."
+)
 
 
 class Group(NamedTuple):
@@ -96,6 +103,10 @@ class ComputationModel(ABC):
     """Whether what :meth:`wrap_model` or :meth:`wrap_optimizer` gives averages the gradients of all ranks.
     Where it does not, ``auto_optim`` sees to it with the collectives below."""
 
+    averages_in_backward: ClassVar[bool] = False
+    """Whether the backward pass leaves averaged gradients behind, by what :meth:`wrap_model` gives. Elsewhere
+    the step averages them."""
+
     groups_need_everyone: ClassVar[bool] = False
     """Whether a group's collectives are calls that every rank of the world makes, members or not."""
 
@@ -106,6 +117,7 @@ class ComputationModel(ABC):
         self.plans: dict[
             Any, Any
         ] = {}  # what the collectives have worked out from carries(), by their own keys
+        self.optimizers: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()  # auto_optim's, by id
         self._found_topology: Topology | None = None
         self._found_node_ranks: dict[int, int] | None = None
 
@@ -427,6 +439,24 @@ class ComputationModel(ABC):
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
         """``optimizer``, ready for this context."""
         return optimizer
+
+    def accumulate_locally(
+        self, model: Module, optimizers: Sequence[Optimizer]
+    ) -> AbstractContextManager[None]:
+        """Backward passes in the block leave the gradients as each rank's own, to be averaged after it.
+
+        Args:
+            model: what :meth:`wrap_model` gave, or what contains it.
+            optimizers: those of :meth:`wrap_optimizer` that have its parameters.
+        """
+        return nullcontext()
+
+    def reduce_gradients(self, optimizer: Optimizer) -> None:  # noqa: B027  # not abstract: see above
+        """Average now what a step of ``optimizer``, of :meth:`wrap_optimizer`, would average."""
+
+    def computes_lazily(self) -> bool:
+        """Whether tensors are computed only when Python looks at them, so that it should not in each step."""
+        return False
 
     def make_dataloader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
         """The loader of this rank's share of ``dataset``, which ``kwargs`` say."""

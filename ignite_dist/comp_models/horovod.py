@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from importlib.util import find_spec
 from math import inf
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from ignite_dist import devices, environments, rendezvous
 from ignite_dist.arguments import check_counts, check_keywords
-from ignite_dist.comp_models.base import ComputationModel, Group, Topology
+from ignite_dist.comp_models.base import NO_OPTIMIZER, ComputationModel, Group, Topology
 from ignite_dist.environments import Environment
 from ignite_dist.errors import EnvironmentVariablesError
 
@@ -405,6 +405,18 @@ class HorovodModel(ComputationModel):
             if self._rank != 0:
                 horovod_optim.load_state(wrapped, received, self.device())
         return wrapped
+
+    def accumulate_locally(
+        self, model: Module, optimizers: Sequence[Optimizer]
+    ) -> AbstractContextManager[None]:
+        from ignite_dist.comp_models import horovod_optim
+
+        if not optimizers:
+            raise ValueError(NO_OPTIMIZER)
+        return horovod_optim.accumulating(optimizers)
+
+    def reduce_gradients(self, optimizer: Optimizer) -> None:
+        optimizer.synchronize()  # type: ignore[attr-defined]  # Horovod's
 
 
 # --- initialize --------------------------------------------------------------------------------------

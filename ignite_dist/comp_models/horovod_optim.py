@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["distribute", "load_state", "state_as_bytes"]
+from ignite_dist.averaged import take_mark
+
+__all__ = ["accumulating", "distribute", "load_state", "state_as_bytes"]
+
+_NEVER = 1 << 60  # backward passes until the gradients are sent
 
 
 def distribute(optimizer: Optimizer, name: str, **kwargs: Any) -> Optimizer:
@@ -49,6 +54,7 @@ def distribute(optimizer: Optimizer, name: str, **kwargs: Any) -> Optimizer:
     made, plain = type(wrapped), type(optimizer)
     made.zero_grad = _zero_grad(made.zero_grad, plain)
     if kwargs.get("op") != hvd.Adasum:
+        made.synchronize = _synchronize(made.synchronize, f"ignite_dist.{name}.used")
         made.step = _step(inspect.unwrap(made.step), f"ignite_dist.{name}.loss")
         made.add_param_group = _add_param_group(plain, name)
     return wrapped  # type: ignore[no-any-return]
@@ -100,6 +106,11 @@ def _zero_grad(horovods: Callable[..., None], plain: type[Optimizer]) -> Callabl
 def _step(horovods: Callable[..., Any], name: str) -> Callable[..., Any]:
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients and make a step; of a closure what it makes and returns, at each call."""
+        if closure is None and take_mark(self):
+            with self.skip_synchronize():
+                result = horovods(self)
+            self._synchronized = False
+            return result
         if closure is None or not self._should_synchronize:
             return horovods(self, closure)
 
@@ -117,6 +128,50 @@ def _step(horovods: Callable[..., Any], name: str) -> Callable[..., Any]:
     # The optimizer's own step runs its hooks; with this mark torch does not make this one run them too.
     step.hooked = True  # type: ignore[attr-defined]
     return step
+
+
+def _synchronize(horovods: Callable[..., None], name: str) -> Callable[..., None]:
+    def synchronize(self: Any) -> None:
+        """Average the gradients; what has none on any rank keeps None, where Horovod would make zeros."""
+        import horovod.torch as hvd
+
+        if not self.process_set.included() or self.process_set.size() == 1:
+            return horovods(self)
+        trained = [
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter in self._requires_update
+        ]
+        used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+        handle = hvd.allreduce_async_(used, op=hvd.Max, name=name, process_set=self.process_set)
+        horovods(self)
+        hvd.synchronize(handle)
+        for parameter, is_used in zip(trained, used.tolist(), strict=True):
+            if not is_used:
+                parameter.grad = None
+
+    return synchronize
+
+
+@contextmanager
+def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
+    """Keep the hooks of ``optimizers`` from sending what the block's backward passes compute.
+
+    Horovod counts down passes to know when to send, and has to be told their number before the first.
+    """
+    counts = [dict(optimizer._allreduce_delay) for optimizer in optimizers]
+    for optimizer in optimizers:
+        optimizer._allreduce_delay.update(dict.fromkeys(optimizer._allreduce_delay, _NEVER))
+    try:
+        yield
+    finally:
+        for optimizer, known in zip(optimizers, counts, strict=True):
+            optimizer._allreduce_delay.update(known)
+            # What the hooks have noted without sending it; synchronize() sends what has no note.
+            for parameter, (handle, _) in list(optimizer._handles.items()):
+                if handle is None:
+                    del optimizer._handles[parameter]
 
 
 def _mean(loss: Any, name: str, process_set: Any) -> Any:

@@ -7,7 +7,8 @@ import hashlib
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GroupMember, ProcessGroup, Store, distributed_c10d
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from ignite_dist import devices, environments, processes, rendezvous, wire
 from ignite_dist.arguments import check_keywords, check_nodes
@@ -80,6 +82,7 @@ class NativeModel(ComputationModel):
     available_backends: ClassVar[tuple[str, ...]] = _available_backends()
     library: ClassVar[str] = "torch.distributed"
     averages_gradients: ClassVar[bool] = True
+    averages_in_backward: ClassVar[bool] = True
 
     _local_rank_hint: ClassVar[int | None] = None
 
@@ -434,6 +437,18 @@ class NativeModel(ComputationModel):
                 )
             kwargs["device_ids"] = [device.index]
         return torch.nn.parallel.DistributedDataParallel(model, **kwargs)
+
+    @contextmanager
+    def accumulate_locally(self, model: Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # 0.5 s to import
+        with ExitStack() as stack:
+            for module in model.modules():
+                if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+                    stack.enter_context(module.no_sync())
+                elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
+                    module.set_requires_gradient_sync(False, recurse=False)
+                    stack.callback(module.set_requires_gradient_sync, True, recurse=False)
+            yield
 
 
 # --- what the context looks like ---------------------------------------------------------------------

@@ -354,6 +354,9 @@ class XlaModel(ComputationModel):
             )
         return optimizer
 
+    def computes_lazily(self) -> bool:
+        return self._meeting.size == 1
+
     def make_dataloader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
         from ignite_dist.comp_models.xla_loader import DeviceLoader
 

@@ -1,0 +1,346 @@
+"""When gradients are synchronised: accumulation, strategies, clipping.
+
+Backends average at different times: ``DistributedDataParallel`` in the backward pass, Horovod and the hook of
+``auto_optim`` in the step. The functions here mean the same everywhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from enum import Enum
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ignite_dist.averaged import mark_averaged
+from ignite_dist.averaging import average_gradients, average_now
+from ignite_dist.comp_models import ComputationModel
+from ignite_dist.comp_models.base import NO_OPTIMIZER
+from ignite_dist.context import current_model
+from ignite_dist.control import exchange_outcomes
+
+__all__ = ["DDPSyncStrategy", "Microbatch", "accumulate", "clip_grad_norm", "grad_sync", "no_sync"]
+
+
+class DDPSyncStrategy(Enum):
+    """When the gradients of several microbatches are averaged over the ranks."""
+
+    SINGLE_AUTO_SYNC = "single_auto_sync"
+    """Once, in the last microbatch's backward pass (Horovod, XLA: in the step). The fastest, and right if
+    every microbatch uses every parameter. Of a parameter that an earlier microbatch has used and the last has
+    not ``DistributedDataParallel`` leaves the gradient as each rank's own, without a word; Horovod and XLA do
+    not."""
+
+    MULTI_AUTO_SYNC = "multi_auto_sync"
+    """In each microbatch's backward pass: with ``find_unused_parameters=True`` the single-process gradients,
+    whatever each microbatch uses, at the price of an all-reduce for each. Horovod and XLA: once, in the step,
+    which is as right there."""
+
+    FORCED_SYNC = "forced_sync"
+    """Once, after the last microbatch's block: the ranks agree on which parameters have a gradient on any of
+    them, and average these in buckets. The single-process gradients, whatever each microbatch uses on each
+    rank, without ``find_unused_parameters``; but nothing overlaps with the backward pass. If a block raises
+    on one rank, the others raise ``RankFailedError``, and no gradient is touched."""
+
+
+@contextmanager
+def no_sync(model: Module) -> Iterator[None]:
+    """Context manager: gradients of the block's backward passes accumulate as each rank's own.
+
+    What is averaged afterwards is the sum. Forward and backward pass both belong into the block. Where
+    gradients are averaged in the step, or not at all, it changes nothing.
+
+    Args:
+        model: what :func:`auto_model` returned, or what contains it. With Horovod its parameters are those of
+            an optimizer of :func:`auto_optim`.
+
+    Raises:
+        ValueError: with Horovod, if no such optimizer has any of them.
+
+    Example::
+
+        with idist.no_sync(model):
+            model(first).sum().backward()
+        model(second).sum().backward()  # averages the gradients of both
+    """
+    live = current_model()
+    with live.accumulate_locally(model, _optimizers(live, model, None)):
+        yield
+
+
+@contextmanager
+def grad_sync(
+    model: Module,
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
+    is_final_microbatch: bool = True,
+    strategy: DDPSyncStrategy = DDPSyncStrategy.SINGLE_AUTO_SYNC,
+) -> Iterator[None]:
+    """Context manager around a microbatch's forward and backward pass.
+
+    After the block of the final microbatch, and at the latest in the step, the gradients are the means over
+    the ranks of their sums over the microbatches.
+
+    Args:
+        model: what :func:`auto_model` returned, or what contains it.
+        optimizers: those of its parameters; None finds what :func:`auto_optim` returned for them.
+        is_final_microbatch: whether a step comes next. The same on every rank.
+        strategy: see :class:`DDPSyncStrategy`.
+
+    Raises:
+        RankFailedError: FORCED_SYNC, and the block of another rank has raised.
+        ValueError: as :func:`no_sync`.
+    """
+    live = current_model()
+    strategy = DDPSyncStrategy(strategy)
+    found = _optimizers(live, model, optimizers)
+    if strategy is DDPSyncStrategy.FORCED_SYNC:
+        _check_whole(model, "FORCED_SYNC")
+        with _forced(live, model, found, is_final_microbatch):
+            yield
+    elif is_final_microbatch or (strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and live.averages_in_backward):
+        yield
+    else:
+        with live.accumulate_locally(model, found):
+            yield
+
+
+@contextmanager
+def _forced(
+    live: ComputationModel, model: Module, optimizers: Sequence[Optimizer], is_final: bool
+) -> Iterator[None]:
+    try:
+        with live.accumulate_locally(model, optimizers):
+            yield
+    except BaseException as error:
+        exchange_outcomes(live, live.world(), error)  # which the others meet in their final microbatch
+        raise
+    if is_final:
+        average_gradients(live, model.parameters(), live.world())
+        for optimizer in optimizers if not live.averages_in_backward else ():
+            mark_averaged(optimizer)
+
+
+class Microbatch:
+    """Context manager around the forward and backward pass of one microbatch of :func:`accumulate`.
+
+    Attributes:
+        is_final: whether a step comes next.
+        number: its position in the step, from 0 on.
+    """
+
+    def __init__(
+        self, number: int, is_final: bool, context: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.number = number
+        self.is_final = is_final
+        self._context = context
+        self._entered: ExitStack | None = None
+
+    def __enter__(self) -> Microbatch:
+        with ExitStack() as stack:
+            stack.enter_context(self._context())
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        entered, self._entered = self._entered, None
+        assert entered is not None
+        return entered.__exit__(*error)
+
+
+def accumulate(
+    loader: Iterable[Any],
+    model: Module,
+    steps: int,
+    weight: Callable[[Any], float] | None = None,
+    strategy: DDPSyncStrategy = DDPSyncStrategy.SINGLE_AUTO_SYNC,
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
+) -> Iterator[tuple[Any, Microbatch]]:
+    """Batches, and around each what makes one step of several of them.
+
+    When the step comes, the gradient is that of the mean of the losses of all its microbatches on all ranks.
+    The last step of a pass may have fewer than ``steps``. Every rank makes as many steps as the others. A
+    step begins with gradients of None or zero: what is there is taken for a part of the sum.
+
+    Args:
+        loader: whose batches are the microbatches; it is one batch ahead.
+        model: what :func:`auto_model` returned, or what contains it.
+        steps: microbatches per step.
+        weight: of a batch, in whatever counts: how many samples, or tokens, its loss is the mean of. Then the
+            gradient is that of the mean over all of these, whatever the sizes of the microbatches on each
+            rank. One number per step is exchanged for it.
+        strategy: see :class:`DDPSyncStrategy`.
+        optimizers: as in :func:`grad_sync`.
+
+    Yields:
+        ``(batch, microbatch)``, see :class:`Microbatch`.
+
+    Raises:
+        ValueError: ``steps`` is not a positive int, a weight is negative, or those of all ranks are zero.
+
+    Example::
+
+        for (x, y), sync in idist.accumulate(loader, model, steps=4, weight=lambda batch: len(batch[0])):
+            with sync:
+                loss(model(x), y).backward()
+            if sync.is_final:
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps is a positive int, got {steps!r}.")
+    _check_whole(model, "accumulate")
+    synced = partial(grad_sync, model, optimizers, strategy=DDPSyncStrategy(strategy))
+    return _accumulate(loader, model, steps, weight, synced)
+
+
+def _accumulate(
+    loader: Iterable[Any],
+    model: Module,
+    steps: int,
+    weight: Callable[[Any], float] | None,
+    synced: Callable[..., AbstractContextManager[None]],
+) -> Iterator[tuple[Any, Microbatch]]:
+    batches, end = iter(loader), object()
+    ahead = next(batches, end)
+    weights: list[float] = []
+    while ahead is not end:
+        batch, ahead = ahead, next(batches, end)
+        weights.append(1.0 if weight is None else _checked(weight(batch)))
+        is_final = len(weights) == steps or ahead is end
+
+        weighed = partial(_weighed, model, tuple(weights), is_final, weight is not None, synced)
+        yield batch, Microbatch(len(weights) - 1, is_final, weighed)
+        if is_final:
+            weights = []
+
+
+@contextmanager
+def _weighed(
+    model: Module,
+    weights: Sequence[float],
+    is_final: bool,
+    differ: bool,
+    synced: Callable[..., AbstractContextManager[None]],
+) -> Iterator[None]:
+    """The block of the microbatch that has the last of ``weights``, those of its step until now.
+
+    Gradients are summed by their weights until the last microbatch knows them all and makes the sum a mean.
+    That is linear, so it does not matter whether the ranks are averaged before or after.
+    """
+    factor = weights[-1]
+    if is_final:
+        total = _mean_over_ranks(sum(weights)) if differ else sum(weights)
+        factor /= total
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(total)
+    with _gradients_times(factor, model), synced(is_final_microbatch=is_final):
+        yield
+
+
+def _checked(weight: Any) -> float:
+    value = float(weight)
+    if not 0 <= value < inf:
+        raise ValueError(f"The weight of a batch is a number from 0 on, got {weight!r}.")
+    return value
+
+
+def _mean_over_ranks(weight: float) -> float:
+    live = current_model()
+    # Not all_reduce: a rank whose block has raised answers here too, with FORCED_SYNC.
+    everyones: list[float] = exchange_outcomes(live, live.world(), None, weight)
+    if not any(everyones):
+        raise ValueError("The weights of all microbatches of this step, on all ranks, are zero.")
+    return sum(everyones) / len(everyones)
+
+
+@contextmanager
+def _gradients_times(factor: float, model: Module) -> Iterator[None]:
+    """In the block ``factor`` times as much is added to each gradient, before DDP sees it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    handles = []
+    for parameter in trained if factor != 1.0 else ():
+        handle = parameter.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+        handles.append(handle)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# --- clipping ----------------------------------------------------------------------------------------
+
+
+def clip_grad_norm(
+    model: Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale the gradients, the means over all ranks, so that their global norm is ``max_norm`` at most.
+
+    It is called between the last backward pass and the step. Where the step averages the gradients (Horovod,
+    XLA) they are averaged now, and the step does not again, so every rank calls it.
+
+    Args:
+        model: what :func:`auto_model` returned, or what contains it.
+        max_norm: of the gradients of all parameters together.
+        norm_type: the p of the p-norm; ``inf`` for the largest element.
+        error_if_nonfinite: raise where the norm is NaN or infinite.
+
+    Returns:
+        The norm before, a 0-d tensor, the same on every rank.
+
+    Raises:
+        ValueError: with Horovod or XLA, if no optimizer of :func:`auto_optim` has the model's parameters.
+        RuntimeError: ``error_if_nonfinite``.
+    """
+    live = current_model()
+    optimizers = _optimizers(live, model, None)
+    in_step = not live.averages_in_backward and live.get_world_size() > 1
+    if in_step and not optimizers:
+        raise ValueError(NO_OPTIMIZER)
+    for optimizer in optimizers if in_step else ():
+        average_now(live, optimizer)
+    total = torch.nn.utils.clip_grad_norm_(
+        model.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+    )
+    for optimizer in optimizers if in_step else ():
+        mark_averaged(optimizer)
+    return total.full_tensor() if _is_sharded(total) else total  # type: ignore[attr-defined]
+
+
+# --- shared ------------------------------------------------------------------------------------------
+
+
+def _optimizers(
+    live: ComputationModel, model: Module, given: Optimizer | Sequence[Optimizer] | None
+) -> list[Optimizer]:
+    """The optimizers of the parameters of ``model``, in the order in which they were adapted."""
+    if given is not None:
+        return [given] if isinstance(given, Optimizer) else list(given)
+    own = set(model.parameters())
+    return [
+        optimizer
+        for optimizer in list(live.optimizers.values())
+        if any(not own.isdisjoint(group["params"]) for group in optimizer.param_groups)
+    ]
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
+def _check_whole(model: Module, function: str) -> None:
+    if any(map(_is_sharded, model.parameters())):
+        raise ValueError(
+            f"{function} is not for a model whose parameters are sharded, as by FSDP2: no rank ever has "
+            "whole gradients. Use no_sync(model) around all microbatches but the last."
+        )

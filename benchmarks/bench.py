@@ -1,7 +1,7 @@
 """Measure ignite_dist beside raw torch.distributed, Horovod, torch_xla and pytorch-ignite, in one run.
 
-    python benchmarks/bench.py                     # under 8 minutes
-    python benchmarks/bench.py --quick             # under 1.5 minutes, written to *-quick files
+    python benchmarks/bench.py                     # about 10 minutes
+    python benchmarks/bench.py --quick             # about 2 minutes, written to *-quick files
     python benchmarks/bench.py --only all_gather   # some rows only, nothing is written
     python benchmarks/bench.py --device cuda       # the tensor rows on a GPU
 
@@ -25,6 +25,7 @@ import rows_collectives
 import rows_getters
 import rows_horovod
 import rows_launching
+import rows_training
 import rows_xla
 from rows import LauncherRow, RankRow, Row, evaluate, launch, measure_in_ranks, show_progress
 from timing import FULL, QUICK, Effort, Samples
@@ -33,9 +34,16 @@ from timing import FULL, QUICK, Effort, Samples
 def rows_for(device: str) -> list[Row]:
     if device == "cuda":
         return rows_collectives.cuda_rows()
-    horovod = rows_horovod.rows() if idist.has_hvd_support else []
+    horovod = [*rows_horovod.rows(), *rows_training.horovod_rows()] if idist.has_hvd_support else []
     xla = rows_xla.rows() if idist.has_xla_support else []
-    return [*rows_getters.rows(), *rows_collectives.rows(), *rows_launching.rows(), *horovod, *xla]
+    return [
+        *rows_getters.rows(),
+        *rows_collectives.rows(),
+        *rows_training.rows(),
+        *rows_launching.rows(),
+        *horovod,
+        *xla,
+    ]
 
 
 def measure(rows: Sequence[Row], effort: Effort) -> dict[str, Samples]:

@@ -3,7 +3,7 @@
 ``import ignite_dist as idist``. Every function here works in any context, and without one.
 """
 
-from ignite_dist.auto import auto_model, auto_optim, to_device, unwrap_model
+from ignite_dist.auto import auto_model, auto_optim, mark_forward_method, to_device, unwrap_model
 from ignite_dist.collectives import (
     all_gather,
     all_gather_ragged,
@@ -56,6 +56,8 @@ from ignite_dist.gradients import DDPSyncStrategy, accumulate, clip_grad_norm, g
 from ignite_dist.launcher import Parallel, spawn
 from ignite_dist.samplers import DistributedProxySampler, ExactSampler
 from ignite_dist.seeding import seed_everything, shared_seed
+from ignite_dist.state import load_model_state, load_optimizer_state, model_state, optimizer_state
+from ignite_dist.uneven import join
 
 __version__ = "0.1.0"
 
@@ -103,11 +105,17 @@ __all__ = [
     "initialize",
     "is_global_zero",
     "is_local_zero",
+    "join",
+    "load_model_state",
+    "load_optimizer_state",
+    "mark_forward_method",
     "model_name",
+    "model_state",
     "new_group",
     "no_sync",
     "one_rank_first",
     "one_rank_only",
+    "optimizer_state",
     "register_computation_model",
     "registered_computation_models",
     "sampler_kwargs",

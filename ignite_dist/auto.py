@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -26,38 +27,89 @@ __all__ = [
     "auto_dataloader",
     "auto_model",
     "auto_optim",
+    "mark_forward_method",
     "to_device",
     "unwrap_model",
 ]
 
+_COMM_HOOKS = ("fp16", "bf16", "powersgd")
 
-def auto_model(model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
+
+def auto_model(
+    model: Module,
+    sync_bn: bool = False,
+    wrapper: Callable[..., Module] | None = None,
+    comm_hook: Any = None,
+    *,
+    buffer_hook: Any = None,
+    strategy: str = "ddp",
+    wrap: Sequence[type[Module]] = (),
+    **kwargs: Any,
+) -> Module:
     """``model`` on :func:`device`, wrapped for the live context.
 
-    torch.distributed with more than one rank: ``DistributedDataParallel``. No context and several GPUs:
-    ``DataParallel``. With Horovod and XLA the optimizer averages gradients (:func:`auto_optim`), so the
-    module itself comes back; on XLA with new parameters, and the optimizer is made from these. All ranks
-    start from the parameters and buffers of rank 0, unless the module has nothing to train: then it is left
-    as it is, and no rank waits for another.
+    torch.distributed with more than one rank: ``DistributedDataParallel``, or sharded in place with
+    ``strategy="fsdp"``. No context and several GPUs: ``DataParallel``. With Horovod and XLA the optimizer
+    averages gradients (:func:`auto_optim`), so the module itself comes back; on XLA with new parameters, and
+    the optimizer is made from these. All ranks start from the parameters and buffers of rank 0, unless the
+    module has nothing to train: then it is left as it is, and no rank waits for another.
 
     Args:
         model: any module.
-        sync_bn: turns BatchNorm into torch's SyncBatchNorm, which needs GPUs; on the CPU it warns instead.
-        kwargs: those of the wrapping class: ``find_unused_parameters`` and so on. Where there is no
-            wrapper they have no meaning and are not looked at, so that a script can keep them.
+        sync_bn: turns BatchNorm into torch's SyncBatchNorm, under Horovod into Horovod's; both need GPUs. On
+            the CPU and with XLA it warns instead.
+        wrapper: a class to take for ``DistributedDataParallel``, with the same arguments.
+        comm_hook: how ``DistributedDataParallel`` sends gradients: ``"fp16"``, ``"bf16"`` (NCCL only) or
+            ``"powersgd"``, torch's own hooks; a ``torch.distributed.BuiltinCommHookType``; or a pair
+            ``(state, hook)`` for ``register_comm_hook``. Not looked at where there is no such wrapper.
+        buffer_hook: ``(state, hook)``, or with its place in the forward pass, for the buffers.
+        strategy: ``"ddp"``, or ``"fsdp"`` for torch's FSDP2: parameters, gradients and the optimizer's state
+            are sharded, so the optimizer is made afterwards.
+        wrap: with ``"fsdp"``, the classes of modules that are gathered one at a time: the layers of a
+            transformer. Without any the whole model is.
+        kwargs: those of the wrapping class: ``static_graph``, ``bucket_cap_mb``, ...; with ``"fsdp"`` those
+            of ``torch.distributed.fsdp.fully_shard``: ``mp_policy``, ``reshard_after_forward``, ...
+            Where there is no wrapper they have no meaning and are not looked at, so that a script can keep
+            them. ``find_unused_parameters`` is False, as in torch: with True each backward pass first walks
+            the graph and exchanges a bitmap. It must be True if a pass does not use every parameter, on any
+            rank; else that pass raises, or the next one.
 
     Returns:
         The wrapped module, or ``model`` itself.
+
+    Raises:
+        ValueError: an unknown ``strategy`` or ``comm_hook``, a hook that the backend refuses, ``"fsdp"`` with
+            what belongs to DDP, or with Horovod or XLA. Nothing was sent.
     """
     live = current_model()
+    given = {"wrapper": wrapper, "comm_hook": comm_hook, "buffer_hook": buffer_hook}
+    options = {name: value for name, value in given.items() if value is not None}
+    _check_strategy(strategy, sync_bn, wrap, comm_hook, options)
+    shards = strategy == "fsdp" and live.get_world_size() > 1
+    if shards:
+        live.check_sharding()
     device = live.device()
     if any(value.device != device for value in [*model.parameters(), *model.buffers()]):
         _move(model, device)
-    wrapped = live.wrap_model(model, sync_bn=sync_bn, **kwargs)
+    wrapped = model if strategy == "fsdp" else live.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     if wrapped is model and is_trained and live.get_world_size() > 1:  # nobody has made them equal
         broadcast_tensors(live, [*model.parameters(), *model.buffers()], 0, live.world())
-    return wrapped
+    return live.shard_model(model, wrap, **kwargs) if shards else wrapped
+
+
+def _check_strategy(
+    strategy: str, sync_bn: bool, wrap: Sequence[type[Module]], comm_hook: Any, options: dict[str, Any]
+) -> None:
+    if strategy not in ("ddp", "fsdp"):
+        raise ValueError(f"strategy is 'ddp' or 'fsdp', got {strategy!r}.")
+    if strategy == "ddp" and wrap:
+        raise ValueError("wrap= names what strategy='fsdp' shards by, and the strategy is 'ddp'.")
+    if strategy == "fsdp" and (sync_bn or options):
+        named = ", ".join([*["sync_bn"] * sync_bn, *options])
+        raise ValueError(f"{named}: this is DistributedDataParallel's, and the strategy is 'fsdp'.")
+    if isinstance(comm_hook, str) and comm_hook not in _COMM_HOOKS:
+        raise ValueError(f"comm_hook is one of {_COMM_HOOKS}, or (state, hook); got {comm_hook!r}.")
 
 
 def _move(model: Module, device: torch.device) -> None:
@@ -88,6 +140,48 @@ def unwrap_model(model: Module) -> Module:
             model = model._orig_mod
         else:
             return model
+
+
+def mark_forward_method(model: Module, name: str) -> None:
+    """Make ``model.name(...)`` call that method of the module inside as a forward pass of the wrapper.
+
+    Called on the module inside, a method of its own bypasses ``DistributedDataParallel``, and its gradients
+    are not averaged. Where :func:`auto_model` wraps nothing this changes nothing.
+
+    Args:
+        model: what :func:`auto_model` returned.
+        name: of a method of the module inside, which computes a loss for example.
+
+    Raises:
+        AttributeError: the module has no such method.
+        ValueError: ``torch.compile`` is around the wrapper or inside of it: it keeps what ``forward`` was.
+
+    Example::
+
+        idist.mark_forward_method(model, "training_step")
+        model.training_step(batch).backward()
+    """
+    inner = unwrap_model(model)
+    method = getattr(inner, name)
+    if inner is model:
+        return
+    if getattr(model, "module", None) is not inner:
+        raise ValueError(
+            f"{name} cannot go through the forward pass of a compiled model. Compile parts of it instead."
+        )
+
+    def through_forward(*args: Any, **kwargs: Any) -> Any:
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            del inner.forward  # the instance's: the method may call the class's
+            return method(*args, **kwargs)
+
+        inner.forward = instead
+        try:
+            return model(*args, **kwargs)
+        finally:
+            vars(inner).pop("forward", None)
+
+    setattr(model, name, through_forward)
 
 
 def to_device(batch: Any) -> Any:
@@ -125,7 +219,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optimizer:
     """``optimizer``, ready for the live context: itself, but under Horovod.
 
     Where a model's wrapper averages the gradients nothing is to do. With XLA, and with a computation model
@@ -140,13 +234,21 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
 
     Args:
         optimizer: any torch optimizer. Its class can be made from parameters alone, as torch's own can.
+        zero: shard its state over the ranks, by torch's ``ZeroRedundancyOptimizer``: for a model in
+            ``DistributedDataParallel``; each rank updates a part of the parameters and sends them to all.
+            In a world of one it changes nothing; Horovod and XLA do not have it.
         kwargs: for Horovod those of ``hvd.DistributedOptimizer``: ``named_parameters``, ``compression``,
             ``backward_passes_per_step``, ...
 
     Returns:
         The optimizer to use from now on; schedulers take this one.
+
+    Raises:
+        ValueError: ``zero`` where there is no such thing.
     """
     live = current_model()
+    if zero and live.get_world_size() > 1:
+        optimizer = live.shard_optimizer(optimizer)
     wrapped = live.wrap_optimizer(optimizer, **kwargs)
     live.optimizers[id(wrapped)] = wrapped
     if not live.averages_gradients and live.get_world_size() > 1:

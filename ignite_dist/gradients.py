@@ -6,7 +6,6 @@ Backends average at different times: ``DistributedDataParallel`` in the backward
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
@@ -25,6 +24,7 @@ from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.base import NO_OPTIMIZER
 from ignite_dist.context import current_model
 from ignite_dist.control import exchange_outcomes
+from ignite_dist.tensors import is_sharded
 
 __all__ = ["DDPSyncStrategy", "Microbatch", "accumulate", "clip_grad_norm", "grad_sync", "no_sync"]
 
@@ -313,7 +313,7 @@ def clip_grad_norm(
     )
     for optimizer in optimizers if in_step else ():
         mark_averaged(optimizer)
-    return total.full_tensor() if _is_sharded(total) else total  # type: ignore[attr-defined]
+    return total.full_tensor() if is_sharded(total) else total  # type: ignore[attr-defined]
 
 
 # --- shared ------------------------------------------------------------------------------------------
@@ -333,13 +333,8 @@ def _optimizers(
     ]
 
 
-def _is_sharded(tensor: Tensor) -> bool:
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(tensor, tensors.DTensor)
-
-
 def _check_whole(model: Module, function: str) -> None:
-    if any(map(_is_sharded, model.parameters())):
+    if any(map(is_sharded, model.parameters())):
         raise ValueError(
             f"{function} is not for a model whose parameters are sharded, as by FSDP2: no rank ever has "
             "whole gradients. Use no_sync(model) around all microbatches but the last."

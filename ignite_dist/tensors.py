@@ -5,6 +5,7 @@ How a model takes tensors of one dtype on one device is worked out once and kept
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ __all__ = [
     "check_dense",
     "check_writable",
     "gather_rows",
+    "is_sharded",
     "plan_reduction",
     "reduce_tensor",
 ]
@@ -254,6 +256,12 @@ def _route(model: ComputationModel, collective: str, tensor: Tensor) -> _Route:
 def _as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, as a view of it."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether ``tensor`` is a ``DTensor``, of which this rank has a part."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 # --- arguments -----------------------------------------------------------------------------------------

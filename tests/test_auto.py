@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import BatchNorm1d, DataParallel, Linear, Module, ReLU, Sequential, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
@@ -458,3 +459,167 @@ def test_a_stream_without_a_length_has_none() -> None:
     assert list(loader) == [0, 1, 2]
     with pytest.raises(TypeError, match="no length"):
         len(loader)
+
+
+# --- what torch.distributed has around a model ---------------------------------------------------------
+
+
+class OwnWrapper(DistributedDataParallel):
+    pass
+
+
+def _hooked(_: int, comm_hook: Any) -> list[float]:
+    model = idist.auto_model(Linear(8, 8, bias=False), comm_hook=comm_hook)
+    for _step in range(3):
+        model.zero_grad()
+        model(torch.full((1, 8), float(idist.get_rank() + 1))).sum().backward()
+    gradient = model.module.weight.grad
+    return gradient.flatten().tolist()
+
+
+def _doubling(state, bucket):  # torch refuses an annotation that is not its own class
+    state.append(1)
+    dist.all_reduce(bucket.buffer())
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())  # the sum, not the mean
+    return future
+
+
+@pytest.mark.parametrize(
+    ("comm_hook", "expected"),
+    [
+        (None, 1.5),
+        ("fp16", 1.5),
+        ("powersgd", 1.5),
+        (dist.BuiltinCommHookType.FP16_COMPRESS, 1.5),
+        (([], _doubling), 3.0),
+    ],
+)
+def test_gradients_are_sent_as_the_hook_says(comm_hook: Any, expected: float) -> None:
+    for gradient in on_ranks(_hooked, comm_hook):
+        assert gradient == pytest.approx([expected] * 64, abs=1e-3)
+
+
+def _refused(_: int) -> bool:
+    net = Linear(2, 1)
+    with pytest.raises(ValueError, match="needs NCCL"):
+        idist.auto_model(net, comm_hook="bf16")
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        idist.auto_model(net, strategy="fsdp", mp_polici=None)
+    return idist.auto_model(net) is not net  # nothing has happened to it
+
+
+def test_a_hook_that_gloo_refuses_raises_before_the_model_is_wrapped() -> None:
+    assert all(on_ranks(_refused))
+
+
+def _wrapped_by_own(_: int) -> tuple[bool, bool, bool, int]:
+    net = Sequential(Linear(2, 2), BatchNorm1d(2))
+    calls: list[int] = []
+
+    def buffers(state: Any, named: dict[str, torch.Tensor]) -> None:
+        calls.append(len(named))
+        for buffer in named.values():
+            dist.broadcast(buffer, 0)
+
+    model = idist.auto_model(net, wrapper=OwnWrapper, buffer_hook=(None, buffers), static_graph=True)
+    model(torch.randn(4, 2)).sum().backward()
+    return type(model) is OwnWrapper, model.static_graph, idist.unwrap_model(model) is net, sum(calls)
+
+
+def test_a_wrapper_and_a_buffer_hook_of_ones_own() -> None:
+    assert on_ranks(_wrapped_by_own) == [(True, True, True, 3)] * 2
+
+
+def _sharded(_: int, mixed: bool) -> dict[str, Any]:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+    def make() -> Sequential:
+        with torch.random.fork_rng():
+            torch.manual_seed(idist.get_rank())  # rank 0's are taken
+            return Sequential(Linear(4, 6), ReLU(), Linear(6, 2))
+
+    def data(number: int, rank: int) -> torch.Tensor:
+        return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+
+    policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if mixed else {}
+    model = idist.auto_model(make(), strategy="fsdp", wrap=[Linear], **policy)
+    assert idist.unwrap_model(model) is model and isinstance(model[0], FSDPModule)
+    optimizer = idist.auto_optim(torch.optim.AdamW(model.parameters(), lr=0.1))
+    started = idist.model_state(model)
+
+    def step(first: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        with idist.no_sync(model):
+            model(data(first, idist.get_rank())).pow(2).mean().backward()
+            assert all(parameter.grad is None for parameter in model.parameters())
+        model(data(first + 1, idist.get_rank())).pow(2).mean().backward()
+        norm = idist.clip_grad_norm(model, 0.3)
+        optimizer.step()
+        return norm
+
+    norms = [step(0).item()]
+    weights, moments = idist.model_state(model), idist.optimizer_state(optimizer)
+    norms.append(step(2).item())
+    after = idist.model_state(model)
+    idist.load_model_state(model, weights)
+    idist.load_optimizer_state(optimizer, moments)
+    norms.append(step(2).item())  # the same once more
+    again = idist.model_state(model)
+    for function in (
+        lambda: next(iter(idist.accumulate([1], model, 2))),
+        lambda: idist.grad_sync(model, strategy=idist.DDPSyncStrategy.FORCED_SYNC).__enter__(),
+        lambda: idist.join(model).__enter__(),
+    ):
+        with pytest.raises(ValueError, match="FSDP2"):
+            function()
+    if idist.get_rank() != 0:
+        return {"norms": norms}
+    alone = make()
+    alone.load_state_dict(started)
+    adam = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    for first in (0, 2):
+        adam.zero_grad()
+        losses = [alone(data(first + number, rank)).pow(2).mean() for number in (0, 1) for rank in (0, 1)]
+        (torch.stack(losses).sum() / 2).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.3).item())
+        adam.step()
+    return {"norms": norms, "after": after, "again": again, "alone": alone.state_dict()}
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_fsdp_trains_as_a_single_process(mixed: bool) -> None:
+    first, second = on_ranks(_sharded, mixed)
+    tolerance = {"rtol": 0.05, "atol": 0.15} if mixed else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(first["again"], first["after"])
+    torch.testing.assert_close(first["after"], dict(first["alone"]), **tolerance)
+    norms = first["norms"]
+    assert norms[1] == pytest.approx(norms[2]) and norms[:3] == pytest.approx(second["norms"])
+    assert norms[:2] == pytest.approx(norms[3:], rel=0.1 if mixed else 1e-4)
+
+
+def _zero(_: int) -> tuple[str, list[float], list[float]]:
+    net = Linear(3, 3, bias=False)
+    torch.nn.init.ones_(net.weight)
+    model = idist.auto_model(net)
+    plain = torch.optim.AdamW(
+        [{"params": [model.module.weight], "lr": 0.5}], lr=0.1, betas=(0.8, 0.9), weight_decay=0.2
+    )
+    optimizer = idist.auto_optim(plain, zero=True)
+    group = optimizer.param_groups[0]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    return (
+        type(optimizer).__name__,
+        [group["lr"], *group["betas"], group["weight_decay"]],
+        net.weight[0].tolist(),
+    )
+
+
+def test_zero_has_the_optimizer_s_own_groups_and_options() -> None:
+    for name, options, weight in on_ranks(_zero):
+        assert name == "ZeroRedundancyOptimizer"
+        assert options == pytest.approx([0.05, 0.8, 0.9, 0.2])
+        assert weight == pytest.approx([1 - 0.5 * 0.2 - 0.5] * 3, abs=1e-4)

@@ -22,6 +22,10 @@ FACADE = names("""
     one_rank_only one_rank_first auto_model auto_optim auto_dataloader DistributedProxySampler
     registered_computation_models register_computation_model has_native_dist_support has_hvd_support
     has_xla_support
+    is_global_zero is_local_zero world_group any_true all_true seed_everything shared_seed
+    ExactSampler gather_in_order sampler_kwargs split to_device
+    unwrap_model mark_forward_method model_state load_model_state optimizer_state load_optimizer_state
+    DDPSyncStrategy no_sync grad_sync accumulate clip_grad_norm join
 """)
 ERRORS = names("""
     DistributedError RankFailedError CollectiveMismatchError EnvironmentVariablesError LaunchError

@@ -118,6 +118,7 @@ class ComputationModel(ABC):
             Any, Any
         ] = {}  # what the collectives have worked out from carries(), by their own keys
         self.optimizers: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()  # auto_optim's, by id
+        self.is_joining = False  # inside of join()
         self._found_topology: Topology | None = None
         self._found_node_ranks: dict[int, int] | None = None
 
@@ -301,7 +302,13 @@ class ComputationModel(ABC):
 
         Raises:
             ValueError: a rank out of range or given twice, a handle that was destroyed, or no group at all.
+            RuntimeError: inside of ``join()``.
         """
+        if self.is_joining:
+            raise RuntimeError(
+                "In join() ranks make different numbers of steps, so a collective would wait for ranks "
+                "that have left. Make it after the block."
+            )
         if group is None:
             return self.world()
         if not isinstance(group, (list, tuple, range)):
@@ -439,6 +446,35 @@ class ComputationModel(ABC):
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
         """``optimizer``, ready for this context."""
         return optimizer
+
+    def check_sharding(self) -> None:
+        """Refuse :meth:`shard_model` where there is none, before anything is sent."""
+        raise ValueError(
+            f"strategy='fsdp' is torch.distributed's, and this backend is {self.backend()!r}: leave it out."
+        )
+
+    def shard_model(self, model: Module, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
+        """``model`` with its parameters, equal on all ranks, sharded over them."""
+        return model
+
+    def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """An optimizer as ``optimizer``, with its state sharded over the ranks."""
+        raise ValueError(
+            f"zero=True is torch.distributed's, and this backend is {self.backend()!r}: leave it out."
+        )
+
+    def join(
+        self, model: Module, optimizer: Optimizer | None, **kwargs: Any
+    ) -> AbstractContextManager[list[int]]:
+        """In the block ranks may make different numbers of steps.
+
+        It gives a list which after the block holds the rank whose parameters the others take, unless they
+        have them already.
+        """
+        raise ValueError(
+            f"join() is not there for backend {self.backend()!r}, where every rank has to take part in every "
+            "step. Give every rank as many batches, or stop all ranks together: any_true(...)."
+        )
 
     def accumulate_locally(
         self, model: Module, optimizers: Sequence[Optimizer]

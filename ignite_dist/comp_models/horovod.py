@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from math import inf
@@ -387,11 +387,12 @@ class HorovodModel(ComputationModel):
     # --- adaptation ------------------------------------------------------------------------------------
 
     def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
-        if sync_bn:
+        if sync_bn and self.device().type == "cpu":
             warnings.warn(
-                "sync_bn=True leaves BatchNorm as it is under Horovod. Use horovod.torch.SyncBatchNorm.",
-                stacklevel=3,
+                "sync_bn=True leaves BatchNorm as it is: Horovod's SyncBatchNorm needs a GPU.", stacklevel=3
             )
+        elif sync_bn:
+            return _with_sync_bn(model, self._hvd.SyncBatchNorm)
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
@@ -415,8 +416,41 @@ class HorovodModel(ComputationModel):
             raise ValueError(NO_OPTIMIZER)
         return horovod_optim.accumulating(optimizers)
 
+    @contextmanager
+    def join(  # type: ignore[override]  # of the options Horovod has none
+        self,
+        model: Module,
+        optimizer: Optimizer | None,
+        divide_by_initial_world_size: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[list[int]]:
+        if not divide_by_initial_world_size or throw_on_early_termination:
+            raise ValueError(
+                "Horovod's join() divides by the number of all ranks and waits until all have come: leave "
+                "divide_by_initial_world_size and throw_on_early_termination as they are."
+            )
+        last: list[int] = []
+        yield last
+        last.append(self._hvd.join())
+
     def reduce_gradients(self, optimizer: Optimizer) -> None:
         optimizer.synchronize()  # type: ignore[attr-defined]  # Horovod's
+
+
+# --- adaptation --------------------------------------------------------------------------------------
+
+
+def _with_sync_bn(module: Module, sync_batch_norm: type[Module]) -> Module:
+    """``module`` with each of its BatchNorm modules replaced, parameters and statistics kept."""
+    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        names = ("num_features", "eps", "momentum", "affine", "track_running_stats")
+        made = sync_batch_norm(*(getattr(module, name) for name in names))
+        kept = {name: vars(module)[name] for name in ("_parameters", "_buffers", "training")}
+        vars(made).update(kept)
+        return made
+    for name, child in module.named_children():
+        setattr(module, name, _with_sync_bn(child, sync_batch_norm))
+    return module
 
 
 # --- initialize --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -52,8 +53,9 @@ def distribute(optimizer: Optimizer, name: str, **kwargs: Any) -> Optimizer:
     # Horovod has just made this class for this optimizer, and calls super(self.__class__, self), so its
     # methods can be replaced but not inherited.
     made, plain = type(wrapped), type(optimizer)
-    made.zero_grad = _zero_grad(made.zero_grad, plain)
+    made.zero_grad = _zero_grad(plain)
     if kwargs.get("op") != hvd.Adasum:
+        _let_backward_again(wrapped, wrapped.param_groups)
         made.synchronize = _synchronize(made.synchronize, f"ignite_dist.{name}.used")
         made.step = _step(inspect.unwrap(made.step), f"ignite_dist.{name}.loss")
         made.add_param_group = _add_param_group(plain, name)
@@ -93,11 +95,12 @@ class Carried:
         return torch.view_as_complex(gradient) if dtype.is_complex else gradient.to(dtype)
 
 
-def _zero_grad(horovods: Callable[..., None], plain: type[Optimizer]) -> Callable[..., None]:
+def _zero_grad(plain: type[Optimizer]) -> Callable[..., None]:
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Forget the gradients; refused while they are being reduced."""
-        if self._handles:
-            horovods(self)  # raises
+        """Forget the gradients, those that are being averaged when they have been."""
+        if self._handles:  # of another loss that went through these parameters: Horovod would raise
+            self.synchronize()
+            self._synchronized = False
         plain.zero_grad(self, *args, **kwargs)
 
     return zero_grad
@@ -154,6 +157,34 @@ def _synchronize(horovods: Callable[..., None], name: str) -> Callable[..., None
     return synchronize
 
 
+def _let_backward_again(wrapped: Any, groups: list[dict[str, Any]]) -> None:
+    """Allow a second backward pass before the step, where Horovod raises: of two losses, say, or of a GAN.
+
+    The second finds the average of the first under way in the gradient that it is to be added to. So it waits
+    for it, and the average is taken once more of the sum: what all ranks have in common stays as it is.
+    """
+    optimizer = weakref.ref(wrapped)
+
+    def watch(parameter: Tensor) -> None:
+        def finish_first(_: Tensor) -> None:
+            own = optimizer()
+            handle, context = own._handles.get(parameter, (None, None)) if own is not None else (None, None)
+            if own is None or handle is None or own._groups is not None:
+                return
+            import horovod.torch as hvd
+
+            parameter.grad.set_(own._compression.decompress(hvd.synchronize(handle), context))  # type: ignore
+            del own._handles[parameter]
+            own._allreduce_delay[parameter] = own._allreduce_delay[parameter] or own.backward_passes_per_step
+
+        parameter.register_hook(finish_first)  # type: ignore[no-untyped-call]
+
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                watch(parameter)
+
+
 @contextmanager
 def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
     """Keep the hooks of ``optimizers`` from sending what the block's backward passes compute.
@@ -167,7 +198,8 @@ def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         for optimizer, known in zip(optimizers, counts, strict=True):
-            optimizer._allreduce_delay.update(known)
+            again = optimizer.backward_passes_per_step
+            optimizer._allreduce_delay.update({key: count or again for key, count in known.items()})
             # What the hooks have noted without sending it; synchronize() sends what has no note.
             for parameter, (handle, _) in list(optimizer._handles.items()):
                 if handle is None:
@@ -194,6 +226,7 @@ def _add_param_group(plain: type[Optimizer], name: str) -> Callable[..., None]:
         for full_name, parameter in _names(name, groups[-1:], first=len(groups) - 1):
             self._parameter_names[parameter] = full_name
             self._allreduce_delay[parameter] = self.backward_passes_per_step
+        _let_backward_again(self, groups[-1:])
         self.param_groups = groups[-1:]  # _register_hooks would add a second hook to all the others
         try:
             if self.process_set.included() and self.process_set.size() > 1:

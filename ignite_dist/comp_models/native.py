@@ -7,8 +7,8 @@ import hashlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ignite_dist import devices, environments, processes, rendezvous, wire
 from ignite_dist.arguments import check_keywords, check_nodes
-from ignite_dist.comp_models import gloo
+from ignite_dist.comp_models import gloo, native_wrap
 from ignite_dist.comp_models.base import ComputationModel, Group, Topology
 from ignite_dist.environments import Environment
 from ignite_dist.errors import EnvironmentVariablesError
@@ -420,35 +420,39 @@ class NativeModel(ComputationModel):
 
     # --- adaptation ------------------------------------------------------------------------------------
 
-    def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
+    def wrap_model(
+        self,
+        model: Module,
+        sync_bn: bool = False,
+        wrapper: Callable[..., Module] = torch.nn.parallel.DistributedDataParallel,
+        comm_hook: Any = None,
+        buffer_hook: Any = None,
+        **kwargs: Any,
+    ) -> Module:
         if self._world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        device = self.device()
-        if sync_bn and device.type == "cpu":
-            warnings.warn(
-                "sync_bn=True leaves BatchNorm as it is: torch's SyncBatchNorm needs a GPU.", stacklevel=3
-            )
-        elif sync_bn:
-            model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        if device.type != "cpu":
-            if "device_ids" in kwargs:
-                raise ValueError(
-                    f"device_ids is this rank's own device, {device}; got {kwargs['device_ids']!r}."
-                )
-            kwargs["device_ids"] = [device.index]
-        return torch.nn.parallel.DistributedDataParallel(model, **kwargs)
+        return native_wrap.wrap_model(
+            model, self.device(), self.backend(), sync_bn, wrapper, comm_hook, buffer_hook, kwargs
+        )
 
-    @contextmanager
-    def accumulate_locally(self, model: Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # 0.5 s to import
-        with ExitStack() as stack:
-            for module in model.modules():
-                if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-                    stack.enter_context(module.no_sync())
-                elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
-                    module.set_requires_gradient_sync(False, recurse=False)
-                    stack.callback(module.set_requires_gradient_sync, True, recurse=False)
-            yield
+    def check_sharding(self) -> None:
+        pass
+
+    def shard_model(self, model: Module, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
+        return native_wrap.shard_model(model, self.device(), wrap, **kwargs)
+
+    def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return native_wrap.shard_optimizer(optimizer)
+
+    def accumulate_locally(
+        self, model: Module, optimizers: Sequence[Optimizer]
+    ) -> AbstractContextManager[None]:
+        return native_wrap.accumulating(model)
+
+    def join(
+        self, model: Module, optimizer: Optimizer | None, **kwargs: Any
+    ) -> AbstractContextManager[list[int]]:
+        return native_wrap.joined(model, optimizer, kwargs)
 
 
 # --- what the context looks like ---------------------------------------------------------------------

@@ -6,12 +6,14 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from ignite_dist.comp_models.base import ComputationModel, Group, Topology
 
@@ -127,7 +129,23 @@ class SerialModel(ComputationModel):
     def broadcast_bytes(self, payload: bytes, src: int, group: Group) -> bytes | memoryview:
         return payload
 
-    def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
+    def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return optimizer
+
+    def join(
+        self, model: Module, optimizer: Optimizer | None, **kwargs: Any
+    ) -> AbstractContextManager[list[int]]:
+        return nullcontext([])
+
+    def wrap_model(
+        self,
+        model: Module,
+        sync_bn: bool = False,
+        wrapper: Any = None,
+        comm_hook: Any = None,
+        buffer_hook: Any = None,
+        **kwargs: Any,
+    ) -> Module:
         if torch.cuda.device_count() > 1 and self.device().type == "cuda":
             return torch.nn.parallel.DataParallel(model, **kwargs)
         return model

@@ -1,0 +1,160 @@
+"""The whole state of a model and of an optimizer, however the ranks share it out; and the way back."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ignite_dist import tree
+from ignite_dist.auto import unwrap_model
+from ignite_dist.context import current_model
+from ignite_dist.control import exchange_outcomes
+from ignite_dist.tensors import broadcast_tensors, is_sharded
+
+__all__ = ["load_model_state", "load_optimizer_state", "model_state", "optimizer_state"]
+
+
+def model_state(model: Module) -> dict[str, Any]:
+    """The state of the module inside of its wrappers on rank 0, to save it; ``{}`` on the others.
+
+    Every rank calls it: what FSDP2 has sharded is gathered. The keys are those of the module itself, so it is
+    loaded on any number of ranks, with any backend and without one.
+
+    Args:
+        model: what :func:`auto_model` returned.
+
+    Returns:
+        On rank 0 a ``state_dict`` of copies on the CPU.
+    """
+    state: dict[str, Any] = _gathered(unwrap_model(model).state_dict())
+    return state
+
+
+def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
+    """Give the model of every rank the state that rank 0 has. Every rank calls it.
+
+    Args:
+        model: what :func:`auto_model` returned.
+        state: on rank 0 what :func:`model_state` returned there, or a ``state_dict`` of the module itself. On
+            the others anything; it is not looked at.
+
+    Raises:
+        RuntimeError: keys or shapes that are not the module's, on rank 0; nothing was changed.
+        RankFailedError: that, on the other ranks.
+    """
+    live, inner = current_model(), unwrap_model(model)
+    world = live.resolve_group(None)
+    _on_rank_0(lambda: _check_state(inner, state))
+    if any(map(is_sharded, inner.parameters())):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(inner, dict(state or {}) if live.get_rank() == 0 else {}, options=options)
+        return
+    if live.get_rank() == 0:
+        inner.load_state_dict(state or {})
+    if live.get_world_size() > 1:
+        broadcast_tensors(live, [*inner.parameters(), *inner.buffers()], 0, world)
+
+
+def _check_state(inner: Module, state: Mapping[str, Any] | None) -> None:
+    own = inner.state_dict()
+    given = {} if state is None else state
+    wrong = [f"missing {name}" for name in own if name not in given]
+    wrong += [f"unexpected {name}" for name in given if name not in own]
+    wrong += [
+        f"{name} of shape {tuple(given[name].shape)} for {tuple(value.shape)}"
+        for name, value in own.items()
+        if isinstance(value, Tensor) and name in given and given[name].shape != value.shape
+    ]
+    if wrong:
+        raise RuntimeError(f"The state is not that of {type(inner).__name__}: {'; '.join(wrong[:10])}.")
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The whole state of an optimizer on rank 0, to save it; ``{}`` on the others.
+
+    Every rank calls it: what ZeRO or FSDP2 has sharded is gathered.
+
+    Args:
+        optimizer: what :func:`auto_optim` returned.
+
+    Returns:
+        On rank 0 a ``state_dict`` of copies on the CPU, as of the optimizer without any of them.
+    """
+    if hasattr(optimizer, "consolidate_state_dict"):  # ZeRO's, which has it on this rank alone
+        optimizer.consolidate_state_dict(to=0)
+        if current_model().get_rank() != 0:
+            return {}
+    state: dict[str, Any] = _gathered(optimizer.state_dict())
+    return state
+
+
+def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> None:
+    """Give the optimizer of every rank the state that rank 0 has. Every rank calls it.
+
+    Args:
+        optimizer: what :func:`auto_optim` returned.
+        state: on rank 0 what :func:`optimizer_state` returned there, or another ``state_dict`` of such an
+            optimizer. On the others anything; it is not looked at.
+
+    Raises:
+        ValueError: groups or parameters that are not the optimizer's, on every rank; nothing was changed.
+    """
+    live = current_model()
+    saved = io.BytesIO()
+    if live.get_rank() == 0:
+        torch.save(state, saved)
+    received = live.broadcast_bytes(saved.getvalue(), 0, live.resolve_group(None))
+    everyones: dict[str, Any] = torch.load(io.BytesIO(received), weights_only=False)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in enumerate(parameters):
+        own = everyones["state"].get(number, {})
+        if is_sharded(parameter):
+            own.update({name: _as_sharded(value, parameter) for name, value in own.items()})
+    optimizer.load_state_dict(everyones)
+
+
+# --- shared ------------------------------------------------------------------------------------------
+
+
+def _gathered(state: Any) -> Any:
+    """Copies of a tree's tensors, whole and on the CPU, on rank 0; ``{}`` elsewhere."""
+    leaves, _ = tree.flatten(state)
+    whole = [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
+    if current_model().get_rank() != 0:
+        return {}
+    return tree.rebuild(state, (_copy(leaf) for leaf in whole))
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+
+
+def _as_sharded(value: Any, parameter: Any) -> Any:
+    """``value``, which every rank has, as the shards of ``parameter`` if it is of its shape."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    value = value.to(parameter.device)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _on_rank_0(check: Any) -> None:
+    live = current_model()
+    error: BaseException | None = None
+    if live.get_rank() == 0:
+        try:
+            check()
+        except Exception as caught:
+            error = caught
+    exchange_outcomes(live, live.resolve_group(None), error)
+    if error is not None:
+        raise error

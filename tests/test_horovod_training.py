@@ -219,7 +219,7 @@ def _sync_bn(_: int) -> tuple[list[tuple[str, int, str]], int, bool]:
 def test_sync_bn_warns_at_the_callers_line() -> None:
     for said, line, is_itself in spawn(_sync_bn):
         ((filename, number, message),) = said
-        assert "horovod.torch.SyncBatchNorm" in message
+        assert "Horovod's SyncBatchNorm needs a GPU" in message
         assert (filename, number) == ("test_horovod_training.py", line)
         assert is_itself
 
@@ -357,12 +357,11 @@ def _zeroed() -> list[Any]:
         optimizer.step()
         optimizer.zero_grad(*args, **kwargs)
         found.append([None if one.grad is None else one.grad.count_nonzero() for one in model.parameters()])
-    if idist.get_world_size() > 1:  # Horovod writes into the gradients from a thread of its own
-        _backward(model)
-        with pytest.raises(AssertionError, match="race condition"):
-            optimizer.zero_grad()
-        optimizer.step()
-    return found
+    _backward(model)  # Horovod still writes into these gradients, from a thread of its own
+    optimizer.zero_grad()
+    assert all(one.grad is None for one in model.parameters())
+    optimizer.step()
+    return [*found, _values(model)]
 
 
 def test_zero_grad_forgets_or_zeroes_as_it_is_told() -> None:

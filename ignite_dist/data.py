@@ -16,7 +16,7 @@ from ignite_dist import tree
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
 from ignite_dist.errors import CollectiveMismatchError
-from ignite_dist.samplers import DistributedProxySampler, EpochSampler, ExactSampler, Shard
+from ignite_dist.samplers import DistributedProxySampler, EpochSampler, ExactSampler, Shard, part
 from ignite_dist.tensors import gather_rows
 
 __all__ = ["auto_dataloader", "gather_in_order", "sampler_kwargs", "split"]
@@ -52,9 +52,7 @@ def split(sequence: Any) -> Any:
     """
     model = current_model()
     try:
-        size, rest = divmod(len(sequence), model.get_world_size())
-        start = model.get_rank() * size + min(model.get_rank(), rest)
-        return sequence[start : start + size + (model.get_rank() < rest)]
+        return sequence[part(len(sequence), model.get_world_size(), model.get_rank())]
     except (TypeError, KeyError):
         raise TypeError(
             f"split takes what has a length and can be sliced, got {type(sequence).__name__}. "
@@ -62,7 +60,9 @@ def split(sequence: Any) -> Any:
         ) from None
 
 
-def auto_dataloader(dataset: Dataset[Any], *, exact: bool = False, shard: bool = False, **kwargs: Any) -> Any:
+def auto_dataloader(
+    dataset: Dataset[Any], *, exact: bool | str = False, shard: bool = False, **kwargs: Any
+) -> Any:
     """A data loader that gives each rank its share of ``dataset``.
 
     In a world of one it is ``DataLoader(dataset, **kwargs)``. Else
@@ -83,7 +83,8 @@ def auto_dataloader(dataset: Dataset[Any], *, exact: bool = False, shard: bool =
         exact: for an evaluation, with :func:`gather_in_order`: every sample exactly once, by an
             ``ExactSampler``, and in order unless ``shuffle=True``. Some ranks may have a batch less than
             others, or none, so the loop over it makes no collective, nor does the model in it:
-            ``unwrap_model``.
+            ``unwrap_model``. With FSDP2, whose every forward pass is a collective, ``"padded"``: all ranks
+            have as many, and :func:`gather_in_order` drops what is too much.
         shard: of an ``IterableDataset`` that gives every process the same items, each rank and each worker
             takes its share: rank ``r`` of ``n`` every ``n``-th item. Ranks may differ by one item.
         kwargs: those of ``torch.utils.data.DataLoader``.
@@ -102,9 +103,10 @@ def auto_dataloader(dataset: Dataset[Any], *, exact: bool = False, shard: bool =
     if shard:
         dataset = _sharded(dataset)
     if exact:
-        _check_exact(dataset, kwargs)
+        _check_exact(exact, dataset, kwargs)
         shuffle = bool(kwargs.pop("shuffle", False))
-        kwargs["sampler"] = ExactSampler(dataset, **sampler_kwargs(), shuffle=shuffle)
+        padded = exact == "padded"
+        kwargs["sampler"] = ExactSampler(dataset, **sampler_kwargs(), shuffle=shuffle, padded=padded)
     if model.get_world_size() == 1:
         return model.make_dataloader(dataset, **kwargs)
     if "batch_size" in kwargs:
@@ -174,7 +176,9 @@ def _sharded(dataset: Dataset[Any]) -> Shard:
     return Shard(dataset, **sampler_kwargs())
 
 
-def _check_exact(dataset: Dataset[Any], kwargs: dict[str, Any]) -> None:
+def _check_exact(exact: bool | str, dataset: Dataset[Any], kwargs: dict[str, Any]) -> None:
+    if exact is not True and exact != "padded":
+        raise ValueError(f"exact is True, False or 'padded', got {exact!r}.")
     if isinstance(dataset, IterableDataset):
         raise ValueError("exact=True needs a data set with a length and an order, not an IterableDataset.")
     for name in ("sampler", "batch_sampler", "drop_last"):
@@ -228,11 +232,10 @@ def gather_in_order(values: Any, loader: Any) -> Any:
             f"The loader was made for rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
             f"{model.get_rank()} of {len(members.ranks)}."
         )
-    order, num_ranks = sampler.order(), len(members.ranks)
-    shares = [order[rank::num_ranks] for rank in members.ranks]
+    order, counts = sampler.order(), [sampler.num_drawn_by(rank) for rank in members.ranks]
     leaves, _ = tree.flatten(values, list)
     described = tree.rebuild(values, map(_Column.of, leaves), list)
-    template = _agree(model.gather_objects(described, members), [len(share) for share in shares])
+    template = _agree(model.gather_objects(described, members), counts)
     if template is None:  # nobody has a sample
         return values
     if not sampler.num_samples:
@@ -240,10 +243,11 @@ def gather_in_order(values: Any, loader: Any) -> Any:
         leaves = [column.empty(model.device()) for column in columns]
     lists = [leaf for leaf in leaves if isinstance(leaf, list)]
     gathered_lists = zip(*model.gather_objects(lists, members), strict=True) if lists else iter(())
+    sizes = [len(order[part(len(order), len(counts), rank)]) for rank in members.ranks]
     merged = [
-        _merge_lists(next(gathered_lists), shares)
+        _merge_lists(next(gathered_lists), sizes, order)
         if isinstance(leaf, list)
-        else _merge_rows(_gather_padded(model, leaf, len(shares[0]), members), shares)
+        else _merge_rows(_gather_padded(model, leaf, counts[0], members), sizes, order)
         for leaf in leaves
     ]
     return tree.rebuild(template, iter(merged))
@@ -313,18 +317,20 @@ def _gather_padded(model: ComputationModel, rows: Tensor, count: int, group: Gro
     return gather_rows(model, rows, group)
 
 
-def _merge_rows(gathered: Tensor, shares: Sequence[range | Tensor]) -> Tensor:
-    merged = gathered.new_empty(sum(map(len, shares)), *gathered.shape[2:])
-    for rows, share in zip(gathered, shares, strict=True):
-        places = slice(share.start, None, share.step) if isinstance(share, range) else share.to(rows.device)
-        if len(share):
-            merged[places] = rows[: len(share)]
-    return merged
+def _merge_rows(gathered: Tensor, sizes: Sequence[int], order: range | Tensor) -> Tensor:
+    """``(group_size, count, *S)``, of which ``sizes`` count, ``-> (N, *S)`` in the order of the data set."""
+    if min(sizes) == gathered.shape[1]:
+        rows = gathered.flatten(0, 1)
+    else:
+        rows = torch.cat([one[:size] for one, size in zip(gathered, sizes, strict=True)])
+    return rows if isinstance(order, range) else rows.index_select(0, _inverse(order).to(rows.device))
 
 
-def _merge_lists(gathered: Sequence[list[Any]], shares: Sequence[range | Tensor]) -> list[Any]:
-    merged: list[Any] = [None] * sum(map(len, shares))
-    for entries, share in zip(gathered, shares, strict=True):
-        for place, entry in zip(share if isinstance(share, range) else share.tolist(), entries, strict=True):
-            merged[place] = entry
-    return merged
+def _merge_lists(gathered: Sequence[list[Any]], sizes: Sequence[int], order: range | Tensor) -> list[Any]:
+    entries = [entry for one, size in zip(gathered, sizes, strict=True) for entry in one[:size]]
+    return entries if isinstance(order, range) else [entries[place] for place in _inverse(order).tolist()]
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Where in ``order``, a permutation, each number is."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))

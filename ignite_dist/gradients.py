@@ -34,9 +34,9 @@ class DDPSyncStrategy(Enum):
 
     SINGLE_AUTO_SYNC = "single_auto_sync"
     """Once, in the last microbatch's backward pass (Horovod, XLA: in the step). The fastest, and right if
-    every microbatch uses every parameter. Of a parameter that an earlier microbatch has used and the last has
-    not ``DistributedDataParallel`` leaves the gradient as each rank's own, without a word; Horovod and XLA do
-    not."""
+    every last microbatch uses every parameter, or with ``find_unused_parameters=True``. Without that
+    ``DistributedDataParallel`` averages nothing in a step whose last microbatch leaves a parameter out, and
+    says so only in the next forward pass."""
 
     MULTI_AUTO_SYNC = "multi_auto_sync"
     """In each microbatch's backward pass: with ``find_unused_parameters=True`` the single-process gradients,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["DistributedProxySampler", "EpochLoader", "EpochSampler", "ExactSampler", "Pass", "Shard"]
+__all__ = ["DistributedProxySampler", "EpochLoader", "EpochSampler", "ExactSampler", "Pass", "Shard", "part"]
 
 
 # The global random state is one per process, and replicas of XLA may be threads of one.
@@ -43,12 +43,18 @@ class EpochSampler(_AutoEpoch):
     """torch's ``DistributedSampler``; in a loader of ``auto_dataloader`` each full pass is another epoch."""
 
 
-class ExactSampler(_AutoEpoch):
-    """Each rank's share of a data set, every sample exactly once: nothing is padded, nothing left out.
+def part(size: int, num_parts: int, number: int) -> slice:
+    """The part ``number`` of ``size`` things in a row, cut into parts whose sizes differ by one at most."""
+    least, rest = divmod(size, num_parts)
+    start = number * least + min(number, rest)
+    return slice(start, start + least + (number < rest))
 
-    Rank ``r`` of ``n`` has the samples ``r``, ``r + n``, ``r + 2n``, ... of the order, as with torch's
-    ``DistributedSampler``. Where the number of samples does not divide the last ranks have one less than the
-    first, and with fewer samples than ranks they have none.
+
+class ExactSampler(_AutoEpoch):
+    """Each rank's share of a data set, every sample exactly once.
+
+    A rank has a contiguous part of the order. Where their number does not divide the first ranks have
+    one more, and with fewer samples than ranks the last have none.
 
     Args:
         dataset: of a constant length.
@@ -56,6 +62,8 @@ class ExactSampler(_AutoEpoch):
         rank: this rank; that of the default process group if not given.
         shuffle: draw in another order each epoch, which ``set_epoch`` says; the same one on every rank.
         seed: of the order, the same on every rank.
+        padded: ranks that would have one sample less draw one more, which ``gather_in_order`` drops: where
+            every forward pass is a collective, as with FSDP2, all ranks have to make as many.
     """
 
     def __init__(
@@ -65,19 +73,30 @@ class ExactSampler(_AutoEpoch):
         rank: int | None = None,
         shuffle: bool = False,
         seed: int = 0,
+        padded: bool = False,
     ) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
         self.total_size = len(dataset)  # type: ignore[arg-type]
-        self.num_samples = len(range(self.total_size)[self.rank :: self.num_replicas])
+        self.padded = padded
+        self.num_samples = self.num_drawn_by(self.rank)
         self._latest_epoch = self.epoch
 
     def __iter__(self) -> Iterator[int]:
         self._latest_epoch = self.epoch
-        share = self.order()[self.rank :: self.num_replicas]
-        return iter(share if isinstance(share, range) else share.tolist())
+        order = self.order()
+        share = order[part(self.total_size, self.num_replicas, self.rank)]
+        drawn = list(share) if isinstance(share, range) else share.tolist()
+        if len(drawn) < self.num_samples:
+            drawn.append(int(order[0]))
+        return iter(drawn)
+
+    def num_drawn_by(self, rank: int) -> int:
+        """How many samples ``rank`` draws, with what is padded."""
+        share = part(self.total_size, self.num_replicas, 0 if self.padded else rank)
+        return len(range(self.total_size)[share])
 
     def order(self) -> range | Tensor:
-        """The order of all samples in the pass that was begun last; rank ``r`` of ``n`` draws ``[r::n]``."""
+        """The order of all samples in the pass that was begun last, of which each rank draws its part."""
         if not self.shuffle:
             return range(self.total_size)
         generator = torch.Generator().manual_seed(self.seed + self._latest_epoch)

@@ -29,10 +29,10 @@ class Stream(IterableDataset[int]):
         return iter(range(self.size))
 
 
-def exact_loader(size: int, batch_size: int = 1, shuffle: bool = False) -> Any:
+def exact_loader(size: int, batch_size: int = 1, shuffle: bool = False, exact: bool | str = True) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of batch sizes that do not divide
-        return idist.auto_dataloader(list(range(size)), batch_size=batch_size, shuffle=shuffle, exact=True)
+        return idist.auto_dataloader(list(range(size)), batch_size=batch_size, shuffle=shuffle, exact=exact)
 
 
 def one_pass(loader: Any) -> torch.Tensor | None:
@@ -58,6 +58,23 @@ def test_every_sample_exactly_once_in_the_order_of_the_data_set(batch_size: int,
             assert gathered.device.type == idist.device().type and gathered.dtype is torch.int64
         else:
             assert gathered is None
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@on_every_rank
+def test_padded_shares_are_of_one_size_and_nothing_of_it_is_left(shuffle: bool) -> None:
+    for size in sizes():
+        loader = exact_loader(size, 3, shuffle, "padded")
+        drawn = one_pass(loader)
+        assert (
+            idist.all_gather(0 if drawn is None else len(drawn))
+            == [-(-size // idist.get_world_size())] * idist.get_world_size()
+        )
+        names = [] if drawn is None else [str(number) for number in drawn.tolist()]
+        gathered = idist.gather_in_order((drawn, names), loader)
+        if size:
+            assert gathered[0].tolist() == list(range(size))
+            assert gathered[1] == [str(number) for number in range(size)]
 
 
 @on_every_rank
@@ -103,7 +120,7 @@ def test_values_that_are_not_as_many_as_the_samples_raise_on_every_rank() -> Non
     drawn = one_pass(loader)
     mine = len(loader.sampler)
     missing = drawn[:-1] if idist.get_rank() == 0 and drawn is not None else drawn
-    with raises(ValueError, f"Rank 0 drew {len(range(0, 7, idist.get_world_size()))} samples") as caught:
+    with raises(ValueError, f"Rank 0 drew {-(-7 // idist.get_world_size())} samples") as caught:
         idist.gather_in_order(missing, loader)
     assert "torch.cat(batches)" in str(caught.value)
     with raises(ValueError, "Rank 0 drew"):
@@ -152,6 +169,8 @@ def test_what_an_exact_loader_cannot_be_made_of() -> None:
             idist.auto_dataloader([1, 2, 3], exact=True, **{name: value})
     with raises(ValueError, "IterableDataset"):
         idist.auto_dataloader(Stream(3), exact=True)
+    with raises(ValueError, "'padded'"):
+        idist.auto_dataloader([1, 2, 3], exact="paded")
     with raises(ValueError, "shard=True is for an IterableDataset"):
         idist.auto_dataloader([1, 2, 3], shard=True)
 

@@ -147,7 +147,7 @@ def test_each_strategy_where_every_microbatch_uses_the_same(strategy: str) -> No
     )
 
 
-@pytest.mark.parametrize("strategy", ["multi_auto_sync", "forced_sync"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_every_rank
 def test_microbatches_and_ranks_that_use_different_parameters(strategy: str) -> None:
     """The known trap of ``no_sync``; optimizers are found by the model's parameters."""

@@ -566,6 +566,15 @@ def _sharded(_: int, mixed: bool) -> dict[str, Any]:
     idist.load_optimizer_state(optimizer, moments)
     norms.append(step(2).item())  # the same once more
     again = idist.model_state(model)
+    inputs = data(99, 0)[:, :1].repeat(2, 4)[
+        :5
+    ]  # an odd number, for two ranks that make as many forward passes
+    loader = idist.auto_dataloader(inputs, batch_size=2, exact="padded")
+    with torch.no_grad():
+        evaluated = idist.gather_in_order(torch.cat([model(batch).float() for batch in loader]), loader)
+        assert (
+            evaluated.shape == (5, 2) and (evaluated[0] - evaluated[3]).abs().max() < 1e-6
+        )  # the same input
     for function in (
         lambda: next(iter(idist.accumulate([1], model, 2))),
         lambda: idist.grad_sync(model, strategy=idist.DDPSyncStrategy.FORCED_SYNC).__enter__(),

@@ -296,6 +296,8 @@ def test_the_ways_to_join() -> None:
                 optimizer.zero_grad()
 
     train(idist.get_rank() + 1, divide_by_initial_world_size=False)
+    model, optimizer = adapted(zero=True)
+    train(idist.get_rank() + 1)
     with raises(RuntimeError):
         train(idist.get_rank() + 1, throw_on_early_termination=True)
     weights = [one.detach().tolist() for one in model.parameters()]

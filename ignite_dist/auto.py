@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, MutableMapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -203,12 +204,18 @@ def _moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         # On the way to the CPU nobody would wait for the copy before the values are read.
         return batch.to(device, non_blocking=device.type != "cpu")
-    if isinstance(batch, type):
+    if isinstance(batch, (type, torch.Size)):
         return batch
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     if isinstance(batch, (dict, list, tuple)):
         return tree.map_children(lambda child: _moved(child, device), batch)
+    if isinstance(batch, deque):
+        return deque((_moved(child, device) for child in batch), batch.maxlen)
+    if isinstance(batch, MutableMapping):
+        mapping = copy(batch)
+        mapping.update({key: _moved(value, device) for key, value in batch.items()})
+        return mapping
     if is_dataclass(batch):
         moved = copy(batch)
         for field in fields(batch):
@@ -224,13 +231,13 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
 
     Where a model's wrapper averages the gradients nothing is to do. With XLA, and with a computation model
     that has no wrapper, a step hook does it: before the step, and with a closure each time that it has run,
-    whose loss is averaged too. A parameter that this rank has not used counts as one with a zero gradient.
+    whose loss is averaged too. A parameter that this rank has not used counts as one with a zero gradient,
+    and keeps None if no rank has used it (not so where a replica of XLA has a process of its own).
 
     Under Horovod it becomes a ``hvd.DistributedOptimizer`` that starts from the state of rank 0 (Adam's
     moments after a resume) and averages the gradients before each step, and the loss that a closure returns.
     Schedulers, ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as without it.
-    Between ``backward`` and ``step`` gradients are still each rank's own: to clip them, call
-    ``optimizer.synchronize()`` first and step under ``optimizer.skip_synchronize()``.
+    Between ``backward`` and ``step`` gradients are each rank's own: :func:`clip_grad_norm` averages them.
 
     Args:
         optimizer: any torch optimizer. Its class can be made from parameters alone, as torch's own can.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,41 +17,41 @@ from ignite_dist.control import exchange_outcomes
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.tensors import average_tensors
 
-__all__ = ["average_gradients", "average_in_step", "average_now"]
+__all__ = ["agree_on_gradients", "average_gradients", "average_in_step", "average_now"]
+
+
+def agree_on_gradients(
+    live: ComputationModel, parameters: Sequence[Parameter], group: Group
+) -> list[Parameter]:
+    """Those of ``parameters`` that have a gradient on any rank of ``group``, all of which call it.
+
+    Raises:
+        RankFailedError: another rank has failed instead, see :func:`~ignite_dist.control.exchange_outcomes`.
+        CollectiveMismatchError: the ranks have different numbers of parameters.
+    """
+    own = bytes(parameter.grad is not None for parameter in parameters)
+    everyones: list[bytes] = exchange_outcomes(live, group, None, own)
+    if len({len(one) for one in everyones}) > 1:
+        raise CollectiveMismatchError(
+            f"The ranks average the gradients of {[len(one) for one in everyones]} parameters: their models "
+            "differ, or what is frozen in them."
+        )
+    used = map(any, zip(*everyones, strict=True))
+    return [parameter for parameter, is_used in zip(parameters, used, strict=True) if is_used]
 
 
 def average_gradients(live: ComputationModel, parameters: Iterable[Parameter], group: Group) -> None:
     """Average the gradients of ``parameters`` over the ranks of ``group``, all of which call it.
 
-    The ranks first agree on which parameters have a gradient on any of them: the others keep None, and a rank
-    without one that others have takes part with zeros. Then as few collectives as
+    A rank without one that others have takes part with zeros. As few collectives as
     :func:`~ignite_dist.tensors.average_tensors` makes.
-
-    Raises:
-        RankFailedError: another rank has failed instead, see :func:`~ignite_dist.control.exchange_outcomes`;
-            no gradient was touched.
-        CollectiveMismatchError: the ranks have different numbers of parameters.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if len(group.ranks) == 1:
-        return
-    own = bytes(parameter.grad is not None for parameter in trained)
-    used = own
-    if not live.computes_lazily():
-        everyones: list[bytes] = exchange_outcomes(live, group, None, own)
-        if len({len(one) for one in everyones}) > 1:
-            raise CollectiveMismatchError(
-                f"The ranks average the gradients of {[len(one) for one in everyones]} parameters: their "
-                "models differ, or what is frozen in them."
-            )
-        used = bytes(map(max, *everyones))
-    else:  # to know what the others have would be to wait for the device in each step
-        used = bytes(len(own) * [1])
-    averaged = [parameter for parameter, is_used in zip(trained, used, strict=True) if is_used]
-    for parameter in averaged:
+    gradients = []
+    for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    average_tensors(live, [parameter.grad for parameter in averaged if parameter.grad is not None], group)
+        gradients.append(parameter.grad)
+    average_tensors(live, gradients, group)
 
 
 # --- in the step, where neither a model's wrapper nor an optimizer of the backend's averages --------------
@@ -65,10 +65,11 @@ def average_in_step(optimizer: Optimizer) -> None:
 
 def average_now(live: ComputationModel, optimizer: Optimizer) -> None:
     """Average the gradients now, whoever does it in this context; the next step does not again."""
-    if live.averages_gradients:
-        live.reduce_gradients(optimizer)
-    elif not take_mark(optimizer):
-        _average(live, optimizer)
+    if not take_mark(optimizer):
+        if live.averages_gradients:
+            live.reduce_gradients(optimizer)
+        else:
+            _average(live, optimizer)
     mark_averaged(optimizer)
 
 
@@ -95,5 +96,11 @@ def _average_first(
 
 
 def _average(live: ComputationModel, optimizer: Optimizer) -> None:
+    world = live.world()
+    if len(world.ranks) == 1:  # the context has ended
+        return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    average_gradients(live, parameters, live.world())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    # To know which gradients other ranks have would be to wait for the device in each step.
+    used = trained if live.computes_lazily() else agree_on_gradients(live, trained, world)
+    average_gradients(live, used, world)

@@ -183,7 +183,9 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None, syn
             a fresh result costs page faults.
         sync_grads: the result has a gradient: each rank's tensor gets that of the sum of all ranks' losses.
             For a contrastive loss over the whole batch. The backward pass is a collective too, so every rank
-            of the group makes it; it can be differentiated again.
+            of the group makes it; it can be differentiated again. In a ``DistributedDataParallel`` of which
+            ranks use different parameters pass ``group=new_group(range(get_world_size()))``: in the world's
+            own group it could come between DDP's collectives, elsewhere on each rank.
 
     Returns:
         For a tensor ``(*S) -> (group_size * S[0], *S[1:])``, and 0-d ``-> (group_size,)``, in rank order,

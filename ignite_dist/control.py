@@ -14,7 +14,7 @@ from ignite_dist import wire
 from ignite_dist.collectives import all_reduce, broadcast_anything
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
-from ignite_dist.errors import RankFailedError
+from ignite_dist.errors import CollectiveMismatchError, RankFailedError
 from ignite_dist.tensors import check_dense
 
 __all__ = ["all_true", "any_true", "exchange_outcomes", "one_rank_first", "one_rank_only"]
@@ -44,8 +44,11 @@ def exchange_outcomes(
 
     Raises:
         RankFailedError: another rank failed and this one did not.
+        CollectiveMismatchError: another rank has made another call.
     """
     outcomes: list[_Outcome] = model.gather_objects(_Outcome.of(model.get_rank(), error, value), group)
+    if not all(isinstance(outcome, _Outcome) for outcome in outcomes):
+        raise CollectiveMismatchError("Some ranks tell each other how it went, and others make another call.")
     failed = [outcome for outcome in outcomes if outcome.error_type]
     if failed and error is None:
         raise RankFailedError(*failed[0][:3])

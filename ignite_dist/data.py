@@ -193,8 +193,8 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     """What all ranks have computed in a pass over ``loader``, in the order of its data set.
 
     Every sample comes exactly once, whatever the number of samples and ranks, the batch size and
-    ``shuffle``. Every rank calls it, once after the pass, those without a sample too. A small exchange of
-    what each has, then a collective for each tensor and one for all lists together.
+    ``shuffle``. Every rank calls it, once after a whole pass and before the next, those without a sample too.
+    A small exchange of what each has, then a collective for each tensor and one for all lists together.
 
     Args:
         values: everything this rank has computed from the loader, in its order: a tensor of shape
@@ -210,7 +210,7 @@ def gather_in_order(values: Any, loader: Any) -> Any:
 
     Raises:
         ValueError: the loader has no ``ExactSampler``; or a rank's values are not as many as its samples, or
-            cannot be gathered: raised on every rank, with both counts.
+            the ranks' samplers differ: raised on every rank, with what each has.
         CollectiveMismatchError: ranks gave different structures, shapes or dtypes; raised on every rank.
 
     Example::
@@ -235,7 +235,13 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     order, counts = sampler.order(), [sampler.num_drawn_by(rank) for rank in members.ranks]
     leaves, _ = tree.flatten(values, list)
     described = tree.rebuild(values, map(_Column.of, leaves), list)
-    template = _agree(model.gather_objects(described, members), counts)
+    gathered = model.gather_objects((sampler.meant(), described), members)
+    if any(meant != gathered[0][0] for meant, _ in gathered):
+        raise ValueError(
+            "The ranks mean different passes (number of samples, shuffle, seed, epoch, padded): "
+            f"{', '.join(f'rank {rank}: {meant}' for rank, (meant, _) in enumerate(gathered))}."
+        )
+    template = _agree([columns for _, columns in gathered], counts)
     if template is None:  # nobody has a sample
         return values
     if not sampler.num_samples:

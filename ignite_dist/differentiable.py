@@ -69,4 +69,4 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         total = _Reduced.apply(*gradients, *ctx.call)  # type: ignore[no-untyped-call]
-        return total[ctx.own], None, None
+        return total[ctx.own].clone(), None, None  # a view would keep all of it

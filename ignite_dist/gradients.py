@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from ignite_dist.averaged import mark_averaged
-from ignite_dist.averaging import average_gradients, average_now
+from ignite_dist.averaging import agree_on_gradients, average_gradients, average_now
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.base import NO_OPTIMIZER
 from ignite_dist.context import current_model
@@ -115,16 +115,27 @@ def grad_sync(
 def _forced(
     live: ComputationModel, model: Module, optimizers: Sequence[Optimizer], is_final: bool
 ) -> Iterator[None]:
+    live.check_forced(model, optimizers)
+    world = live.world()
+    if len(world.ranks) == 1:
+        yield
+        return
     try:
         with live.accumulate_locally(model, optimizers):
             yield
     except BaseException as error:
-        exchange_outcomes(live, live.world(), error)  # which the others meet in their final microbatch
+        exchange_outcomes(live, world, error)  # which the others meet in their final microbatch
         raise
     if is_final:
-        average_gradients(live, model.parameters(), live.world())
-        for optimizer in optimizers if not live.averages_in_backward else ():
-            mark_averaged(optimizer)
+        parameters = dict.fromkeys(model.parameters())
+        if not live.averages_in_backward:  # the step will not average what else these optimizers have either
+            parameters.update(dict.fromkeys(_parameters_of(optimizers)))
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        average_gradients(live, agree_on_gradients(live, trained, world), world)
+        live.were_averaged(model)
+        for optimizer in optimizers:
+            if not live.averages_in_backward and id(optimizer) in live.optimizers:
+                mark_averaged(optimizer)
 
 
 class Microbatch:
@@ -133,6 +144,7 @@ class Microbatch:
     Attributes:
         is_final: whether a step comes next.
         number: its position in the step, from 0 on.
+        was_entered: whether its block has begun.
     """
 
     def __init__(
@@ -140,10 +152,12 @@ class Microbatch:
     ) -> None:
         self.number = number
         self.is_final = is_final
+        self.was_entered = False
         self._context = context
         self._entered: ExitStack | None = None
 
     def __enter__(self) -> Microbatch:
+        self.was_entered = True
         with ExitStack() as stack:
             stack.enter_context(self._context())
             self._entered = stack.pop_all()
@@ -166,8 +180,10 @@ def accumulate(
     """Batches, and around each what makes one step of several of them.
 
     When the step comes, the gradient is that of the mean of the losses of all its microbatches on all ranks.
-    The last step of a pass may have fewer than ``steps``. Every rank makes as many steps as the others. A
-    step begins with gradients of None or zero: what is there is taken for a part of the sum.
+    The last step of a pass may have fewer than ``steps``, and each rank makes as many steps as the others.
+    Where their numbers of microbatches in a step differ say ``weight=lambda batch: 1`` to have them counted,
+    and not MULTI_AUTO_SYNC, for which they are equal. A step begins with gradients of None or zero: what is
+    there is taken for a part of the sum. What ``loader`` or ``weight`` raises is that rank's alone.
 
     Args:
         loader: whose batches are the microbatches; it is one batch ahead.
@@ -175,7 +191,8 @@ def accumulate(
         steps: microbatches per step.
         weight: of a batch, in whatever counts: how many samples, or tokens, its loss is the mean of. Then the
             gradient is that of the mean over all of these, whatever the sizes of the microbatches on each
-            rank. One number per step is exchanged for it.
+            rank. One number per step is exchanged for it. Until then gradients are sums by weight: in float16
+            large counts overflow.
         strategy: see :class:`DDPSyncStrategy`.
         optimizers: as in :func:`grad_sync`.
 
@@ -184,6 +201,7 @@ def accumulate(
 
     Raises:
         ValueError: ``steps`` is not a positive int, a weight is negative, or those of all ranks are zero.
+        RuntimeError: the block of a step's last microbatch was not entered.
 
     Example::
 
@@ -217,8 +235,14 @@ def _accumulate(
         is_final = len(weights) == steps or ahead is end
 
         weighed = partial(_weighed, model, tuple(weights), is_final, weight is not None, synced)
-        yield batch, Microbatch(len(weights) - 1, is_final, weighed)
+        microbatch = Microbatch(len(weights) - 1, is_final, weighed)
+        yield batch, microbatch
         if is_final:
+            if not microbatch.was_entered:
+                raise RuntimeError(
+                    "The block of a step's last microbatch was left out: the gradients are neither averaged "
+                    "nor a mean. Enter `with sync:` for each microbatch, and skip what is in it."
+                )
             weights = []
 
 
@@ -268,7 +292,10 @@ def _gradients_times(factor: float, model: Module) -> Iterator[None]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     handles = []
     for parameter in trained if factor != 1.0 else ():
-        handle = parameter.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+        # What counts nothing may be NaN: the mean of no samples.
+        handle = parameter.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: gradient * factor if factor else torch.zeros_like(gradient)
+        )
         handles.append(handle)
     try:
         yield
@@ -304,10 +331,16 @@ def clip_grad_norm(
     live = current_model()
     optimizers = _optimizers(live, model, None)
     in_step = not live.averages_in_backward and live.get_world_size() > 1
-    if in_step and not optimizers:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if in_step and trained and not optimizers:
         raise ValueError(NO_OPTIMIZER)
-    for optimizer in optimizers if in_step else ():
-        average_now(live, optimizer)
+    if in_step:
+        for optimizer in optimizers:
+            average_now(live, optimizer)
+        owned = set(_parameters_of(optimizers))
+        others = [parameter for parameter in trained if parameter not in owned]  # which no step will average
+        if others:
+            average_gradients(live, agree_on_gradients(live, others, live.world()), live.world())
     total = torch.nn.utils.clip_grad_norm_(
         model.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
     )
@@ -325,12 +358,19 @@ def _optimizers(
     """The optimizers of the parameters of ``model``, in the order in which they were adapted."""
     if given is not None:
         return [given] if isinstance(given, Optimizer) else list(given)
+    if live.averages_in_backward:  # nobody will ask
+        return []
     own = set(model.parameters())
-    return [
-        optimizer
-        for optimizer in list(live.optimizers.values())
-        if any(not own.isdisjoint(group["params"]) for group in optimizer.param_groups)
-    ]
+    adapted = [
+        reference() for reference in live.optimizers.valuerefs()
+    ]  # another replica may add one meanwhile
+    return [one for one in adapted if one is not None and not own.isdisjoint(_parameters_of([one]))]
+
+
+def _parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Parameter]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
 
 
 def _check_whole(model: Module, function: str) -> None:

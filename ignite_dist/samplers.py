@@ -50,7 +50,7 @@ def part(size: int, num_parts: int, number: int) -> slice:
     return slice(start, start + least + (number < rest))
 
 
-class ExactSampler(_AutoEpoch):
+class ExactSampler(DistributedSampler[Any]):
     """Each rank's share of a data set, every sample exactly once.
 
     A rank has a contiguous part of the order. Where their number does not divide the first ranks have
@@ -60,7 +60,8 @@ class ExactSampler(_AutoEpoch):
         dataset: of a constant length.
         num_replicas: number of ranks; the default process group's size if not given. See ``sampler_kwargs``.
         rank: this rank; that of the default process group if not given.
-        shuffle: draw in another order each epoch, which ``set_epoch`` says; the same one on every rank.
+        shuffle: draw in another order, which ``seed`` and ``set_epoch`` say. It does not change by itself:
+            ranks may begin or end different numbers of passes, and all have to mean the same one.
         seed: of the order, the same on every rank.
         padded: ranks that would have one sample less draw one more, which ``gather_in_order`` drops: where
             every forward pass is a collective, as with FSDP2, all ranks have to make as many.
@@ -95,6 +96,10 @@ class ExactSampler(_AutoEpoch):
         share = part(self.total_size, self.num_replicas, 0 if self.padded else rank)
         return len(range(self.total_size)[share])
 
+    def meant(self) -> tuple[Any, ...]:
+        """What the ranks of one pass have in common."""
+        return self.total_size, self.shuffle, self.seed, self._latest_epoch, self.padded
+
     def order(self) -> range | Tensor:
         """The order of all samples in the pass that was begun last, of which each rank draws its part."""
         if not self.shuffle:
@@ -127,6 +132,12 @@ class Shard(IterableDataset[Any]):
 
     def __len__(self) -> int:
         return len(range(len(self.dataset))[self.rank :: self.num_replicas])  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        """The data set's own: ``loader.dataset.set_epoch(...)``."""
+        if name.startswith("_") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
 
 class DistributedProxySampler(_AutoEpoch):

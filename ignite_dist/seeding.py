@@ -6,6 +6,8 @@ import hashlib
 import random
 import secrets
 import sys
+from operator import index
+from typing import Any
 
 from ignite_dist.context import current_model
 
@@ -44,8 +46,8 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
             (several replicas of XLA). Draw from a ``torch.Generator``, seeded by rank, instead.
     """
     model = current_model()
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63):
-        raise ValueError(f"seed is an int in [0, 2**{_SEED_BITS}), got {seed!r}.")
+    if seed is not None:
+        seed = _checked(seed)
     together = model.ranks_in_process() > 1
     if per_rank and together:
         raise RuntimeError(
@@ -63,6 +65,12 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
     if together:  # nobody may draw before the last has seeded what all draw from
         model._barrier(model.world())
     return seed
+
+
+def _checked(seed: Any) -> int:
+    if not isinstance(seed, bool) and hasattr(seed, "__index__") and 0 <= index(seed) < 1 << _SEED_BITS:
+        return index(seed)
+    raise ValueError(f"seed is an int in [0, 2**{_SEED_BITS}), got {seed!r}.")
 
 
 def _mixed(seed: int, rank: int) -> int:

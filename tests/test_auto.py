@@ -5,7 +5,7 @@ import dataclasses
 import random
 import sys
 import warnings
-from collections import UserDict, defaultdict
+from collections import UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -375,6 +375,8 @@ def test_a_batch_of_any_structure_moves(monkeypatch: pytest.MonkeyPatch) -> None
         "words": Movable(a=1),
         "default": defaultdict(list, a=[one]),
         "type": Movable,
+        "deque": deque([one], maxlen=3),
+        "shape": one.shape,
         3: {1, 2},
     }
     moved = idist.to_device(batch)
@@ -384,6 +386,8 @@ def test_a_batch_of_any_structure_moves(monkeypatch: pytest.MonkeyPatch) -> None
     assert moved["sample"].y[1:] == ["text", None] and moved[3] == {1, 2} and moved["type"] is Movable
     assert moved["words"].moved_to == torch.device("meta") and batch["words"].moved_to is None
     assert moved["default"].default_factory is list
+    assert moved["deque"][0].is_meta and moved["deque"].maxlen == 3 and type(moved["shape"]) is torch.Size
+    assert idist.to_device(UserDict(a=one))["a"].is_meta
     assert idist.to_device(packed).data.is_meta and not idist.to_device(packed).batch_sizes.is_meta
     assert not one.is_meta and not batch["data"].images.is_meta  # the batch itself is as it was
 
@@ -462,6 +466,23 @@ def test_a_stream_without_a_length_has_none() -> None:
 
 
 # --- what torch.distributed has around a model ---------------------------------------------------------
+
+
+def _static(_: int) -> list[float]:
+    model = idist.auto_model(Linear(2, 1, bias=False), static_graph=True)
+    x = torch.full((1, 2), float(idist.get_rank() + 1))
+    with pytest.raises(ValueError, match="static_graph=True"), idist.no_sync(model):
+        pass
+    model(x).sum().backward()
+    with idist.no_sync(model):
+        model(x).sum().backward()
+    model(x).sum().backward()
+    return model.module.weight.grad.flatten().tolist()
+
+
+def test_a_static_graph_is_learnt_before_gradients_accumulate() -> None:
+    first, second = on_ranks(_static)
+    assert first == second == [4.5, 4.5]  # 1.5 three times
 
 
 class OwnWrapper(DistributedDataParallel):

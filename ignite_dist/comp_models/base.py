@@ -32,7 +32,7 @@ __all__ = ["NO_OPTIMIZER", "ComputationModel", "Group", "Topology"]
 
 NO_OPTIMIZER = (
     "No optimizer of auto_optim has parameters of this model, and with this backend it is the optimizer that "
-    "averages the gradients: call auto_optim first, or pass optimizers=."
+    "averages the gradients: call auto_optim first."
 )
 
 
@@ -486,6 +486,12 @@ class ComputationModel(ABC):
             optimizers: those of :meth:`wrap_optimizer` that have its parameters.
         """
         return nullcontext()
+
+    def check_forced(self, model: Module, optimizers: Sequence[Optimizer]) -> None:  # noqa: B027
+        """Refuse what an average over all ranks, apart from backward pass and step, would not get right."""
+
+    def were_averaged(self, model: Module) -> None:  # noqa: B027  # not abstract: see above
+        """Note that the gradients of ``model`` have been averaged apart from its backward passes."""
 
     def reduce_gradients(self, optimizer: Optimizer) -> None:  # noqa: B027  # not abstract: see above
         """Average now what a step of ``optimizer``, of :meth:`wrap_optimizer`, would average."""

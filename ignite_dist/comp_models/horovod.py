@@ -412,9 +412,18 @@ class HorovodModel(ComputationModel):
     ) -> AbstractContextManager[None]:
         from ignite_dist.comp_models import horovod_optim
 
-        if not optimizers:
+        if not optimizers and self._world_size > 1 and any(one.requires_grad for one in model.parameters()):
             raise ValueError(NO_OPTIMIZER)
         return horovod_optim.accumulating(optimizers)
+
+    def check_forced(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            op, process_set = getattr(optimizer, "op", None), getattr(optimizer, "process_set", None)
+            if op not in (None, self._hvd.Average) or process_set not in (None, self._hvd.global_process_set):
+                raise ValueError(
+                    "FORCED_SYNC takes the mean over all ranks, and this optimizer has an op= or process_set= of "
+                    "its own: use another strategy."
+                )
 
     @contextmanager
     def join(  # type: ignore[override]  # of the options Horovod has none

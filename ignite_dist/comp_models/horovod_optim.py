@@ -168,14 +168,8 @@ def _let_backward_again(wrapped: Any, groups: list[dict[str, Any]]) -> None:
     def watch(parameter: Tensor) -> None:
         def finish_first(_: Tensor) -> None:
             own = optimizer()
-            handle, context = own._handles.get(parameter, (None, None)) if own is not None else (None, None)
-            if own is None or handle is None or own._groups is not None:
-                return
-            import horovod.torch as hvd
-
-            parameter.grad.set_(own._compression.decompress(hvd.synchronize(handle), context))  # type: ignore
-            del own._handles[parameter]
-            own._allreduce_delay[parameter] = own._allreduce_delay[parameter] or own.backward_passes_per_step
+            if own is not None:
+                _finish(own, parameter)
 
         parameter.register_hook(finish_first)  # type: ignore[no-untyped-call]
 
@@ -185,12 +179,28 @@ def _let_backward_again(wrapped: Any, groups: list[dict[str, Any]]) -> None:
                 watch(parameter)
 
 
+def _finish(optimizer: Any, parameter: Any) -> None:
+    """Wait for the average of a gradient, if it is under way, and put it there."""
+    import horovod.torch as hvd
+
+    handle, context = optimizer._handles.get(parameter, (None, None))
+    if handle is None or optimizer._groups is not None:
+        return
+    parameter.grad.set_(optimizer._compression.decompress(hvd.synchronize(handle), context))
+    del optimizer._handles[parameter]
+    optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
+
+
 @contextmanager
 def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
     """Keep the hooks of ``optimizers`` from sending what the block's backward passes compute.
 
-    Horovod counts down passes to know when to send, and has to be told their number before the first.
+    Horovod counts down passes to know when to send, and has to be told their number before the first. So the
+    counts are put out of reach, and those that the block has found are put back.
     """
+    for optimizer in optimizers:
+        for parameter in list(optimizer._handles):
+            _finish(optimizer, parameter)
     counts = [dict(optimizer._allreduce_delay) for optimizer in optimizers]
     for optimizer in optimizers:
         optimizer._allreduce_delay.update(dict.fromkeys(optimizer._allreduce_delay, _NEVER))
@@ -198,8 +208,7 @@ def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         for optimizer, known in zip(optimizers, counts, strict=True):
-            again = optimizer.backward_passes_per_step
-            optimizer._allreduce_delay.update({key: count or again for key, count in known.items()})
+            optimizer._allreduce_delay.update(known)
             # What the hooks have noted without sending it; synchronize() sends what has no note.
             for parameter, (handle, _) in list(optimizer._handles.items()):
                 if handle is None:

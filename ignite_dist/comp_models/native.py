@@ -444,6 +444,9 @@ class NativeModel(ComputationModel):
     def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         return native_wrap.shard_optimizer(optimizer)
 
+    def were_averaged(self, model: Module) -> None:
+        native_wrap.were_averaged(model)
+
     def accumulate_locally(
         self, model: Module, optimizers: Sequence[Optimizer]
     ) -> AbstractContextManager[None]:

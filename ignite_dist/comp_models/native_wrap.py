@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ignite_dist.arguments import check_keywords
 
-__all__ = ["accumulating", "joined", "shard_model", "shard_optimizer", "wrap_model"]
+__all__ = ["accumulating", "joined", "shard_model", "shard_optimizer", "were_averaged", "wrap_model"]
 
 
 # --- DistributedDataParallel -------------------------------------------------------------------------
@@ -80,11 +80,23 @@ def accumulating(model: Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
+                if module.static_graph and not module._static_graph_delay_allreduce_enqueued:
+                    raise ValueError(
+                        "static_graph=True: torch learns the graph from a first backward pass that averages "
+                        "gradients. Make one before any that does not, or leave static_graph out."
+                    )
                 stack.enter_context(module.no_sync())
             elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
                 module.set_requires_gradient_sync(False, recurse=False)
                 stack.callback(module.set_requires_gradient_sync, True, recurse=False)
         yield
+
+
+def were_averaged(model: Module) -> None:
+    """Let the next forward pass take rank 0's buffers, as it does after a backward pass that averages."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            module.require_forward_param_sync = True
 
 
 @contextmanager

@@ -81,13 +81,35 @@ def test_padded_shares_are_of_one_size_and_nothing_of_it_is_left(shuffle: bool) 
 def test_the_order_is_that_of_the_pass_that_was_begun_last() -> None:
     loader = exact_loader(13, shuffle=True)
     orders = set()
-    for _ in range(3):
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
         drawn = one_pass(loader)
+        loader.sampler.set_epoch(99)  # of the next pass
         orders.add(tuple(drawn.tolist()) if drawn is not None else ())
         assert idist.gather_in_order(drawn, loader).tolist() == list(range(13))
     assert len(orders) > 1
     loader.sampler.set_epoch(0)
     assert idist.gather_in_order(one_pass(loader), loader).tolist() == list(range(13))
+
+
+@on_every_rank
+def test_passes_that_were_broken_off_leave_no_trace() -> None:
+    loader = exact_loader(5, shuffle=True)
+    for _ in range(2):
+        for _batch in loader:
+            break
+        assert idist.gather_in_order(one_pass(loader), loader).tolist() == list(range(5))
+
+
+@on_every_rank
+def test_ranks_that_mean_different_passes_are_told_so() -> None:
+    if idist.get_world_size() == 1:
+        return
+    loader = exact_loader(5, shuffle=True)
+    loader.sampler.set_epoch(idist.get_rank())
+    drawn = one_pass(loader)
+    with raises(ValueError, "mean different passes"):
+        idist.gather_in_order(drawn, loader)
 
 
 @on_every_rank

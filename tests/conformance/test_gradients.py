@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module
+from torch.nn import BatchNorm1d, Linear, Module, Sequential
 from torch.optim import SGD, Optimizer
 
 import ignite_dist as idist
@@ -194,12 +194,63 @@ def test_forced_sync_tells_all_ranks_when_one_fails(failing: int) -> None:
                 torch.testing.assert_close(parameter.grad.cpu(), other.grad)
     assert idist.all_reduce(1) == idist.get_world_size()  # and nobody is out of step
     optimizer.zero_grad()
-    failing = 2
     for number in range(2):
         with idist.grad_sync(model, optimizer, number == 1, DDPSyncStrategy.FORCED_SYNC):
             model(*here(data[number])).mean().backward()
     optimizer.step()
     assert_equal(model, step_of_one_process(sum_of_means(of_all_ranks(always, 2))))
+
+
+@on_every_rank
+def test_forced_sync_leaves_nothing_to_the_step() -> None:
+    """Of two models with one optimizer too, of which only one is given."""
+    model, other = idist.auto_model(Branches()), idist.auto_model(Branches(), find_unused_parameters=True)
+    optimizer = idist.auto_optim(make_optimizer([*model.parameters(), *other.parameters()]))
+    one, second = of_all_ranks(always, 2)[idist.get_rank()]
+    other(*here(second)).mean().backward()
+    with idist.grad_sync(model, optimizer, strategy=DDPSyncStrategy.FORCED_SYNC):
+        model(*here(one)).mean().backward()
+    if idist.model_name() == "horovod-dist":
+        optimizer.synchronize = None
+    with count_collectives() as counted:
+        optimizer.step()
+    assert counted.count == 0
+    microbatches = of_all_ranks(always, 2)
+    assert_equal(model, step_of_one_process(sum_of_means([rank[:1] for rank in microbatches])))
+    assert_equal(other, step_of_one_process(sum_of_means([rank[1:] for rank in microbatches])))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_every_rank
+def test_buffers_stay_equal_where_the_wrapper_keeps_them_so(strategy: str) -> None:
+    model = idist.auto_model(Sequential(Linear(WIDTH, WIDTH), BatchNorm1d(WIDTH)).double())
+    optimizer = idist.auto_optim(make_optimizer(model.parameters()))
+    for number in range(4):
+        x = samples(number, idist.get_rank(), size=4).to(idist.device()) + 9 * idist.get_rank()
+        with idist.grad_sync(model, optimizer, number % 2 == 1, DDPSyncStrategy(strategy)):
+            model(x).pow(3).mean().backward()
+        if number % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    evaluated = model(samples(0, 0).to(idist.device())).tolist()
+    if current_model().averages_in_backward:
+        assert idist.all_gather(evaluated) == [evaluated] * idist.get_world_size()
+
+
+@on_every_rank
+def test_a_backward_pass_that_was_averaged_before_one_that_is_not() -> None:
+    live = current_model()
+    if live.averages_in_backward and live.get_world_size() > 1:
+        return  # torch leaves the second as each rank's own, as no_sync() says
+    model, optimizer = adapted()
+    microbatches = of_all_ranks(always, 2)
+    first, second = microbatches[idist.get_rank()]
+    model(*here(first)).mean().backward()
+    with idist.no_sync(model):
+        model(*here(second)).mean().backward()
+    optimizer.step()
+    assert_equal(model, step_of_one_process(sum_of_means(microbatches)))
 
 
 # --- accumulate --------------------------------------------------------------------------------------
@@ -261,9 +312,19 @@ def test_weights_that_are_none() -> None:
     with raises(ValueError, "number from 0 on"):
         next(idist.accumulate([1], model, 2, weight=lambda batch: -1))
     assert list(idist.accumulate([], model, 2)) == []
-    ((_, sync),) = idist.accumulate([1], model, 2, weight=lambda batch: 0)
+    _, sync = next(idist.accumulate([1], model, 2, weight=lambda batch: 0))
     with raises(ValueError, "are zero"), sync:
         pass
+
+
+@on_every_rank
+def test_a_step_s_last_block_is_not_left_out() -> None:
+    model, _ = adapted()
+    microbatches = idist.accumulate([1, 2, 3], model, 2)
+    next(microbatches)
+    next(microbatches)
+    with raises(RuntimeError, "left out"):
+        next(microbatches)
 
 
 @on_every_rank
@@ -272,9 +333,10 @@ def test_a_microbatch_of_no_weight_counts_nothing() -> None:
     model, optimizer = adapted(find_unused_parameters=True)
     weights = {0: float(idist.get_rank() == 0), 1: 2.0}  # the first of rank 0 counts half, of others nothing
     numbered = list(enumerate(microbatches[idist.get_rank()]))
-    for (_, one), sync in idist.accumulate(numbered, model, 2, weight=lambda batch: weights[batch[0]]):
+    for (number, one), sync in idist.accumulate(numbered, model, 2, weight=lambda batch: weights[batch[0]]):
         with sync:
-            model(*here(one)).mean().backward()
+            loss = model(*here(one)).mean()
+            (loss if weights[number] else loss * float("nan")).backward()  # as the mean of no samples
     optimizer.step()
 
     def loss(model: Module) -> Tensor:
@@ -328,13 +390,31 @@ def test_clipping_after_accumulation() -> None:
     microbatches = of_uneven_sizes()
     model, optimizer = adapted()
     batches = microbatches[idist.get_rank()]
-    for strategy in (DDPSyncStrategy.FORCED_SYNC,):
-        for batch, sync in idist.accumulate(batches, model, 5, lambda batch: len(batch[0]), strategy):
-            with sync:
-                model(*here(batch)).mean().backward()
-        idist.clip_grad_norm(model, 0.1)
-        optimizer.step()
+    strategy = DDPSyncStrategy.FORCED_SYNC
+    for batch, sync in idist.accumulate(batches, model, 5, lambda batch: len(batch[0]), strategy):
+        with sync:
+            model(*here(batch)).mean().backward()
+    idist.clip_grad_norm(model, 0.1)
+    optimizer.step()
     assert_equal(model, step_of_one_process(_mean(microbatches, range(5), weighed=True), 0.1))
+
+
+@on_every_rank
+def test_the_norm_is_one_on_all_ranks_where_no_optimizer_has_some_parameters() -> None:
+    model = idist.auto_model(Branches(), find_unused_parameters=True)
+    inner = idist.unwrap_model(model)
+    optimizer = idist.auto_optim(make_optimizer(inner.extra.parameters()))
+    microbatches = of_all_ranks(always, 1)
+    for _ in range(2):  # what is averaged is not averaged twice
+        if inner.extra.weight.grad is None:
+            model(*here(microbatches[idist.get_rank()][0])).mean().backward()
+        norm = idist.clip_grad_norm(model, 1e9).item()
+        assert idist.all_gather(norm) == [norm] * idist.get_world_size()
+    alone = Branches()
+    sum_of_means(microbatches)(alone).backward()
+    wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1e9).item()
+    assert norm == pytest.approx(wanted)
+    optimizer.step()
 
 
 @on_every_rank

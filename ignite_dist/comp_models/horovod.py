@@ -421,7 +421,7 @@ class HorovodModel(ComputationModel):
             op, process_set = getattr(optimizer, "op", None), getattr(optimizer, "process_set", None)
             if op not in (None, self._hvd.Average) or process_set not in (None, self._hvd.global_process_set):
                 raise ValueError(
-                    "FORCED_SYNC takes the mean over all ranks, and this optimizer has an op= or process_set= "
+                    "FORCED_SYNC takes the mean over all ranks; this optimizer has an op= or process_set= "
                     "of its own: use another strategy."
                 )
 

@@ -67,7 +67,7 @@ def auto_model(
         strategy: ``"ddp"``, or ``"fsdp"`` for torch's FSDP2: parameters, gradients and the optimizer's state
             are sharded, so the optimizer is made afterwards.
         wrap: with ``"fsdp"``, the classes of modules that are gathered one at a time: the layers of a
-            transformer. Without any the whole model is.
+            transformer. Without any the whole model is, as it has to be where such modules share a weight.
         kwargs: those of the wrapping class: ``static_graph``, ``bucket_cap_mb``, ...; with ``"fsdp"`` those
             of ``torch.distributed.fsdp.fully_shard``: ``mp_policy``, ``reshard_after_forward``, ...
             Where there is no wrapper they have no meaning and are not looked at, so that a script can keep
@@ -79,10 +79,11 @@ def auto_model(
         The wrapped module, or ``model`` itself.
 
     Raises:
-        ValueError: an unknown ``strategy`` or ``comm_hook``, a hook that the backend refuses, ``"fsdp"`` with
-            what belongs to DDP, or with Horovod or XLA. Nothing was sent.
+        ValueError: an unknown ``strategy`` or ``comm_hook``, ``"bf16"`` without NCCL, ``"fsdp"`` with what
+            belongs to DDP, or with Horovod or XLA. Nothing was sent.
     """
     live = current_model()
+    live.check_not_joining()
     given = {"wrapper": wrapper, "comm_hook": comm_hook, "buffer_hook": buffer_hook}
     options = {name: value for name, value in given.items() if value is not None}
     _check_strategy(strategy, sync_bn, wrap, comm_hook, options)
@@ -94,7 +95,9 @@ def auto_model(
         _move(model, device)
     wrapped = model if strategy == "fsdp" else live.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if wrapped is model and is_trained and live.get_world_size() > 1:  # nobody has made them equal
+    if (
+        wrapped is model and (is_trained or shards) and live.get_world_size() > 1
+    ):  # nobody has made them equal
         broadcast_tensors(live, [*model.parameters(), *model.buffers()], 0, live.world())
     return live.shard_model(model, wrap, **kwargs) if shards else wrapped
 
@@ -155,7 +158,8 @@ def mark_forward_method(model: Module, name: str) -> None:
 
     Raises:
         AttributeError: the module has no such method.
-        ValueError: ``torch.compile`` is around the wrapper or inside of it: it keeps what ``forward`` was.
+        ValueError: ``name`` is "forward"; or ``torch.compile`` is around the wrapper or inside of it, which
+            keeps what ``forward`` was; or the wrapper is ``DataParallel``.
 
     Example::
 
@@ -164,23 +168,33 @@ def mark_forward_method(model: Module, name: str) -> None:
     """
     inner = unwrap_model(model)
     method = getattr(inner, name)
+    if name == "forward":
+        raise ValueError("forward is what calling the model runs already.")
     if inner is model:
         return
-    if getattr(model, "module", None) is not inner:
+    if not isinstance(model, DistributedDataParallel) or model.module is not inner:
         raise ValueError(
-            f"{name} cannot go through the forward pass of a compiled model. Compile parts of it instead."
+            f"{name} can go through the forward pass of a DistributedDataParallel around the module itself, "
+            "not of torch.compile, which keeps what forward was, nor of DataParallel."
         )
 
     def through_forward(*args: Any, **kwargs: Any) -> Any:
+        own = vars(inner).get("forward")  # somebody else may have replaced it
+
+        def restore() -> None:
+            vars(inner).pop("forward", None)
+            if own is not None:
+                inner.forward = own
+
         def instead(*args: Any, **kwargs: Any) -> Any:
-            del inner.forward  # the instance's: the method may call the class's
+            restore()  # the method may call it
             return method(*args, **kwargs)
 
         inner.forward = instead
         try:
             return model(*args, **kwargs)
         finally:
-            vars(inner).pop("forward", None)
+            restore()
 
     setattr(model, name, through_forward)
 
@@ -237,7 +251,8 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
     Under Horovod it becomes a ``hvd.DistributedOptimizer`` that starts from the state of rank 0 (Adam's
     moments after a resume) and averages the gradients before each step, and the loss that a closure returns.
     Schedulers, ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as without it.
-    Between ``backward`` and ``step`` gradients are each rank's own: :func:`clip_grad_norm` averages them.
+    Between ``backward`` and ``step`` gradients are being averaged, and are not to be looked at before
+    :func:`clip_grad_norm` has waited for that.
 
     Args:
         optimizer: any torch optimizer. Its class can be made from parameters alone, as torch's own can.
@@ -254,6 +269,7 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         ValueError: ``zero`` where there is no such thing.
     """
     live = current_model()
+    live.check_not_joining()
     if zero and live.get_world_size() > 1:
         optimizer = live.shard_optimizer(optimizer)
     wrapped = live.wrap_optimizer(optimizer, **kwargs)

@@ -46,6 +46,7 @@ def exchange_outcomes(
         RankFailedError: another rank failed and this one did not.
         CollectiveMismatchError: another rank has made another call.
     """
+    model.check_not_joining()
     outcomes: list[_Outcome] = model.gather_objects(_Outcome.of(model.get_rank(), error, value), group)
     if not all(isinstance(outcome, _Outcome) for outcome in outcomes):
         raise CollectiveMismatchError("Some ranks tell each other how it went, and others make another call.")

@@ -115,6 +115,7 @@ def grad_sync(
 def _forced(
     live: ComputationModel, model: Module, optimizers: Sequence[Optimizer], is_final: bool
 ) -> Iterator[None]:
+    live.check_not_joining()
     live.check_forced(model, optimizers)
     world = live.world()
     if len(world.ranks) == 1:

@@ -46,7 +46,7 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
 
     Raises:
         RuntimeError: keys or shapes that are not the module's, on rank 0; nothing was changed.
-        RankFailedError: that, on the other ranks.
+        RankFailedError: that, or whatever loading it raises on rank 0, on the other ranks.
     """
     live, inner = current_model(), unwrap_model(model)
     world = live.resolve_group(None)
@@ -57,10 +57,18 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(inner, dict(state or {}) if live.get_rank() == 0 else {}, options=options)
         return
-    if live.get_rank() == 0:
-        inner.load_state_dict(state or {})
-    if live.get_world_size() > 1:
-        broadcast_tensors(live, [*inner.parameters(), *inner.buffers()], 0, world)
+    _on_rank_0(lambda: inner.load_state_dict(state or {}))
+    if live.get_world_size() == 1:
+        return
+    broadcast_tensors(live, [*inner.parameters(), *inner.buffers()], 0, world)
+    tensors = {name for name, _ in [*inner.named_parameters(), *inner.named_buffers()]}
+    tensors |= {name for name, _ in inner.named_parameters(remove_duplicate=False)}
+    extra = [name for name in inner.state_dict() if name not in tensors]  # of get_extra_state()
+    if extra:
+        values = {name: state[name] for name in extra} if state and live.get_rank() == 0 else {}
+        received = live.broadcast_object(values, 0, world)
+        if live.get_rank() != 0:
+            inner.load_state_dict(received, strict=False)
 
 
 def _check_state(inner: Module, state: Mapping[str, Any] | None) -> None:
@@ -109,16 +117,34 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> 
     """
     live = current_model()
     saved = io.BytesIO()
-    if live.get_rank() == 0:
-        torch.save(state, saved)
+    _on_rank_0(lambda: torch.save(state, saved))
     received = live.broadcast_bytes(saved.getvalue(), 0, live.resolve_group(None))
     everyones: dict[str, Any] = torch.load(io.BytesIO(received), weights_only=False)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _check_optimizer_state(optimizer, everyones)
     for number, parameter in enumerate(parameters):
         own = everyones["state"].get(number, {})
         if is_sharded(parameter):
             own.update({name: _as_sharded(value, parameter) for name, value in own.items()})
+    if hasattr(optimizer, "consolidate_state_dict"):  # ZeRO would keep what the state to load has not
+        optimizer.optim.state.clear()  # type: ignore[attr-defined]
     optimizer.load_state_dict(everyones)
+
+
+def _check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
+        raise ValueError(
+            f"The state of an optimizer is what optimizer_state() gave on rank 0, got {type(state)}."
+        )
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    given = [len(group["params"]) for group in state["param_groups"]]
+    if own != given:
+        raise ValueError(
+            f"The state is not that of this optimizer: its parameter groups have {given} parameters, the "
+            f"optimizer's {own}."
+        )
+    if strange := [key for key in state["state"] if isinstance(key, int) and not 0 <= key < sum(own)]:
+        raise ValueError(f"The state has parameters that the optimizer has not: {strange}.")
 
 
 # --- shared ------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ def join(
     optimizer keeps beside them, Adam's moments, is each rank's own from there on, as in torch). In the block
     every other collective of this package raises, because not all ranks would make it. A serial context needs
     none of it; with XLA and with FSDP2 every rank takes part in every step, so they raise on entry.
+    For a rank that raises in the block the others wait until it ends, as with torch's ``Join``.
 
     Args:
         model: what :func:`auto_model` returned.
@@ -40,6 +41,7 @@ def join(
 
     Raises:
         ValueError: the backend does not have it. Nothing was sent.
+        RuntimeError: inside of another join().
 
     Example::
 
@@ -48,6 +50,7 @@ def join(
                 ...
     """
     live = current_model()
+    live.check_not_joining()
     options = {
         "divide_by_initial_world_size": divide_by_initial_world_size,
         "throw_on_early_termination": throw_on_early_termination,

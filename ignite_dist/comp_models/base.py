@@ -285,6 +285,18 @@ class ComputationModel(ABC):
             self._everyone = Group(None, tuple(range(self.get_world_size())))
         return self._everyone
 
+    def check_not_joining(self) -> None:
+        """Refuse, inside of ``join()``, what every rank would have to call.
+
+        Raises:
+            RuntimeError: says where it can be called.
+        """
+        if self.is_joining:
+            raise RuntimeError(
+                "In join() ranks make different numbers of steps, so a collective would wait for ranks "
+                "that have left. Make it after the block."
+            )
+
     def world_handle(self) -> Any:
         """What the backend calls the group of all ranks, which is a ``group=`` like any other."""
         return self.world().ranks
@@ -304,11 +316,7 @@ class ComputationModel(ABC):
             ValueError: a rank out of range or given twice, a handle that was destroyed, or no group at all.
             RuntimeError: inside of ``join()``.
         """
-        if self.is_joining:
-            raise RuntimeError(
-                "In join() ranks make different numbers of steps, so a collective would wait for ranks "
-                "that have left. Make it after the block."
-            )
+        self.check_not_joining()
         if group is None:
             return self.world()
         if not isinstance(group, (list, tuple, range)):

@@ -401,8 +401,17 @@ class HorovodModel(ComputationModel):
         self._num_optimizers += 1
         wrapped = horovod_optim.distribute(optimizer, f"optimizer{self._num_optimizers}", **kwargs)
         if self._world_size > 1:
-            sent = horovod_optim.state_as_bytes(wrapped) if self._rank == 0 else b""
+            sent, failure = b"", None
+            if self._rank == 0:
+                try:
+                    sent = horovod_optim.state_as_bytes(wrapped)
+                except Exception as error:  # which the others hear of
+                    failure = error
             received = self.broadcast_bytes(sent, 0, self.world())
+            if failure is not None:
+                raise failure
+            if not received:
+                raise RuntimeError("Rank 0 could not send the state of its optimizer; it says why.")
             if self._rank != 0:
                 horovod_optim.load_state(wrapped, received, self.device())
         return wrapped

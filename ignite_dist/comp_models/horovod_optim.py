@@ -56,6 +56,8 @@ def distribute(optimizer: Optimizer, name: str, **kwargs: Any) -> Optimizer:
     made.zero_grad = _zero_grad(plain)
     if kwargs.get("op") != hvd.Adasum:
         _let_backward_again(wrapped, wrapped.param_groups)
+        wrapped._sent = {}
+        made._allreduce_grad_async = _noting_what_is_sent(made._allreduce_grad_async)
         made.synchronize = _synchronize(made.synchronize, f"ignite_dist.{name}.used")
         made.step = _step(inspect.unwrap(made.step), f"ignite_dist.{name}.loss")
         made.add_param_group = _add_param_group(plain, name)
@@ -148,6 +150,9 @@ def _synchronize(horovods: Callable[..., None], name: str) -> Callable[..., None
         ]
         used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
         handle = hvd.allreduce_async_(used, op=hvd.Max, name=name, process_set=self.process_set)
+        for parameter in trained:
+            if parameter.grad is None:  # dropped while its average was under way
+                _finish(self, parameter)
         horovods(self)
         hvd.synchronize(handle)
         for parameter, is_used in zip(trained, used.tolist(), strict=True):
@@ -161,7 +166,8 @@ def _let_backward_again(wrapped: Any, groups: list[dict[str, Any]]) -> None:
     """Allow a second backward pass before the step, where Horovod raises: of two losses, say, or of a GAN.
 
     The second finds the average of the first under way in the gradient that it is to be added to. So it waits
-    for it, and the average is taken once more of the sum: what all ranks have in common stays as it is.
+    for it, and the average is taken once more of the sum: what all ranks have in common stays as it is. Each
+    rank makes as many passes through a parameter as the others.
     """
     optimizer = weakref.ref(wrapped)
 
@@ -179,6 +185,16 @@ def _let_backward_again(wrapped: Any, groups: list[dict[str, Any]]) -> None:
                 watch(parameter)
 
 
+def _noting_what_is_sent(horovods: Callable[..., Any]) -> Callable[..., Any]:
+    def allreduce_grad_async(self: Any, parameter: Tensor) -> Any:
+        sent = horovods(self, parameter)
+        assert parameter.grad is not None
+        self._sent[parameter] = parameter.grad, parameter.grad._version
+        return sent
+
+    return allreduce_grad_async
+
+
 def _finish(optimizer: Any, parameter: Any) -> None:
     """Wait for the average of a gradient, if it is under way, and put it there."""
     import horovod.torch as hvd
@@ -186,7 +202,10 @@ def _finish(optimizer: Any, parameter: Any) -> None:
     handle, context = optimizer._handles.get(parameter, (None, None))
     if handle is None or optimizer._groups is not None:
         return
-    parameter.grad.set_(optimizer._compression.decompress(hvd.synchronize(handle), context))
+    average = optimizer._compression.decompress(hvd.synchronize(handle), context)
+    sent, version = optimizer._sent[parameter]
+    if parameter.grad is sent and sent._version == version:  # else it was dropped: model.zero_grad()
+        parameter.grad.set_(average)
     del optimizer._handles[parameter]
     optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
 

@@ -23,6 +23,9 @@ from ignite_dist.arguments import check_keywords
 __all__ = ["accumulating", "joined", "shard_model", "shard_optimizer", "were_averaged", "wrap_model"]
 
 
+_LOCAL = "_ignite_dist_local"  # on a module of FSDP2 that does not synchronise gradients
+
+
 # --- DistributedDataParallel -------------------------------------------------------------------------
 
 
@@ -87,8 +90,12 @@ def accumulating(model: Module) -> Iterator[None]:
                     )
                 stack.enter_context(module.no_sync())
             elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
+                if vars(module).get(_LOCAL):  # an outer block is to end it
+                    continue
+                setattr(module, _LOCAL, True)
                 module.set_requires_gradient_sync(False, recurse=False)
                 stack.callback(module.set_requires_gradient_sync, True, recurse=False)
+                stack.callback(vars(module).pop, _LOCAL)
         yield
 
 
@@ -142,6 +149,8 @@ def shard_optimizer(optimizer: Optimizer) -> Optimizer:
     """A ``ZeroRedundancyOptimizer`` of the same class, parameter groups, state and options."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer
     # `defaults` may hold more than can be given: AdamW's names what it has fixed for Adam.
     accepted = inspect.signature(type(optimizer).__init__).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
@@ -150,6 +159,10 @@ def shard_optimizer(optimizer: Optimizer) -> Optimizer:
         for group in optimizer.param_groups
     ]
     sharded = ZeroRedundancyOptimizer(groups, type(optimizer), **options)
+    for group, other in zip(sharded.param_groups, optimizer.param_groups, strict=True):
+        group.update({name: value for name, value in other.items() if name != "params"})  # initial_lr, say
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        vars(sharded)[hooks].update(vars(optimizer)[hooks])
     if optimizer.state:
         sharded.load_state_dict(optimizer.state_dict())
     return sharded

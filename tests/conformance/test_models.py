@@ -136,6 +136,31 @@ def test_a_method_of_the_module_s_own_as_a_forward_pass() -> None:
     assert torch.equal(model(mine()), idist.unwrap_model(model)(mine()))  # forward() is as it was
     with raises(AttributeError, "nothing_like_it"):
         idist.mark_forward_method(model, "nothing_like_it")
+    with raises(ValueError, "forward is what"):
+        idist.mark_forward_method(model, "forward")
+    idist.unwrap_model(model).forward = lambda x: x.sum() * 7  # somebody's own
+    assert model.loss(mine()).item() == pytest.approx((mine().sum() * 7).pow(2).item())
+    assert model(mine()).item() == pytest.approx((mine().sum() * 7).item())
+
+
+@on_every_rank
+def test_gradients_that_are_dropped_stay_dropped() -> None:
+    """By the model, and not by the optimizer that may be averaging them: a step that is skipped."""
+    for dtype in (torch.float64, torch.bfloat16):
+        for again in (False, True):
+            model = idist.auto_model(Net().to(dtype))
+            optimizer = idist.auto_optim(SGD(model.parameters(), lr=0.5))
+            model(mine().to(dtype)).mean().backward()
+            model.zero_grad()
+            if again:
+                model(mine().to(dtype)).pow(2).mean().backward()
+            optimizer.step()
+            expected = of_one_process(lambda net, x: net(x).pow(2).mean()) if again else Net()
+            if dtype is torch.float64:
+                assert_same(model, expected)
+            else:
+                for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+                    torch.testing.assert_close(one.cpu().double(), other, rtol=0.05, atol=0.05)
 
 
 # --- what is not there everywhere ------------------------------------------------------------------------
@@ -227,11 +252,45 @@ def test_a_state_that_does_not_fit_raises_on_every_rank() -> None:
         state["more"] = state.pop("first.bias")
     with raises(RuntimeError if idist.get_rank() == 0 else RankFailedError, "missing first.bias"):
         idist.load_model_state(model, state)
-    with raises(ValueError, "parameter group"):
-        idist.load_optimizer_state(optimizer, {"state": {}, "param_groups": []})
+    for wrong in (
+        {"state": {}, "param_groups": []},
+        None,
+        {"state": {9: {}}, "param_groups": [{"params": [0, 1, 2, 3]}]},
+    ):
+        with raises(ValueError, "state"):
+            idist.load_optimizer_state(optimizer, wrong)
+    with raises(Exception if idist.get_rank() == 0 else RankFailedError, "pickle"):
+        idist.load_optimizer_state(optimizer, {"state": lambda: 0})
     after = idist.model_state(model)
     if idist.get_rank() == 0:
         torch.testing.assert_close(after, before)
+
+
+class Counting(Net):
+    count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        if state < 0:
+            raise RuntimeError("no such count")
+        self.count = state
+
+
+@on_every_rank
+def test_extra_state_belongs_to_the_state() -> None:
+    model = idist.auto_model(Counting())
+    inner = idist.unwrap_model(model)
+    state = idist.model_state(model)
+    if idist.get_rank() == 0:
+        state["_extra_state"] = 7
+    idist.load_model_state(model, state)
+    assert inner.count == 7
+    if idist.get_rank() == 0:
+        state["_extra_state"] = -1
+    with raises(RuntimeError if idist.get_rank() == 0 else RankFailedError, "no such count"):
+        idist.load_model_state(model, state)
 
 
 @on_every_rank
@@ -264,8 +323,15 @@ def test_ranks_with_different_numbers_of_steps() -> None:
             optimizer.zero_grad()
             model(mine()).pow(2).mean().backward()
             optimizer.step()
-        with raises(RuntimeError, "Make it after the block"):
-            idist.all_reduce(1)
+        for function in (
+            lambda: idist.all_reduce(1),
+            lambda: idist.auto_model(Net()),
+            lambda: idist.grad_sync(model, strategy=idist.DDPSyncStrategy.FORCED_SYNC).__enter__(),
+            lambda: idist.join(model).__enter__(),
+        ):
+            if world_size > 1:
+                with raises(RuntimeError, "Make it after the block"):
+                    function()
     alone = Net()
     sgd = SGD(alone.parameters(), lr=0.5)
     for number in range(world_size):

@@ -503,7 +503,7 @@ def _means() -> dict[str, Any]:
     }
 
 
-def test_the_mean_is_exact_in_every_dtype_and_no_gradient_counts_as_zero(replicas: Replicas) -> None:
+def test_the_mean_is_exact_in_every_dtype_and_no_gradient_stays_none(replicas: Replicas) -> None:
     pairs = list(zip(_gradients_of(0), _gradients_of(1), strict=True))
     wide = [torch.complex128 if one.is_complex() else torch.float64 for one, _ in pairs]
     expected = [
@@ -515,7 +515,7 @@ def test_the_mean_is_exact_in_every_dtype_and_no_gradient_counts_as_zero(replica
         same_bits(found["after"], [0 - one for one in expected])
         same_bits(found["again"], found["after"])
         same_bits(found["without"], [torch.full((2,), 7.0), torch.full((3,), 8.0)])
-        assert found["same"] and found["none"] == [False, True, *[False] * len(pairs)]  # one is frozen
+        assert found["same"] and all(found["none"])  # no replica had any in the second step
 
 
 class Branches(Module):

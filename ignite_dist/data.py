@@ -302,7 +302,8 @@ def _agree(described: list[Any], counts: list[int]) -> Any:
             if column.count != count:
                 raise ValueError(
                     f"Rank {rank} drew {count} samples from the loader and gave {column.count} values. "
-                    "gather_in_order takes what a whole pass has computed: torch.cat(batches), not a batch."
+                    "gather_in_order takes what a whole pass has computed, not one that was broken off, as "
+                    "one tensor or list: torch.cat(batches)."
                 )
         layout = structure, [replace(column, count=0) for column in leaves]
         if found is None:

@@ -30,24 +30,30 @@ __all__ = ["DDPSyncStrategy", "Microbatch", "accumulate", "clip_grad_norm", "gra
 
 
 class DDPSyncStrategy(Enum):
-    """When the gradients of several microbatches are averaged over the ranks."""
+    """When the gradients of several microbatches are averaged over the ranks.
+
+    Attributes:
+        SINGLE_AUTO_SYNC: once, in the last microbatch's backward pass (Horovod, XLA: in the step). The
+            fastest, and right if every last microbatch uses every parameter, or with
+            ``find_unused_parameters=True``. Without that ``DistributedDataParallel`` averages nothing in a step whose last microbatch leaves a
+            parameter out, and says so only in the next forward pass.
+        MULTI_AUTO_SYNC: in each microbatch's backward pass: with ``find_unused_parameters=True`` the
+            single-process gradients, whatever each microbatch uses, at the price of an all-reduce for each.
+            Horovod and XLA: once, in the step, which is as right there.
+        FORCED_SYNC: once, after the last microbatch's block: the ranks agree on which parameters have a
+            gradient on any of them, and average these in buckets. The single-process gradients, whatever each
+            microbatch uses on each rank, without ``find_unused_parameters``; but nothing overlaps with the
+            backward pass. If a block raises on one rank, the others raise ``RankFailedError``, and no
+            gradient is touched.
+    """
 
     SINGLE_AUTO_SYNC = "single_auto_sync"
-    """Once, in the last microbatch's backward pass (Horovod, XLA: in the step). The fastest, and right if
-    every last microbatch uses every parameter, or with ``find_unused_parameters=True``. Without that
-    ``DistributedDataParallel`` averages nothing in a step whose last microbatch leaves a parameter out, and
-    says so only in the next forward pass."""
-
     MULTI_AUTO_SYNC = "multi_auto_sync"
-    """In each microbatch's backward pass: with ``find_unused_parameters=True`` the single-process gradients,
-    whatever each microbatch uses, at the price of an all-reduce for each. Horovod and XLA: once, in the step,
-    which is as right there."""
-
     FORCED_SYNC = "forced_sync"
-    """Once, after the last microbatch's block: the ranks agree on which parameters have a gradient on any of
-    them, and average these in buckets. The single-process gradients, whatever each microbatch uses on each
-    rank, without ``find_unused_parameters``; but nothing overlaps with the backward pass. If a block raises
-    on one rank, the others raise ``RankFailedError``, and no gradient is touched."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        raise ValueError(f"strategy is one of {', '.join(map(str, cls))}, or its value; got {value!r}.")
 
 
 @contextmanager
@@ -182,13 +188,14 @@ def accumulate(
 
     When the step comes, the gradient is that of the mean of the losses of all its microbatches on all ranks.
     The last step of a pass may have fewer than ``steps``, and each rank makes as many steps as the others.
-    Where their numbers of microbatches in a step differ say ``weight=lambda batch: 1`` to have them counted,
-    and not MULTI_AUTO_SYNC, for which they are equal. A step begins with gradients of None or zero: what is
-    there is taken for a part of the sum. What ``loader`` or ``weight`` raises is that rank's alone.
+    Where their numbers of microbatches in a step differ say ``weight=lambda batch: 1`` to have them counted;
+    with MULTI_AUTO_SYNC, and for a model with buffers, they are equal. A step begins with gradients of None
+    or zero: what is there is taken for a part of the sum. What ``loader`` or ``weight`` raises is that rank's
+    alone.
 
     Args:
         loader: whose batches are the microbatches; it is one batch ahead.
-        model: what :func:`auto_model` returned, or what contains it.
+        model: what :func:`auto_model` returned, or what contains it; not with ``strategy="fsdp"``.
         steps: microbatches per step.
         weight: of a batch, in whatever counts: how many samples, or tokens, its loss is the mean of. Then the
             gradient is that of the mean over all of these, whatever the sizes of the microbatches on each

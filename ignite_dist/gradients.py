@@ -35,8 +35,8 @@ class DDPSyncStrategy(Enum):
     Attributes:
         SINGLE_AUTO_SYNC: once, in the last microbatch's backward pass (Horovod, XLA: in the step). The
             fastest, and right if every last microbatch uses every parameter, or with
-            ``find_unused_parameters=True``. Without that ``DistributedDataParallel`` averages nothing in a step
-            whose last microbatch leaves a parameter out, and says so only in the next forward pass.
+            ``find_unused_parameters=True``. Without that ``DistributedDataParallel`` averages nothing in a
+            step whose last microbatch leaves a parameter out, and says so only in the next forward pass.
         MULTI_AUTO_SYNC: in each microbatch's backward pass: with ``find_unused_parameters=True`` the
             single-process gradients, whatever each microbatch uses, at the price of an all-reduce for each.
             Horovod and XLA: once, in the step, which is as right there.

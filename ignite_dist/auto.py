@@ -95,9 +95,8 @@ def auto_model(
         _move(model, device)
     wrapped = model if strategy == "fsdp" else live.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if (
-        wrapped is model and (is_trained or shards) and live.get_world_size() > 1
-    ):  # nobody has made them equal
+    is_equal = wrapped is not model or live.get_world_size() == 1  # a wrapper sees to it
+    if not is_equal and (is_trained or shards):
         broadcast_tensors(live, [*model.parameters(), *model.buffers()], 0, live.world())
     return live.shard_model(model, wrap, **kwargs) if shards else wrapped
 
@@ -233,9 +232,8 @@ def _moved(batch: Any, device: torch.device) -> Any:
     if is_dataclass(batch):
         moved = copy(batch)
         for field in fields(batch):
-            object.__setattr__(
-                moved, field.name, _moved(getattr(batch, field.name), device)
-            )  # frozen ones too
+            value = _moved(getattr(batch, field.name), device)
+            object.__setattr__(moved, field.name, value)  # of frozen ones too
         return moved
     return batch
 

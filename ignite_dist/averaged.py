@@ -1,11 +1,14 @@
-"""Which gradients hold the mean of all ranks already, so that a step does not average them again."""
+"""Which gradients of an optimizer hold the mean of all ranks already: a step does not average them again."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-__all__ = ["mark_averaged", "take_mark"]
+__all__ = ["mark_averaged", "parameters_of", "take_mark"]
 
 _MARK = "_ignite_dist_averaged"
 
@@ -28,5 +31,11 @@ def take_mark(optimizer: Optimizer) -> bool:
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
+
+
+def parameters_of(*optimizers: Optimizer) -> Iterator[Parameter]:
+    """The parameters of ``optimizers``, group by group."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ignite_dist.averaged import mark_averaged, take_mark
+from ignite_dist.averaged import mark_averaged, parameters_of, take_mark
 from ignite_dist.collectives import all_reduce
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
@@ -99,8 +99,7 @@ def _average(live: ComputationModel, optimizer: Optimizer) -> None:
     world = live.world()
     if len(world.ranks) == 1:  # the context has ended
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
     # To know which gradients other ranks have would be to wait for the device in each step.
     used = trained if live.computes_lazily() else agree_on_gradients(live, trained, world)
     average_gradients(live, used, world)

@@ -7,7 +7,7 @@ Backends average at different times: ``DistributedDataParallel`` in the backward
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from functools import partial
 from math import inf
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 
-from ignite_dist.averaged import mark_averaged
+from ignite_dist.averaged import mark_averaged, parameters_of
 from ignite_dist.averaging import agree_on_gradients, average_gradients, average_now
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.base import NO_OPTIMIZER
@@ -136,7 +136,7 @@ def _forced(
     if is_final:
         parameters = dict.fromkeys(model.parameters())
         if not live.averages_in_backward:  # the step will not average what else these optimizers have either
-            parameters.update(dict.fromkeys(_parameters_of(optimizers)))
+            parameters.update(dict.fromkeys(parameters_of(*optimizers)))
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         average_gradients(live, agree_on_gradients(live, trained, world), world)
         live.were_averaged(model)
@@ -161,19 +161,17 @@ class Microbatch:
         self.is_final = is_final
         self.was_entered = False
         self._context = context
-        self._entered: ExitStack | None = None
+        self._entered: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Microbatch:
         self.was_entered = True
-        with ExitStack() as stack:
-            stack.enter_context(self._context())
-            self._entered = stack.pop_all()
+        self._entered = self._context()
+        self._entered.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
-        entered, self._entered = self._entered, None
-        assert entered is not None
-        return entered.__exit__(*error)
+        assert self._entered is not None
+        return self._entered.__exit__(*error)
 
 
 def accumulate(
@@ -345,7 +343,7 @@ def clip_grad_norm(
     if in_step:
         for optimizer in optimizers:
             average_now(live, optimizer)
-        owned = set(_parameters_of(optimizers))
+        owned = set(parameters_of(*optimizers))
         others = [parameter for parameter in trained if parameter not in owned]  # which no step will average
         if others:
             average_gradients(live, agree_on_gradients(live, others, live.world()), live.world())
@@ -369,16 +367,9 @@ def _optimizers(
     if live.averages_in_backward:  # nobody will ask
         return []
     own = set(model.parameters())
-    adapted = [
-        reference() for reference in live.optimizers.valuerefs()
-    ]  # another replica may add one meanwhile
-    return [one for one in adapted if one is not None and not own.isdisjoint(_parameters_of([one]))]
-
-
-def _parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Parameter]:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
+    # Not values(): another replica of this process may add one meanwhile.
+    adapted = [reference() for reference in live.optimizers.valuerefs()]
+    return [one for one in adapted if one is not None and not own.isdisjoint(parameters_of(one))]
 
 
 def _check_whole(model: Module, function: str) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ignite_dist import tree
 from ignite_dist.auto import unwrap_model
+from ignite_dist.averaged import parameters_of
 from ignite_dist.context import current_model
 from ignite_dist.control import exchange_outcomes
 from ignite_dist.tensors import broadcast_tensors, is_sharded
@@ -50,14 +51,14 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
     """
     live, inner = current_model(), unwrap_model(model)
     world = live.resolve_group(None)
-    _on_rank_0(lambda: _check_state(inner, state))
-    if any(map(is_sharded, inner.parameters())):
+    shards = any(map(is_sharded, inner.parameters()))
+    _on_rank_0(lambda: _check_state(inner, state) if shards else _load_whole(inner, state))
+    if shards:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(inner, dict(state or {}) if live.get_rank() == 0 else {}, options=options)
         return
-    _on_rank_0(lambda: inner.load_state_dict(state or {}))
     if live.get_world_size() == 1:
         return
     broadcast_tensors(live, [*inner.parameters(), *inner.buffers()], 0, world)
@@ -69,6 +70,11 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
         received = live.broadcast_object(values, 0, world)
         if live.get_rank() != 0:
             inner.load_state_dict(received, strict=False)
+
+
+def _load_whole(inner: Module, state: Mapping[str, Any] | None) -> None:
+    _check_state(inner, state)
+    inner.load_state_dict(state or {})
 
 
 def _check_state(inner: Module, state: Mapping[str, Any] | None) -> None:
@@ -120,9 +126,8 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> 
     _on_rank_0(lambda: torch.save(state, saved))
     received = live.broadcast_bytes(saved.getvalue(), 0, live.resolve_group(None))
     everyones: dict[str, Any] = torch.load(io.BytesIO(received), weights_only=False)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     _check_optimizer_state(optimizer, everyones)
-    for number, parameter in enumerate(parameters):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         own = everyones["state"].get(number, {})
         if is_sharded(parameter):
             own.update({name: _as_sharded(value, parameter) for name, value in own.items()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -574,3 +575,18 @@ def test_the_hooks_of_a_step_run_once_and_see_the_averaged_gradients(nproc_per_n
     for found in spawn(_hooked, nproc_per_node=nproc_per_node):
         assert found["calls"] == alone["calls"]
         equal(found["gradients"], alone["gradients"])
+
+
+def _kept(_: int) -> list[bool]:
+    model = idist.auto_model(_net())
+    optimizer = idist.auto_optim(SGD(model.parameters(), lr=0.1))
+    _backward(model)
+    gradients = [weakref.ref(one.grad) for one in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    return [gradient() is None for gradient in gradients]
+
+
+def test_gradients_are_given_up_after_the_step() -> None:
+    for rank in spawn(_kept):
+        assert all(rank)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ignite_dist.averaged import take_mark
+from ignite_dist.averaged import parameters_of, take_mark
 
 __all__ = ["accumulating", "distribute", "load_state", "state_as_bytes"]
 
@@ -53,10 +53,10 @@ def distribute(optimizer: Optimizer, name: str, **kwargs: Any) -> Optimizer:
     # Horovod has just made this class for this optimizer, and calls super(self.__class__, self), so its
     # methods can be replaced but not inherited.
     made, plain = type(wrapped), type(optimizer)
+    wrapped._sent = {}  # the gradients under way, by their parameters
     made.zero_grad = _zero_grad(plain)
     if kwargs.get("op") != hvd.Adasum:
         _let_backward_again(wrapped, wrapped.param_groups)
-        wrapped._sent = {}
         made._allreduce_grad_async = _noting_what_is_sent(made._allreduce_grad_async)
         made.synchronize = _synchronize(made.synchronize, f"ignite_dist.{name}.used")
         made.step = _step(inspect.unwrap(made.step), f"ignite_dist.{name}.loss")
@@ -142,18 +142,14 @@ def _synchronize(horovods: Callable[..., None], name: str) -> Callable[..., None
 
         if not self.process_set.included() or self.process_set.size() == 1:
             return horovods(self)
-        trained = [
-            parameter
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter in self._requires_update
-        ]
+        trained = [parameter for parameter in parameters_of(self) if parameter in self._requires_update]
         used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
         handle = hvd.allreduce_async_(used, op=hvd.Max, name=name, process_set=self.process_set)
         for parameter in trained:
             if parameter.grad is None:  # dropped while its average was under way
                 _finish(self, parameter)
         horovods(self)
+        self._sent.clear()  # it would keep the gradients
         hvd.synchronize(handle)
         for parameter, is_used in zip(trained, used.tolist(), strict=True):
             if not is_used:
@@ -200,10 +196,10 @@ def _finish(optimizer: Any, parameter: Any) -> None:
     import horovod.torch as hvd
 
     handle, context = optimizer._handles.get(parameter, (None, None))
-    if handle is None or optimizer._groups is not None:
+    if handle is None or parameter not in optimizer._sent:  # with groups= Horovod sends several as one
         return
     average = optimizer._compression.decompress(hvd.synchronize(handle), context)
-    sent, version = optimizer._sent[parameter]
+    sent, version = optimizer._sent.pop(parameter)
     if parameter.grad is sent and sent._version == version:  # else it was dropped: model.zero_grad()
         parameter.grad.set_(average)
     del optimizer._handles[parameter]
@@ -293,7 +289,7 @@ def load_state(optimizer: Optimizer, state: bytes | memoryview, device: torch.de
     saved = torch.load(io.BytesIO(state), map_location=place, weights_only=False)
     for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in other.items() if key != "params"})
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = list(parameters_of(optimizer))
     optimizer.state.clear()
     for key, value in saved["state"].items():  # by the number of a parameter, or by a key of the user's own
         optimizer.state[parameters[key] if isinstance(key, int) else key] = value

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ignite_dist import wire
 from ignite_dist.arguments import check_counts, check_keywords
+from ignite_dist.averaged import parameters_of
 from ignite_dist.comp_models import xla_replicas, xla_views
 from ignite_dist.comp_models.base import ComputationModel, Group, Topology
 from ignite_dist.errors import EnvironmentVariablesError, RankFailedError
@@ -346,8 +347,7 @@ class XlaModel(ComputationModel):
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if all(parameter.device.type != "xla" for parameter in parameters):
+        if all(parameter.device.type != "xla" for parameter in parameters_of(optimizer)):
             raise ValueError(
                 "None of the optimizer's parameters is on an XLA device. Moved there, a model has new ones: "
                 "make the optimizer from the parameters of what auto_model has returned."

@@ -28,7 +28,7 @@ endif
 .DEFAULT_GOAL := help
 # Two pips at once in one .venv would break it; the tests use all cores by themselves.
 .NOTPARALLEL:
-.PHONY: help venv demo test test-gpu horovod test-horovod xla test-xla xla-suite conformance \
+.PHONY: help venv demo test test-gpu stress horovod test-horovod xla test-xla xla-suite conformance \
     conformance-results bench bench-xla bench-here lint style type clean
 
 help:  ## list the targets
@@ -44,6 +44,9 @@ test: $(call needs,test examples)  ## run the tests that need neither GPU, Horov
 
 test-gpu: $(call needs,test examples)  ## run the tests that need a CUDA device, one at a time
 	$(PY) -m pytest -m gpu $(ARGS)
+
+stress: $(call needs,test examples horovod)  ## repeat failures, launches and contexts until one of them goes wrong (35 minutes)
+	$(PY) -m pytest -m "stress and not gpu and not xla" --stress $(ARGS)
 
 horovod: $(call needs,horovod)  ## build Horovod for the torch in .venv, once, and install it there
 

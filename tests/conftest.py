@@ -2,12 +2,50 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed as dist
 
 from helpers import is_launcher_variable
+
+# What the tests under @pytest.mark.stress have counted: printed at the end of a run with --stress.
+_tally = pytest.StashKey[Counter[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--stress", action="store_true", help="the long form of the tests that repeat things")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items if config.getoption("--stress") else ():
+        if item.get_closest_marker("stress") is not None:
+            item.add_marker(pytest.mark.timeout(1800), append=False)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--stress") and _tally in config.stash:
+        terminalreporter.section("what was repeated")
+        for name, count in sorted(config.stash[_tally].items()):
+            terminalreporter.write_line(f"{count:7,} {name}")
+
+
+@pytest.fixture
+def repetitions(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
+    """``repetitions(short, long)``: how often a test does something; ``long`` times in ``make stress``."""
+    return lambda short, long: long if request.config.getoption("--stress") else short
+
+
+@pytest.fixture
+def tally(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """``tally(name)`` counts one more of ``name`` in the summary of ``make stress``."""
+    counter = request.config.stash.setdefault(_tally, Counter())
+
+    def count(name: str) -> None:
+        counter[name] += 1
+
+    return count
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -41,13 +41,14 @@ from ignite_dist.context import (
     sync,
     world_group,
 )
-from ignite_dist.control import all_true, any_true, one_rank_first, one_rank_only
+from ignite_dist.control import all_true, any_true, one_rank_first, one_rank_only, raise_together
 from ignite_dist.data import auto_dataloader, gather_in_order, sampler_kwargs, split
 from ignite_dist.errors import (
     CollectiveMismatchError,
     DistributedError,
     EnvironmentVariablesError,
     LaunchError,
+    MissingRanksError,
     RankFailedError,
     WorkerExitedError,
     WorkerRaisedError,
@@ -58,6 +59,7 @@ from ignite_dist.samplers import DistributedProxySampler, ExactSampler
 from ignite_dist.seeding import seed_everything, shared_seed
 from ignite_dist.state import load_model_state, load_optimizer_state, model_state, optimizer_state
 from ignite_dist.uneven import join
+from ignite_dist.watchdog import debug, watch
 
 __version__ = "0.1.0"
 
@@ -69,6 +71,7 @@ __all__ = [
     "EnvironmentVariablesError",
     "ExactSampler",
     "LaunchError",
+    "MissingRanksError",
     "Parallel",
     "RankFailedError",
     "WorkerExitedError",
@@ -88,6 +91,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "clip_grad_norm",
+    "debug",
     "device",
     "finalize",
     "gather_in_order",
@@ -116,6 +120,7 @@ __all__ = [
     "one_rank_first",
     "one_rank_only",
     "optimizer_state",
+    "raise_together",
     "register_computation_model",
     "registered_computation_models",
     "sampler_kwargs",
@@ -128,5 +133,6 @@ __all__ = [
     "sync",
     "to_device",
     "unwrap_model",
+    "watch",
     "world_group",
 ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
 from typing import Any
 
-__all__ = ["check_counts", "check_keywords", "check_nodes", "did_you_mean", "keywords_of"]
+__all__ = ["check_counts", "check_keywords", "check_nodes", "check_timeout", "did_you_mean", "keywords_of"]
 
 
 def keywords_of(function: Callable[..., Any]) -> set[str]:
@@ -45,6 +46,21 @@ def check_counts(**counts: Any) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive int, got {value!r}.")
+
+
+def check_timeout(name: str, timeout: Any) -> None:
+    """Refuse what is not a time to wait.
+
+    Raises:
+        TypeError: it is not a ``datetime.timedelta``.
+        ValueError: it is not positive.
+    """
+    if not isinstance(timeout, timedelta):
+        raise TypeError(
+            f"{name} is a datetime.timedelta, got {timeout!r}. Use timedelta(seconds={timeout!r})."
+        )
+    if timeout <= timedelta(0):
+        raise ValueError(f"{name} must be positive, got {timeout}.")
 
 
 def check_nodes(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from math import prod
 from numbers import Number
 from operator import index
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_dist import differentiable, reduction, tree
+from ignite_dist import differentiable, reduction, side, tree
+from ignite_dist.arguments import check_timeout
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
 from ignite_dist.errors import CollectiveMismatchError
@@ -91,12 +93,14 @@ def all_reduce(
             raise ValueError(f"all_reduce with sync_grads=True is for SUM and AVERAGE, got {op}.")
         members = model.resolve_group(group)
         differentiable.check_differentiable("all_reduce", model, tensor, members)
+        model.announce("all_reduce", members, tensor, op)
         return differentiable.reduced(model, tensor, op, members) if _is_member(model, members) else tensor
     if isinstance(tensor, Tensor):
         plan = plan_reduction(model, op, tensor)
         if inplace:
             check_writable("all_reduce", tensor)
         members = model.resolve_group(group)
+        model.announce("all_reduce", members, tensor, op)
         if not _is_member(model, members):
             return _outside(
                 model, members, tensor, lambda: reduce_tensor(model, _copy(tensor), op, plan, members)
@@ -105,6 +109,7 @@ def all_reduce(
     values, structure = tree.flatten(tensor)
     _check_leaves(model, values, op)
     members = model.resolve_group(group)
+    model.announce("all_reduce", members, values, op)
     if not _is_member(model, members):
         return _outside(model, members, tensor, lambda: _reduce_leaves(model, values, structure, op, members))
     return tree.rebuild(tensor, iter(_reduce_leaves(model, values, structure, op, members)))
@@ -214,6 +219,10 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None, syn
         if out is not None:
             raise ValueError("all_gather with sync_grads=True returns a new tensor: leave out= out.")
         differentiable.check_differentiable("all_gather", model, tensor, members)
+    if out is not None and _is_member(model, members):
+        _check_out(out, tensor, _gathered_shape(tensor, members))
+    model.announce("all_gather", members, tensor if is_tensor else "an object")
+    if sync_grads:
         if not _is_member(model, members):
             return tensor
         return differentiable.gathered(model, tensor, members).view(_gathered_shape(tensor, members))
@@ -226,11 +235,8 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None, syn
         )
     if not is_tensor:
         return model.gather_objects(tensor, members)
-    shape = _gathered_shape(tensor, members)
-    if out is not None:
-        _check_out(out, tensor, shape)
     rows = gather_rows(model, tensor, members, out=out)
-    return rows.view(shape) if out is None else out
+    return rows.view(_gathered_shape(tensor, members)) if out is None else out
 
 
 def all_gather_ragged(tensor: Tensor, group: Any = None) -> list[Tensor]:
@@ -250,6 +256,7 @@ def all_gather_ragged(tensor: Tensor, group: Any = None) -> list[Tensor]:
     model = current_model()
     check_dense("all_gather_ragged", tensor)
     members = model.resolve_group(group)
+    model.announce("all_gather_ragged", members, tensor.dtype)
     if not _is_member(model, members):
         _outside(model, members, tensor, lambda: _gather_ragged(model, tensor.new_empty(0), members))
         return [tensor]
@@ -287,6 +294,7 @@ def all_gather_tensors_with_shapes(
     members = model.resolve_group(group)
     known = [tuple(index(size) for size in shape) for shape in shapes]
     if not _is_member(model, members):
+        model.announce("all_gather_tensors_with_shapes", members)
         _outside(model, members, tensor, lambda: _gather_shapes(model, tensor.new_empty(0), known, members))
         return [tensor]
     if len(known) != len(members.ranks):
@@ -294,6 +302,7 @@ def all_gather_tensors_with_shapes(
     own = known[members.ranks.index(model.get_rank())]
     if own != tuple(tensor.shape):
         raise ValueError(f"shapes says {own} for this rank, but its tensor is {tuple(tensor.shape)}.")
+    model.announce("all_gather_tensors_with_shapes", members, f"{tensor.dtype} {known}")
     return _gather_shapes(model, tensor, known, members)
 
 
@@ -351,6 +360,8 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
         check_writable("broadcast", tensor)
     members = model.resolve_group(group)
     _check_src(src, members, model.get_world_size())
+    kind = "" if safe_mode else tensor if isinstance(tensor, Tensor) else "an object"
+    model.announce("broadcast", members, kind, f"from {src}")
     if not _is_member(model, members):
         return _outside(
             model, members, tensor, lambda: _broadcast(model, _copy(tensor), src, members, safe_mode)
@@ -393,14 +404,28 @@ def broadcast_anything(model: ComputationModel, value: Any, src: int, group: Gro
 # --- barrier and groups ------------------------------------------------------------------------------
 
 
-def barrier(group: Any = None) -> None:
+def barrier(group: Any = None, timeout: timedelta | None = None) -> None:
     """Return when every rank of the group has called it.
 
     Args:
         group: as in :func:`all_reduce`. A rank outside returns at once (with XLA: when all have come).
+        timeout: a ``datetime.timedelta`` after which it raises and says which ranks have not come, and where
+            they are, if they are watched (:func:`watch`; workers of :func:`spawn` are). It goes through a
+            store beside the backend, with which collectives go on afterwards as if nothing had been.
+
+    Raises:
+        MissingRanksError: ``timeout`` has passed; also on a rank that comes later.
+        TypeError, ValueError: a ``timeout`` that is not a timedelta, or not positive.
+        RuntimeError: ``timeout`` in a context that idist did not make, before :func:`watch`.
     """
     model = current_model()
     members = model.resolve_group(group)
+    if timeout is not None:
+        check_timeout("timeout", timeout)
+        if _is_member(model, members):
+            side.barrier(model, members, timeout)
+        return
+    model.announce("barrier", members)
     if _is_member(model, members) or model.groups_need_everyone:
         model._barrier(members)
 

@@ -172,7 +172,9 @@ def finalize() -> None:
 def conclude() -> None:
     """End the context after success: what :func:`finalize` does when no exception is being handled."""
     global _model
-    current_model().finalize()
+    model = current_model()
+    model.announce("the end of the context", model.world())
+    model.finalize()
     _model = SerialModel()
 
 

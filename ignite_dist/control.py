@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,26 +17,38 @@ from ignite_dist.collectives import all_reduce, broadcast_anything
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
 from ignite_dist.errors import CollectiveMismatchError, RankFailedError
+from ignite_dist.failures import users_part
 from ignite_dist.tensors import check_dense
 
-__all__ = ["all_true", "any_true", "exchange_outcomes", "one_rank_first", "one_rank_only"]
+__all__ = ["all_true", "any_true", "exchange_outcomes", "one_rank_first", "one_rank_only", "raise_together"]
+
+_logger = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Outcome(NamedTuple):
-    """How a rank's part went, and what came of it; ``error_type`` is empty where it went well."""
+    """How a rank's part went, and what came of it; ``error_type`` is empty where it went well.
 
+    It travels as the plain tuple that it is, with ``kind`` to tell it from what other calls send.
+    """
+
+    kind: str
     rank: int
+    time: float
     error_type: str = ""
     traceback: str = ""
     value: Any = None
 
-    @classmethod
-    def of(cls, rank: int, error: BaseException | None, value: Any) -> _Outcome:
-        if error is None:
-            return cls(rank, value=value)
-        return cls(rank, type(error).__name__, "".join(traceback.format_exception(error)))
+
+_KIND = "ignite_dist.outcome"
+
+
+def _outcome(rank: int, error: BaseException | None, value: Any) -> _Outcome:
+    if error is None:
+        return _Outcome(_KIND, rank, time.time(), value=value)
+    text = "".join(traceback.format_exception(type(error), error, users_part(error.__traceback__)))
+    return _Outcome(_KIND, rank, time.time(), type(error).__name__, text)
 
 
 def exchange_outcomes(
@@ -43,17 +57,65 @@ def exchange_outcomes(
     """Meet the other ranks of ``group`` and tell each other how it went: the value of each.
 
     Raises:
-        RankFailedError: another rank failed and this one did not.
+        RankFailedError: another rank failed and this one did not. It is about the one that failed first.
         CollectiveMismatchError: another rank has made another call.
     """
     model.check_not_joining()
-    outcomes: list[_Outcome] = model.gather_objects(_Outcome.of(model.get_rank(), error, value), group)
-    if not all(isinstance(outcome, _Outcome) for outcome in outcomes):
+    model.announce("agreement", group)
+    rows = model.gather_objects(tuple(_outcome(model.get_rank(), error, value)), group)
+    if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
         raise CollectiveMismatchError("Some ranks tell each other how it went, and others make another call.")
+    outcomes = [_Outcome(*row) for row in rows]
     failed = [outcome for outcome in outcomes if outcome.error_type]
     if failed and error is None:
-        raise RankFailedError(*failed[0][:3])
+        first = min(failed, key=lambda outcome: outcome.time)
+        raise RankFailedError(first.rank, first.error_type, first.traceback)
     return [outcome.value for outcome in outcomes]
+
+
+@contextmanager
+def _shared_outcome(model: ComputationModel, group: Group) -> Iterator[None]:
+    """A rank that raises in the block tells the others, which raise as well when they have left it."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            exchange_outcomes(model, group, error)
+        except RuntimeError as lost:  # what the user has to see is the error
+            _logger.warning("The other ranks could not be told of a %s here: %s", type(error).__name__, lost)
+        raise
+    exchange_outcomes(model, group, None)
+
+
+@contextmanager
+def raise_together(group: Any = None) -> Iterator[None]:
+    """Context manager: if the block raises on one rank, every rank raises when it has come to its end.
+
+    For what may fail on one rank between collectives (reading a file, a batch that is broken), after which
+    that rank would be missing in the next one. The block itself makes no collectives: those that a failed
+    rank leaves out would not be made good. Every rank of the group enters it; at its end it costs one
+    exchange.
+
+    Args:
+        group: as in :func:`all_reduce`. A rank outside runs the block alone (with XLA it takes part).
+
+    Raises:
+        RankFailedError: on the ranks that did not raise themselves: the rank that failed first, with its
+            traceback. A rank whose process has ended in the block is the backend's own error, in seconds.
+
+    Example::
+
+        with idist.raise_together():
+            batch = read(files[idist.get_rank()])
+    """
+    model = current_model()
+    members = model.resolve_group(group)
+    is_outside = members.handle is not None and model.get_rank() not in members.ranks
+    if is_outside and not model.groups_need_everyone:
+        yield
+        return
+    with _shared_outcome(model, members):
+        yield
 
 
 def any_true(flag: bool, group: Any = None) -> bool:
@@ -127,15 +189,11 @@ def _run_on_one(
     model: ComputationModel, group: Group, rank: int, function: Callable[[], Any], share_result: bool
 ) -> Any:
     result: Any = None
-    if model.get_rank() == rank:
-        try:
+    with _shared_outcome(model, group):
+        if model.get_rank() == rank:
             result = function()
             if share_result:  # if it cannot be sent, the others have to hear of that instead
                 result = _sendable(result)
-        except BaseException as error:
-            exchange_outcomes(model, group, error)
-            raise
-    exchange_outcomes(model, group, None)
     if not share_result:
         return result
     return broadcast_anything(model, result, rank, group)
@@ -185,12 +243,8 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
         exchange_outcomes(model, group, None)
         yield
         return
-    try:
+    with _shared_outcome(model, group):
         yield
-    except BaseException as error:
-        exchange_outcomes(model, group, error)
-        raise
-    exchange_outcomes(model, group, None)
 
 
 def _check_rank(rank: int, size: int) -> None:

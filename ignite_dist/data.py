@@ -235,6 +235,7 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     order, counts = sampler.order(), [sampler.num_drawn_by(rank) for rank in members.ranks]
     leaves, _ = tree.flatten(values, list)
     described = tree.rebuild(values, map(_Column.of, leaves), list)
+    model.announce("gather_in_order", members)
     gathered = model.gather_objects((sampler.meant(), described), members)
     if any(meant != gathered[0][0] for meant, _ in gathered):
         raise ValueError(

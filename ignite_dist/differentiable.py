@@ -54,6 +54,8 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        model, op, group = ctx.call
+        model.announce("all_reduce's backward pass", group, gradients[0], op)
         # A sum is its own adjoint, and so is a mean. By the same function, so that it has a gradient too.
         return _Reduced.apply(*gradients, *ctx.call), None, None, None  # type: ignore[no-untyped-call]
 
@@ -68,5 +70,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        model, op, group = ctx.call
+        model.announce("all_gather's backward pass", group, gradients[0], op)
         total = _Reduced.apply(*gradients, *ctx.call)  # type: ignore[no-untyped-call]
         return total[ctx.own].clone(), None, None  # a view would keep all of it

@@ -6,6 +6,7 @@ processes work together derives from :class:`DistributedError`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
@@ -15,6 +16,7 @@ __all__ = [
     "DistributedError",
     "EnvironmentVariablesError",
     "LaunchError",
+    "MissingRanksError",
     "RankFailedError",
     "WorkerExitedError",
     "WorkerRaisedError",
@@ -35,6 +37,26 @@ class LaunchError(DistributedError):
 
 class CollectiveMismatchError(DistributedError):
     """Ranks entered one collective with values that do not belong together. Raised on every rank of it."""
+
+
+class MissingRanksError(DistributedError, TimeoutError):
+    """Ranks have not come to a collective in time.
+
+    Attributes:
+        ranks: those that have not come, ascending. Empty on one that has come when the others had given up.
+        where: where each of them is, as far as it is known: its last call or its stack.
+    """
+
+    def __init__(
+        self, message: str, ranks: Sequence[int] = (), where: Mapping[int, str] | None = None
+    ) -> None:
+        self.message = message
+        self.ranks = list(ranks)
+        self.where = dict(where or {})
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.ranks, self.where)
 
 
 class RankFailedError(DistributedError):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ignite_dist import wire
 from ignite_dist.errors import RankFailedError, WorkerExitedError, WorkerRaisedError
 
-__all__ = ["Failed", "Failure", "error_of", "failure_of", "outcome_of"]
+__all__ = ["Failed", "Failure", "error_of", "failure_of", "outcome_of", "users_part"]
 
 _HERE = os.path.dirname(__file__)
 
@@ -72,14 +72,14 @@ def outcome_of(sent: bytes | Callable[..., Any], local_rank: int) -> bytes | Fai
 
 def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
     """What the launcher is told of an exception."""
-    text = "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__)))
+    text = "".join(traceback.format_exception(type(error), error, users_part(error.__traceback__)))
     summary = "".join(traceback.format_exception_only(error)).strip()  # survives a __str__ that raises
     return Failure(
         time.time(), type(error).__name__, summary, text, exit_code, isinstance(error, RankFailedError)
     )
 
 
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
+def users_part(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames through which this package came to the user's function."""
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_HERE + os.sep):

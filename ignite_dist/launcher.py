@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ignite_dist import context
+from ignite_dist import context, watchdog
 from ignite_dist.arguments import check_keywords, keywords_of
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class _Entry:
 
     def __call__(self, local_rank: int, **initialize_kwargs: Any) -> Any:
         context.initialize(self.backend, **initialize_kwargs)
+        watchdog.start_here()
         result = self.function(local_rank, *self.args, **self.kwargs)
         context.conclude()
         return result

@@ -17,7 +17,16 @@ from ignite_dist import environments
 from ignite_dist.environments import Environment
 from ignite_dist.errors import EnvironmentVariablesError, LaunchError
 
-__all__ = ["find_place", "join_store", "loopback_only", "note_meeting", "serve_store", "set_missing"]
+__all__ = [
+    "find_place",
+    "join_store",
+    "launchers_store",
+    "loopback_only",
+    "note_meeting",
+    "serve_launchers_store",
+    "serve_store",
+    "set_missing",
+]
 
 # How many contexts of this process have met in each place. All ranks that met there have the same number.
 _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
@@ -175,6 +184,25 @@ def serve_store(address: str, port: int) -> tuple[Store, int]:
         use_libuv=True,  # the other server looks at its sockets every 200 ms
     )
     return store, port
+
+
+# Where the launcher of a job serves a store for its workers, if their backend brings none: "address:port".
+_LAUNCHERS_STORE = "IGNITE_DIST_STORE"
+
+
+def serve_launchers_store() -> tuple[Store, dict[str, str]]:
+    """A store for the workers of one launch on this machine, and the variable that tells them of it."""
+    store, port = serve_store("127.0.0.1", 0)
+    return store, {_LAUNCHERS_STORE: f"127.0.0.1:{port}"}
+
+
+def launchers_store() -> Store | None:
+    """A connection to the store of the launcher that started this process, if it serves one.
+
+    For the first context of this process alone: the keys of the next would be the same.
+    """
+    address, _, port = os.environ.pop(_LAUNCHERS_STORE, "").rpartition(":")
+    return TCPStore(address, int(port), wait_for_workers=False) if address else None
 
 
 def loopback_interface() -> str | None:

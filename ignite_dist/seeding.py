@@ -22,7 +22,9 @@ def shared_seed() -> int:
     It is rank 0's, from the operating system: no generator is drawn from.
     """
     model = current_model()
-    seed: int = model.broadcast_object(secrets.randbits(_SEED_BITS), 0, model.resolve_group(None))
+    world = model.resolve_group(None)
+    model.announce("shared_seed", world)
+    seed: int = model.broadcast_object(secrets.randbits(_SEED_BITS), 0, world)
     return seed
 
 

@@ -6,7 +6,7 @@ How a model takes tensors of one dtype on one device is worked out once and kept
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -146,7 +146,9 @@ def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: i
     Raises:
         TypeError, ValueError: one of them is not dense, or overlaps itself. Nothing was sent.
     """
-    for bucket in _buckets("broadcast", tensors, lambda tensor: tensor.device):
+    checked = _checked("broadcast", tensors)
+    model.announce("broadcast", group, checked, f"from {src}")
+    for bucket in _buckets(checked, lambda tensor: tensor.device):
         with torch.no_grad():
             device = _carrying_device(model, bucket[0])
             sent = torch.cat([_as_bytes(_plain(tensor)).to(device) for tensor in bucket])
@@ -165,7 +167,7 @@ def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: G
     Raises:
         TypeError, ValueError: one of them cannot be averaged, or overlaps itself. Nothing was sent.
     """
-    for bucket in _buckets("average", tensors, lambda tensor: (tensor.dtype, tensor.device)):
+    for bucket in _buckets(_checked("average", tensors), lambda tensor: (tensor.dtype, tensor.device)):
         with torch.no_grad():
             flat = torch.cat([_plain(tensor).view(-1) for tensor in bucket])
             reduce_tensor(model, flat, "AVERAGE", plan_reduction(model, "AVERAGE", flat), group)
@@ -174,14 +176,17 @@ def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: G
                 tensor.detach().copy_(part.view(tensor.shape))
 
 
-def _buckets(
-    function: str, tensors: Iterable[Tensor], kind: Callable[[Tensor], Any]
-) -> Iterator[list[Tensor]]:
-    """``tensors`` in their order, as lists of one ``kind`` and of :data:`_BUCKET_BYTES` at most."""
-    tensors = list(tensors)
-    for tensor in tensors:
+def _checked(function: str, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """``tensors``, if each can be sent and hold a result."""
+    checked = list(tensors)
+    for tensor in checked:
         check_dense(function, tensor)
         check_writable(function, tensor)
+    return checked
+
+
+def _buckets(tensors: Sequence[Tensor], kind: Callable[[Tensor], Any]) -> Iterator[list[Tensor]]:
+    """``tensors`` in their order, as lists of one ``kind`` and of :data:`_BUCKET_BYTES` at most."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

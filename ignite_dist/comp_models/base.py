@@ -21,7 +21,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from ignite_dist import wire
+from ignite_dist import recorder, wire
 from ignite_dist.arguments import keywords_of
 from ignite_dist.samplers import EpochLoader
 
@@ -119,6 +119,7 @@ class ComputationModel(ABC):
         ] = {}  # what the collectives have worked out from carries(), by their own keys
         self.optimizers: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()  # auto_optim's, by id
         self.is_joining = False  # inside of join()
+        self.recorder = recorder.for_new_context()  # None: nobody watches
         self._found_topology: Topology | None = None
         self._found_node_ranks: dict[int, int] | None = None
 
@@ -184,6 +185,8 @@ class ComputationModel(ABC):
 
     def left_behind(self) -> None:
         """The context has ended, whoever ended it: take back what this model did to the process for it."""
+        if self.recorder is not None:
+            self.recorder.close()
         self._groups.clear()
         if self._undo is not None:
             self._undo()
@@ -192,6 +195,18 @@ class ComputationModel(ABC):
     def store(self) -> Store | None:
         """A key-value store of all ranks, beside the collectives, if the backend has one."""
         return None
+
+    def side_store(self) -> Store | None:
+        """A connection to a store where the ranks of this context alone tell each other where they are.
+
+        It is made anew at each call, so that who waits there keeps nobody else waiting. Not where the context
+        is somebody else's, who may have used the store for another one before.
+        """
+        return None
+
+    def num_collectives(self) -> int:
+        """How many collectives the backend has begun, whoever asked for them; 0 where it does not count."""
+        return 0
 
     # --- identity: local, never communicates ---------------------------------------------------------
 
@@ -351,6 +366,29 @@ class ComputationModel(ABC):
                 f"Ranks of a group are distinct and in [0, {world_size}), the world size; got {list(ranks)}."
             )
         return checked
+
+    # --- for who watches -------------------------------------------------------------------------------
+
+    def announce(self, operation: str, group: Group, value: Any = "", op: str = "") -> None:
+        """Note the collective that comes next, and compare it with those of the others, where that is wanted.
+
+        Args:
+            operation: the public function.
+            group: whose call it is. A rank outside notes nothing.
+            value: a tensor, or the leaves of a tree, that have to be alike on all ranks; or words.
+            op: what else has to be the same.
+
+        Raises:
+            CollectiveMismatchError: the ranks are about to make different calls; raised on all of them.
+        """
+        if self.recorder is None:
+            return
+        rank, ranks = self.get_rank(), () if group.handle is None else group.ranks
+        if ranks and rank not in ranks and not self.groups_need_everyone:
+            return
+        call = self.recorder.record(rank, operation, ranks, value, op)
+        if self.recorder.comparison is not None and len(group.ranks) > 1:
+            self.recorder.compare(call, group.ranks, lambda sent: self.gather_objects(sent, group))
 
     # --- tensor primitives: contiguous, of a dtype and on a device for which carries() is true ----------
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -229,6 +230,9 @@ class HorovodModel(ComputationModel):
         # The first rank that shuts down ends it for all: what the others wait for fails, and says so.
         self._hvd.shutdown()
         self.left_behind()
+
+    def side_store(self) -> Store | None:
+        return rendezvous.launchers_store()
 
     # --- identity ------------------------------------------------------------------------------------
 

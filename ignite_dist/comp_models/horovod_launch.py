@@ -44,20 +44,24 @@ def start_here(
     server = _Rendezvous(slots)
     interface = rendezvous.loopback_interface() or ""
     shared = create_run_env_vars("127.0.0.1", [interface], server.port)
+    store, names_store = rendezvous.serve_launchers_store()
     environs = [
         {
             "RANK": str(slot.rank),
             "WORLD_SIZE": str(slot.size),
             "LOCAL_RANK": str(slot.local_rank),
             "LOCAL_WORLD_SIZE": str(slot.local_size),
+            **names_store,
             **{name: str(value) for name, value in {**shared, **create_slot_env_vars(slot)}.items()},
         }
         for slot in slots
     ]
     try:
-        return processes.start(entry, {}, environs, serving=server, start_method=start_method, daemon=daemon)
+        return processes.start(
+            entry, {}, environs, serving=(server, store), start_method=start_method, daemon=daemon
+        )
     finally:
-        del server  # the traceback of what was raised would keep it
+        del server, store  # the traceback of what was raised would keep it
 
 
 class _Rendezvous:

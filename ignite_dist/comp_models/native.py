@@ -20,7 +20,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ignite_dist import devices, environments, processes, rendezvous, wire
-from ignite_dist.arguments import check_keywords, check_nodes
+from ignite_dist.arguments import check_keywords, check_nodes, check_timeout
 from ignite_dist.comp_models import gloo, native_wrap
 from ignite_dist.comp_models.base import ComputationModel, Group, Topology
 from ignite_dist.environments import Environment
@@ -190,7 +190,8 @@ class NativeModel(ComputationModel):
     ) -> Any:
         """See ``idist.spawn``."""
         check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
-        _check_timeout(timeout)
+        if timeout is not None:
+            check_timeout("timeout", timeout)
         devices.check_devices(backend, nproc_per_node)
         world_size, first_rank = nnodes * nproc_per_node, node_rank * nproc_per_node
         environ = {
@@ -227,6 +228,8 @@ class NativeModel(ComputationModel):
             self._barrier(self.world())
         except RuntimeError as error:
             warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=3)
+        if self.recorder is not None:
+            self.recorder.close()  # before the rank that serves the store goes
         # A DistributedDataParallel is a reference cycle that holds the group. Left to the end of the
         # interpreter, the group's threads now and then abort the process: raw torch 2.13, 2 of 20 runs.
         gc.collect()
@@ -240,6 +243,14 @@ class NativeModel(ComputationModel):
     def store(self) -> Store | None:
         _, store = distributed_c10d._world.pg_map[self._world]
         return store if isinstance(store, Store) else None
+
+    def side_store(self) -> Store | None:
+        store = None if self._undo is None else self.store()
+        return None if store is None else store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+
+    def num_collectives(self) -> int:
+        groups: list[Any] = list(distributed_c10d._world.pg_map)
+        return sum(group._get_sequence_number_for_group() for group in groups)
 
     # --- identity ------------------------------------------------------------------------------------
 
@@ -513,12 +524,6 @@ def _check_initialize(
             "rank and world_size need an init_method ('env://', 'tcp://...', 'file://...'); without one they "
             "come from the environment."
         )
-    _check_timeout(timeout)
+    if timeout is not None:
+        check_timeout("timeout", timeout)
     devices.check_devices(backend, 1)
-
-
-def _check_timeout(timeout: timedelta | None) -> None:
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(
-            f"timeout is a datetime.timedelta, got {timeout!r}. Use timedelta(seconds={timeout!r})."
-        )

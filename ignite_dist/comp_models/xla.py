@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import HashStore, Store, distributed_c10d
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -90,6 +90,7 @@ class XlaModel(ComputationModel):
         self._devices: dict[int, torch.device] = {}
         self._real_names = dict(zip(torch_xla.devices(), xla_model.xla_real_devices(), strict=True))
         self._topologies: dict[int, Topology] = {}
+        self._side_store = HashStore()  # for replicas that all are in this process
         self._initialized: set[int] = set()
         self._views = xla_views.lower_dtype_views()
 
@@ -198,6 +199,8 @@ class XlaModel(ComputationModel):
         rank = self.get_rank()
         self._meeting.ended.add(rank)
         self._initialized.discard(rank)
+        if self.recorder is not None and len(self._meeting.ended) == self._meeting.size:
+            self.recorder.close()
 
     # --- identity ------------------------------------------------------------------------------------
 
@@ -235,6 +238,9 @@ class XlaModel(ComputationModel):
                 found = Topology(runtime.local_ordinal(), on_node, nnodes, runtime.host_index())
             self._topologies[rank] = found
         return found
+
+    def side_store(self) -> Store | None:
+        return self._side_store if self._meeting.size == self._world_size else None
 
     def ranks_in_process(self) -> int:
         return self._meeting.size

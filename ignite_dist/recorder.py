@@ -1,0 +1,297 @@
+"""The collectives that a rank has called: kept to tell where it is, and compared with those of the others.
+
+A recorder is there only while somebody watches (:mod:`ignite_dist.watchdog`): without one a collective pays
+for one look at an attribute.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+import time
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ignite_dist.errors import CollectiveMismatchError
+
+__all__ = [
+    "Call",
+    "Comparison",
+    "Log",
+    "Recorder",
+    "compare_from_now_on",
+    "describe_ranks",
+    "for_new_context",
+    "is_library",
+    "site_of",
+    "table",
+    "users_frame",
+]
+
+NUM_KEPT = 20
+"""How many calls of each rank are kept."""
+
+# Descriptions are cut to this, so that those of one call travel in one header.
+_MAX_SITE, _MAX_VALUE = 90, 120
+
+_VARIABLE = "IGNITE_DIST_DEBUG"
+
+
+class Call(NamedTuple):
+    """One call of a collective by one rank.
+
+    Attributes:
+        number: how many calls in its group this is, from 1.
+        operation: the public function: ``"all_reduce"``.
+        op: ``"SUM"``; where a broadcast comes from; else empty.
+        value: what was sent, as :func:`_describe` puts it.
+        group: the global ranks; empty for all.
+        site: ``"file:line"`` of the caller outside of this package.
+        time: of ``time.time()``.
+    """
+
+    number: int
+    operation: str
+    op: str
+    value: str
+    group: tuple[int, ...]
+    site: str
+    time: float
+
+    def __str__(self) -> str:
+        what = " ".join(filter(None, (self.op, self.value)))
+        group = f" of the group {list(self.group)}" if self.group else ""
+        return f"{self.operation}({what}), call {self.number}{group}, at {self.site}"
+
+
+@dataclass
+class Log:
+    """What is known of one rank: its thread, how many calls it has made, and the last of them."""
+
+    thread: int
+    num_calls: int = 0
+    calls: deque[Call] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+    by_group: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the ranks compare before each collective.
+
+    Attributes:
+        call_sites: whether the callers' lines count. They tell apart calls that look alike; scripts that make
+            one collective from two lines (``if rank == 0: ... else: ...``) have to do without.
+    """
+
+    call_sites: bool = True
+
+
+class Watchdog(Protocol):
+    """What a recorder needs of :class:`ignite_dist.watchdog.Watchdog`, which is a floor above it."""
+
+    def explain(self, error: RuntimeError, call: Call, ranks: Sequence[int]) -> None:
+        """Raise what is behind ``error`` of ``call``, if it is known that ranks are missing."""
+
+    def stop(self) -> None:
+        """End the thread."""
+
+
+class Recorder:
+    """The calls of the ranks of this process in one context.
+
+    Args:
+        comparison: what the ranks compare before each call; None if they do not.
+    """
+
+    def __init__(self, comparison: Comparison | None = None) -> None:
+        self.comparison = comparison
+        self.logs: dict[int, Log] = {}
+        self.watchdog: Watchdog | None = None
+
+    def log_of(self, rank: int) -> Log:
+        """What is known of a rank of this process, in whose thread this is called."""
+        log = self.logs.get(rank)
+        if log is None:
+            log = self.logs[rank] = Log(threading.get_ident())
+        return log
+
+    def close(self) -> None:
+        """The context is about to end."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
+            self.watchdog = None
+
+    def record(
+        self,
+        rank: int,
+        operation: str,
+        group: tuple[int, ...],
+        value: Tensor | torch.dtype | Sequence[Any] | str = "",
+        op: str = "",
+    ) -> Call:
+        """Note a call of ``rank`` in the ``group``, which is empty for all ranks."""
+        log = self.log_of(rank)
+        log.thread = threading.get_ident()
+        log.num_calls += 1
+        log.by_group[group] += 1
+        site = site_of(users_frame(sys._getframe(1)))
+        call = Call(log.by_group[group], operation, op, _describe(value), group, site, time.time())
+        log.calls.append(call)
+        return call
+
+    def compare(self, call: Call, ranks: Sequence[int], gather: Callable[[Any], list[Any]]) -> None:
+        """Tell the other ranks of the group, by ``gather``, which call this rank is about to make.
+
+        Raises:
+            CollectiveMismatchError: they are not the same; raised on all of them, with a table.
+            MissingRanksError: the backend has lost its patience, and a watchdog knows who has not come.
+        """
+        assert self.comparison is not None
+        sent = (_TAG, call.number, call.operation, call.op, call.value, call.site)
+        try:
+            rows = gather(sent)
+        except RuntimeError as error:
+            if self.watchdog is not None:
+                self.watchdog.explain(error, call, ranks)
+            raise
+        fields = [_fields(row) for row in rows]
+        last = None if self.comparison.call_sites else -1
+        meant = Counter(one[:last] for one in fields)
+        if len(meant) == 1:
+            return
+        usual = meant.most_common(1)[0]
+        odd = [rank for rank, one in zip(ranks, fields, strict=True) if one[:last] != usual[0]]
+        others = "another call than the others" if usual[1] > len(odd) else "different calls"
+        group = f" of the group {list(call.group)}" if call.group else ""
+        only_sites = len({one[:-1] for one in fields}) == 1
+        hint = (
+            "\nThey differ in nothing but the line that they come from: is one of them a call behind? If the "
+            "lines are meant to differ, use idist.debug(verify=True, call_sites=False)."
+            if only_sites
+            else ""
+        )
+        raise CollectiveMismatchError(
+            f"{describe_ranks(odd if usual[1] > len(odd) else list(ranks)).capitalize()}{group} made "
+            f"{others}. The next collective of each:\n\n{table_by_rank(ranks, fields)}{hint}"
+        )
+
+
+_TAG = "ignite_dist.call"
+
+
+def _fields(row: Any) -> tuple[str, ...]:
+    """``(number, operation, op, value, site)`` as text, of what a rank has sent."""
+    if isinstance(row, tuple) and len(row) == 6 and row[0] == _TAG:
+        return tuple(str(one) for one in row[1:])
+    return ("?", "a collective that is not compared (is debug() on there?)", "", "", "?")
+
+
+def table_by_rank(ranks: Sequence[int], rows: Sequence[Sequence[str]]) -> str:
+    """The rows of :func:`table` with their ranks before them; ranks with the same one share a line."""
+    by_row: dict[tuple[str, ...], list[int]] = {}
+    for rank, row in zip(ranks, rows, strict=True):
+        by_row.setdefault(tuple(row), []).append(rank)
+    return table([(_ranges(members), *row) for row, members in by_row.items()], ("rank",))
+
+
+def table(rows: Sequence[Sequence[str]], before: tuple[str, ...] = ()) -> str:
+    """The calls ``(number, operation, op, value, site)``, a line each."""
+    lines = [(*before, "call", "operation", "op", "value", "where"), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """``"rank 3"``, or ``"ranks 0-2, 5"``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)}"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+# --- describing a call ---------------------------------------------------------------------------------
+
+
+def _describe(value: Tensor | torch.dtype | Sequence[Any] | str) -> str:
+    """A value in words that are the same on ranks whose values go together."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, (str, torch.dtype)):
+        return str(value)
+    words = " ".join(_describe(one) if isinstance(one, (Tensor, str)) else "number" for one in value)
+    if len(words) <= _MAX_VALUE:
+        return words
+    return f"{words[:_MAX_VALUE]}... ({zlib.crc32(words.encode()):08x})"
+
+
+_HERE = os.path.dirname(__file__)
+_FOLDERS = (_HERE, os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
+_LIBRARIES = tuple(os.path.join(folder, "") for folder in _FOLDERS)
+_INSTALLED = ("torch", "torch_xla", "horovod", os.path.basename(_HERE))
+
+
+@lru_cache(maxsize=4096)
+def is_library(path: str) -> bool:
+    """Whether ``path`` is code of this package, of torch, of a backend's library or of Python's own."""
+    _, packages, rest = path.rpartition("-packages" + os.sep)  # site-packages, dist-packages
+    if packages:
+        return rest.partition(os.sep)[0] in _INSTALLED
+    return path.startswith((*_LIBRARIES, "<frozen "))
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame, from ``frame`` on outwards, that is the user's own code."""
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def site_of(frame: FrameType | None) -> str:
+    """``"folder/file.py:12"``, the same on machines where the code is in different places."""
+    if frame is None:
+        return "?"
+    path = frame.f_code.co_filename
+    folder, name = os.path.split(path)
+    short = os.path.join(os.path.basename(folder), name) if folder else name
+    return f"{short[-_MAX_SITE:]}:{frame.f_lineno}"
+
+
+# --- which contexts have one -----------------------------------------------------------------------------
+
+_comparison: Comparison | None = None
+
+
+def compare_from_now_on(comparison: Comparison | None) -> Comparison | None:
+    """What the contexts to come compare; gives back what it was."""
+    global _comparison
+    before, _comparison = _comparison, comparison
+    return before
+
+
+def for_new_context() -> Recorder | None:
+    """A recorder, if one is wanted in every context: ``debug()``, or ``IGNITE_DIST_DEBUG=1``."""
+    if _comparison is not None:
+        return Recorder(_comparison)
+    if os.environ.get(_VARIABLE, "0") not in ("", "0"):
+        return Recorder(Comparison())
+    return None

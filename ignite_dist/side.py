@@ -1,0 +1,199 @@
+"""What the ranks of a context tell each other beside their collectives, over a store.
+
+Nothing of it goes through the backend, which may be stuck, and is usable afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.errors import MissingRanksError
+from ignite_dist.recorder import describe_ranks
+from ignite_dist.rendezvous import serve_store
+
+__all__ = [
+    "SILENT",
+    "Side",
+    "ask",
+    "barrier",
+    "exchanged_side",
+    "is_timeout",
+    "missing_ranks",
+    "side_of",
+    "sides_lock",
+]
+
+# How long the others may take to say where they are, and how often it is looked whether they have.
+_ANSWER_SECONDS = 5.0
+_POLL_SECONDS = 0.02
+
+
+# --- the side: a store beside the collectives ------------------------------------------------------------
+
+
+class Side:
+    """What the ranks of a context tell each other beside their collectives.
+
+    Args:
+        store: one that nobody else uses, of its keys.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._rounds: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._lock = threading.Lock()
+
+    def connection(self) -> Store:
+        """A connection of the caller's own: who waits at one would keep others waiting."""
+        with self._lock:
+            connection: Store = self._store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+            return connection
+
+    def next_round(self, rank: int, ranks: tuple[int, ...]) -> int:
+        """How many barriers of ``ranks`` this is for ``rank``, from 1."""
+        with self._lock:
+            number = self._rounds[rank, ranks] = self._rounds.get((rank, ranks), 0) + 1
+            return number
+
+
+_sides: WeakKeyDictionary[ComputationModel, Side] = WeakKeyDictionary()
+sides_lock = threading.RLock()
+
+
+def side_of(model: ComputationModel) -> Side | None:
+    """The side of a context that has one, without asking anybody."""
+    with sides_lock:
+        found = _sides.get(model)
+        if found is None and (store := model.side_store()) is not None:
+            found = _sides[model] = Side(PrefixStore("ignite_dist/side", store))
+        return found
+
+
+def exchanged_side(model: ComputationModel) -> Side | None:
+    """The side of a context without one: rank 0 serves it. Every rank calls this; None for a world of one."""
+    if model.get_world_size() == 1:
+        return None
+    world = model.world()
+    hosts = model.gather_objects(socket.gethostname(), world)
+    store: Store | None = None
+    address = ""
+    if model.get_rank() == 0:
+        here = "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostbyname(socket.gethostname())
+        store, port = serve_store(here, 0)
+        address = f"{here}:{port}"
+    host, _, port_text = model.broadcast_object(address, 0, world).rpartition(":")
+    with sides_lock:
+        if model not in _sides:
+            _sides[model] = Side(store or TCPStore(host, int(port_text), wait_for_workers=False))
+        return _sides[model]
+
+
+# --- a barrier with a timeout ----------------------------------------------------------------------------
+
+
+def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
+    """Return when every rank of ``group`` has come, over the store alone.
+
+    Raises:
+        MissingRanksError: ``timeout`` has passed; on every rank that has come, and those that come later.
+        RuntimeError: there is no store.
+    """
+    if len(group.ranks) == 1:
+        return
+    side = side_of(model)
+    if side is None:
+        raise RuntimeError(
+            "barrier(timeout=) needs a store beside the backend, and this context, which idist did not make, "
+            "has none. Call idist.watch() once on every rank before."
+        )
+    rank, store = model.get_rank(), side.connection()
+    key = f"barrier/{'-'.join(map(str, group.ranks))}/{side.next_round(rank, group.ranks)}"
+    end = f"{key}/end"
+    store.set(f"{key}/{rank}", "")
+    if store.add(f"{key}/come", 1) == len(group.ranks):
+        store.compare_set(end, "", "all")
+    if not _comes(store, end, timeout.total_seconds()):
+        missing = [one for one in group.ranks if not store.check([f"{key}/{one}"])]
+        store.compare_set(end, "", json.dumps(missing) if missing else "all")
+    ending = store.get(end).decode()
+    if ending != "all":
+        raise _missed(store, json.loads(ending), group, rank, timeout)
+    if store.add(f"{key}/left", 1) == len(group.ranks):
+        for name in (*map(str, group.ranks), "come", "end", "left"):
+            store.delete_key(f"{key}/{name}")
+
+
+def _missed(
+    store: Store, missing: list[int], group: Group, rank: int, timeout: timedelta
+) -> MissingRanksError:
+    if rank in missing:
+        return MissingRanksError(
+            f"Rank {rank} has come to the barrier when the others had given up: their timeout is {timeout}."
+        )
+    what = f"of {len(group.ranks)} did not come to the barrier within {timeout}"
+    return missing_ranks(missing, what, ask(store, missing))
+
+
+def _comes(store: Store, key: str, seconds: float) -> bool:
+    """Whether ``key`` is there within ``seconds``."""
+    # Looked at again and again: a wait of torch's hears of no Ctrl-C, and warns when it has been in vain.
+    started = time.monotonic()
+    while not store.check([key]):
+        waited = time.monotonic() - started
+        if waited > seconds:
+            return False
+        time.sleep(min(_POLL_SECONDS, 0.0005 + waited / 10, seconds - waited))
+    return True
+
+
+def is_timeout(error: RuntimeError) -> bool:
+    """Whether a store or a backend has lost its patience: they have no class of their own for that."""
+    return any(words in str(error).lower() for words in ("timeout", "timed out"))
+
+
+# --- asking where ranks are ------------------------------------------------------------------------------
+
+SILENT = (
+    "does not answer: its process has ended, or is stopped, or is not watched (idist.watch() on every rank)."
+)
+
+
+def ask(
+    store: Store, ranks: Sequence[int], known: Mapping[int, dict[str, Any]] | None = None
+) -> dict[int, dict[str, Any]]:
+    """The reports of those of ``ranks`` whose watchdogs answer within a few seconds, beside the ``known``."""
+    reports = dict(known or {})
+    number = store.add("asked", 1)
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    for rank in ranks:
+        key = f"report/{number}/{rank}"
+        if rank not in reports and _comes(store, key, max(0.0, deadline - time.monotonic())):
+            reports[rank] = json.loads(store.get(key))
+    return {rank: reports[rank] for rank in sorted(reports)}
+
+
+def missing_ranks(
+    missing: Sequence[int], what: str, reports: Mapping[int, Mapping[str, Any]]
+) -> MissingRanksError:
+    """The error that says which ranks have not done ``what``, and where each of them is."""
+    where = {rank: _place(reports[rank]) for rank in missing if rank in reports}
+    lines = "".join(f"\nRank {rank} {where.get(rank, SILENT)}" for rank in missing)
+    return MissingRanksError(f"{describe_ranks(missing).capitalize()} {what}.{lines}", missing, where)
+
+
+def _place(report: Mapping[str, Any]) -> str:
+    """Where a rank is: a line, and its stack."""
+    doing = f"waits in {report['waits_in']} at" if report["waits_in"] else "is at"
+    last = f" Its last call: {report['last']}." if report["last"] else ""
+    process = f"pid {report['pid']} on {report['host']}"
+    return f"{doing} {report['site']} ({process}).{last}\n{report['stack'].rstrip()}"

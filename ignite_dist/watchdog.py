@@ -1,0 +1,352 @@
+"""Why nothing goes on: who waits for whom.
+
+A thread of each process looks how long its ranks have been in one collective. When that is too long it asks
+the threads of all other processes where theirs are, and says it once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any
+from weakref import WeakSet
+
+from ignite_dist import recorder
+from ignite_dist.arguments import check_timeout
+from ignite_dist.comp_models import ComputationModel
+from ignite_dist.context import current_model
+from ignite_dist.recorder import Call, Comparison, Recorder, describe_ranks, is_library, site_of, table
+from ignite_dist.side import SILENT, Side, ask, exchanged_side, is_timeout, missing_ranks, side_of, sides_lock
+
+__all__ = ["debug", "start_here", "watch"]
+
+_logger = logging.getLogger(__name__)
+
+DEFAULT_THRESHOLD = timedelta(minutes=5)
+"""How long a collective may wait without a word. Longer than most evaluations on one rank alone."""
+
+# How often a rank looks at itself, and whether somebody asks for it. More ranks share one store.
+_LOOK_SECONDS = 1.0
+_RANKS_PER_SECOND = 1000
+# How long the end of a context waits for the thread, which may be in the middle of an answer.
+_STOP_SECONDS = 5.0
+
+
+# --- what users call -----------------------------------------------------------------------------------
+
+
+def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
+    """Say on the standard error, once, where every rank is when a collective has waited for ``threshold``.
+
+    What is printed: the stack that most ranks share, the stacks of the others, and the last 20 collectives of
+    each rank. It covers what other libraries call (a ``DistributedDataParallel``, ``torch.distributed``
+    itself) as well. Workers of :func:`spawn` are watched from their start, with five minutes; call it there
+    to change that. Every rank of the world calls it. It goes through a store, never through the backend: the
+    one that the context was made with, else one that rank 0 serves from this call on.
+
+    Args:
+        threshold: a ``datetime.timedelta``.
+
+    Raises:
+        TypeError, ValueError: not a timedelta, or not a positive one. Nothing was sent.
+    """
+    check_timeout("threshold", threshold)
+    model = current_model()
+    model.check_not_joining()
+    start(model, threshold, side_of(model) or exchanged_side(model))
+
+
+class debug:  # used as a function, and in a with statement
+    """Compare the ranks' calls before each collective: what does not go together is an error with a table.
+
+    Sequence number, operation, op, dtype, shape, group and the caller's line. Where they differ every rank
+    raises ``CollectiveMismatchError``, instead of waiting, or of adding up what does not belong together. A
+    rank that has skipped a call is named when it makes its next one (the end of the context is one), and if
+    it makes none, when the others' patience ends: see :func:`watch`, which this turns on as well.
+
+    Every rank of the world calls it, or sets ``IGNITE_DIST_DEBUG=1`` before its context is made. It costs
+    another small collective for each; turned off, a look at an attribute. As a context manager it is off
+    again after the block. Collectives of other libraries (DDP's) are not compared.
+
+    Args:
+        verify: whether calls are compared.
+        call_sites: whether the lines that they come from count. They alone tell apart calls that look alike.
+        A
+            script that makes one collective from two lines (``if rank == 0: ... else: ...``) needs False.
+
+    Example::
+
+        with idist.debug():
+            train_one_epoch(model, loader)
+    """
+
+    def __init__(self, verify: bool = True, *, call_sites: bool = True) -> None:
+        comparison = Comparison(call_sites) if verify else None
+        model = current_model()
+        model.check_not_joining()
+        if model.recorder is None or model.recorder.watchdog is None:
+            start(model, DEFAULT_THRESHOLD, side_of(model) or exchanged_side(model))
+        assert model.recorder is not None
+        self._model = model
+        self._before = model.recorder.comparison
+        model.recorder.comparison = comparison
+        self._later = recorder.compare_from_now_on(comparison)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        recorder.compare_from_now_on(self._later)
+        if self._model.recorder is not None:
+            self._model.recorder.comparison = self._before
+
+
+# --- the thread ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Wait:
+    """A rank's stay in one place: ``progress`` is different for another stay."""
+
+    progress: tuple[Any, ...]
+    since: float
+    is_told: bool = False
+
+
+class Watchdog:
+    """The thread that looks after the ranks of this process in one context."""
+
+    def __init__(self, model: ComputationModel, record: Recorder, side: Side, threshold: timedelta) -> None:
+        self.threshold = threshold
+        self._model = model
+        self._recorder = record
+        self._store = side.connection()
+        self._side = side
+        self._world_size = model.get_world_size()
+        self._num_answered = self._store.add("asked", 0)
+        self._waits: dict[int, _Wait] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ignite_dist's watchdog", daemon=True)
+        self._thread.start()
+        _running.add(self)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_SECONDS)
+
+    def explain(self, error: RuntimeError, call: Call, ranks: Sequence[int]) -> None:
+        """Raise what is behind ``error`` of ``call``, if it is known that ranks have not made it.
+
+        Raises:
+            MissingRanksError: some have not.
+        """
+        if not is_timeout(error):
+            return
+        others = [rank for rank in ranks if rank not in self._recorder.logs]
+        reports = ask(self._side.connection(), others)
+        group = _key(call.group)
+        made = {rank: report["numbers"].get(group, 0) for rank, report in reports.items()}
+        behind = [rank for rank in others if made.get(rank, 0) < call.number]
+        if behind:
+            raise missing_ranks(behind, f"did not come to {call}", reports) from error
+
+    def _run(self) -> None:
+        period = max(_LOOK_SECONDS, self._world_size / _RANKS_PER_SECOND)
+        while not self._stopped.wait(min(period, self.threshold.total_seconds() / 4)):
+            try:
+                self._answer()
+                self._look()
+            except RuntimeError:  # the store is gone, and the rank that serves it
+                return
+
+    def _answer(self) -> None:
+        """Say where the ranks of this process are, if somebody asks."""
+        num_asked = self._store.add("asked", 0)
+        while self._num_answered < num_asked:
+            if self._store.check([f"told/{self._num_answered}"]):  # it will be printed, with our waits in it
+                for wait in self._waits.values():
+                    wait.is_told = True
+            self._num_answered += 1
+            for rank, report in self._reports().items():
+                self._store.set(f"report/{self._num_answered}/{rank}", json.dumps(report))
+
+    def _look(self) -> None:
+        """See how long the ranks of this process have been where they are."""
+        now = time.monotonic()
+        for rank, log in list(self._recorder.logs.items()):
+            waits_in = _waiting_frame(log.thread)
+            if waits_in is None:
+                self._waits.pop(rank, None)
+                continue
+            progress = (log.num_calls, self._model.num_collectives(), id(waits_in), waits_in.f_lasti)
+            wait = self._waits.get(rank)
+            if wait is None or wait.progress != progress:
+                self._waits[rank] = _Wait(progress, now)
+            elif not wait.is_told and now - wait.since > self.threshold.total_seconds():
+                wait.is_told = True
+                self._tell(rank)
+
+    def _tell(self, rank: int) -> None:
+        """Ask all ranks where they are and print it, if no other rank does just that."""
+        number = self._store.add("asked", 0)
+        if self._store.compare_set(f"told/{number}", "", str(rank)) != str(rank).encode():
+            return
+        own = self._reports()
+        reports = ask(self._store, range(self._world_size), own)
+        self._num_answered = max(self._num_answered, number + 1)
+        _logger.error("%s", _explanation(reports, self._world_size))
+
+    def _reports(self) -> dict[int, dict[str, Any]]:
+        now = time.monotonic()
+        return {
+            rank: _report(log, now - self._waits[rank].since if rank in self._waits else 0.0)
+            for rank, log in list(self._recorder.logs.items())
+        }
+
+
+def _report(log: recorder.Log, seconds: float) -> dict[str, Any]:
+    """Where a rank is: plain values, because they travel as JSON."""
+    frame = sys._current_frames().get(log.thread)
+    waits = _waiting_frame(log.thread) is not None
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "waits_in": _operation(frame) if waits else "",
+        "seconds": seconds,
+        "site": site_of(recorder.users_frame(frame)) if frame is not None else "?",
+        "stack": _stack(frame) if frame is not None else "",
+        "last": str(log.calls[-1]) if log.calls else "",
+        "numbers": {_key(group): number for group, number in log.by_group.items()},
+        "calls": [[*map(str, call[:4]), call.site] for call in log.calls],
+    }
+
+
+def _key(group: tuple[int, ...]) -> str:
+    return ",".join(map(str, group))
+
+
+def _stack(frame: FrameType) -> str:
+    """The stack from the outermost frame of the user's own inwards, without what has started the process."""
+    frames = [one for one, _ in traceback.walk_stack(frame)]
+    while len(frames) > 1 and (is_library(frames[-1].f_code.co_filename) or _starts_a_process(frames[-1])):
+        frames.pop()
+    summary = traceback.StackSummary.extract((one, one.f_lineno) for one in reversed(frames))
+    return "".join(summary.format())
+
+
+def _starts_a_process(frame: FrameType) -> bool:
+    """Whether it is the ``python -c`` in which multiprocessing runs."""
+    return frame.f_code.co_filename == "<string>" and frame.f_back is None
+
+
+def _operation(frame: FrameType | None) -> str:
+    """The outermost library function that the user's code is in: ``"all_reduce"``."""
+    name = "?"
+    while frame is not None and is_library(frame.f_code.co_filename):
+        if not frame.f_code.co_filename.endswith(("c10d_logger.py", "contextlib.py")):  # around it
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return name
+
+
+# The files in whose functions a rank waits for others: our backends, torch's and Horovod's collectives.
+_WAITING_FOLDER = os.path.join(os.path.dirname(recorder.__file__), "comp_models", "")
+_WAITING_FILES = (
+    os.path.join("torch", "distributed", "distributed_c10d.py"),
+    os.path.join("horovod", "torch", "mpi_ops.py"),
+)
+
+
+def _waiting_frame(thread: int) -> FrameType | None:
+    """The frame in which a thread waits for other ranks; None if it does something else."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and is_library(path := frame.f_code.co_filename):
+        if path.startswith(_WAITING_FOLDER) and not path.endswith("xla_loader.py"):
+            return frame
+        if path.endswith(_WAITING_FILES):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
+    """What all ranks are doing: those at the same place together, the most of them first."""
+    places: dict[str, list[int]] = {}
+    for rank, report in reports.items():
+        places.setdefault(report["stack"], []).append(rank)
+    by_size = sorted(places.items(), key=lambda one: (-len(one[1]), one[1]))
+    longest = max(report["seconds"] for report in reports.values())
+    parts = [f"A collective has waited for {longest:.0f} s. Where the {world_size} ranks are:"]
+    for stack, ranks in by_size:
+        first = reports[ranks[0]]
+        waits = f"waits in {first['waits_in']}" if first["waits_in"] else "is not in a collective"
+        verb = waits if len(ranks) == 1 else waits.replace("waits", "wait").replace("is not", "are not")
+        processes = ", ".join(f"pid {reports[rank]['pid']} on {reports[rank]['host']}" for rank in ranks[:4])
+        parts.append(f"{describe_ranks(ranks).capitalize()} {verb} ({processes}):\n{stack.rstrip()}")
+    silent = sorted(set(range(world_size)) - set(reports))
+    if silent:
+        parts.append(f"{describe_ranks(silent).capitalize()} {SILENT}")
+    parts += [_history(reports)]
+    return "\n\n".join(parts)
+
+
+def _history(reports: Mapping[int, dict[str, Any]]) -> str:
+    """The last calls of each rank; ranks with the same history share one table."""
+    histories: dict[str, list[int]] = {}
+    for rank, report in reports.items():
+        histories.setdefault(json.dumps(report["calls"]), []).append(rank)
+    parts = []
+    for text, ranks in histories.items():
+        calls = json.loads(text)
+        who = describe_ranks(ranks)
+        history = f"The last {len(calls)} collectives of {who}, the newest below:\n{table(calls)}"
+        parts.append(history if calls else f"No collective of {who} yet.")
+    return "\n\n".join(parts)
+
+
+# --- starting and ending -----------------------------------------------------------------------------------
+
+_running: WeakSet[Watchdog] = WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that is inside a store while Python ends would now and then abort the process."""
+    for one in list(_running):
+        one.stop()
+
+
+def start_here() -> None:
+    """Watch this rank, with the default threshold, if that can be had without asking anybody."""
+    model = current_model()
+    side = side_of(model)
+    if side is not None:
+        start(model, DEFAULT_THRESHOLD, side)
+
+
+def start(model: ComputationModel, threshold: timedelta, side: Side | None) -> None:
+    """Watch the caller's rank; without a side (a world of one) only its calls are kept."""
+    with sides_lock:
+        if model.recorder is None:
+            model.recorder = recorder.for_new_context() or Recorder()
+        model.recorder.log_of(model.get_rank()).thread = threading.get_ident()
+        watchdog = model.recorder.watchdog
+        if isinstance(watchdog, Watchdog):
+            watchdog.threshold = threshold
+        elif side is not None:
+            model.recorder.watchdog = Watchdog(model, model.recorder, side, threshold)

@@ -57,7 +57,7 @@ def write_script(folder: Path, text: str, name: str = "script.py") -> Path:
     return path
 
 
-def run_python(*args: Any, seconds: float = 100, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+def run_python(*args: Any, seconds: float = 280, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     """``python *args``; its output is text. What is still running after ``seconds`` is ended."""
     kwargs.setdefault("env", plain_environ())
     if "input" not in kwargs:
@@ -147,7 +147,7 @@ def end_of_ranks(
     *args: Any,
     world_size: int = 2,
     environs: Sequence[Mapping[str, str]] | None = None,
-    seconds: float = 60,
+    seconds: float = 120,
 ) -> list[Ended]:
     """How ``function(*args)`` ended in each of ``world_size`` plain processes.
 

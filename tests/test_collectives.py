@@ -91,7 +91,7 @@ def _sparse_result(_: int) -> str:
     return "no error"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_result_of_one_rank_that_cannot_be_sent_fails_on_every_rank() -> None:
     assert on_two_ranks(_sparse_result) == ["TypeError: ", "RankFailedError: TypeError"]
 

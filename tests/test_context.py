@@ -272,7 +272,7 @@ def _rank_zero_was_alone_before() -> int:
     return 1
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_ranks_with_different_histories_find_each_other() -> None:
     assert helpers.run_ranks(_rank_zero_was_alone_before, seconds=50) == [1, 1]
 
@@ -356,7 +356,7 @@ def _dies_before_the_end() -> list[str]:
     return messages_of(caught)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_rank_that_does_not_come_to_finalize_is_a_warning() -> None:
     survivor, dead = helpers.end_of_ranks(_dies_before_the_end, seconds=40)
     assert dead.error
@@ -380,7 +380,7 @@ def _raises_before_the_end() -> str:
     return "no error"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_finalize_while_an_exception_is_handled_waits_for_nobody_and_nobody_waits() -> None:
     failed, waiting = helpers.end_of_ranks(_raises_before_the_end, seconds=40)
     assert "LookupError: rank 0 has no data" in failed.error
@@ -494,7 +494,7 @@ def test_arguments_that_contradict_the_environment(monkeypatch: pytest.MonkeyPat
         assert text in str(info.value)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("by_arguments", [False, True], ids=["environment", "tcp"])
 def test_a_port_in_use_is_named_at_once(by_arguments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:

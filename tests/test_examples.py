@@ -66,7 +66,7 @@ def start(folder: Path, *options: Any, launcher: tuple[str, ...] = ()) -> subpro
 def finish(process: subprocess.Popen[str], folder: Path) -> Run:
     """Wait for the process, which must succeed."""
     try:
-        output, progress = process.communicate(timeout=100)
+        output, progress = process.communicate(timeout=280)
     finally:
         process.kill()
     assert process.returncode == 0, progress

@@ -23,7 +23,7 @@ TWO = ("--nproc-per-node", 2)
 WITH_XLA = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
 
 
-def run(name: str, *options: Any, seconds: float = 110, **environ: str) -> str:
+def run(name: str, *options: Any, seconds: float = 280, **environ: str) -> str:
     """What the example prints, on the CPU; nothing else, and no other rank, may print."""
     environment = plain_environ(CUDA_VISIBLE_DEVICES="", **loopback(), **environ)
     path: Path = ROOT / "examples" / name

@@ -45,7 +45,7 @@ def run_script(folder: Path, text: str, launcher: tuple[str, ...] = (), **enviro
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.xla
 
 SIZE = 12
 STEPS = 3
-SECONDS = 40.0
+SECONDS = 90.0
 
 
 # --- where the tests run -----------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Call(NamedTuple):
         number: how many calls in its group this is, from 1.
         operation: the public function: ``"all_reduce"``.
         op: ``"SUM"``; where a broadcast comes from; else empty.
-        value: what was sent, as :func:`_describe` puts it.
+        layout: of what was sent: ``(dtype, shape)`` of a tensor, those of the leaves of a tree, or words.
         group: the global ranks; empty for all.
         site: ``"file:line"`` of the caller outside of this package.
         time: of ``time.time()``.
@@ -63,10 +63,19 @@ class Call(NamedTuple):
     number: int
     operation: str
     op: str
-    value: str
+    layout: Any
     group: tuple[int, ...]
     site: str
     time: float
+
+    @property
+    def value(self) -> str:
+        """What was sent, in words that are the same on ranks whose values go together."""
+        return _describe(self.layout)
+
+    def row(self) -> tuple[str, ...]:
+        """The cells of :func:`table`."""
+        return str(self.number), self.operation, self.op, self.value, self.site
 
     def __str__(self) -> str:
         what = " ".join(filter(None, (self.op, self.value)))
@@ -145,7 +154,7 @@ class Recorder:
         log.num_calls += 1
         log.by_group[group] += 1
         site = site_of(users_frame(sys._getframe(1)))
-        call = Call(log.by_group[group], operation, op, _describe(value), group, site, time.time())
+        call = Call(log.by_group[group], operation, op, _layout(value), group, site, time.time())
         log.calls.append(call)
         return call
 
@@ -157,7 +166,7 @@ class Recorder:
             MissingRanksError: the backend has lost its patience, and a watchdog knows who has not come.
         """
         assert self.comparison is not None
-        sent = (_TAG, call.number, call.operation, call.op, call.value, call.site)
+        sent = (_TAG, *call.row())
         try:
             rows = gather(sent)
         except RuntimeError as error:
@@ -192,7 +201,7 @@ _TAG = "ignite_dist.call"
 def _fields(row: Any) -> tuple[str, ...]:
     """``(number, operation, op, value, site)`` as text, of what a rank has sent."""
     if isinstance(row, tuple) and len(row) == 6 and row[0] == _TAG:
-        return tuple(str(one) for one in row[1:])
+        return row[1:]
     return ("?", "a collective that is not compared (is debug() on there?)", "", "", "?")
 
 
@@ -232,16 +241,25 @@ def _ranges(ranks: Sequence[int]) -> str:
 # --- describing a call ---------------------------------------------------------------------------------
 
 
-def _describe(value: Tensor | torch.dtype | Sequence[Any] | str) -> str:
-    """A value in words that are the same on ranks whose values go together."""
+def _layout(value: Tensor | torch.dtype | Sequence[Any] | str) -> Any:
+    """What is kept of a value: no tensor, which would live on with it."""
     if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
+        return value.dtype, value.shape
     if isinstance(value, (str, torch.dtype)):
-        return str(value)
-    words = " ".join(_describe(one) if isinstance(one, (Tensor, str)) else "number" for one in value)
+        return value
+    return [(one.dtype, one.shape) if isinstance(one, Tensor) else "number" for one in value]
+
+
+def _describe(layout: Any) -> str:
+    if isinstance(layout, tuple):
+        dtype, shape = layout
+        return f"{dtype} {tuple(shape)}"
+    if not isinstance(layout, list):
+        return str(layout)
+    words = ", ".join(map(_describe, layout))
     if len(words) <= _MAX_VALUE:
         return words
-    return f"{words[:_MAX_VALUE]}... ({zlib.crc32(words.encode()):08x})"
+    return f"{words[:_MAX_VALUE]}... ({len(layout)} in all, {zlib.crc32(words.encode()):08x})"
 
 
 _HERE = os.path.dirname(__file__)
@@ -268,12 +286,13 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
 
 def site_of(frame: FrameType | None) -> str:
     """``"folder/file.py:12"``, the same on machines where the code is in different places."""
-    if frame is None:
-        return "?"
-    path = frame.f_code.co_filename
+    return "?" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@lru_cache(maxsize=4096)
+def _short(path: str) -> str:
     folder, name = os.path.split(path)
-    short = os.path.join(os.path.basename(folder), name) if folder else name
-    return f"{short[-_MAX_SITE:]}:{frame.f_lineno}"
+    return os.path.join(os.path.basename(folder), name)[-_MAX_SITE:]
 
 
 # --- which contexts have one -----------------------------------------------------------------------------

@@ -232,7 +232,7 @@ def _report(log: recorder.Log, seconds: float) -> dict[str, Any]:
         "stack": _stack(frame) if frame is not None else "",
         "last": str(log.calls[-1]) if log.calls else "",
         "numbers": {_key(group): number for group, number in log.by_group.items()},
-        "calls": [[*map(str, call[:4]), call.site] for call in log.calls],
+        "calls": [call.row() for call in log.calls],
     }
 
 

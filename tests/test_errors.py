@@ -21,6 +21,7 @@ PLAIN = [
     errors.EnvironmentVariablesError("b"),
     errors.LaunchError("c"),
     errors.CollectiveMismatchError("d"),
+    errors.MissingRanksError("e", [1, 3], {1: "at train.py:7"}),
 ]
 
 

@@ -1,0 +1,310 @@
+"""What is said of a collective that waits: by ``watch``, ``debug`` and ``barrier(timeout=)``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import helpers
+import ignite_dist as idist
+from ignite_dist import recorder
+from ignite_dist.context import current_model
+
+SHORT = timedelta(seconds=1)
+LONG = timedelta(seconds=60)
+THREAD = "ignite_dist's watchdog"
+
+XLA = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
+BACKENDS = [
+    pytest.param("gloo", 3, id="gloo"),
+    pytest.param("horovod", 2, id="horovod", marks=pytest.mark.horovod),
+    pytest.param("xla-tpu", 2, id="xla", marks=pytest.mark.xla),
+]
+
+
+class Heard(logging.Handler):
+    """What the watchdog of this process has said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        logging.getLogger("ignite_dist.watchdog").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def wait_until_any_is_told(heard: Heard, folder: Path) -> None:
+    """Return when the watchdog of some process has spoken: each leaves a file."""
+    deadline = time.monotonic() + LONG.total_seconds()
+    while not list(folder.iterdir()):
+        if heard.messages:
+            (folder / str(os.getpid())).touch()
+        assert time.monotonic() < deadline, "nobody has said anything"
+        time.sleep(0.02)
+
+
+class Teller(Heard):
+    """One that leaves the file at once: its rank is stuck in a collective."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        (self.folder / str(os.getpid())).touch()
+
+
+def busy_elsewhere(heard: Heard, folder: Path) -> None:
+    wait_until_any_is_told(heard, folder)
+
+
+def late(local_rank: int, folder: Path) -> list[str]:
+    """Rank 1 comes to the third collective when somebody has said that it is not there."""
+    heard = Teller(folder)
+    idist.watch(SHORT)
+    for _ in range(2):
+        idist.all_gather("before")
+    if idist.get_rank() == 1:
+        busy_elsewhere(heard, folder)
+    idist.all_gather("after")
+    idist.barrier()
+    return heard.messages
+
+
+@pytest.mark.parametrize(("backend", "size"), BACKENDS)
+def test_a_wait_that_is_too_long_is_explained_once(
+    backend: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in XLA.items():
+        monkeypatch.setenv(name, value)
+    told = idist.spawn(backend, late, (tmp_path,), nproc_per_node=size)
+    if backend == "xla-tpu":  # replicas share the logger: each has heard it
+        assert told[0] == told[1]
+        told = told[:1]
+    (message,) = [one for messages in told for one in messages]
+    others = "Ranks 0, 2 wait in all_gather" if size == 3 else "Rank 0 waits in all_gather"
+    assert others in message
+    assert "Rank 1 is not in a collective" in message and "in busy_elsewhere" in message
+    assert "The last 2 collectives of rank 1" in message
+    assert f"The last 3 collectives of rank{'s 0, 2' if size == 3 else ' 0'}" in message
+    assert message.index(others) < message.index("Rank 1 is not")  # the majority first
+    assert "ignite_dist/launcher.py" not in message  # nor what else has started the process
+
+
+def late_for_torch(local_rank: int, folder: Path) -> list[str]:
+    heard = Teller(folder)
+    idist.watch(SHORT)
+    if idist.get_rank() == 1:
+        busy_elsewhere(heard, folder)
+    dist.all_reduce(torch.ones(2))
+    idist.barrier()
+    return heard.messages
+
+
+def test_a_wait_in_torchs_own_collective_is_explained_too(tmp_path: Path) -> None:
+    told = idist.spawn("gloo", late_for_torch, (tmp_path,), nproc_per_node=2)
+    (message,) = [one for messages in told for one in messages]
+    assert "Rank 0 waits in all_reduce" in message and "in busy_elsewhere" in message
+    assert "No collective of ranks 0-1 yet." in message
+
+
+def many_short_waits(local_rank: int) -> list[str]:
+    heard = Heard()
+    idist.watch(timedelta(seconds=0.3))
+    ends = time.monotonic() + 1.5
+    while idist.all_true(time.monotonic() < ends):
+        dist.barrier()
+    return heard.messages
+
+
+def test_who_goes_on_is_left_alone() -> None:
+    assert idist.spawn("gloo", many_short_waits, nproc_per_node=2) == [[], []]
+
+
+def watched_since_the_start(local_rank: int) -> tuple[bool, int]:
+    assert current_model().recorder is not None
+    names = [thread.name for thread in threading.enumerate()]
+    idist.finalize()
+    after = [thread.name for thread in threading.enumerate()]
+    return THREAD in names, after.count(THREAD)
+
+
+def test_workers_are_watched_from_their_start_to_the_end_of_their_context() -> None:
+    assert idist.spawn("gloo", watched_since_the_start, nproc_per_node=2) == [(True, 0)] * 2
+
+
+# --- in a context of somebody else's ---------------------------------------------------------------------
+
+
+def foreign(folder: Path) -> list[str]:
+    dist.init_process_group("gloo")
+    assert current_model().recorder is None
+    with pytest.raises(RuntimeError, match=r"Call idist.watch\(\) once on every rank"):
+        idist.barrier(timeout=LONG)
+    told = late(0, folder)
+    idist.barrier(timeout=LONG)
+    dist.destroy_process_group()
+    idist.sync()
+    assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
+    return told
+
+
+def test_a_context_that_somebody_else_has_made(tmp_path: Path) -> None:
+    told = helpers.run_ranks(foreign, tmp_path, world_size=3)
+    (message,) = [one for messages in told for one in messages]
+    assert "Ranks 0, 2 wait in all_gather" in message
+
+
+def cycles() -> None:
+    for number in range(3):
+        idist.initialize("gloo")
+        idist.barrier(timeout=LONG)
+        idist.watch(LONG)
+        if number == 1:
+            idist.all_gather("x")
+        idist.barrier(timeout=LONG)
+        idist.finalize()
+
+
+def test_one_context_after_another() -> None:
+    helpers.run_ranks(cycles)
+
+
+def test_a_world_of_one_waits_for_nobody() -> None:
+    idist.watch()
+    idist.barrier(timeout=SHORT)
+    with idist.debug(), idist.raise_together():
+        idist.all_reduce(1)
+    assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "error", "text"),
+    [(5, TypeError, "Use timedelta"), (timedelta(0), ValueError, "must be positive")],
+)
+def test_wrong_thresholds(threshold: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        idist.watch(threshold)
+
+
+# --- comparing -------------------------------------------------------------------------------------------
+
+
+def skips_a_call() -> str:
+    idist.initialize("gloo")
+    with pytest.raises(idist.CollectiveMismatchError) as info:
+        if idist.get_rank() == 0:
+            idist.all_reduce(torch.ones(2))
+        idist.finalize()
+    idist.all_gather("in step")
+    dist.destroy_process_group()
+    return str(info.value)
+
+
+def test_by_environment_and_a_rank_that_has_skipped_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IGNITE_DIST_DEBUG", "1")
+    first, second = helpers.run_ranks(skips_a_call)
+    assert first == second
+    assert "all_reduce" in first and "the end of the context" in first
+
+
+def never_comes(folder: Path) -> list[int] | None:
+    idist.initialize("gloo", timeout=timedelta(seconds=2))
+    idist.debug()
+    if idist.get_rank() == 1:
+        deadline = time.monotonic() + LONG.total_seconds()
+        while not (folder / "given up").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        idist.debug(verify=False)  # noqa: B018
+        os._exit(0)
+    with pytest.raises(idist.MissingRanksError, match="did not come to all_reduce") as info:
+        idist.all_reduce(torch.ones(2))
+    (folder / "given up").touch()
+    assert "in never_comes" in info.value.where[1]
+    return info.value.ranks
+
+
+def test_a_rank_that_makes_no_call_is_named_when_the_timeout_passes(tmp_path: Path) -> None:
+    first, _ = helpers.end_of_ranks(never_comes, tmp_path)
+    assert (first.result, first.error) == ([1], "")
+
+
+def dies_in_the_block(folder: Path) -> float:
+    idist.initialize("gloo")
+    idist.barrier()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError), idist.raise_together():
+        if idist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return time.monotonic() - started
+
+
+def test_a_rank_that_is_killed_in_the_block_ends_the_wait_of_the_others(tmp_path: Path) -> None:
+    first, second, third = helpers.end_of_ranks(dies_in_the_block, tmp_path, world_size=3)
+    assert "died without a word" in second.error
+    for other in (first, third):
+        assert other.error == "" and other.result < 10
+
+
+def fails_in_turn(local_rank: int, folder: Path) -> tuple[int, str] | None:
+    """Rank 2 fails first, rank 0 after it; rank 1 hears of the one that was first."""
+    rank = idist.get_rank()
+    try:
+        with idist.raise_together():
+            if rank == 2:
+                (folder / "failed").touch()
+                raise ValueError("first")
+            if rank == 0:
+                while not (folder / "failed").exists():
+                    time.sleep(0.01)
+                time.sleep(0.05)  # not a matter of order: the file is touched before the exception is raised
+                raise KeyError("second")
+    except idist.RankFailedError as error:
+        return error.rank, error.error_type
+    except (ValueError, KeyError):
+        return None
+    raise AssertionError("not reached")
+
+
+def test_the_failure_that_came_first_is_reported(tmp_path: Path) -> None:
+    assert idist.spawn("gloo", fails_in_turn, (tmp_path,), nproc_per_node=3) == [None, (2, "ValueError"), None]
+
+
+# --- what is kept ------------------------------------------------------------------------------------------
+
+
+def test_the_last_calls_are_kept_without_their_tensors() -> None:
+    record = recorder.Recorder()
+    for number in range(30):
+        call = record.record(0, "all_reduce", (), torch.ones(number), "SUM")
+    assert str(call) == (
+        "all_reduce(SUM torch.float32 (29,)), call 30, at tests/test_watchdog.py:"
+        f"{call.site.rpartition(':')[2]}"
+    )
+    assert [one.number for one in record.logs[0].calls] == list(range(11, 31))
+    assert not any(isinstance(part, torch.Tensor) for one in record.logs[0].calls for part in one)
+
+
+def test_groups_are_counted_apart() -> None:
+    record = recorder.Recorder()
+    numbers = [record.record(0, "barrier", group).number for group in [(), (0, 1), (), (0, 2), (0, 1)]]
+    assert numbers == [1, 1, 2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0-2, 5"), ([7, 6], "ranks 6-7")]
+)
+def test_ranks_in_words(ranks: list[int], text: str) -> None:
+    assert recorder.describe_ranks(ranks) == text

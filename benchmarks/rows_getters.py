@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 import fresh
 import ignite_dist as idist
+from ignite_dist.comp_models import SerialModel
+from ignite_dist.recorder import Recorder
 from rows import IGNITE, OURS, RAW, Bar, Contenders, LauncherRow, RankRow, Row, ignite_library
 from timing import Effort, Samples
 
@@ -39,7 +41,23 @@ def rows() -> list[Row]:
             )
             for name in _GETTERS
         ),
+        *(
+            RankRow(
+                "what a collective pays for being watched",
+                name,
+                "ns",
+                (Bar("value", 100),) if not watched else (),
+                contenders=partial(_announcing, watched),
+            )
+            for name, watched in {"nothing watches": False, "its last calls are kept": True}.items()
+        ),
     ]
+
+
+def _announcing(watched: bool, device: torch.device) -> Contenders:
+    model = SerialModel()
+    model.recorder = Recorder() if watched else None
+    return {OURS: partial(model.announce, "all_reduce", model.world(), torch.ones(1), "SUM")}
 
 
 def _in_a_context(name: str, device: torch.device) -> Contenders:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import threading
 import time
 import zlib
@@ -263,7 +262,7 @@ def _describe(layout: Any) -> str:
 
 
 _HERE = os.path.dirname(__file__)
-_FOLDERS = (_HERE, os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
+_FOLDERS = (_HERE, os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
 _LIBRARIES = tuple(os.path.join(folder, "") for folder in _FOLDERS)
 _INSTALLED = ("torch", "torch_xla", "horovod", os.path.basename(_HERE))
 

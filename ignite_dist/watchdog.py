@@ -35,6 +35,7 @@ _logger = logging.getLogger(__name__)
 
 DEFAULT_THRESHOLD = timedelta(minutes=5)
 """How long a collective may wait without a word. Longer than most evaluations on one rank alone."""
+_WHILE_COMPARING = timedelta(seconds=30)
 
 # How often a rank looks at itself, and whether somebody asks for it. More ranks share one store.
 _LOOK_SECONDS = 1.0
@@ -73,7 +74,7 @@ class debug:  # used as a function, and in a with statement
     Sequence number, operation, op, dtype, shape, group and the caller's line. Where they differ every rank
     raises ``CollectiveMismatchError``, instead of waiting, or of adding up what does not belong together. A
     rank that has skipped a call is named when it makes its next one (the end of the context is one), and if
-    it makes none, when the others' patience ends: see :func:`watch`, which this turns on as well.
+    it makes none, after 30 seconds: see :func:`watch`, which this turns on as well.
 
     Every rank of the world calls it, or sets ``IGNITE_DIST_DEBUG=1`` before its context is made. It costs
     another small collective for each; turned off, a look at an attribute. As a context manager it is off
@@ -98,10 +99,9 @@ class debug:  # used as a function, and in a with statement
         if model.recorder is None or model.recorder.watchdog is None:
             start(model, DEFAULT_THRESHOLD, side_of(model) or exchanged_side(model))
         assert model.recorder is not None
-        self._model = model
-        self._before = model.recorder.comparison
+        self._recorder = model.recorder
+        self._before = model.recorder.comparison, recorder.compare_from_now_on(comparison)
         model.recorder.comparison = comparison
-        self._later = recorder.compare_from_now_on(comparison)
 
     def __enter__(self) -> None:
         pass
@@ -109,9 +109,8 @@ class debug:  # used as a function, and in a with statement
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        recorder.compare_from_now_on(self._later)
-        if self._model.recorder is not None:
-            self._model.recorder.comparison = self._before
+        self._recorder.comparison, in_contexts_to_come = self._before
+        recorder.compare_from_now_on(in_contexts_to_come)
 
 
 # --- the thread ----------------------------------------------------------------------------------------
@@ -197,9 +196,14 @@ class Watchdog:
             wait = self._waits.get(rank)
             if wait is None or wait.progress != progress:
                 self._waits[rank] = _Wait(progress, now)
-            elif not wait.is_told and now - wait.since > self.threshold.total_seconds():
+            elif not wait.is_told and now - wait.since > self._patience():
                 wait.is_told = True
                 self._tell(rank)
+
+    def _patience(self) -> float:
+        """Who compares calls looks for what goes wrong, and does not want to wait for it."""
+        is_comparing = self._recorder.comparison is not None
+        return (min(self.threshold, _WHILE_COMPARING) if is_comparing else self.threshold).total_seconds()
 
     def _tell(self, rank: int) -> None:
         """Ask all ranks where they are and print it, if no other rank does just that."""

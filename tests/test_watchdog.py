@@ -227,7 +227,7 @@ def never_comes(folder: Path) -> list[int] | None:
         deadline = time.monotonic() + LONG.total_seconds()
         while not (folder / "given up").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        idist.debug(verify=False)  # noqa: B018
+        idist.debug(verify=False)
         os._exit(0)
     with pytest.raises(idist.MissingRanksError, match="did not come to all_reduce") as info:
         idist.all_reduce(torch.ones(2))
@@ -279,7 +279,8 @@ def fails_in_turn(local_rank: int, folder: Path) -> tuple[int, str] | None:
 
 
 def test_the_failure_that_came_first_is_reported(tmp_path: Path) -> None:
-    assert idist.spawn("gloo", fails_in_turn, (tmp_path,), nproc_per_node=3) == [None, (2, "ValueError"), None]
+    heard = idist.spawn("gloo", fails_in_turn, (tmp_path,), nproc_per_node=3)
+    assert heard == [None, (2, "ValueError"), None]
 
 
 # --- what is kept ------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ __all__ = [
     "Comparison",
     "Log",
     "Recorder",
-    "compare_from_now_on",
+    "compare_in_new_contexts",
     "describe_ranks",
     "for_new_context",
     "is_library",
@@ -82,16 +82,6 @@ class Call(NamedTuple):
         return f"{self.operation}({what}), call {self.number}{group}, at {self.site}"
 
 
-@dataclass
-class Log:
-    """What is known of one rank: its thread, how many calls it has made, and the last of them."""
-
-    thread: int
-    num_calls: int = 0
-    calls: deque[Call] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
-    by_group: Counter[tuple[int, ...]] = field(default_factory=Counter)
-
-
 @dataclass(frozen=True)
 class Comparison:
     """What the ranks compare before each collective.
@@ -102,6 +92,20 @@ class Comparison:
     """
 
     call_sites: bool = True
+
+
+@dataclass
+class Log:
+    """What is known of one rank: its thread, how many calls it has made, and the last of them.
+
+    ``comparison`` is what it compares with the others before each call; None if it does not.
+    """
+
+    thread: int
+    comparison: Comparison | None = None
+    num_calls: int = 0
+    calls: deque[Call] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+    by_group: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
 
 class Watchdog(Protocol):
@@ -118,11 +122,11 @@ class Recorder:
     """The calls of the ranks of this process in one context.
 
     Args:
-        comparison: what the ranks compare before each call; None if they do not.
+        comparison: what they compare before each call, until they say otherwise.
     """
 
     def __init__(self, comparison: Comparison | None = None) -> None:
-        self.comparison = comparison
+        self._comparison = comparison
         self.logs: dict[int, Log] = {}
         self.watchdog: Watchdog | None = None
 
@@ -130,7 +134,7 @@ class Recorder:
         """What is known of a rank of this process, in whose thread this is called."""
         log = self.logs.get(rank)
         if log is None:
-            log = self.logs[rank] = Log(threading.get_ident())
+            log = self.logs[rank] = Log(threading.get_ident(), self._comparison)
         return log
 
     def close(self) -> None:
@@ -157,14 +161,18 @@ class Recorder:
         log.calls.append(call)
         return call
 
-    def compare(self, call: Call, ranks: Sequence[int], gather: Callable[[Any], list[Any]]) -> None:
-        """Tell the other ranks of the group, by ``gather``, which call this rank is about to make.
+    def compare(
+        self, rank: int, call: Call, ranks: Sequence[int], gather: Callable[[Any], list[Any]]
+    ) -> None:
+        """Tell the other ranks of the group, by ``gather``, which call comes next, if ``rank`` compares.
 
         Raises:
             CollectiveMismatchError: they are not the same; raised on all of them, with a table.
             MissingRanksError: the backend has lost its patience, and a watchdog knows who has not come.
         """
-        assert self.comparison is not None
+        comparison = self.logs[rank].comparison
+        if comparison is None:
+            return
         sent = (_TAG, *call.row())
         try:
             rows = gather(sent)
@@ -173,7 +181,7 @@ class Recorder:
                 self.watchdog.explain(error, call, ranks)
             raise
         fields = [_fields(row) for row in rows]
-        last = None if self.comparison.call_sites else -1
+        last = None if comparison.call_sites else -1
         meant = Counter(one[:last] for one in fields)
         if len(meant) == 1:
             return
@@ -299,11 +307,10 @@ def _short(path: str) -> str:
 _comparison: Comparison | None = None
 
 
-def compare_from_now_on(comparison: Comparison | None) -> Comparison | None:
-    """What the contexts to come compare; gives back what it was."""
+def compare_in_new_contexts(comparison: Comparison | None) -> None:
+    """What the ranks of contexts to come compare."""
     global _comparison
-    before, _comparison = _comparison, comparison
-    return before
+    _comparison = comparison
 
 
 def for_new_context() -> Recorder | None:

@@ -46,9 +46,11 @@ class Side:
 
     Args:
         store: one that nobody else uses, of its keys.
+        server: the rank that serves it and has to be the last to use it; None if it outlives the context.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, server: int | None = None) -> None:
+        self.server = server
         self._store = store
         self._rounds: dict[tuple[int, tuple[int, ...]], int] = {}
         self._lock = threading.Lock()
@@ -94,7 +96,8 @@ def exchanged_side(model: ComputationModel) -> Side | None:
     host, _, port_text = model.broadcast_object(address, 0, world).rpartition(":")
     with sides_lock:
         if model not in _sides:
-            _sides[model] = Side(store or TCPStore(host, int(port_text), wait_for_workers=False))
+            connected = store or TCPStore(host, int(port_text), wait_for_workers=False)
+            _sides[model] = Side(connected, server=0)
         return _sides[model]
 
 
@@ -128,7 +131,13 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
     ending = store.get(end).decode()
     if ending != "all":
         raise _missed(store, json.loads(ending), group, rank, timeout)
-    if store.add(f"{key}/left", 1) == len(group.ranks):
+    num_left = store.add(f"{key}/left", 1)
+    if rank == side.server:  # it may go after this, and the store with it
+        patience = time.monotonic() + _ANSWER_SECONDS
+        while num_left < len(group.ranks) and time.monotonic() < patience:
+            time.sleep(_POLL_SECONDS)
+            num_left = store.add(f"{key}/left", 0)
+    if num_left == len(group.ranks) and (rank == side.server or side.server not in group.ranks):
         for name in (*map(str, group.ranks), "come", "end", "left"):
             store.delete_key(f"{key}/{name}")
 

@@ -76,7 +76,8 @@ class debug:  # used as a function, and in a with statement
     rank that has skipped a call is named when it makes its next one (the end of the context is one), and if
     it makes none, after 30 seconds: see :func:`watch`, which this turns on as well.
 
-    Every rank of the world calls it, or sets ``IGNITE_DIST_DEBUG=1`` before its context is made. It costs
+    Every rank of the world calls it; before a context is made it holds for those to come, and so does
+    ``IGNITE_DIST_DEBUG=1`` in the environment. It costs
     another small collective for each; turned off, a look at an attribute. As a context manager it is off
     again after the block. Collectives of other libraries (DDP's) are not compared.
 
@@ -99,9 +100,11 @@ class debug:  # used as a function, and in a with statement
         if model.recorder is None or model.recorder.watchdog is None:
             start(model, DEFAULT_THRESHOLD, side_of(model) or exchanged_side(model))
         assert model.recorder is not None
-        self._recorder = model.recorder
-        self._before = model.recorder.comparison, recorder.compare_from_now_on(comparison)
-        model.recorder.comparison = comparison
+        self._log = model.recorder.log_of(model.get_rank())
+        self._before, self._log.comparison = self._log.comparison, comparison
+        self._holds_later = model.backend() is None  # without a context it is for those to come
+        if self._holds_later:
+            recorder.compare_in_new_contexts(comparison)
 
     def __enter__(self) -> None:
         pass
@@ -109,8 +112,9 @@ class debug:  # used as a function, and in a with statement
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._recorder.comparison, in_contexts_to_come = self._before
-        recorder.compare_from_now_on(in_contexts_to_come)
+        self._log.comparison = self._before
+        if self._holds_later:
+            recorder.compare_in_new_contexts(self._before)
 
 
 # --- the thread ----------------------------------------------------------------------------------------
@@ -196,14 +200,14 @@ class Watchdog:
             wait = self._waits.get(rank)
             if wait is None or wait.progress != progress:
                 self._waits[rank] = _Wait(progress, now)
-            elif not wait.is_told and now - wait.since > self._patience():
+            elif not wait.is_told and now - wait.since > self._patience(log):
                 wait.is_told = True
                 self._tell(rank)
 
-    def _patience(self) -> float:
+    def _patience(self, log: recorder.Log) -> float:
         """Who compares calls looks for what goes wrong, and does not want to wait for it."""
-        is_comparing = self._recorder.comparison is not None
-        return (min(self.threshold, _WHILE_COMPARING) if is_comparing else self.threshold).total_seconds()
+        threshold = self.threshold if log.comparison is None else min(self.threshold, _WHILE_COMPARING)
+        return threshold.total_seconds()
 
     def _tell(self, rank: int) -> None:
         """Ask all ranks where they are and print it, if no other rank does just that."""

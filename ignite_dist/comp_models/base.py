@@ -387,8 +387,8 @@ class ComputationModel(ABC):
         if ranks and rank not in ranks and not self.groups_need_everyone:
             return
         call = self.recorder.record(rank, operation, ranks, value, op)
-        if self.recorder.comparison is not None and len(group.ranks) > 1:
-            self.recorder.compare(call, group.ranks, lambda sent: self.gather_objects(sent, group))
+        if len(group.ranks) > 1:
+            self.recorder.compare(rank, call, group.ranks, lambda sent: self.gather_objects(sent, group))
 
     # --- tensor primitives: contiguous, of a dtype and on a device for which carries() is true ----------
 

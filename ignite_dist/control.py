@@ -57,7 +57,7 @@ def exchange_outcomes(
     """Meet the other ranks of ``group`` and tell each other how it went: the value of each.
 
     Raises:
-        RankFailedError: another rank failed and this one did not. It is about the one that failed first.
+        RankFailedError: another rank failed and this one, of the group, did not. It is about the first of them.
         CollectiveMismatchError: another rank has made another call.
     """
     model.check_not_joining()
@@ -67,7 +67,7 @@ def exchange_outcomes(
         raise CollectiveMismatchError("Some ranks tell each other how it went, and others make another call.")
     outcomes = [_Outcome(*row) for row in rows]
     failed = [outcome for outcome in outcomes if outcome.error_type]
-    if failed and error is None:
+    if failed and error is None and model.get_rank() in group.ranks:
         first = min(failed, key=lambda outcome: outcome.time)
         raise RankFailedError(first.rank, first.error_type, first.traceback)
     return [outcome.value for outcome in outcomes]

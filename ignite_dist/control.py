@@ -57,7 +57,7 @@ def exchange_outcomes(
     """Meet the other ranks of ``group`` and tell each other how it went: the value of each.
 
     Raises:
-        RankFailedError: another rank failed and this one, of the group, did not. It is about the first of them.
+        RankFailedError: another rank of the group failed and this one did not. It is about the first.
         CollectiveMismatchError: another rank has made another call.
     """
     model.check_not_joining()

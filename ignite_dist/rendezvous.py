@@ -211,7 +211,7 @@ def _serve_on_loopback(place: Environment, init_method: str, timeout: timedelta)
     except DistStoreError as error:
         raise DistStoreError(
             f"{error} Rank 0 waited at {address}:{port}, which only processes on its own machine reach. If "
-            "others run elsewhere, give every rank, rank 0 too, an address of rank 0's machine on the network."
+            "others run elsewhere, give every rank, rank 0 too, an address of its machine on the network."
         ) from error
 
 
@@ -224,7 +224,7 @@ def _main_address(place: Environment, init_method: str | None) -> tuple[str | No
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether every machine means itself by ``address``. Other names may mean one thing here, another there."""
+    """Whether every machine means itself by ``address``. Other names may mean another machine elsewhere."""
     if address == "localhost":
         return True
     try:
@@ -276,7 +276,7 @@ def serve_store(address: str, port: int) -> tuple[Store, int]:
 
 
 def interfaces(place: Environment, init_method: str | None) -> dict[str, str]:
-    """The variables for gloo and NCCL, if all ranks run on this machine: the launcher or the address says so."""
+    """The variables for gloo and NCCL, if the launcher or the address says that all ranks run here."""
     address, _ = _main_address(place, init_method)
     if place.nnodes is not None:
         on_one_machine = place.nnodes == 1

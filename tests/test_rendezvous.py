@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -114,9 +114,7 @@ def test_a_world_of_one_listens_on_the_loopback_interface_only() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_under_nccl_too() -> None:
-    ((addresses, interfaces),) = helpers.run_ranks(
-        _what_listens, "nccl", world_size=1, environs=[NOT_SAID]
-    )
+    ((addresses, interfaces),) = helpers.run_ranks(_what_listens, "nccl", world_size=1, environs=[NOT_SAID])
     assert all(map(helpers.is_loopback, addresses)), addresses
     assert interfaces == [rendezvous.loopback_interface()] * 2
 
@@ -236,7 +234,7 @@ def test_no_file_is_deleted_while_somebody_enters_the_next_context_over_it(tmp_p
 
 # --- side by side --------------------------------------------------------------------------------------
 
-JOB = """
+JOBS = """
     import sys
     import ignite_dist as idist
 
@@ -246,60 +244,78 @@ JOB = """
         return job
 
     if __name__ == "__main__":
-        job = int(sys.argv[1])
         print("ready", flush=True)
-        sys.stdin.read()  # all jobs wait for the end of one pipe
-        if job % 2:
-            assert idist.spawn("gloo", check, (job,), nproc_per_node=2) == [job, job]
-        else:
-            with idist.Parallel(backend="gloo", nproc_per_node=2) as parallel:
-                assert parallel.run(check, job) == job
-        print("fine")
+        for line in sys.stdin:
+            job = int(line)
+            if job % 2:
+                assert idist.spawn("gloo", check, (job,), nproc_per_node=2) == [job, job]
+            else:
+                with idist.Parallel(backend="gloo", nproc_per_node=2) as parallel:
+                    assert parallel.run(check, job) == job
+            print("fine", flush=True)
 """
 
 
-def _start(script: Path, job: int, gate: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(script), str(job)],
-        env=helpers.plain_environ(),
-        stdin=gate,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def _side_by_side(script: Path, jobs: range) -> list[str]:
-    """What each of the jobs wrote, all of which launch at once."""
-    gate, holder = os.pipe()
+@contextmanager
+def _launchers(script: Path, num: int, seconds: float) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that run ``script``; they are ended behind the block, or in ``seconds``."""
     started: list[subprocess.Popen[str]] = []
+
+    def end() -> None:
+        for launcher in started:
+            launcher.kill()  # nothing happens to one that has ended
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
     try:
-        started += [_start(script, job, gate) for job in jobs]
-        first_lines = [job.stdout.readline() for job in started if job.stdout is not None]
-        assert first_lines == ["ready\n"] * len(jobs), first_lines
-        os.close(holder)
-        holder = -1
-        deadline = time.monotonic() + 280  # it is as many imports of torch as there are jobs, and twice that
-        return [job.communicate(timeout=max(1, deadline - time.monotonic()))[0] for job in started]
+        for _ in range(num):
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, str(script)],
+                    env=helpers.plain_environ(),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        yield started
     finally:
-        os.close(gate)
-        if holder >= 0:
-            os.close(holder)
-        for job in started:
-            with suppress(ProcessLookupError):
-                job.kill()
-            job.wait()
+        timer.cancel()
+        end()
+        for launcher in started:
+            launcher.communicate()
+
+
+def _said(launcher: subprocess.Popen[str], expected: str) -> None:
+    """Fail unless the launcher's next line is the one expected."""
+    assert launcher.stdout is not None
+    lines = []
+    while "".join(lines).strip() == "":  # gloo's own words aside
+        lines.append(launcher.stdout.readline())
+        assert lines[-1], "the launcher has ended"
+        lines[-1] = helpers.without_gloos(lines[-1])
+    if lines[-1] != f"{expected}\n":
+        launcher.kill()
+        pytest.fail(lines[-1] + launcher.stdout.read())
 
 
 @pytest.mark.stress
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(240)
 def test_jobs_that_are_launched_side_by_side_do_not_collide(
     repetitions: Callable[[int, int], int], tally: Callable[[str], None], tmp_path: Path
 ) -> None:
-    script = helpers.write_script(tmp_path, JOB)
-    num_jobs = repetitions(6, 100)
-    for first in range(0, num_jobs, 10):
-        jobs = range(first, min(first + 10, num_jobs))
-        for job, written in zip(jobs, _side_by_side(script, jobs), strict=True):
-            assert helpers.without_gloos(written) == "fine\n", f"job {job}: {written}"
-            tally("jobs of two ranks, launched side by side")
+    """As many launchers as the machine can hold, each a process of its own, launch at the same moment."""
+    script = helpers.write_script(tmp_path, JOBS)
+    num_launchers, num_rounds = repetitions(4, 10), repetitions(2, 10)
+    with _launchers(script, num_launchers, repetitions(200, 1700)) as launchers:
+        for launcher in launchers:
+            _said(launcher, "ready")
+        for number in range(num_rounds):
+            for job, launcher in enumerate(launchers, number):
+                assert launcher.stdin is not None
+                launcher.stdin.write(f"{job}\n")
+                launcher.stdin.flush()
+            for launcher in launchers:
+                _said(launcher, "fine")
+                tally("jobs of two ranks, launched side by side")

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Held:
             psutil.Process(server).num_fds() if server else 0,
             frozenset(child.pid for child in process.children(recursive=True)),
             frozenset(_shared_memory()),
-            frozenset(str(path) for path in Path(os.environ["TMPDIR"]).rglob("*")),
+            frozenset(_temporary(os.environ["TMPDIR"])),
             process.memory_info().rss,
         )
 
@@ -79,6 +79,18 @@ class Held:
             assert time.monotonic() < deadline, "; ".join(more)
             time.sleep(0.05)
         return Held.now().num_bytes - self.num_bytes
+
+
+def _temporary(folder: str) -> set[str]:
+    """The paths under ``folder``, without what torch 2.9 leaves there: a folder per worker.
+
+    Its ``torch.distributed.nn``, which torch_xla imports, makes the folder and leaves its end to ``atexit``.
+    A process that comes from a fork, or from a fork server, ends without it. Newer ones make no folder.
+    """
+    paths = set(Path(folder).rglob("*"))
+    for of_torch in {path for path in paths if path.name == "_remote_module_non_scriptable.py"}:
+        paths -= {of_torch, of_torch.parent}
+    return set(map(str, paths))
 
 
 def _shared_memory() -> set[str]:
@@ -159,6 +171,8 @@ def _many_collectives(_: int, backend: str, num: int, folder: str) -> tuple[int,
     for number in range(num):
         if number == max(num_all, num // 10):
             held = Held.now()
+        if held is not None and number == num // 2:  # some thousands of them until the allocator has its fill
+            held = replace(held, num_bytes=Held.now().num_bytes)
         _collective(number, *groups[number // NUM_KINDS % len(groups)])
     assert held is not None
     return num, held.check()
@@ -176,7 +190,7 @@ def test_collectives_in_groups_leave_nothing_behind(
     for _ in range(num):
         tally(f"collectives in groups ({backend}), after which nothing was left")
     for _, grown in found:
-        print(f"{backend}: {num} collectives, {grown:,} bytes more than after a tenth of them")
+        print(f"{backend}: {num} collectives, {grown:,} bytes more than after half of them")
 
 
 # --- contexts ------------------------------------------------------------------------------------------
@@ -314,6 +328,6 @@ def test_launches_leave_nothing_behind(
     ended = helpers.run_python(script, backend, repetitions(*num), *functions, env=environ, seconds=1500)
     print(ended.stdout)
     assert ended.returncode == 0, ended.stdout
-    assert os.listdir(folder) == [], "the launcher has ended, and its fork server with it"
+    assert _temporary(folder) == set(), "the launcher has ended, and its fork server with it"
     for _ in range(repetitions(*num)):
         tally(f"launches ({backend}), after which nothing was left")

@@ -127,7 +127,8 @@ def initialize(backend: str, **kwargs: Any) -> None:
     ``RANK`` and ``WORLD_SIZE`` (Horovod: of ``horovodrun``); with nothing set it is a world of one.
     Variables that scripts read (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
     ``MASTER_PORT``) are set where they are missing, and :func:`finalize` takes back just those (XLA: none of
-    them, because ranks may share a process).
+    them, because ranks may share a process). So are ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``, to the
+    loopback interface, if the launcher or a loopback address says that all ranks run on this machine.
 
     Args:
         backend: one of :func:`available_backends`, or one per device: ``"cpu:gloo,cuda:nccl"``.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
-from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ignite_dist import environments
@@ -19,6 +21,7 @@ from ignite_dist.errors import EnvironmentVariablesError, LaunchError
 
 __all__ = [
     "find_place",
+    "interfaces",
     "join_store",
     "launchers_store",
     "loopback_only",
@@ -74,14 +77,19 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
     return environment
 
 
-def set_missing(place: Environment) -> Callable[[], None]:
-    """Set the variables that scripts read and that are not there; call what is returned to take that back."""
+def set_missing(place: Environment, more: Mapping[str, str] | None = None) -> Callable[[], None]:
+    """Set the variables that scripts read, and ``more``, where they are not there.
+
+    Returns:
+        What to call to take that back.
+    """
     wanted = {
         "RANK": place.rank,
         "WORLD_SIZE": place.world_size,
         "LOCAL_RANK": place.local_rank,
         "MASTER_ADDR": place.main_address,
         "MASTER_PORT": place.main_port,
+        **(more or {}),
     }
     missing = {
         key: str(value) for key, value in wanted.items() if value is not None and not os.environ.get(key)
@@ -114,6 +122,7 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
     timeout = timeout or default_pg_timeout
     init_method = init_method or "env://"
     num_contexts = _num_contexts[_meeting_place(place, init_method)]
+    init_method = _one_file_each(init_method, num_contexts)
     prefix = f"ignite_dist/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{num_contexts}"
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
@@ -142,9 +151,24 @@ def _meeting_place(place: Environment, init_method: str) -> tuple[str, str | Non
     return init_method, place.main_address, place.main_port
 
 
+def _one_file_each(init_method: str, num_contexts: int) -> str:
+    """Another file for each context after the first, beside the one that was named.
+
+    The last rank to close a ``FileStore`` deletes its file. It looks whether it is the last under a lock, and
+    deletes when it has given the lock up: what a rank on its way into the next context has written meanwhile
+    would be gone, and the others would wait for it in vain.
+    """
+    parts = urlsplit(init_method)
+    if parts.scheme != "file" or num_contexts == 0:
+        return init_method
+    return parts._replace(path=f"{parts.path}.{num_contexts}").geturl()
+
+
 def _connect(place: Environment, init_method: str, timeout: timedelta) -> Store:
     try:
-        store: Store = next(dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0]
+        store: Store | None = _serve_on_loopback(place, init_method, timeout)
+        if store is None:
+            store = next(dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0]
     except DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -157,22 +181,86 @@ def _connect(place: Environment, init_method: str, timeout: timedelta) -> Store:
     return store
 
 
+# --- serving -------------------------------------------------------------------------------------------
+
+
+def _serve_on_loopback(place: Environment, init_method: str, timeout: timedelta) -> Store | None:
+    """Rank 0's store where the others look for it on this machine; None leaves it all to torch.
+
+    torch's own would listen on all interfaces, although the address is one that nobody else can reach.
+    """
+    address, port = _main_address(place, init_method)
+    # The variable, torchrun's and spawn's, says that somebody else serves the store.
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if place.rank != 0 or by_agent or address is None or port is None or not _is_loopback(address):
+        return None
+    try:
+        listener = _listen(address, port)
+    except OSError:
+        return None  # torch may serve another store there for this process, and else it says what is wrong
+    try:
+        # As torch makes it: other libraries of this process may meet at the same address.
+        return TCPStore(
+            address,
+            listener.getsockname()[1],
+            place.world_size,
+            is_master=True,
+            timeout=timeout,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+            use_libuv=True,
+        )
+    except DistStoreError as error:
+        raise DistStoreError(
+            f"{error} Rank 0 waited at {address}:{port}, which only processes on its own machine reach. If "
+            "others run elsewhere, give every rank, rank 0 too, an address of its machine on the network."
+        ) from error
+
+
+def _main_address(place: Environment, init_method: str | None) -> tuple[str | None, int | None]:
+    """Address and port at which rank 0 serves the store; None where there are none."""
+    if init_method in (None, "env://"):
+        return place.main_address, place.main_port
+    parts = urlsplit(init_method)
+    return (parts.hostname, parts.port) if parts.scheme == "tcp" else (None, None)
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether every machine means itself by ``address``. Other names may mean another machine elsewhere."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        # Connections of a store that was served there before may still be on their way out.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
 def serve_store(address: str, port: int) -> tuple[Store, int]:
     """A store served by this process, and its port; port 0 stands for a free one.
 
     Raises:
         LaunchError: the port is in use, or the address is not one of this machine.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        listener.bind((address, port))
+        listener = _listen(address, port)
     except OSError as error:
-        listener.close()
         raise LaunchError(
             f"Cannot serve the rendezvous on {address}:{port}: {error.strerror}. Leave master_addr and "
             "master_port out: on one machine spawn takes a free port by itself."
         ) from error
-    listener.listen()
     port = listener.getsockname()[1]
     # The store takes the listening socket over, so nobody else can get the port between bind and use.
     store = TCPStore(
@@ -203,6 +291,21 @@ def launchers_store() -> Store | None:
     """
     address, _, port = os.environ.pop(_LAUNCHERS_STORE, "").rpartition(":")
     return TCPStore(address, int(port), wait_for_workers=False) if address else None
+
+
+# --- on which interface --------------------------------------------------------------------------------
+
+
+def interfaces(place: Environment, init_method: str | None) -> dict[str, str]:
+    """The variables for gloo and NCCL, if the launcher or the address says that all ranks run here."""
+    address, _ = _main_address(place, init_method)
+    if place.nnodes is not None:
+        on_one_machine = place.nnodes == 1
+    elif place.nproc_per_node is not None:
+        on_one_machine = place.nproc_per_node == place.world_size
+    else:
+        on_one_machine = place.world_size == 1 or (address is not None and _is_loopback(address))
+    return loopback_only() if on_one_machine else {}
 
 
 def loopback_interface() -> str | None:

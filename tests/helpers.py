@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 import multiprocessing
 import os
 import re
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,7 +173,7 @@ def end_of_ranks(
     try:
         for environ in environs:
             receiver, sender = context.Pipe(duplex=False)
-            complete = plain_environ(**loopback(), **environ)
+            complete = plain_environ(**{**loopback(), **environ})
             processes.append(
                 context.Process(target=_rank, args=(function, args, complete, sender), daemon=True)
             )
@@ -229,6 +232,35 @@ def end_of_processes(pids: Sequence[int], seconds: float) -> list[int]:
             break
         time.sleep(0.02)
     return living
+
+
+def listening(pids: Sequence[int]) -> set[str]:
+    """The addresses on which the processes listen, as the kernel's tables of TCP sockets say."""
+    inodes = {inode for pid in pids for inode in re.findall(r"socket:\[(\d+)\]", " ".join(open_files(pid)))}
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                words = re.findall("." * 8, fields[1].partition(":")[0])
+                packed = b"".join(struct.pack("=I", int(word, 16)) for word in words)
+                found.add(socket.inet_ntop(family, packed))
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches the address."""
+    ip = ipaddress.ip_address(address)
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+
+
+def open_files(pid: int) -> list[str]:
+    """What the file descriptors of a process are: paths, ``socket:[inode]``, ..."""
+    found = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile, the one that reads this folder for example
+            found.append(os.readlink(fd))
+    return found
 
 
 def _is_living(pid: int) -> bool:

@@ -131,13 +131,16 @@ class NativeModel(ComputationModel):
         """See ``idist.initialize``; ``kwargs`` go to ``torch.distributed.init_process_group``."""
         _check_initialize(backend, init_method, world_size, rank, timeout, kwargs)
         place = rendezvous.find_place(init_method, rank, world_size)
-        restore_variables = rendezvous.set_missing(place)
+        brings_ranks = backend == dist.Backend.MPI  # and needs no store
+        # They stay for the life of the context: every new group listens again.
+        more = {} if brings_ranks else rendezvous.interfaces(place, init_method)
+        restore_variables = rendezvous.set_missing(place, more)
         hook = sys.excepthook
         try:
             devices.select_device(backend, place)
             if timeout is not None:
                 kwargs["timeout"] = timeout
-            if backend != dist.Backend.MPI:  # MPI brings its own ranks and needs no store
+            if not brings_ranks:
                 store = rendezvous.join_store(place, init_method, timeout)
                 kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
             dist.init_process_group(backend, **kwargs)

@@ -1,0 +1,321 @@
+"""How ranks find each other: what listens meanwhile, and many jobs at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import helpers
+import ignite_dist as idist
+from ignite_dist import rendezvous
+
+SHORT = timedelta(seconds=40)
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+NOT_SAID = dict.fromkeys(INTERFACES, "")  # an empty variable is one that is not set
+
+linux_tables = pytest.mark.skipif(
+    not Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets"
+)
+
+
+# --- what listens --------------------------------------------------------------------------------------
+
+
+def _what_listens(backend: str = "gloo", **kwargs: Any) -> tuple[set[str], list[str | None]]:
+    """Where this rank listens while groups are made and used, and on which interfaces it was to."""
+    before = dict(os.environ)
+    idist.initialize(backend, timeout=SHORT, **kwargs)
+    ranks = list(range(idist.get_world_size()))
+    for group in (ranks[:1], ranks[-1:], ranks):
+        idist.all_reduce(torch.ones(4, device=idist.device()), group=group)
+        idist.all_gather("object", group=group)
+    idist.barrier(idist.new_group(ranks))
+    found = helpers.listening([os.getpid()]), [os.environ.get(name) for name in INTERFACES]
+    idist.finalize()
+    assert dict(os.environ) == before
+    return found
+
+
+def _environs(how: str) -> list[dict[str, str]]:
+    if how == "arguments":
+        return [{"TEST_RANK": str(rank), **NOT_SAID} for rank in range(2)]
+    environs = helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
+    if how == "addresses":
+        said = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        environs = [{name: one[name] for name in said} for one in environs]
+    return [{**one, **NOT_SAID} for one in environs]
+
+
+def _by_arguments(port: int) -> tuple[set[str], list[str | None]]:
+    method, rank = f"tcp://127.0.0.1:{port}", int(os.environ["TEST_RANK"])
+    return _what_listens(init_method=method, rank=rank, world_size=2)
+
+
+@linux_tables
+@pytest.mark.parametrize("how", ["torchruns-variables", "addresses", "arguments"])
+def test_ranks_on_one_machine_listen_on_the_loopback_interface_only(how: str) -> None:
+    function, args = (_by_arguments, [helpers.free_port()]) if how == "arguments" else (_what_listens, [])
+    lo = rendezvous.loopback_interface()
+    for addresses, interfaces in helpers.run_ranks(function, *args, environs=_environs(how)):
+        assert addresses and all(map(helpers.is_loopback, addresses)), addresses
+        assert interfaces == [lo, lo]
+
+
+UNDER_TORCHRUN = """
+    import os
+    import helpers
+    import ignite_dist as idist
+
+    with idist.Parallel(backend="gloo") as parallel:
+        assert parallel.run(lambda local_rank: idist.all_reduce(1, group=[0, 1])) == 2
+        found = helpers.listening([os.getpid()])
+        assert found and all(map(helpers.is_loopback, found)), found
+        print(f"rank {idist.get_rank()}: {os.environ['GLOO_SOCKET_IFNAME']}", flush=True)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+"""
+
+
+@linux_tables
+def test_the_workers_of_torchrun_on_one_machine_listen_on_the_loopback_interface_only(
+    tmp_path: Path,
+) -> None:
+    script = helpers.write_script(tmp_path, UNDER_TORCHRUN)
+    environ = helpers.plain_environ()
+    environ["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
+    for name in INTERFACES:
+        environ.pop(name, None)
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ended = helpers.run_python(*run, script, env=environ)
+    assert ended.returncode == 0, ended.stdout
+    for rank in (0, 1):
+        assert f"rank {rank}: {rendezvous.loopback_interface()}" in ended.stdout
+
+
+@linux_tables
+def test_a_world_of_one_listens_on_the_loopback_interface_only() -> None:
+    ((addresses, interfaces),) = helpers.run_ranks(_what_listens, world_size=1, environs=[NOT_SAID])
+    assert all(map(helpers.is_loopback, addresses)), addresses
+    assert interfaces == [rendezvous.loopback_interface()] * 2
+
+
+@linux_tables
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_under_nccl_too() -> None:
+    ((addresses, interfaces),) = helpers.run_ranks(_what_listens, "nccl", world_size=1, environs=[NOT_SAID])
+    assert all(map(helpers.is_loopback, addresses)), addresses
+    assert interfaces == [rendezvous.loopback_interface()] * 2
+
+
+def _network_interface() -> str | None:
+    """An interface that other machines may reach, with an address of IPv4."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family.name == "AF_INET" and not helpers.is_loopback(address.address):
+                return str(name)
+    return None
+
+
+@linux_tables
+@pytest.mark.skipif(_network_interface() is None, reason="needs a network interface")
+def test_the_interface_that_the_user_names_is_used() -> None:
+    named = _network_interface()
+    assert named is not None
+    environs = helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
+    environs = [{**one, "GLOO_SOCKET_IFNAME": named} for one in environs]
+    for addresses, interfaces in helpers.run_ranks(_what_listens, environs=environs):
+        assert not all(map(helpers.is_loopback, addresses))
+        assert interfaces[0] == named
+
+
+@pytest.mark.parametrize(
+    ("environ", "init_method", "expected"),
+    [
+        ({}, None, True),  # a world of one
+        ({"GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "node1"}, None, True),
+        ({"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, None, False),
+        ({"LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node1"}, None, True),
+        ({"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, None, False),
+        ({"MASTER_ADDR": "127.0.0.1"}, None, True),
+        ({"MASTER_ADDR": "127.3.2.1"}, "env://", True),
+        ({"MASTER_ADDR": "::1"}, None, True),
+        ({"MASTER_ADDR": "localhost"}, None, True),
+        ({"MASTER_ADDR": "node1"}, None, False),
+        ({"MASTER_ADDR": "10.0.0.1"}, None, False),
+        ({"MASTER_ADDR": "node1"}, "tcp://127.0.0.1:5", True),
+        ({"MASTER_ADDR": "node1"}, "tcp://[::1]:5", True),
+        ({"MASTER_ADDR": "127.0.0.1"}, "tcp://node1:5", False),
+        ({"MASTER_ADDR": "127.0.0.1"}, "file:///shared/by/machines", False),
+        ({}, "file:///shared/by/machines", False),  # the address is our own default then
+    ],
+)
+def test_when_all_ranks_are_known_to_run_on_this_machine(
+    environ: dict[str, str], init_method: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if environ or init_method:
+        environ = {"RANK": "0", "WORLD_SIZE": "4", **environ}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    place = rendezvous.find_place(init_method, None, None)
+    assert bool(rendezvous.interfaces(place, init_method)) == expected
+
+
+def _waits_in_vain() -> None:
+    idist.initialize("gloo", timeout=timedelta(seconds=2))
+
+
+def test_a_rank_0_that_calls_itself_localhost_is_told_that_others_do_not_reach_it() -> None:
+    """Some launchers say that to rank 0 alone, and its name on the network to all others."""
+    port = helpers.free_port()
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    (ended,) = helpers.end_of_ranks(_waits_in_vain, environs=[environ])
+    for text in ("DistStoreError", f"localhost:{port}", "only processes on its own machine", "network"):
+        assert text in ended.error
+
+
+# --- one place, many contexts --------------------------------------------------------------------------
+
+
+def _beside_another_library(theirs_first: bool) -> int:
+    """Another library of this process, torch's RPC for example, meets at the same address."""
+    rank = int(os.environ["RANK"])
+    rendezvous_of_theirs = dist.rendezvous("env://", rank, 2, timeout=SHORT)
+    if not theirs_first:
+        idist.initialize("gloo", timeout=SHORT)
+    store = next(rendezvous_of_theirs)[0]
+    if theirs_first:
+        idist.initialize("gloo", timeout=SHORT)
+    store.set(f"theirs {rank}", str(rank))
+    found = int(store.get(f"theirs {1 - rank}"))
+    idist.finalize()
+    return found
+
+
+@pytest.mark.parametrize("theirs_first", [True, False], ids=["theirs-first", "ours-first"])
+def test_another_library_meets_at_the_same_address(theirs_first: bool) -> None:
+    environs = helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
+    assert helpers.run_ranks(_beside_another_library, theirs_first, environs=environs) == [1, 0]
+
+
+def _files_of_contexts(folder: str) -> list[list[str]]:
+    seen = []
+    for _ in range(3):
+        rank = int(os.environ["TEST_RANK"])
+        idist.initialize("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=SHORT)
+        idist.barrier()
+        seen.append(sorted(path.name for path in Path(folder).iterdir()))
+        idist.barrier()
+        idist.finalize()
+    return seen
+
+
+def test_no_file_is_deleted_while_somebody_enters_the_next_context_over_it(tmp_path: Path) -> None:
+    """torch's FileStore deletes its file when its last user leaves, but not under the file's lock."""
+    environs = [{"TEST_RANK": str(rank)} for rank in range(2)]
+    for seen in helpers.run_ranks(_files_of_contexts, str(tmp_path), environs=environs):
+        for number, (name, files) in enumerate(zip(["meet", "meet.1", "meet.2"], seen, strict=True)):
+            assert name in files, f"context {number}"
+            # that of the context before may not be deleted yet
+            assert set(files) <= {name, ["", "meet", "meet.1"][number]}
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- side by side --------------------------------------------------------------------------------------
+
+JOBS = """
+    import sys
+    import ignite_dist as idist
+
+    def check(local_rank, job):
+        assert idist.all_reduce(job + local_rank) == 2 * job + 1
+        assert idist.all_gather((job, local_rank), group=[0, 1]) == [(job, 0), (job, 1)]
+        return job
+
+    if __name__ == "__main__":
+        print("ready", flush=True)
+        for line in sys.stdin:
+            job = int(line)
+            if job % 2:
+                assert idist.spawn("gloo", check, (job,), nproc_per_node=2) == [job, job]
+            else:
+                with idist.Parallel(backend="gloo", nproc_per_node=2) as parallel:
+                    assert parallel.run(check, job) == job
+            print("fine", flush=True)
+"""
+
+
+@contextmanager
+def _launchers(script: Path, num: int, seconds: float) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that run ``script``; they are ended behind the block, or in ``seconds``."""
+    started: list[subprocess.Popen[str]] = []
+
+    def end() -> None:
+        for launcher in started:
+            launcher.kill()  # nothing happens to one that has ended
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    try:
+        for _ in range(num):
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, str(script)],
+                    env=helpers.plain_environ(),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        yield started
+    finally:
+        timer.cancel()
+        end()
+        for launcher in started:
+            launcher.communicate()
+
+
+def _said(launcher: subprocess.Popen[str], expected: str) -> None:
+    """Fail unless the launcher's next line is the one expected."""
+    assert launcher.stdout is not None
+    lines = []
+    while "".join(lines).strip() == "":  # gloo's own words aside
+        lines.append(launcher.stdout.readline())
+        assert lines[-1], "the launcher has ended"
+        lines[-1] = helpers.without_gloos(lines[-1])
+    if lines[-1] != f"{expected}\n":
+        launcher.kill()
+        pytest.fail(lines[-1] + launcher.stdout.read())
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(240)
+def test_jobs_that_are_launched_side_by_side_do_not_collide(
+    repetitions: Callable[[int, int], int], tally: Callable[[str], None], tmp_path: Path
+) -> None:
+    """As many launchers as the machine can hold, each a process of its own, launch at the same moment."""
+    script = helpers.write_script(tmp_path, JOBS)
+    num_launchers, num_rounds = repetitions(4, 10), repetitions(2, 10)
+    with _launchers(script, num_launchers, repetitions(200, 1700)) as launchers:
+        for launcher in launchers:
+            _said(launcher, "ready")
+        for number in range(num_rounds):
+            for job, launcher in enumerate(launchers, number):
+                assert launcher.stdin is not None
+                launcher.stdin.write(f"{job}\n")
+                launcher.stdin.flush()
+            for launcher in launchers:
+                _said(launcher, "fine")
+                tally("jobs of two ranks, launched side by side")

@@ -1,7 +1,7 @@
 """What torchrun's summary of a failure shows: the rank that failed first, and its traceback.
 
-torchrun takes the failure with the earliest time for the root cause, in whole seconds, and shows what that rank
-has written into the file that ``TORCHELASTIC_ERROR_FILE`` names. A rank without one is dated when torchrun
+torchrun takes the failure with the earliest time for the root cause, in whole seconds, and shows what that
+rank has written into the file that ``TORCHELASTIC_ERROR_FILE`` names. A rank without one is dated when torchrun
 notices its end: https://docs.pytorch.org/docs/stable/elastic/errors.html
 """
 
@@ -47,9 +47,9 @@ def recorded(error: BaseException | None) -> Iterator[None]:
 
     Without torchrun it does nothing, nor where somebody has told already: ``@record`` in the script, say.
 
-    A consequence is told last. torchrun ends all ranks when it sees the first failure, so this rank stays for a
-    moment. If it is still there then, no rank of this node has failed (one may have left too early, or failed on
-    another node), and ``error`` is the first thing that torchrun hears of here.
+    A consequence is told last. torchrun ends all ranks when it sees the first failure, so this rank stays
+    for a moment. If it is still there then, no rank of this node has failed (one may have left too early, or
+    failed on another node), and ``error`` is the first thing that torchrun hears of here.
     """
     if error is None or not _is_awaited():
         yield

@@ -1,8 +1,8 @@
 """What torchrun's summary of a failure shows: the rank that failed first, and its traceback.
 
 torchrun takes the failure with the earliest time for the root cause, in whole seconds, and shows what that
-rank has written into the file that ``TORCHELASTIC_ERROR_FILE`` names. A rank without one is dated when torchrun
-notices its end: https://docs.pytorch.org/docs/stable/elastic/errors.html
+rank has written into the file that ``TORCHELASTIC_ERROR_FILE`` names. A rank without one is dated when
+torchrun notices its end: https://docs.pytorch.org/docs/stable/elastic/errors.html
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def recorded(error: BaseException | None) -> Iterator[None]:
 
 
 def _is_awaited() -> bool:
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return bool(path) and not os.path.exists(path)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    return path != "" and not os.path.exists(path)
 
 
 def _record(error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""The example under ``torchrun --max-restarts``: a rank is killed, and it learns what it would have learnt."""
+"""The example under ``torchrun --max-restarts``: a rank is killed, and it learns what it would have."""
 
 from __future__ import annotations
 

@@ -36,11 +36,11 @@ DIES_WHILE_WRITING = """
     digits, marker, fatal_epoch, *arguments = sys.argv[1:]
     whole = torch.save
 
-    def save(checkpoint, file):
-        if checkpoint["epoch"] != int(fatal_epoch) or os.path.exists(marker):
-            return whole(checkpoint, file)
+    def save(value, file, **kwargs):  # torch calls it as well, to pickle a tensor
+        if not isinstance(value, dict) or value["epoch"] != int(fatal_epoch) or os.path.exists(marker):
+            return whole(value, file, **kwargs)
         buffer = io.BytesIO()
-        whole(checkpoint, buffer)
+        whole(value, buffer)
         file.write(buffer.getvalue()[: buffer.tell() // 2])
         file.flush()
         open(marker, "x").close()
@@ -95,11 +95,11 @@ class Watched:
     def progress(self) -> str:
         return self._progress.read_text()
 
-    def watch_until(self, is_over: Callable[[], bool], seconds: float = 100) -> None:
+    def watch_until(self, is_over: Callable[[], bool], seconds: float = 200) -> None:
         """Look at the checkpoint until ``is_over()``: whenever it is there, it is whole."""
         deadline = time.monotonic() + seconds
         while not is_over():
-            assert time.monotonic() < deadline, self.progress
+            assert time.monotonic() < deadline, self.progress[-4000:]
             if self.path.exists():
                 stat = self.path.stat()
                 seen = stat.st_ino, stat.st_size, stat.st_mtime_ns
@@ -120,7 +120,7 @@ class Watched:
     def finish(self) -> Run:
         """Wait for the process, which must succeed."""
         self.watch_until(self.has_ended)
-        assert self._process.returncode == 0, self.progress
+        assert self._process.returncode == 0, self.progress[-4000:]
         return Run(without_gloos(self._output.read_text()), self.progress, torch.load(self.path))
 
     def end(self) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,18 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
-from helpers import ROOT, loopback, plain_environ, without_gloos, write_script
+import ignite_dist as idist
+from helpers import (
+    ROOT,
+    end_of_ranks,
+    loopback,
+    plain_environ,
+    torchrun_environs,
+    without_gloos,
+    write_script,
+)
 
 DIGITS = ROOT / "examples" / "digits.py"
 EPOCHS = 3
@@ -221,3 +232,27 @@ def assert_only_the_current_epoch_was_lost(begun: list[int], saved: int) -> None
     again = [epoch for epoch, following in pairwise(begun) if epoch == following]
     assert begun == sorted([*range(1, EPOCHS + 1), *again])
     assert len(again) <= 1 and all(epoch > saved for epoch in again), (begun, saved)
+
+
+# --- several nodes -----------------------------------------------------------------------------------
+
+
+def _meet(seconds: float) -> int:
+    idist.initialize("gloo", timeout=timedelta(seconds=seconds))
+    total: int = idist.all_reduce(1)
+    return total  # and it ends without finalize(), as a rank that is killed
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize("came_before", [(0, 1), (0,), (1,)], ids=str)
+def test_ranks_of_two_nodes_meet_whatever_their_agents_have_counted(came_before: tuple[int, ...]) -> None:
+    """An agent counts the failures on its own node only. All starts of the ranks share one store."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environs = torchrun_environs(2, agent.port, nproc_per_node=1)
+    seconds = 30 if came_before == (0, 1) else 1
+    before = end_of_ranks(_meet, seconds, environs=[environs[rank] for rank in came_before])
+    assert all((rank.result == 2) == (came_before == (0, 1)) for rank in before), before
+    for restarted in environs:
+        restarted["TORCHELASTIC_RESTART_COUNT"] = "1"
+        both = end_of_ranks(_meet, 30, environs=environs)
+        assert [rank.result for rank in both] == [2, 2], both

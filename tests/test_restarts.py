@@ -109,15 +109,21 @@ class Watched:
     def watch_until(self, is_over: Callable[[], bool], seconds: float = 200) -> None:
         """Look at the checkpoint until ``is_over()``: whenever it is there, it is whole."""
         deadline = time.monotonic() + seconds
-        while not is_over():
+        while True:
+            over = is_over()
+            self._look()  # what was there when it was over has been seen, too
+            if over:
+                return
             assert time.monotonic() < deadline, self.progress[-4000:]
-            if self.path.exists():
-                stat = self.path.stat()
-                seen = stat.st_ino, stat.st_size, stat.st_mtime_ns
-                if seen != self._seen:
-                    self.epoch = torch.load(self.path)["epoch"]
-                    self._seen = seen
             time.sleep(0.01)
+
+    def _look(self) -> None:
+        if self.path.exists():
+            stat = self.path.stat()
+            seen = stat.st_ino, stat.st_size, stat.st_mtime_ns
+            if seen != self._seen:
+                self.epoch = torch.load(self.path)["epoch"]
+                self._seen = seen
 
     def workers(self) -> list[psutil.Process]:
         """The ranks that torchrun has started."""
@@ -174,7 +180,7 @@ def kill_while_training(folder: Path, undisturbed: Run, choice: random.Random) -
     epoch = choice.randrange(1, EPOCHS + 1)
     with watched(folder, *TORCHRUN, DIGITS) as run:
         run.watch_until(lambda: f"epoch {epoch:2}/{EPOCHS}" in run.progress)
-        saved = _kill_one(run, choice, after=choice.uniform(0, 1))
+        saved = _kill_one(run, choice, after=choice.uniform(0, 0.6))
         return run.finish(), saved
 
 

@@ -3,6 +3,7 @@
     python examples/digits.py                           # this process alone
     python examples/digits.py --nproc-per-node 2        # starts two processes
     torchrun --nproc-per-node 2 examples/digits.py      # joins the two that torchrun has started
+    torchrun --standalone --max-restarts 3 --nproc-per-node 2 examples/digits.py    # survives three crashes
     python examples/digits.py --backend horovod --nproc-per-node 2        # the same with Horovod
     horovodrun -np 2 python examples/digits.py --backend horovod
     PJRT_DEVICE=CPU python examples/digits.py --backend xla-tpu           # XLA, which has a CPU too
@@ -103,8 +104,8 @@ def train(local_rank, config):
 
     parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
     first_epoch, history = 0, []
-    if config.resume:
-        checkpoint = load_checkpoint(config.output_dir / CHECKPOINT)
+    checkpoint = load_checkpoint(config.output_dir / CHECKPOINT, config.resume)
+    if checkpoint is not None:
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         first_epoch, history = checkpoint["epoch"], checkpoint["history"]
@@ -118,8 +119,9 @@ def train(local_rank, config):
             progress.set_postfix(metrics)
         scheduler.step()
         history.append(metrics)
-        states = {name: part.state_dict() for name, part in parts.items()}
-        save_checkpoint({**states, "epoch": epoch + 1, "history": history}, config.output_dir / CHECKPOINT)
+        checkpoint = {name: part.state_dict() for name, part in parts.items()}
+        checkpoint.update(epoch=epoch + 1, history=history, job=job_id())
+        save_checkpoint(checkpoint, config.output_dir / CHECKPOINT)
 
     report(history, evaluate(net, test_set).cpu(), config.output_dir / PLOT)
 
@@ -200,9 +202,25 @@ def on_cpu(value):
 
 
 @idist.one_rank_only(broadcast=True)
-def load_checkpoint(path):
-    """Read a checkpoint, on rank 0, and give it to all: other nodes need not see that disk."""
-    return torch.load(path, map_location="cpu")
+def load_checkpoint(path, resume):
+    """The checkpoint to go on from, or None. Read on rank 0, for all: other nodes need not see that disk.
+
+    When a rank dies, ``torchrun --max-restarts`` starts all of them again, with the same arguments. Hence a
+    checkpoint of this very job is taken without ``--resume``, and one of an earlier job is not.
+    """
+    if not resume and (job_id() is None or not path.exists()):
+        return None
+    checkpoint = torch.load(path, map_location="cpu")
+    return checkpoint if resume or checkpoint.get("job") == job_id() else None
+
+
+def job_id():
+    """What torchrun calls this job: the same after a restart, another for another call of torchrun.
+
+    None without torchrun. An older one, torch 2.9's, gives no id either without --standalone or --rdzv-id.
+    """
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if job == "none" else job
 
 
 @idist.one_rank_only(with_barrier=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ignite_dist import elastic
 from ignite_dist.arguments import did_you_mean
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
 from ignite_dist.comp_models.serial import WatchfulSerialModel
@@ -180,9 +181,14 @@ def conclude() -> None:
 
 
 def abort() -> None:
-    """End the context after a failure on this rank. Waits for nobody."""
+    """End the context after a failure on this rank. Waits for nobody.
+
+    Under torchrun the exception that is being handled gets into the summary of the failure. A rank that only
+    notices the failure of another gives torchrun a moment to notice it too.
+    """
     global _model
-    current_model().abort()
+    with elastic.recorded(sys.exc_info()[1]):
+        current_model().abort()
     _model = SerialModel()
 
 

@@ -92,6 +92,9 @@ class Parallel:
     another launcher has started, and the arguments that say where to start some are not looked at; with
     ``backend=None`` it runs the function in this process.
 
+    A block that raises ends this rank's part at once and waits for nobody. torchrun's summary then shows the
+    traceback of the rank that failed first.
+
     Args:
         backend: one of :func:`available_backends`, or None for no context.
         nproc_per_node: number of processes to start on this machine.

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -33,6 +34,8 @@ __all__ = [
 
 # How many contexts of this process have met in each place. All ranks that met there have the same number.
 _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
+
+_SECOND = timedelta(seconds=1)
 
 _ALONE = Environment("nobody", rank=0, world_size=1, local_rank=0)
 
@@ -123,14 +126,18 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
     init_method = init_method or "env://"
     num_contexts = _num_contexts[_meeting_place(place, init_method)]
     init_method = _one_file_each(init_method, num_contexts)
-    prefix = f"ignite_dist/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{num_contexts}"
+    has_agents = place.launcher == "torchrun" and (place.nnodes or 1) > 1
+    start = "agents" if has_agents else os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    prefix = f"ignite_dist/{start}/{num_contexts}"
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
             served = _connect(place, init_method, timeout)
             served.set_timeout(timeout)
-            store = PrefixStore(prefix, served)
-            if place.rank == 0:
+            store: Store = PrefixStore(prefix, served)
+            if has_agents:
+                store = _store_of_this_start(store, place, deadline)
+            elif place.rank == 0:
                 store.set("open", "")
             else:
                 store.get("open")
@@ -140,6 +147,33 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
             # It may have been the store of the context before, which rank 0 has closed meanwhile.
         else:
             return store
+
+
+def _store_of_this_start(store: Store, place: Environment, deadline: float) -> Store:
+    """The part of ``store`` for the ranks that torchrun's agents have started together.
+
+    Each agent counts only the failures on its own node, so after one the ranks of different nodes are told
+    different restart counts, while the store is still the one with the addresses of those that are gone. So
+    rank 0 makes up a name for the start, and confirms to each of the others that both are of the same one.
+    """
+    mine = uuid.uuid4().hex
+    if place.rank == 0:
+        store.set("start", mine)
+        others = store.multi_get([f"{mine}/{rank}" for rank in range(1, place.world_size)])
+        store.set(f"{mine}/met", b" ".join(others).decode())
+        return PrefixStore(mine, store)
+    while True:
+        start = store.get("start").decode()
+        store.set(f"{start}/{place.rank}", mine)
+        try:
+            store.wait([f"{start}/met"], _SECOND)
+        except DistStoreError:  # of a start whose rank 0 is gone, or still waits for others
+            if time.monotonic() > deadline:
+                raise
+        else:
+            if mine.encode() in store.get(f"{start}/met").split():
+                return PrefixStore(start, store)
+            time.sleep(0.05)  # an earlier start's: the new rank 0 is still on its way
 
 
 def note_meeting(place: Environment, init_method: str | None) -> None:

@@ -236,7 +236,7 @@ class _Launch(str):
     """
 
     environ: dict[str, str]
-    fault_writer: connection.Connection
+    fault_writer: connection.Connection | None
 
     def __new__(cls, name: str, environ: dict[str, str], fault_writer: connection.Connection) -> _Launch:
         self = super().__new__(cls, name)
@@ -250,7 +250,9 @@ class _Launch(str):
         if popen is not None and popen.method == "forkserver":
             # The server holds the output of the launcher's first launch; pytest, for one, changes it since.
             outputs = {fd: reduction.DupFd(fd) for fd in (1, 2) if _is_open(fd)}
-        return _take_over, (str(self), self.environ, self.fault_writer, outputs)
+        # The name is sent a second time, with the process; a file descriptor must not be.
+        fault_writer, self.fault_writer = self.fault_writer, None
+        return _take_over, (str(self), self.environ, fault_writer, outputs)
 
 
 def _is_open(fd: int) -> bool:
@@ -262,10 +264,13 @@ def _is_open(fd: int) -> bool:
 
 
 def _take_over(
-    name: str, environ: Mapping[str, str], fault_writer: connection.Connection, outputs: Mapping[int, Any]
+    name: str,
+    environ: Mapping[str, str],
+    fault_writer: connection.Connection | None,
+    outputs: Mapping[int, Any],
 ) -> str:
     """In the worker: become a process of this launch."""
-    if not faulthandler.is_enabled():  # else the user has said already where a segmentation fault is told
+    if fault_writer is not None and not faulthandler.is_enabled():  # else the user's own tells it, elsewhere
         faulthandler.enable(fault_writer)  # which keeps it open
     os.environ.clear()
     os.environ.update(environ)

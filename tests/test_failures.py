@@ -200,6 +200,28 @@ def test_a_rank_that_dies_while_the_others_are_in_python(kind: str, tmp_path: Pa
     _check(kind, 0, "python", 0, tmp_path, "", nproc_per_node=2)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        pytest.param("horovod", "exception", marks=pytest.mark.horovod),
+        pytest.param("horovod", "segmentation fault", marks=pytest.mark.horovod),
+        pytest.param("horovod", "sys.exit(0)", marks=pytest.mark.horovod),
+        pytest.param("xla-tpu", "exception", marks=pytest.mark.xla),
+        pytest.param("xla-tpu", "KeyboardInterrupt", marks=pytest.mark.xla),
+        pytest.param("xla-tpu", "sys.exit(3)", marks=pytest.mark.xla),
+        pytest.param("xla-tpu", "sys.exit(0)", marks=pytest.mark.xla),
+    ],
+)
+def test_a_rank_of_another_backend_that_dies(
+    backend: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "xla-tpu":
+        monkeypatch.setenv("PJRT_DEVICE", "CPU")
+        monkeypatch.setenv("CPU_NUM_DEVICES", "2")
+    _check(kind, 1, "collective", 1, tmp_path, "", backend, nproc_per_node=2)
+
+
 FAULTS = """
     import ctypes, faulthandler, sys
     import ignite_dist as idist

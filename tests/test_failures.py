@@ -186,7 +186,6 @@ def _remove(control_group: str) -> None:
             time.sleep(0.02)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", DEATHS | LEAVES)
 def test_a_rank_that_dies_while_the_others_are_in_a_collective(
     kind: str, tmp_path: Path, control_group: str
@@ -194,7 +193,6 @@ def test_a_rank_that_dies_while_the_others_are_in_a_collective(
     _check(kind, 1, "collective", 1, tmp_path, control_group, nproc_per_node=3)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["exception", "sys.exit(3)", "SIGKILL", "segmentation fault"])
 def test_a_rank_that_dies_while_the_others_are_in_python(kind: str, tmp_path: Path) -> None:
     _check(kind, 0, "python", 0, tmp_path, "", nproc_per_node=2)
@@ -244,7 +242,6 @@ FAULTS = """
 """
 
 
-@pytest.mark.timeout(90)
 def test_where_a_segmentation_fault_was_with_every_start_method(tmp_path: Path) -> None:
     """Not where the user has a fault handler already: that one tells it where it always does."""
     ended = helpers.run_python(helpers.write_script(tmp_path, FAULTS))
@@ -278,7 +275,6 @@ MEMORY = """
 """
 
 
-@pytest.mark.timeout(90)
 def test_that_memory_has_run_out_is_said_where_the_kernel_says_it(tmp_path: Path) -> None:
     """The whole job in a container, say: the kernel ends the process in it that holds most."""
     control_group = _make_control_group(f"{tmp_path.name}-{os.getpid()}", 1_000_000_000)
@@ -335,7 +331,6 @@ def _read_on_0() -> None:
         raise LookupError("the cause")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("function", "argument", "expected"),
     [
@@ -433,7 +428,6 @@ def _shout(_: int) -> None:
     raise ValueError("x" * 10_000_000 + "the end")
 
 
-@pytest.mark.timeout(60)
 def test_a_message_without_end_is_cut_in_its_middle() -> None:
     with pytest.raises(idist.WorkerRaisedError) as info:
         idist.spawn("gloo", _shout)

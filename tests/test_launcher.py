@@ -552,7 +552,6 @@ def _fails(local_rank: int) -> None:
     idist.barrier()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
 def test_a_rank_that_raises_is_named_with_its_traceback(start_method: str) -> None:
     with pytest.raises(idist.WorkerRaisedError) as info:

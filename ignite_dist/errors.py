@@ -66,27 +66,38 @@ class RankFailedError(DistributedError):
         rank: the rank that failed first.
         error_type: the name of what it raised, ``"ValueError"`` for example.
         traceback: that rank's traceback as text; empty if it died without one.
+        host: the host that it ran on; empty where nobody has told.
     """
 
-    def __init__(self, rank: int, error_type: str, traceback: str, message: str | None = None) -> None:
+    def __init__(
+        self, rank: int, error_type: str, traceback: str, message: str | None = None, host: str = ""
+    ) -> None:
         self.rank = rank
         self.error_type = error_type
         self.traceback = traceback
+        self.host = host
         self.message = message or f"Rank {rank} raised {error_type}; its traceback:\n\n{traceback}"
         super().__init__(self.message)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.rank, self.error_type, self.traceback, self.message)
+        return type(self), (self.rank, self.error_type, self.traceback, self.message, self.host)
 
 
 class WorkerRaisedError(RankFailedError, ProcessRaisedException):
     """A worker of ``spawn`` raised. Also a ``torch.multiprocessing.ProcessRaisedException``."""
 
     def __init__(
-        self, rank: int, error_type: str, traceback: str, message: str, error_index: int, error_pid: int
+        self,
+        rank: int,
+        error_type: str,
+        traceback: str,
+        message: str,
+        error_index: int,
+        error_pid: int,
+        host: str = "",
     ) -> None:
         ProcessRaisedException.__init__(self, message, error_index, error_pid)
-        RankFailedError.__init__(self, rank, error_type, traceback, message)
+        RankFailedError.__init__(self, rank, error_type, traceback, message, host)
         self.error_pid = error_pid  # torch 2.9 calls it pid
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -97,13 +108,15 @@ class WorkerRaisedError(RankFailedError, ProcessRaisedException):
             self.message,
             self.error_index,
             self.error_pid,
+            self.host,
         )
 
 
 class WorkerExitedError(RankFailedError, ProcessExitedException):
     """A worker of ``spawn`` ended without a result: a signal, or an exit of its own.
 
-    Also a ``torch.multiprocessing.ProcessExitedException``, with ``exit_code`` and ``signal_name``.
+    Also a ``torch.multiprocessing.ProcessExitedException``, with ``exit_code`` and ``signal_name``. Its
+    ``traceback`` is where ``sys.exit()`` was called, or where each thread was at a segmentation fault.
     """
 
     def __init__(
@@ -114,9 +127,11 @@ class WorkerExitedError(RankFailedError, ProcessExitedException):
         error_pid: int,
         exit_code: int,
         signal_name: str | None = None,
+        traceback: str = "",
+        host: str = "",
     ) -> None:
         ProcessExitedException.__init__(self, message, error_index, error_pid, exit_code, signal_name)
-        RankFailedError.__init__(self, rank, signal_name or "SystemExit", "", message)
+        RankFailedError.__init__(self, rank, signal_name or "SystemExit", traceback, message, host)
         self.error_pid = error_pid
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -127,4 +142,6 @@ class WorkerExitedError(RankFailedError, ProcessExitedException):
             self.error_pid,
             self.exit_code,
             self.signal_name,
+            self.traceback,
+            self.host,
         )

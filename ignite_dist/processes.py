@@ -7,6 +7,7 @@ launch (the environment, where output goes) is handed to it before anything of t
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import logging
 import multiprocessing
 import multiprocessing.forkserver
@@ -31,18 +32,32 @@ import torch
 from ignite_dist import wire
 from ignite_dist.devices import num_cores
 from ignite_dist.errors import RankFailedError
-from ignite_dist.failures import Failed, Failure, error_of, failure_of, outcome_of
+from ignite_dist.failures import (
+    Failed,
+    Failure,
+    count_oom_kills,
+    error_of,
+    failure_of,
+    is_cause_known,
+    outcome_of,
+    silent_failure,
+    why_killed,
+)
 
 __all__ = ["Post", "Workers", "start"]
 
 _logger = logging.getLogger(__name__)
 
+_NONE = wire.encode(None)
 _Sent = bytes | Callable[..., Any]  # what a rank calls, encoded unless its process is a fork of this one
 
 # How long after the first failure the other workers may go on: to report what they died of, no more.
 _GRACE_SECONDS = 1.0
+# The same while all that is known are consequences: that one of them failed has yet to be told by the one
+# who began it, which may be busy with cleaning up.
+_PATIENCE_SECONDS = 4.0
 # How long a worker may take to heed SIGTERM.
-_TERMINATE_SECONDS = 5.0
+_TERMINATE_SECONDS = 3.0
 
 
 # --- starting ----------------------------------------------------------------------------------------
@@ -80,6 +95,7 @@ def start(
     call = partial(entry, **entry_kwargs)
     sent = call if forked else _encode(call)
     default_method = multiprocessing.get_start_method(allow_none=True)
+    oom_kills = count_oom_kills()
     workers: list[_Worker] = []
     try:
         for position, environ in enumerate(environs):
@@ -92,28 +108,33 @@ def start(
                 key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")
             }
             complete.update(environ)
+            fault_reader, fault_writer = context.Pipe(duplex=False)
+            os.set_blocking(fault_writer.fileno(), False)  # a process that dies must not wait for a reader
             process = context.Process(  # type: ignore[attr-defined]
                 target=_work,
                 args=(
                     run or _run_alone,
                     sent,
                     [Post(local_rank, sender) for local_rank, (_, sender) in pipes.items()],
-                    complete if forked else None,
+                    (complete, fault_writer) if forked else None,
                     default_method,
                 ),
-                name=_Launch(f"rank {environ.get('RANK', first)}", complete),
+                name=_Launch(f"rank {environ.get('RANK', first)}", complete, fault_writer),
                 daemon=daemon,
             )
             with _hidden_main():
                 process.start()
+            fault_writer.close()
+            fault = _Fault(fault_reader)
             for local_rank, (receiver, sender) in pipes.items():
                 sender.close()
-                workers.append(_Worker(process, receiver, local_rank, int(environ.get("RANK", local_rank))))
+                rank = int(environ.get("RANK", local_rank))
+                workers.append(_Worker(process, receiver, fault, local_rank, rank))
     except BaseException:
-        _end(Workers(workers, serving).processes)
+        _end(Workers(workers, serving, None).processes)
         raise
     _kept[:] = [kept for kept in _kept if any(process.is_alive() for process in kept.processes)]
-    _kept.append(Workers(workers, serving))
+    _kept.append(Workers(workers, serving, oom_kills))
     return _kept[-1]
 
 
@@ -124,12 +145,15 @@ _kept: list[Workers] = []
 @atexit.register
 def _join_kept() -> None:
     """Take what the workers still send before Python waits for their end, and say what became of them."""
+    is_interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
     for workers in list(_kept):
-        if not any(process.daemon for process in workers.processes):
-            try:
-                workers.join()
-            except RankFailedError as error:
-                _logger.error("A launch that nobody joined has failed. %s", error)
+        if is_interrupted or any(process.daemon for process in workers.processes):
+            workers.terminate()
+            continue
+        try:
+            workers.join()
+        except RankFailedError as error:
+            _logger.error("A launch that nobody joined has failed. %s", error)
 
 
 def _encode(call: Callable[..., Any]) -> bytes:
@@ -205,17 +229,19 @@ def _start_server(server: Any) -> None:
 
 
 class _Launch(str):
-    """A process name that carries the launch's environment and output with it.
+    """A process name that carries the launch's environment and outputs with it.
 
     ``multiprocessing`` sends the name first of all, before it imports the main module in the worker, and
     has no other hook that early.
     """
 
     environ: dict[str, str]
+    fault_writer: connection.Connection | None
 
-    def __new__(cls, name: str, environ: dict[str, str]) -> _Launch:
+    def __new__(cls, name: str, environ: dict[str, str], fault_writer: connection.Connection) -> _Launch:
         self = super().__new__(cls, name)
         self.environ = environ
+        self.fault_writer = fault_writer
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -224,7 +250,9 @@ class _Launch(str):
         if popen is not None and popen.method == "forkserver":
             # The server holds the output of the launcher's first launch; pytest, for one, changes it since.
             outputs = {fd: reduction.DupFd(fd) for fd in (1, 2) if _is_open(fd)}
-        return _take_over, (str(self), self.environ, outputs)
+        # The name is sent a second time, with the process; a file descriptor must not be.
+        fault_writer, self.fault_writer = self.fault_writer, None
+        return _take_over, (str(self), self.environ, fault_writer, outputs)
 
 
 def _is_open(fd: int) -> bool:
@@ -235,8 +263,15 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-def _take_over(name: str, environ: Mapping[str, str], outputs: Mapping[int, Any]) -> str:
+def _take_over(
+    name: str,
+    environ: Mapping[str, str],
+    fault_writer: connection.Connection | None,
+    outputs: Mapping[int, Any],
+) -> str:
     """In the worker: become a process of this launch."""
+    if fault_writer is not None and not faulthandler.is_enabled():  # else the user's own tells it, elsewhere
+        faulthandler.enable(fault_writer)  # which keeps it open
     os.environ.clear()
     os.environ.update(environ)
     for fd, duplicate in outputs.items():
@@ -261,7 +296,7 @@ class Post:
         self.report(rank)
         outcome = outcome_of(sent, self.local_rank)
         self.report(outcome)
-        return outcome if isinstance(outcome, Failure) else None
+        return outcome if isinstance(outcome, Failure) and not outcome.is_exit_0 else None
 
     def report(self, message: int | bytes | Failure) -> None:
         """Send the rank, when it starts, or its outcome."""
@@ -275,14 +310,14 @@ def _work(
     run: Callable[[_Sent, Sequence[Post]], Failure | None],
     sent: _Sent,
     posts: Sequence[Post],
-    environ: Mapping[str, str] | None,
+    launch: tuple[Mapping[str, str], connection.Connection] | None,
     default_method: str | None,
 ) -> None:
     # A process started by one method would start its own by that method too: the workers of a DataLoader,
     # which take seconds from a fork server. They are started as they would be in the launcher.
     multiprocessing.set_start_method(default_method, force=True)
-    if environ is not None:  # a forked worker has not read its name
-        _take_over("", environ, {})
+    if launch is not None:  # a forked worker has not read its name
+        _take_over("", *launch, {})
     _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     _seed()
     threading.Thread(target=_end_with_launcher, daemon=True).start()
@@ -331,11 +366,29 @@ def _end_with_launcher() -> None:
 
 
 @dataclass
+class _Fault:
+    """What the fault handler of a process has written: where its threads were when a signal ended it."""
+
+    reader: connection.Connection
+    text: str = ""
+
+    def read(self) -> str:
+        """All that has been written, once the process has ended."""
+        if not self.reader.closed:
+            os.set_blocking(self.reader.fileno(), False)  # processes of the worker's may live on
+            with open(self.reader.fileno(), "rb", buffering=0, closefd=False) as file:
+                self.text = (file.read() or b"").decode(errors="replace")
+            self.reader.close()
+        return self.text
+
+
+@dataclass
 class _Worker:
     """A rank, and the process that it runs in, which may run others too."""
 
     process: BaseProcess
     receiver: connection.Connection
+    fault: _Fault
     local_rank: int
     rank: int
     started: bool = False
@@ -352,6 +405,7 @@ class _Worker:
                     self.rank, self.started = message, True
                 elif isinstance(message, Failure):
                     self.failure = message
+                    self.result = _NONE if message.is_exit_0 else None
                 else:
                     self.result = message
         except (EOFError, OSError):
@@ -367,10 +421,14 @@ class _Worker:
         self.read()
         self.process.join()
         self.done = True
+        code, fault = self.process.exitcode or 0, self.fault.read()
         if self.failure is None and self.result is None:
-            code = self.process.exitcode or 0
-            # Its peers may have failed because of it and said so before its end was noticed here.
-            self.failure = Failure(time.time() - _GRACE_SECONDS, "", "", "", code)
+            self.failure = silent_failure(code, fault)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has failed, as far as it alone is concerned."""
+        return self.failure is not None and not self.failure.is_exit_0
 
     def failed(self) -> Failed | None:
         """The failure and where it happened, if there is one."""
@@ -383,9 +441,11 @@ class _Worker:
 class Workers:
     """The running workers of one launch, in the order of their local ranks."""
 
-    def __init__(self, workers: list[_Worker], serving: object) -> None:
+    def __init__(self, workers: list[_Worker], serving: object, oom_kills: int | None) -> None:
         self._workers = workers
         self._serving = serving  # lives in the launcher, so it outlives any worker
+        self._oom_kills = oom_kills  # when they were started
+        self._is_ended_here = False
         self._outcome: list[Any] | RankFailedError | None = None
 
     @property
@@ -417,6 +477,7 @@ class Workers:
 
     def terminate(self) -> None:
         """End the workers that still run: SIGTERM, and SIGKILL for those that do not heed it."""
+        self._is_ended_here = True
         _end(self.processes)
         self._serving = None
         if self in _kept:
@@ -425,7 +486,7 @@ class Workers:
     def _wait(self, timeout: float | None) -> bool:
         """Whether the workers are through: all have ended, or one has failed and the grace is over."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        failed = False
+        failed_at: float | None = None
         while running := [worker for worker in self._workers if not worker.done]:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             waited_for: set[Any] = {worker.process.sentinel for worker in running}
@@ -434,38 +495,48 @@ class Workers:
             }
             ready = set(connection.wait(waited_for, left))
             if not ready:
-                return failed
+                return failed_at is not None
             for worker in running:
                 if worker.receiver in ready:
                     worker.read()
                 if worker.process.sentinel in ready:
                     worker.reap()
-            if not failed and any(worker.failure for worker in self._workers):
-                failed, deadline = True, time.monotonic() + _GRACE_SECONDS
+            if any(worker.has_failed for worker in self._workers):
+                failed_at = failed_at or time.monotonic()
+                grace = _GRACE_SECONDS if is_cause_known(self._failed()) else _PATIENCE_SECONDS
+                deadline = failed_at + grace
         return True
 
+    def _failed(self) -> list[Failed]:
+        return [one for worker in self._workers if (one := worker.failed()) is not None]
+
     def _conclude(self) -> list[Any] | RankFailedError:
-        failed = [one for worker in self._workers if (one := worker.failed()) is not None]
-        if failed:
+        failed, has_failed = self._failed(), any(worker.has_failed for worker in self._workers)
+        about_sigkill = "" if self._is_ended_here else why_killed(self._oom_kills)
+        if has_failed:
             self.terminate()
         for worker in self._workers:
             worker.receiver.close()
+            worker.fault.reader.close()
         self._serving = None
         if self in _kept:
             _kept.remove(self)
-        if failed:
-            return error_of(failed)
+        if has_failed:
+            return error_of(failed, about_sigkill)
         return [worker.take_result() for worker in self._workers]
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.terminate()
-    deadline = time.monotonic() + _TERMINATE_SECONDS
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            process.join()
+    """End them within seconds, however often this is interrupted."""
+    try:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+        deadline = time.monotonic() + _TERMINATE_SECONDS
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()

@@ -11,11 +11,12 @@ from ignite_dist import errors
 
 RANK_FAILED = errors.RankFailedError(3, "ValueError", "Traceback: the text")
 RAISED = errors.WorkerRaisedError(
-    3, "ValueError", "Traceback: the text", "Rank 3 failed first", error_index=1, error_pid=17
+    3, "ValueError", "Traceback: the text", "Rank 3 failed first", error_index=1, error_pid=17, host="here"
 )
 EXITED = errors.WorkerExitedError(
     3, "Rank 3 was ended by SIGKILL", error_index=1, error_pid=17, exit_code=-9, signal_name="SIGKILL"
 )
+FAULT = errors.WorkerExitedError(3, "Rank 3 was ended by SIGSEGV", 1, 17, -11, "SIGSEGV", "File ...", "here")
 PLAIN = [
     errors.DistributedError("a"),
     errors.EnvironmentVariablesError("b"),
@@ -26,7 +27,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize(
-    "error", [*PLAIN, RANK_FAILED, RAISED, EXITED], ids=lambda error: type(error).__name__
+    "error", [*PLAIN, RANK_FAILED, RAISED, EXITED, FAULT], ids=lambda error: type(error).__name__
 )
 def test_every_error_is_a_distributed_error_and_pickles(error: errors.DistributedError) -> None:
     assert isinstance(error, errors.DistributedError)
@@ -59,6 +60,7 @@ def test_worker_exited_error_is_what_old_scripts_catch() -> None:
     assert not isinstance(EXITED, ProcessRaisedException)
     assert (EXITED.error_index, EXITED.error_pid, EXITED.exit_code) == (1, 17, -9)
     assert (EXITED.signal_name, EXITED.error_type, EXITED.traceback) == ("SIGKILL", "SIGKILL", "")
+    assert (FAULT.traceback, FAULT.host, EXITED.host) == ("File ...", "here", "")
     assert str(EXITED) == "Rank 3 was ended by SIGKILL"
 
 

@@ -106,16 +106,16 @@ class _Finished(defaultdict[str, list[str]]):
 # line of its own, whatever a progress bar has left there, and is told from other launches by the token.
 _REPORT = (
     "\nRank {rank} (local rank {local_rank}, pid {pid} on {host}) failed at {time:.6f} with {error_type} "
-    "(exit code {exit_code}) in launch {token}. Its traceback:\n{traceback}End of the traceback of {token}.\n"
+    "(exit code {exit_code}{consequence}) in launch {token}. Its traceback:\n"
+    "{traceback}End of the traceback of {token}.\n"
 )
 _REPORTED = (
     r"^Rank (?P<rank>\d+) \(local rank (?P<local_rank>\d+), pid (?P<pid>\d+) on (?P<host>[^\n]+?)\) "
-    r"failed at (?P<time>[\d.]+) with (?P<error_type>\S+) \(exit code (?P<exit_code>\w+)\) "
-    r"in launch {token}\. Its traceback:\n(?P<traceback>.*?)^End of the traceback of {token}\.$"
+    r"failed at (?P<time>[\d.]+) with (?P<error_type>\S+) "
+    r"\(exit code (?P<exit_code>\w+)(?P<consequence>, a consequence)?\) in launch {token}\. "
+    r"Its traceback:\n(?P<traceback>.*?)^End of the traceback of {token}\.$"
 )
 _PREFIX = re.compile(r"^(.{24})?\[\d+\]<stderr>:", re.MULTILINE)  # with a time stamp, if asked for
-# What the others raise when Horovod ends because one of them has failed.
-_CONSEQUENCE = "HorovodInternalError"
 
 
 def run_keywords() -> set[str]:
@@ -199,8 +199,11 @@ def _run_and_report(entry: bytes, path: list[str], token: str) -> tuple[str, byt
     outcome = outcome_of(entry, local_rank)
     if isinstance(outcome, bytes):
         return host, outcome
+    if outcome.is_exit_0:
+        return host, wire.encode(None)
     rank, _ = get_env_rank_and_size()
     place = {"rank": rank, "local_rank": local_rank, "pid": os.getpid(), "host": host, "token": token}
+    place["consequence"] = ", a consequence" if outcome.is_consequence else ""
     sys.stderr.write(_REPORT.format(**place, **vars(outcome)))
     sys.stderr.flush()
     raise SystemExit(outcome.exit_code or 1)
@@ -231,13 +234,12 @@ def _failed(
     time: str,
     error_type: str,
     exit_code: str,
+    consequence: str | None,
     traceback: str,
 ) -> Failed:
     summary = traceback.strip().rpartition("\n")[2]
     code = int(exit_code) if exit_code != "None" else None
-    failure = Failure(
-        float(time), error_type, summary, traceback, code, is_consequence=error_type == _CONSEQUENCE
-    )
+    failure = Failure(float(time), error_type, summary, traceback, code, is_consequence=bool(consequence))
     return Failed(int(rank), int(local_rank), int(pid), host, failure)
 
 

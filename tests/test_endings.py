@@ -1,0 +1,159 @@
+"""The end of a launcher, by Ctrl-C or a signal: it leaves no worker, no fork server, no data loader."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+import helpers
+
+# How long after the launcher its workers and its fork server may live; and what torch's data loader starts
+# in a worker, which looks for its parent every 5 s.
+WORKER_SECONDS = 5
+LOADER_SECONDS = 10
+
+SCRIPT = """
+    import os, signal, sys, threading
+    import torch
+    from torch.utils.data import DataLoader
+    import ignite_dist as idist
+
+    def endless(local_rank, how):
+        idist.barrier()
+        pids = []
+        if "loader" in how:
+            batches = iter(DataLoader(range(10 ** 9), num_workers=2))
+            next(batches)
+            pids = [process.pid for process in batches._workers]
+        if "deaf" in how:  # as scripts do that save a checkpoint first
+            signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"not now\\n"))
+        os.write(1, f"worker {os.getpid()} {pids}\\n".encode())  # at once: the other worker writes too
+        while "loader" in how:
+            next(batches)
+        while "python" in how or local_rank == 1:
+            threading.Event().wait(60)
+        idist.all_reduce(torch.ones(3))
+
+    if __name__ == "__main__":
+        backend, start_method, how = sys.argv[1:]
+        if "handler" in how:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to end"))
+        handle = idist.spawn(
+            backend, endless, (how,), nproc_per_node=2, start_method=start_method, join="idle" not in how
+        )
+        threading.Event().wait()
+"""
+
+
+class Job(NamedTuple):
+    """A launcher, and what it has started: workers and fork server; and what these have started."""
+
+    launcher: subprocess.Popen[str]
+    workers: set[int]
+    loaders: set[int]
+
+
+@contextmanager
+def job(folder: Path, backend: str, start_method: str, how: str, **environ: str) -> Iterator[Job]:
+    """A job whose workers are all at work."""
+    launcher = subprocess.Popen(
+        [sys.executable, str(helpers.write_script(folder, SCRIPT)), backend, start_method, how],
+        env=helpers.plain_environ(**environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    found = Job(launcher, set(), set())
+    num_at_work, output = 0, ""
+    try:
+        assert launcher.stdout is not None
+        while num_at_work < 2:
+            line = launcher.stdout.readline()
+            output += line
+            assert line, f"the launcher has ended:\n{output}"
+            for pid, loaders in re.findall(r"worker (\d+) \[(.*)\]", line):
+                num_at_work += 1
+                found.workers.add(int(pid))
+                found.loaders.update(map(int, loaders.split(", ") if loaders else []))
+        children = psutil.Process(launcher.pid).children(recursive=True)
+        found.workers.update({child.pid for child in children} - found.loaders)
+        yield found
+    finally:
+        launcher.kill()
+        launcher.communicate()
+        for pid in found.workers | found.loaders:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _is_over(found: Job) -> None:
+    """The launcher has ended with an error, and what it had started soon after."""
+    # The bars are those of a machine that has time for its processes.
+    slow = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
+    assert found.launcher.wait(WORKER_SECONDS * slow) != 0
+    assert helpers.end_of_processes(list(found.workers), WORKER_SECONDS * slow) == []
+    assert helpers.end_of_processes(list(found.loaders), (LOADER_SECONDS - WORKER_SECONDS) * slow) == []
+
+
+BACKENDS = [
+    "gloo",
+    pytest.param("horovod", marks=pytest.mark.horovod),
+    pytest.param("xla-tpu", marks=pytest.mark.xla),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda one: one.name)
+def test_what_ends_the_launcher_ends_all_that_it_has_started(
+    number: signal.Signals, backend: str, tmp_path: Path
+) -> None:
+    how = "python" if backend == "xla-tpu" else "loader"  # its replicas are threads, which do not fork
+    devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"} if backend == "xla-tpu" else {}
+    with job(tmp_path, backend, "forkserver", how, **devices) as found:
+        assert len(found.loaders) == (4 if how == "loader" else 0)
+        found.launcher.send_signal(number)
+        _is_over(found)
+        assert found.launcher.stdout is not None
+        if number == signal.SIGINT:
+            assert "KeyboardInterrupt" in found.launcher.stdout.read()
+
+
+@pytest.mark.parametrize(
+    ("start_method", "how", "number"),
+    [
+        ("forkserver", "collective", signal.SIGKILL),
+        ("spawn", "collective", signal.SIGKILL),
+        ("fork", "collective", signal.SIGKILL),
+        ("forkserver", "collective", signal.SIGINT),
+        ("forkserver", "deaf", signal.SIGKILL),
+        ("forkserver", "deaf, idle", signal.SIGINT),
+        ("forkserver", "collective, handler", signal.SIGTERM),
+    ],
+    ids=str,
+)
+def test_however_its_workers_were_started_and_whatever_they_do(
+    start_method: str, how: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    with job(tmp_path, "gloo", start_method, how) as found:
+        found.launcher.send_signal(number)
+        _is_over(found)
+
+
+def test_an_impatient_second_interrupt_leaves_nothing_either(tmp_path: Path) -> None:
+    with job(tmp_path, "gloo", "forkserver", "deaf") as found:
+        found.launcher.send_signal(signal.SIGINT)
+        assert found.launcher.stdout is not None
+        while "not now" not in found.launcher.stdout.readline():  # a worker has been asked to end
+            continue
+        found.launcher.send_signal(signal.SIGINT)
+        _is_over(found)

@@ -13,32 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ignite_dist.errors import RankFailedError, WorkerExitedError, WorkerRaisedError
+from ignite_dist.failures import is_consequence
 
-__all__ = ["is_consequence", "recorded"]
+__all__ = ["recorded"]
 
 _logger = logging.getLogger(__name__)
 
 # torchrun looks at its workers every 0.1 s (--monitor-interval).
 _SECONDS_TO_BE_ENDED = 3.0
-
-# In the errors of gloo, of NCCL and of the store. A timeout is not among them: nobody else need have failed.
-_LOST_A_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exit",
-    "remote server shutdown",
-)
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Whether ``error`` only says that another rank has failed, or has gone."""
-    if isinstance(error, (WorkerRaisedError, WorkerExitedError)):  # of workers that this rank has spawned
-        return False
-    if isinstance(error, RankFailedError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_A_PEER)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ __all__ = [
     "error_of",
     "failure_of",
     "is_cause_known",
+    "is_consequence",
     "outcome_of",
     "silent_failure",
     "users_part",
@@ -99,8 +100,7 @@ def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
     now = time.time()
     text = "".join(traceback.format_exception(type(error), error, users_part(error.__traceback__)))
     summary = "".join(traceback.format_exception_only(error)).strip()  # survives a __str__ that raises
-    is_consequence = any(map(_tells_of_another, _chain(error)))
-    return Failure(now, type(error).__name__, _cut(summary), _cut(text), exit_code, is_consequence)
+    return Failure(now, type(error).__name__, _cut(summary), _cut(text), exit_code, is_consequence(error))
 
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:
@@ -127,12 +127,19 @@ _LOST = re.compile(
 )
 
 
+def is_consequence(error: BaseException) -> bool:
+    """Whether ``error``, or what it was raised from, says that another rank has failed or is gone."""
+    return any(map(_tells_of_another, _chain(error)))
+
+
 def _tells_of_another(error: BaseException) -> bool:
-    """Whether ``error`` says that another rank has failed or is gone.
+    """Whether ``error`` itself says so.
 
     An ``OSError`` does not, whatever its words: it is about a connection of the user's own, to a database
     say, and may well be what began it all.
     """
+    if isinstance(error, (WorkerRaisedError, WorkerExitedError)):  # of workers that this rank has spawned
+        return False
     if isinstance(error, RankFailedError) or type(error).__name__ == "HorovodInternalError":
         return True
     text = "".join(traceback.format_exception_only(error))

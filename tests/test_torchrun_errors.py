@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import ignite_dist as idist
 from helpers import loopback, plain_environ, run_python, write_script
-from ignite_dist import elastic
+from ignite_dist import failures
 
 SCRIPT = """
     import os
@@ -187,9 +187,9 @@ def test_a_consequence_is_recorded_when_nobody_has_ended_the_rank(
 
 def test_what_spawn_raises_is_no_consequence() -> None:
     spawned = idist.WorkerRaisedError(1, "LookupError", "", "", 1, 2)
-    assert not elastic.is_consequence(spawned)
-    assert elastic.is_consequence(idist.RankFailedError(1, "LookupError", ""))
-    assert not elastic.is_consequence(RuntimeError("Timed out waiting 1800000ms for recv operation"))
+    assert not failures.is_consequence(spawned)
+    assert failures.is_consequence(idist.RankFailedError(1, "LookupError", ""))
+    assert not failures.is_consequence(RuntimeError("Timed out waiting 1800000ms for recv operation"))
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit(None)], ids=repr)

@@ -49,6 +49,7 @@ from ignite_dist.errors import (
     EnvironmentVariablesError,
     LaunchError,
     RankFailedError,
+    UnsafeObjectError,
     WorkerExitedError,
     WorkerRaisedError,
 )
@@ -58,6 +59,7 @@ from ignite_dist.samplers import DistributedProxySampler, ExactSampler
 from ignite_dist.seeding import seed_everything, shared_seed
 from ignite_dist.state import load_model_state, load_optimizer_state, model_state, optimizer_state
 from ignite_dist.uneven import join
+from ignite_dist.wire import safe_objects
 
 __version__ = "0.1.0"
 
@@ -71,6 +73,7 @@ __all__ = [
     "LaunchError",
     "Parallel",
     "RankFailedError",
+    "UnsafeObjectError",
     "WorkerExitedError",
     "WorkerRaisedError",
     "accumulate",
@@ -118,6 +121,7 @@ __all__ = [
     "optimizer_state",
     "register_computation_model",
     "registered_computation_models",
+    "safe_objects",
     "sampler_kwargs",
     "seed_everything",
     "set_local_rank",

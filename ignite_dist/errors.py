@@ -16,6 +16,7 @@ __all__ = [
     "EnvironmentVariablesError",
     "LaunchError",
     "RankFailedError",
+    "UnsafeObjectError",
     "WorkerExitedError",
     "WorkerRaisedError",
 ]
@@ -35,6 +36,24 @@ class LaunchError(DistributedError):
 
 class CollectiveMismatchError(DistributedError):
     """Ranks entered one collective with values that do not belong together. Raised on every rank of it."""
+
+
+class UnsafeObjectError(DistributedError):
+    """What another rank sent could run code here, and was refused before it did: see ``idist.safe_objects``.
+
+    Attributes:
+        rank: the rank that sent it.
+        type_name: what was refused, ``"posix.system"`` for example; empty if all of it was.
+    """
+
+    def __init__(self, message: str, rank: int, type_name: str = "") -> None:
+        self.message = message
+        self.rank = rank
+        self.type_name = type_name
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.rank, self.type_name)
 
 
 class RankFailedError(DistributedError):

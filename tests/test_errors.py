@@ -21,6 +21,7 @@ PLAIN = [
     errors.EnvironmentVariablesError("b"),
     errors.LaunchError("c"),
     errors.CollectiveMismatchError("d"),
+    errors.UnsafeObjectError("e", 1, "posix.mkdir"),
 ]
 
 

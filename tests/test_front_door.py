@@ -25,11 +25,11 @@ FACADE = names("""
     is_global_zero is_local_zero world_group any_true all_true seed_everything shared_seed
     ExactSampler gather_in_order sampler_kwargs split to_device
     unwrap_model mark_forward_method model_state load_model_state optimizer_state load_optimizer_state
-    DDPSyncStrategy no_sync grad_sync accumulate clip_grad_norm join
+    DDPSyncStrategy no_sync grad_sync accumulate clip_grad_norm join safe_objects
 """)
 ERRORS = names("""
     DistributedError RankFailedError CollectiveMismatchError EnvironmentVariablesError LaunchError
-    WorkerRaisedError WorkerExitedError
+    WorkerRaisedError WorkerExitedError UnsafeObjectError
 """)
 
 REQUIRED = inspect.Parameter.empty

@@ -115,9 +115,7 @@ def unpack(payload: bytes | memoryview, rank: int) -> Any:
         UnsafeObjectError: objects are safe here, and it holds something that could run code. It has not run.
         CollectiveMismatchError: it is no message, or not a whole one.
     """
-    if (
-        payload[: len(_COMPACT)] == _COMPACT or payload[: len(_ZIP)] == _ZIP
-    ):  # needs no trust, so it gets none
+    if bytes(payload[:4]) in _STARTS:  # it needs no trust, so it is given none, in either mode
         return _load_safely(payload, rank)
     if is_safe():
         raise UnsafeObjectError(
@@ -337,9 +335,8 @@ class _PicklerWithoutTensors(_Pickler):
 _WITH_TENSORS = SimpleNamespace(__name__="pickle", Pickler=_Pickler, dump=pickle.dump)
 _WITHOUT_TENSORS = SimpleNamespace(__name__="pickle", Pickler=_PicklerWithoutTensors, dump=pickle.dump)
 _PROTOCOL = 2  # which weights_only reads
-# What the two formats begin with.
-_COMPACT = pickle.dumps(torch.serialization.MAGIC_NUMBER, _PROTOCOL)
-_ZIP = b"PK\x03\x04"
+# What its formats begin with: a zip file, and a pickled number. What encode() writes is of a later protocol.
+_STARTS = frozenset([b"PK\x03\x04", pickle.dumps(torch.serialization.MAGIC_NUMBER, _PROTOCOL)[:4]])
 # Arrays of so many bytes are not worth a zip file; in protocol 2 bytes take half as much again.
 _SMALL_BYTES = 256
 

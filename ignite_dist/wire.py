@@ -141,7 +141,7 @@ def safe_objects(*classes: Callable[..., Any]) -> None:
     """From now on, objects that other ranks send cannot run code in this process.
 
     They are decoded by ``torch.load(weights_only=True)``. These need nothing more: None, bools, numbers,
-    strings and bytes; lists, tuples, dicts and sets, ``OrderedDict``, ``defaultdict`` and ``Counter``;
+    strings and bytes; lists, tuples, dicts and sets, ``OrderedDict``, ``defaultdict``, ``Counter``, ``deque``;
     tensors, dtypes and devices; numpy's arrays and scalars, but for arrays of Python objects; paths, dates
     and times, ``Decimal``, ``Fraction``, ``UUID``. What else is sent has to be named here; functions go by
     their names, so no lambdas. It costs about 0.1 ms per object that is received.
@@ -249,8 +249,9 @@ def _load_safely(payload: bytes | memoryview, rank: int) -> Any:
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named is None:
+            reason = str(error).partition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
             raise UnsafeObjectError(
-                f"Rank {rank} sent an object that torch.load(weights_only=True) refuses: {error}",
+                f"Rank {rank} sent an object that torch.load(weights_only=True) refuses: {reason or error}",
                 rank,
             ) from error
         name = named[1]
@@ -301,12 +302,14 @@ def _defaultdict(factory: Any, items: dict[Any, Any]) -> Any:
 class _Pickler(pickle.Pickler):
     """Numpy's values as bytes or tensors: fast, and what numpy rebuilds them with need not be safe.
 
-    And defaultdicts, which weights_only would not fill.
+    And what weights_only would not fill.
     """
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is collections.defaultdict:
             return _defaultdict, (value.default_factory, dict(value))
+        if type(value) is collections.deque:
+            return collections.deque, (list(value), value.maxlen)
         numpy = sys.modules.get("numpy")
         if numpy is None or not (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
             return NotImplemented
@@ -343,7 +346,7 @@ _SMALL_BYTES = 256
 # What weights_only takes without being told is plain values and tensors; this is what else holds data only.
 _ours: set[Any] = {
     *(_array, _defaultdict, bool, bytes, dict, float, frozenset, int, list, range, slice, str, tuple),
-    *(decimal.Decimal, fractions.Fraction, uuid.UUID),
+    *(collections.deque, decimal.Decimal, fractions.Fraction, uuid.UUID),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     *(pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath),
 }

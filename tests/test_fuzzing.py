@@ -23,6 +23,8 @@ from ignite_dist import (
 )
 from ignite_dist.environments import slurm
 
+pytestmark = pytest.mark.stress
+
 Fuzz = Callable[..., Callable[[Callable[..., None]], None]]
 
 

@@ -6,7 +6,7 @@ import os
 import pickle
 import threading
 import uuid
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -154,7 +154,7 @@ SAFE: list[Any] = [
     *("", "grüße, 世界 🎉", "\udc80", "\x8b" * 300, b"", b"\0\xff", bytes(range(256)) * 9, bytearray(b"abc")),
     *([], [1, [2]], (), (1,), (1, 2, 3, 4), {}, {"a": {1: (None,)}}, set(), {1, 2}, frozenset({"x"})),
     {10**1000: [10**999, {"large": -(10**1000)}]},
-    *(range(1, 9, 3), slice(None, 3), OrderedDict(b=1, a=2), Counter("abca")),
+    *(range(1, 9, 3), slice(None, 3), OrderedDict(b=1, a=2), Counter("abca"), deque("ab", 3)),
     *(defaultdict(list, {1: [2]}), defaultdict(None, {1: 2})),
     *(Path("/some/where"), PurePosixPath("x"), PureWindowsPath("c:/x"), uuid.UUID(int=7)),
     datetime(2026, 2, 3, 4, 5, 6, 7, timezone(timedelta(hours=-3))),

@@ -141,10 +141,11 @@ def safe_objects(*classes: Callable[..., Any]) -> None:
     """From now on, objects that other ranks send cannot run code in this process.
 
     They are decoded by ``torch.load(weights_only=True)``. These need nothing more: None, bools, numbers,
-    strings and bytes; lists, tuples, dicts and sets, ``OrderedDict``, ``defaultdict``, ``Counter``, ``deque``;
+    strings and bytes; lists, tuples, dicts, sets, ``OrderedDict``, ``defaultdict``, ``Counter``, ``deque``;
     tensors, dtypes and devices; numpy's arrays and scalars, but for arrays of Python objects; paths, dates
-    and times, ``Decimal``, ``Fraction``, ``UUID``. What else is sent has to be named here; functions go by
-    their names, so no lambdas. It costs about 0.1 ms per object that is received.
+    and times, ``Decimal``, ``Fraction``, ``UUID``. What else is sent has to be named here (subclasses of dict
+    and list cannot be); functions go by their names, so no lambdas. It costs about 0.1 ms per object that is
+    received.
 
     Every rank calls it with the same classes, before objects are sent. Or ``IGNITE_DIST_SAFE_OBJECTS=1`` is
     set for every rank, before its first object. The call sets that variable too, so workers that this process

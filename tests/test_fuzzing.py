@@ -34,7 +34,7 @@ def fuzz(repetitions: Callable[[int, int], int]) -> Fuzz:
 
     def decorate(*strategies: Any, examples: int = 40) -> Callable[[Callable[..., None]], None]:
         profile = settings(
-            max_examples=repetitions(examples, 100 * examples),
+            max_examples=repetitions(examples, 20 * examples),
             derandomize=True,
             deadline=None,
             database=None,

@@ -102,7 +102,7 @@ type: $(call needs,lint)  ## check types (mypy, strict on the package)
 	$(PY) -m mypy
 
 clean:  ## remove the environments and what tools leave behind, but for the built Horovod in .cache
-	rm -rf .venv .venv-xla build dist *.egg-info .*_cache runs
+	rm -rf .venv .venv-xla build dist *.egg-info .*_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each extra, so that `make demo` installs no linters. setuptools comes first and the

@@ -50,6 +50,7 @@ from ignite_dist.errors import (
     LaunchError,
     MissingRanksError,
     RankFailedError,
+    UnsafeObjectError,
     WorkerExitedError,
     WorkerRaisedError,
 )
@@ -60,6 +61,7 @@ from ignite_dist.seeding import seed_everything, shared_seed
 from ignite_dist.state import load_model_state, load_optimizer_state, model_state, optimizer_state
 from ignite_dist.uneven import join
 from ignite_dist.watchdog import debug, watch
+from ignite_dist.wire import safe_objects
 
 __version__ = "0.1.0"
 
@@ -74,6 +76,7 @@ __all__ = [
     "MissingRanksError",
     "Parallel",
     "RankFailedError",
+    "UnsafeObjectError",
     "WorkerExitedError",
     "WorkerRaisedError",
     "accumulate",
@@ -123,6 +126,7 @@ __all__ = [
     "raise_together",
     "register_computation_model",
     "registered_computation_models",
+    "safe_objects",
     "sampler_kwargs",
     "seed_everything",
     "set_local_rank",

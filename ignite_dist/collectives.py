@@ -202,6 +202,7 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None, syn
             was sent.
         ValueError: an unknown group, or an ``out`` that does not fit; ``sync_grads`` with ``out``, or with
             XLA and a part of the ranks. Nothing was sent.
+        UnsafeObjectError: after :func:`safe_objects`, an object of a type that is not registered.
 
     Example::
 
@@ -342,6 +343,7 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
         ValueError: ``src`` is not a rank of the group; ``src`` gives None, or another rank does without
             ``safe_mode``. Nothing was sent.
         TypeError: an object that cannot be pickled. Nothing was sent.
+        UnsafeObjectError: after :func:`safe_objects`, an object of a type that is not registered.
 
     Example::
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ignite_dist import tree
+from ignite_dist import tree, wire
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
 from ignite_dist.errors import CollectiveMismatchError
@@ -260,6 +260,7 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     return tree.rebuild(template, iter(merged))
 
 
+@wire.safe
 @dataclass(frozen=True)
 class _Column:
     """What a rank has of one leaf: as many values as samples, if they are right."""

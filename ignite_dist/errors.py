@@ -18,6 +18,7 @@ __all__ = [
     "LaunchError",
     "MissingRanksError",
     "RankFailedError",
+    "UnsafeObjectError",
     "WorkerExitedError",
     "WorkerRaisedError",
 ]
@@ -57,6 +58,24 @@ class MissingRanksError(DistributedError, TimeoutError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.ranks, self.where)
+
+
+class UnsafeObjectError(DistributedError):
+    """What another rank sent could run code here, and was refused before it did: see ``idist.safe_objects``.
+
+    Attributes:
+        rank: the rank that sent it.
+        type_name: what was refused, ``"posix.system"`` for example; empty if all of it was.
+    """
+
+    def __init__(self, message: str, rank: int, type_name: str = "") -> None:
+        self.message = message
+        self.rank = rank
+        self.type_name = type_name
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.rank, self.type_name)
 
 
 class RankFailedError(DistributedError):

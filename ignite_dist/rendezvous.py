@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ignite_dist import environments
 from ignite_dist.environments import Environment
+from ignite_dist.environments.base import read_port
 from ignite_dist.errors import EnvironmentVariablesError, LaunchError
 
 __all__ = [
@@ -69,8 +70,8 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in [0, world_size), got rank={rank} and world_size={world_size}.")
     if environment is None:
-        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "15000")
-        return Environment("arguments", rank, world_size, main_address=address, main_port=int(port))
+        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), read_port(os.environ, "MASTER_PORT")
+        return Environment("arguments", rank, world_size, main_address=address, main_port=port or 15000)
     if (environment.rank, environment.world_size) != (rank, world_size):
         raise ValueError(
             f"rank={rank}, world_size={world_size} contradict the environment ({environment.launcher}): "

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ignite_dist import tree
+from ignite_dist import tree, wire
 from ignite_dist.auto import unwrap_model
 from ignite_dist.averaged import parameters_of
 from ignite_dist.context import current_model
@@ -122,10 +120,10 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> 
         ValueError: groups or parameters that are not the optimizer's, on every rank; nothing was changed.
     """
     live = current_model()
-    saved = io.BytesIO()
-    _on_rank_0(lambda: torch.save(state, saved))
-    received = live.broadcast_bytes(saved.getvalue(), 0, live.resolve_group(None))
-    everyones: dict[str, Any] = torch.load(io.BytesIO(received), weights_only=False)
+    saved: list[bytes] = []
+    _on_rank_0(lambda: saved.append(wire.save(state)))
+    received = live.broadcast_bytes(b"".join(saved), 0, live.resolve_group(None))
+    everyones: dict[str, Any] = wire.load(received, 0)
     _check_optimizer_state(optimizer, everyones)
     for number, parameter in enumerate(parameters_of(optimizer)):
         own = everyones["state"].get(number, {})

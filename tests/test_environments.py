@@ -80,7 +80,7 @@ def test_half_set_variables_say_what_came_and_what_to_do(environ: dict[str, str]
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
-@pytest.mark.parametrize("value", ["two", "1.5", "0x1"])
+@pytest.mark.parametrize("value", ["two", "1.5", "0x1", "1_0", "٣", "12345678901"])
 def test_what_is_no_number_is_named(name: str, value: str) -> None:
     with pytest.raises(EnvironmentVariablesError, match=rf"{name} .*{value}"):
         detect({**TORCHRUN, name: value})
@@ -88,13 +88,23 @@ def test_what_is_no_number_is_named(name: str, value: str) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"RANK": "8"}, {"RANK": "-1"}, {"WORLD_SIZE": "0"}, {"LOCAL_RANK": "4"}, {"GROUP_RANK": "2"}],
+    [
+        *({"RANK": "8"}, {"RANK": "-1"}, {"WORLD_SIZE": "0"}, {"LOCAL_RANK": "4"}, {"GROUP_RANK": "2"}),
+        *({"WORLD_SIZE": "-1", "RANK": "-2"}, {"LOCAL_WORLD_SIZE": "0", "LOCAL_RANK": ""}),
+    ],
     ids=str,
 )
 def test_ranks_outside_their_sizes_contradict_them(wrong: dict[str, str]) -> None:
     with pytest.raises(EnvironmentVariablesError, match="contradict") as info:
         detect({**TORCHRUN, **wrong})
     assert next(iter(wrong.values())) in str(info.value)
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "65536", "99999"])
+@pytest.mark.parametrize("launcher", ["torchrun", "Slurm"])
+def test_a_port_is_one_that_there_is(launcher: str, port: str) -> None:
+    with pytest.raises(EnvironmentVariablesError, match=rf"MASTER_PORT .*\[1, 65535\], got {port}"):
+        detect({**(TORCHRUN if launcher == "torchrun" else SLURM), "MASTER_PORT": port})
 
 
 # --- Slurm -------------------------------------------------------------------------------------------
@@ -141,6 +151,17 @@ def test_every_task_finds_the_same_port_and_other_jobs_another() -> None:
     assert other.main_port not in ports
 
 
+@pytest.mark.parametrize(("job", "port"), [("7", 15007), ("42", 15042), ("1234567", 19567), ("20000", 15000)])
+def test_the_port_of_a_job_of_any_number(job: str, port: int) -> None:
+    found = detect({**SLURM, "SLURM_JOB_ID": job})
+    assert found is not None
+    assert found.main_port == port
+
+
+def test_an_empty_job_id_is_no_job() -> None:
+    assert detect({**SLURM, "SLURM_JOB_ID": ""}) is None
+
+
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_NODELIST"])
 def test_a_slurm_job_without_srun_says_so_and_names_what_is_missing(name: str) -> None:
     with pytest.raises(EnvironmentVariablesError, match="srun") as info:
@@ -159,7 +180,9 @@ def test_of_a_step_only_what_is_missing_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"SLURM_PROCID": "8"}, {"SLURM_PROCID": "x"}, {"SLURM_NODEID": "4"}], ids=str
+    "wrong",
+    [{"SLURM_PROCID": "8"}, {"SLURM_PROCID": "x"}, {"SLURM_NODEID": "4"}, {"SLURM_JOB_ID": "abc"}],
+    ids=str,
 )
 def test_slurm_variables_that_cannot_be(wrong: dict[str, str]) -> None:
     with pytest.raises(EnvironmentVariablesError):
@@ -179,10 +202,21 @@ def test_slurm_variables_that_cannot_be(wrong: dict[str, str]) -> None:
         ("gpu-a[10-12].example.org", "gpu-a10.example.org"),
         ("rack[1-2]node[03-04]", "rack1node03"),
         ("rack[1,3]node[03-04],login", "rack1node03"),
+        (" gpu1 , gpu2", "gpu1"),
+        ("[1-3]", "1"),
     ],
 )
 def test_the_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
     assert slurm.first_host(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["[", "gpu[", "gpu[1-2", "gpu]", "gpu[]", "gpu[a]", ",gpu", " ", "a b"])
+def test_what_is_no_slurm_list_is_an_error_unless_the_address_is_given(nodes: str) -> None:
+    with pytest.raises(EnvironmentVariablesError, match="MASTER_ADDR"):
+        detect({**SLURM, "SLURM_JOB_NODELIST": nodes})
+    found = detect({**SLURM, "SLURM_JOB_NODELIST": nodes, "MASTER_ADDR": "10.0.0.1"})
+    assert found is not None
+    assert found.main_address == "10.0.0.1"
 
 
 # --- several launchers at once -----------------------------------------------------------------------

@@ -23,6 +23,7 @@ PLAIN = [
     errors.LaunchError("c"),
     errors.CollectiveMismatchError("d"),
     errors.MissingRanksError("e", [1, 3], {1: "at train.py:7"}),
+    errors.UnsafeObjectError("e", 1, "posix.mkdir"),
 ]
 
 

@@ -26,11 +26,11 @@ FACADE = names("""
     ExactSampler gather_in_order sampler_kwargs split to_device
     unwrap_model mark_forward_method model_state load_model_state optimizer_state load_optimizer_state
     DDPSyncStrategy no_sync grad_sync accumulate clip_grad_norm join
-    debug watch raise_together
+    debug watch raise_together safe_objects
 """)
 ERRORS = names("""
     DistributedError RankFailedError CollectiveMismatchError EnvironmentVariablesError LaunchError
-    WorkerRaisedError WorkerExitedError MissingRanksError
+    WorkerRaisedError WorkerExitedError MissingRanksError UnsafeObjectError
 """)
 
 REQUIRED = inspect.Parameter.empty

@@ -1,14 +1,41 @@
 from __future__ import annotations
 
+import enum
 import math
+import os
 import pickle
 import threading
-from typing import Any
+import uuid
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from functools import partial
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from ignite_dist import wire
+import ignite_dist as idist
+from helpers import safe_mode
+from ignite_dist import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError, wire
+
+DTYPES = [
+    *(
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.uint16,
+        torch.int16,
+        torch.uint32,
+        torch.int32,
+        torch.uint64,
+    ),
+    *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.complex32, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
+]
 
 
 class Stubborn:
@@ -59,7 +86,7 @@ def test_a_small_payload_travels_in_the_header(size: int) -> None:
     payload = bytes(i % 251 for i in range(size))
     header = wire.write_header(payload)
     assert len(header) == wire.HEADER_BYTES
-    length, inline = wire.read_header(memoryview(header))
+    length, inline = wire.read_header(memoryview(header), rank=1)
     assert inline is not None
     assert (length, bytes(inline)) == (size, payload)
 
@@ -68,7 +95,7 @@ def test_a_small_payload_travels_in_the_header(size: int) -> None:
 def test_of_a_large_payload_the_header_says_the_length(size: int) -> None:
     header = wire.write_header(bytes(size))
     assert len(header) == wire.HEADER_BYTES
-    assert wire.read_header(memoryview(header)) == (size, None)
+    assert wire.read_header(memoryview(header), rank=1) == (size, None)
 
 
 def test_a_dict_of_twenty_numbers_fits_the_header() -> None:
@@ -84,3 +111,227 @@ def test_as_tensor_is_the_buffer_itself() -> None:
     assert buffer == b"xyc"
     assert bytes(tensor.tolist()) == b"xyc"
     assert wire.as_tensor(bytearray()).shape == (0,)
+
+
+@pytest.mark.parametrize("position", [0, 3, 4, 8, 16, 16 + 9])
+def test_a_header_that_changed_on_the_way_is_no_header(position: int) -> None:
+    header = wire.write_header(b"0123456789")
+    header[position] ^= 1
+    with pytest.raises(CollectiveMismatchError, match="rank 3"):
+        wire.read_header(memoryview(header), rank=3)
+
+
+# --- safe objects ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Score:
+    value: float
+    tags: list[str]
+
+
+class Point(NamedTuple):
+    x: int
+    y: Any
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Runs:
+    """Makes a directory when plain pickle reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+SAFE: list[Any] = [
+    *(None, True, False, 0, -1, 2**31, -(2**63), 2**2039, 2**2040, -(10**3000), 1.5, -math.inf, 2.5j),
+    *("", "grüße, 世界 🎉", "\udc80", "\x8b" * 300, b"", b"\0\xff", bytes(range(256)) * 9, bytearray(b"abc")),
+    *([], [1, [2]], (), (1,), (1, 2, 3, 4), {}, {"a": {1: (None,)}}, set(), {1, 2}, frozenset({"x"})),
+    {10**1000: [10**999, {"large": -(10**1000)}]},
+    *(range(1, 9, 3), slice(None, 3), OrderedDict(b=1, a=2), Counter("abca"), deque("ab", 3)),
+    *(defaultdict(list, {1: [2]}), defaultdict(None, {1: 2})),
+    *(Path("/some/where"), PurePosixPath("x"), PureWindowsPath("c:/x"), uuid.UUID(int=7)),
+    datetime(2026, 2, 3, 4, 5, 6, 7, timezone(timedelta(hours=-3))),
+    *(datetime(1, 1, 1), date(2026, 2, 3), time(4, 5, 6, 7), timedelta(-1, 2, 3)),
+    *(Decimal("1.10"), Fraction(-1, 3), torch.bfloat16, torch.Size([2, 3]), torch.device("cpu"), int),
+]
+
+
+@pytest.mark.parametrize("value", SAFE, ids=lambda value: f"{type(value).__name__} {value!r:.20}")
+def test_plain_values_are_safe_without_being_registered(value: Any) -> None:
+    with safe_mode():
+        copy = wire.unpack(memoryview(wire.pack(value)), rank=1)
+    assert copy == value
+    assert type(copy) is type(value)
+
+
+def test_a_defaultdict_goes_on_filling_itself() -> None:
+    with safe_mode():
+        copy = wire.unpack(wire.pack(defaultdict(list, {1: [2]})), rank=1)
+    assert copy[5] == []
+
+
+def test_what_is_shared_in_an_object_stays_shared() -> None:
+    shared: list[Any] = [1]
+    shared.append(shared)
+    with safe_mode():
+        first, second = wire.unpack(wire.pack((shared, shared)), rank=1)
+    assert first is second
+    assert first[1] is first
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_dtype_are_safe(dtype: torch.dtype) -> None:
+    tensor = torch.arange(96, dtype=torch.uint8).view(dtype).view(2, -1).t()
+    with safe_mode():
+        copy = wire.unpack(wire.pack({"tensor": tensor}), rank=1)["tensor"]
+    assert (copy.dtype, copy.shape, copy.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    assert torch.equal(copy.t().view(torch.uint8), tensor.t().view(torch.uint8))
+
+
+def test_parameters_and_tensors_that_share_their_memory() -> None:
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    with safe_mode():
+        copy, row = wire.unpack(wire.pack([weight, weight.detach()[1]]), rank=1)
+    assert type(copy) is torch.nn.Parameter and copy.requires_grad
+    assert torch.equal(copy, weight)
+    assert row.data_ptr() == copy[1].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["?", "i1", ">i4", "u8", "f2", "f8", "c16", "S5", "U7", "M8[s]", "V3", [("a", "i4"), ("b", "f8", (2,))]],
+)
+def test_numpys_arrays_and_scalars_are_safe(dtype: Any) -> None:
+    numpy = pytest.importorskip("numpy")
+    memory = bytearray(b"\1\0\0\0" * 750 * numpy.dtype(dtype).itemsize)
+    large = numpy.ndarray((3, 1000), dtype, memory)
+    for array in (
+        large,
+        large[:, :4],
+        large.T,
+        large[:, ::7],
+        large[:0],
+        large[0, 0],
+        large[0, :1].reshape(()),
+    ):
+        with safe_mode():
+            copy = wire.unpack(wire.pack([array]), rank=1)[0]
+        assert type(copy) is type(array)
+        assert (copy.dtype, copy.shape) == (array.dtype, array.shape)
+        assert numpy.array_equal(copy, array)
+        if isinstance(copy, numpy.ndarray) and copy.dtype.kind == "f":
+            copy[...] = 0  # it can be written to
+
+
+def test_numpys_arrays_of_objects_are_refused_where_they_are_sent() -> None:
+    numpy = pytest.importorskip("numpy")
+    with safe_mode(), pytest.raises(TypeError, match="an array of Python objects"):
+        wire.pack({"a": numpy.array([object()])})
+
+
+def test_what_is_registered_is_safe_and_nothing_else() -> None:
+    values = [Score(0.5, ["a"]), Point(1, [2]), Color.RED, module_function]
+    with safe_mode():
+        for value in values:
+            with pytest.raises(UnsafeObjectError) as info:
+                wire.unpack(wire.pack([value]), rank=2)
+            name = getattr(value, "__qualname__", type(value).__qualname__)
+            assert (info.value.rank, info.value.type_name) == (2, f"{__name__}.{name}")
+            assert f"idist.safe_objects({name})" in str(info.value)
+    with safe_mode(Score, Point, Color, module_function):
+        assert wire.unpack(wire.pack(values), rank=2) == values
+
+
+def test_registered_types_stay_safe_when_torchs_list_was_cleared() -> None:
+    before = torch.serialization.get_safe_globals()
+    with safe_mode():
+        torch.serialization.clear_safe_globals()
+        try:
+            assert wire.unpack(wire.pack(Path("x")), rank=0) == Path("x")
+        finally:
+            torch.serialization.add_safe_globals(before)
+
+
+@pytest.mark.parametrize("wrapped", [lambda one: one, lambda one: {"a": [one, torch.ones(2)]}])
+def test_what_would_run_is_refused_before_it_does(tmp_path: Path, wrapped: Any) -> None:
+    folder = tmp_path / "made"
+    with safe_mode():
+        payload = wire.pack(wrapped(Runs(folder)))
+        with pytest.raises(UnsafeObjectError, match=r"Rank 1 .*posix\.mkdir.*not been called") as info:
+            wire.unpack(payload, rank=1)
+    assert info.value.type_name == "posix.mkdir"
+    with pytest.raises(UnsafeObjectError):  # it needs no trust, so it is given none in the other mode either
+        wire.unpack(payload, rank=1)
+    assert not folder.exists()
+
+
+def test_a_plain_pickle_is_refused_where_objects_are_safe(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    payload = wire.pack(Runs(folder))
+    with safe_mode(), pytest.raises(UnsafeObjectError, match=r"Rank 1 sent a plain pickle.*on every rank"):
+        wire.unpack(payload, rank=1)
+    assert not folder.exists()
+    wire.unpack(payload, rank=1)
+    assert folder.exists(), "plain pickle would have made it"
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), Stubborn(), lambda: 1, (i for i in ())])
+def test_what_cannot_be_sent_is_a_type_error_in_both_modes(value: Any) -> None:
+    with safe_mode(), pytest.raises(TypeError, match="cannot be sent to another process"):
+        wire.pack([value])
+
+
+def test_small_objects_fit_the_header_when_they_are_safe() -> None:
+    with safe_mode():
+        assert len(wire.pack({"loss": 0.5, "epoch": 3})) <= wire.INLINE_BYTES
+        assert len(wire.pack((1 << 32, [i / 3 for i in range(20)]))) <= wire.INLINE_BYTES
+
+
+@pytest.mark.parametrize(("text", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_the_environment_says_whether_objects_are_safe(
+    monkeypatch: pytest.MonkeyPatch, text: str | None, expected: bool
+) -> None:
+    monkeypatch.setattr(wire, "_mode", None)
+    if text is not None:
+        monkeypatch.setenv("IGNITE_DIST_SAFE_OBJECTS", text)
+    assert wire.is_safe() is expected
+
+
+@pytest.mark.parametrize("text", ["yes", "2", " 1", "true"])
+def test_an_environment_that_says_neither_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(wire, "_mode", None)
+    monkeypatch.setenv("IGNITE_DIST_SAFE_OBJECTS", text)
+    for _ in range(2):  # and not for the first object only
+        with pytest.raises(EnvironmentVariablesError, match="IGNITE_DIST_SAFE_OBJECTS is 0 or 1"):
+            wire.pack(1)
+
+
+@pytest.mark.parametrize("wrong", [3, "Score", partial(module_function, 1)])
+def test_only_classes_and_functions_are_registered(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="classes and functions"):
+        idist.safe_objects(wrong)
+    assert not wire.is_safe()
+
+
+def test_what_torch_never_takes_is_not_registered() -> None:
+    with pytest.raises(ValueError, match="posix"):
+        idist.safe_objects(os.mkdir)
+    assert not wire.is_safe()
+
+
+def exchange(local_rank: int) -> list[Any]:
+    return [wire.is_safe(), *idist.all_gather(Path("x"))]
+
+
+def test_workers_started_after_it_are_safe_from_the_start() -> None:
+    with safe_mode():
+        results = idist.spawn("gloo", exchange, nproc_per_node=2)
+    assert results == [[True, Path("x"), Path("x")]] * 2
+    assert not wire.is_safe()

@@ -419,36 +419,49 @@ class ComputationModel(ABC):
 
         Raises:
             TypeError: ``value`` cannot be serialised; nothing was sent.
+            UnsafeObjectError: after ``safe_objects()``, what a rank sent could run code. On every rank of the
+                group, because all of them get it; nothing has run, and the group is as usable as before.
+            CollectiveMismatchError: a rank made another call.
         """
-        payload = wire.encode(value)
+        payload = wire.pack(value)
         width = wire.HEADER_BYTES
         gathered = memoryview(self.gather_bytes(wire.write_header(payload), group))
         headers = [
-            wire.read_header(gathered[start : start + width]) for start in range(0, len(gathered), width)
+            wire.read_header(gathered[width * row : width * (row + 1)], rank)
+            for row, rank in enumerate(group.ranks)
         ]
         if all(inline is not None for _, inline in headers):
-            return [wire.decode(inline) for _, inline in headers if inline is not None]
+            return [
+                wire.unpack(inline, rank)
+                for (_, inline), rank in zip(headers, group.ranks, strict=True)
+                if inline is not None
+            ]
         width = max(size for size, _ in headers)
         padded = bytearray(width)
         own = payload[:width]  # a rank outside may have more than any member, and nobody looks at it
         padded[: len(own)] = own
         rows = memoryview(self.gather_bytes(padded, group))
-        return [wire.decode(rows[width * row : width * row + size]) for row, (size, _) in enumerate(headers)]
+        return [
+            wire.unpack(rows[width * row : width * row + size], rank)
+            for row, ((size, _), rank) in enumerate(zip(headers, group.ranks, strict=True))
+        ]
 
     def broadcast_object(self, value: Any, src: int, group: Group) -> Any:
         """``value`` of the global rank ``src`` on every rank of the group. One collective or two, as above.
 
         Raises:
             TypeError: ``value`` cannot be serialised; nothing was sent.
+            UnsafeObjectError: as above, on every rank.
+            CollectiveMismatchError: ``src`` made another call.
         """
-        payload = wire.encode(value) if self.get_rank() == src else b""
-        return wire.decode(self.broadcast_bytes(payload, src, group))
+        payload = wire.pack(value) if self.get_rank() == src else b""
+        return wire.unpack(self.broadcast_bytes(payload, src, group), src)
 
     def broadcast_bytes(self, payload: bytes, src: int, group: Group) -> bytes | memoryview:
         """``payload`` of the global rank ``src``; what the others give is not looked at."""
         is_src = self.get_rank() == src
         header = wire.write_header(payload) if is_src else bytearray(wire.HEADER_BYTES)
-        size, inline = wire.read_header(memoryview(self._broadcast_buffer(header, src, group)))
+        size, inline = wire.read_header(memoryview(self._broadcast_buffer(header, src, group)), src)
         if inline is not None:
             return inline
         return memoryview(

@@ -493,7 +493,8 @@ def _backend_per_device() -> dict[str, str]:
 def _local_rank_alone() -> int | None:
     """``LOCAL_RANK``, where it is all that the environment says of a job."""
     value = os.environ.get("LOCAL_RANK", "")
-    return int(value) if value.isdecimal() and not os.environ.get("RANK") else None
+    is_number = value.isdecimal() and len(value) <= 10
+    return int(value) if is_number and not os.environ.get("RANK") else None
 
 
 def _environment_of(rank: int, world_size: int) -> Environment | None:

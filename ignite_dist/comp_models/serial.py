@@ -177,7 +177,7 @@ def _warn_if_launched_with_others() -> None:
         return
     for variable in _WORLD_SIZE_VARIABLES:
         value = os.environ.get(variable, "")
-        if value.isdecimal() and int(value) > 1:
+        if value.isdecimal() and len(value) <= 10 and int(value) > 1:
             _warned = True
             warnings.warn(
                 f"{variable}={value}, so {value} processes were started, but this one runs as a world of "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ignite_dist.environments.base import Environment, read_int, require_range
+from ignite_dist.environments.base import Environment, read_int, read_port, require_range
 from ignite_dist.errors import EnvironmentVariablesError
 
 __all__ = ["detect"]
@@ -26,7 +26,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     rank, world_size = read_int(environ, "RANK"), read_int(environ, "WORLD_SIZE")
     local_rank = read_int(environ, "LOCAL_RANK")
     if rank is None or world_size is None:
-        if "SLURM_JOB_ID" in environ or (rank is None and world_size is None):
+        if environ.get("SLURM_JOB_ID") or (rank is None and world_size is None):
             return None
         state = ", ".join(f"{name}={environ.get(name)!r}" for name in ("RANK", "WORLD_SIZE"))
         raise EnvironmentVariablesError(
@@ -43,6 +43,6 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
             nnodes=read_int(environ, "GROUP_WORLD_SIZE"),
             node_rank=read_int(environ, "GROUP_RANK"),
             main_address=environ.get("MASTER_ADDR") or _DEFAULT_ADDRESS,
-            main_port=read_int(environ, "MASTER_PORT") or _DEFAULT_PORT,
+            main_port=read_port(environ, "MASTER_PORT") or _DEFAULT_PORT,
         )
     )

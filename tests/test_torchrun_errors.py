@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import ignite_dist as idist
 from helpers import loopback, plain_environ, run_python, write_script
-from ignite_dist import failures
+from ignite_dist import elastic, failures
 
 SCRIPT = """
     import os

@@ -56,12 +56,12 @@ from ignite_dist.errors import (
 )
 from ignite_dist.gradients import DDPSyncStrategy, accumulate, clip_grad_norm, grad_sync, no_sync
 from ignite_dist.launcher import Parallel, spawn
+from ignite_dist.safe import safe_objects
 from ignite_dist.samplers import DistributedProxySampler, ExactSampler
 from ignite_dist.seeding import seed_everything, shared_seed
 from ignite_dist.state import load_model_state, load_optimizer_state, model_state, optimizer_state
 from ignite_dist.uneven import join
 from ignite_dist.watchdog import debug, watch
-from ignite_dist.wire import safe_objects
 
 __version__ = "0.1.0"
 

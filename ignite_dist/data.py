@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ignite_dist import tree, wire
+from ignite_dist import tree
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
 from ignite_dist.errors import CollectiveMismatchError
+from ignite_dist.safe import safe
 from ignite_dist.samplers import DistributedProxySampler, EpochSampler, ExactSampler, Shard, part
 from ignite_dist.tensors import gather_rows
 
@@ -260,7 +261,7 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     return tree.rebuild(template, iter(merged))
 
 
-@wire.safe
+@safe
 @dataclass(frozen=True)
 class _Column:
     """What a rank has of one leaf: as many values as samples, if they are right."""

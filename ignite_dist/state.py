@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ignite_dist import tree, wire
+from ignite_dist import safe, tree
 from ignite_dist.auto import unwrap_model
 from ignite_dist.averaged import parameters_of
 from ignite_dist.context import current_model
@@ -108,6 +110,10 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     return state
 
 
+def _load(saved: bytes | memoryview) -> Any:
+    return torch.load(io.BytesIO(saved), weights_only=False, mmap=False)
+
+
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> None:
     """Give the optimizer of every rank the state that rank 0 has. Every rank calls it.
 
@@ -121,9 +127,9 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> 
     """
     live = current_model()
     saved: list[bytes] = []
-    _on_rank_0(lambda: saved.append(wire.save(state)))
+    _on_rank_0(lambda: saved.append(safe.save(state)))
     received = live.broadcast_bytes(b"".join(saved), 0, live.resolve_group(None))
-    everyones: dict[str, Any] = wire.load(received, 0)
+    everyones: dict[str, Any] = safe.load(received, 0) if safe.is_safe() else _load(received)
     _check_optimizer_state(optimizer, everyones)
     for number, parameter in enumerate(parameters_of(optimizer)):
         own = everyones["state"].get(number, {})

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import ignite_dist as idist
-from ignite_dist import wire
+from ignite_dist import safe
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
@@ -286,5 +286,5 @@ def safe_mode(*classes: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            wire._mode = None
+            safe._mode = None
             os.environ.pop("IGNITE_DIST_SAFE_OBJECTS", None)

@@ -19,6 +19,7 @@ from ignite_dist import (
     DistributedError,
     EnvironmentVariablesError,
     environments,
+    safe,
     wire,
 )
 from ignite_dist.environments import slurm
@@ -275,6 +276,6 @@ def test_whether_objects_are_safe_is_yes_or_no_or_an_error(
         os.environ["IGNITE_DIST_SAFE_OBJECTS"] = text
         monkeypatch.setattr(wire, "_mode", None)
         try:
-            assert wire.is_safe() is (text == "1")
+            assert safe.is_safe() is (text == "1")
         except EnvironmentVariablesError:
             assert text not in ("", "0", "1")

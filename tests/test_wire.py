@@ -20,7 +20,7 @@ import torch
 
 import ignite_dist as idist
 from helpers import safe_mode
-from ignite_dist import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError, wire
+from ignite_dist import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError, safe, wire
 
 DTYPES = [
     *(
@@ -301,7 +301,7 @@ def test_the_environment_says_whether_objects_are_safe(
     monkeypatch.setattr(wire, "_mode", None)
     if text is not None:
         monkeypatch.setenv("IGNITE_DIST_SAFE_OBJECTS", text)
-    assert wire.is_safe() is expected
+    assert safe.is_safe() is expected
 
 
 @pytest.mark.parametrize("text", ["yes", "2", " 1", "true"])
@@ -317,21 +317,21 @@ def test_an_environment_that_says_neither_is_an_error(monkeypatch: pytest.Monkey
 def test_only_classes_and_functions_are_registered(wrong: Any) -> None:
     with pytest.raises(TypeError, match="classes and functions"):
         idist.safe_objects(wrong)
-    assert not wire.is_safe()
+    assert not safe.is_safe()
 
 
 def test_what_torch_never_takes_is_not_registered() -> None:
     with pytest.raises(ValueError, match="posix"):
         idist.safe_objects(os.mkdir)
-    assert not wire.is_safe()
+    assert not safe.is_safe()
 
 
 def exchange(local_rank: int) -> list[Any]:
-    return [wire.is_safe(), *idist.all_gather(Path("x"))]
+    return [safe.is_safe(), *idist.all_gather(Path("x"))]
 
 
 def test_workers_started_after_it_are_safe_from_the_start() -> None:
     with safe_mode():
         results = idist.spawn("gloo", exchange, nproc_per_node=2)
     assert results == [[True, Path("x"), Path("x")]] * 2
-    assert not wire.is_safe()
+    assert not safe.is_safe()

@@ -13,8 +13,8 @@ from ignite_dist.errors import EnvironmentVariablesError
 
 __all__ = ["detect", "first_host"]
 
-# A host, with brackets that stand for several: each pattern matches in one way only, so in linear time.
-_HOSTS = re.compile(r"(?:[^\s,\[\]]|\[[0-9][0-9,-]*\])+")
+# A host, with brackets that stand for several. Nothing has to follow it, so it is found in linear time.
+_HOSTS = re.compile(r"(?:[^\s,\[\]]+|\[[0-9][0-9,-]*\])+")
 _BRACKET = re.compile(r"\[([0-9]+)[^\]]*\]")
 
 

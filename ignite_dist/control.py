@@ -204,7 +204,7 @@ def _sendable(result: Any) -> Any:
     if isinstance(result, Tensor):
         check_dense("one_rank_only", result)
         return result.contiguous()
-    wire.encode(result)
+    wire.pack(result)
     return result
 
 

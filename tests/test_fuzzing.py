@@ -274,7 +274,7 @@ def test_whether_objects_are_safe_is_yes_or_no_or_an_error(
     @fuzz(words | st.sampled_from(["0", "1", ""]))
     def check(text: str) -> None:
         os.environ["IGNITE_DIST_SAFE_OBJECTS"] = text
-        monkeypatch.setattr(wire, "_mode", None)
+        monkeypatch.setattr(safe, "_mode", None)
         try:
             assert safe.is_safe() is (text == "1")
         except EnvironmentVariablesError:

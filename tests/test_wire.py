@@ -298,7 +298,7 @@ def test_small_objects_fit_the_header_when_they_are_safe() -> None:
 def test_the_environment_says_whether_objects_are_safe(
     monkeypatch: pytest.MonkeyPatch, text: str | None, expected: bool
 ) -> None:
-    monkeypatch.setattr(wire, "_mode", None)
+    monkeypatch.setattr(safe, "_mode", None)
     if text is not None:
         monkeypatch.setenv("IGNITE_DIST_SAFE_OBJECTS", text)
     assert safe.is_safe() is expected
@@ -306,7 +306,7 @@ def test_the_environment_says_whether_objects_are_safe(
 
 @pytest.mark.parametrize("text", ["yes", "2", " 1", "true"])
 def test_an_environment_that_says_neither_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(wire, "_mode", None)
+    monkeypatch.setattr(safe, "_mode", None)
     monkeypatch.setenv("IGNITE_DIST_SAFE_OBJECTS", text)
     for _ in range(2):  # and not for the first object only
         with pytest.raises(EnvironmentVariablesError, match="IGNITE_DIST_SAFE_OBJECTS is 0 or 1"):

@@ -18,7 +18,7 @@ import torch
 
 import ignite_dist as idist
 from helpers import safe_mode
-from ignite_dist import CollectiveMismatchError, UnsafeObjectError, wire
+from ignite_dist import CollectiveMismatchError, RankFailedError, UnsafeObjectError, wire
 from ignite_dist.context import current_model
 from worlds import count_collectives, on_every_rank, raises
 
@@ -160,3 +160,28 @@ def test_a_tensor_where_the_others_send_objects_is_noticed_by_them() -> None:
         with raises(CollectiveMismatchError, "rank 0"):
             idist.all_gather(rank)
     assert idist.all_gather(rank) == list(range(world_size))
+
+
+@on_every_rank
+def test_what_the_package_itself_sends() -> None:
+    """Outcomes, their values, the states of models and optimizers; and what is compared by ``debug``."""
+    rank, world_size = idist.get_rank(), idist.get_world_size()
+
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    with safe_on_every_rank(), idist.debug():
+        assert idist.one_rank_only(broadcast=True)(lambda: {"a": 1})() == {"a": 1}
+        with idist.one_rank_first(), idist.raise_together():
+            pass
+        if world_size > 1:
+            with raises(ValueError if rank == 0 else RankFailedError, "on purpose"):
+                idist.one_rank_only(with_barrier=True)(fail)()
+            with raises(TypeError if rank == 0 else RankFailedError, "cannot be sent"):
+                idist.one_rank_only(broadcast=True)(lambda: fail if rank else lambda: None)()
+        net = idist.auto_model(torch.nn.Linear(2, 1))
+        optimizer = idist.auto_optim(torch.optim.AdamW(net.parameters(), lr=0.1))
+        net(torch.ones(1, 2, device=idist.device())).sum().backward()
+        optimizer.step()
+        idist.load_optimizer_state(optimizer, idist.optimizer_state(optimizer))
+        idist.load_model_state(net, idist.model_state(net))

@@ -77,15 +77,14 @@ class debug:  # used as a function, and in a with statement
     it makes none, after 30 seconds: see :func:`watch`, which this turns on as well.
 
     Every rank of the world calls it; before a context is made it holds for those to come, and so does
-    ``IGNITE_DIST_DEBUG=1`` in the environment. It costs
-    another small collective for each; turned off, a look at an attribute. As a context manager it is off
-    again after the block. Collectives of other libraries (DDP's) are not compared.
+    ``IGNITE_DIST_DEBUG=1`` in the environment. It costs another small collective for each; turned off, a look
+    at an attribute. As a context manager it is off again after the block. Collectives of other libraries
+    (DDP's) are not compared.
 
     Args:
         verify: whether calls are compared.
         call_sites: whether the lines that they come from count. They alone tell apart calls that look alike.
-        A
-            script that makes one collective from two lines (``if rank == 0: ... else: ...``) needs False.
+            A script that makes one collective from two lines (``if rank == 0: ... else: ...``) needs False.
 
     Example::
 

@@ -163,7 +163,7 @@ def test_a_tensor_where_the_others_send_objects_is_noticed_by_them() -> None:
 
 
 @on_every_rank
-def test_what_the_package_itself_sends() -> None:
+def test_outcomes_and_states() -> None:
     """Outcomes, their values, the states of models and optimizers; and what is compared by ``debug``."""
     rank, world_size = idist.get_rank(), idist.get_world_size()
 

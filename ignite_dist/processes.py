@@ -318,6 +318,7 @@ def _work(
     multiprocessing.set_start_method(default_method, force=True)
     if launch is not None:  # a forked worker has not read its name
         _take_over("", *launch, {})
+    _let_go_of_server()
     _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     _seed()
     threading.Thread(target=_end_with_launcher, daemon=True).start()
@@ -330,6 +331,14 @@ def _work(
     if failure is not None:
         # Peers see our connections close, which ends their wait; the launcher ends what goes on regardless.
         sys.exit(failure.exit_code or 1)
+
+
+def _let_go_of_server() -> None:
+    """Leave the fork server to the launcher: it would live as long as this worker, or its data loaders."""
+    server: Any = multiprocessing.forkserver._forkserver
+    keeps_alive, server._forkserver_alive_fd = server._forkserver_alive_fd, None
+    if keeps_alive is not None:
+        os.close(keeps_alive)
 
 
 def _run_alone(sent: _Sent, posts: Sequence[Post]) -> Failure | None:

@@ -101,6 +101,7 @@ class debug:  # used as a function, and in a with statement
         assert model.recorder is not None
         self._log = model.recorder.log_of(model.get_rank())
         self._before, self._log.comparison = self._log.comparison, comparison
+        self._log.by_group.clear()  # the ranks count from here: before, one may have been refused a call
         self._holds_later = model.backend() is None  # without a context it is for those to come
         if self._holds_later:
             recorder.compare_in_new_contexts(comparison)

@@ -168,9 +168,8 @@ def test_a_missing_main_guard_gives_the_hint(tmp_path: Path) -> None:
     with within(30):
         ended = helpers.run_python(script)
     assert ended.returncode == 1
-    last = ended.stdout.strip().splitlines()[-1]
-    assert "WorkerExitedError" in last
-    assert "__name__ == '__main__'" in last.replace('"', "'")
+    (said,) = [line for line in ended.stdout.splitlines() if "WorkerExitedError" in line]
+    assert "__name__ == '__main__'" in said.replace('"', "'")
 
 
 # --- the worker's surroundings -----------------------------------------------------------------------

@@ -423,7 +423,7 @@ def _waits_alone(local_rank: int, path: str) -> str:
     return "no error"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_timeout_is_that_of_the_collectives(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "go")
     with within(30):
@@ -552,7 +552,7 @@ def _raises() -> None:
     raise LookupError("the cause")
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)
 def test_the_cause_is_named_not_those_who_heard_of_it() -> None:
     for _ in range(15):
         with pytest.raises(idist.RankFailedError) as info:
@@ -560,7 +560,7 @@ def test_the_cause_is_named_not_those_who_heard_of_it() -> None:
         assert (info.value.rank, info.value.error_type) == (1, "LookupError")
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_workers_are_gone_after_a_failure() -> None:
     handle = spawn(_fails, nproc_per_node=3, join=False)
     with pytest.raises(idist.RankFailedError):
@@ -570,7 +570,7 @@ def test_workers_are_gone_after_a_failure() -> None:
     assert helpers.end_of_processes(handle.pids(), 0) == []
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_failed_launches_leave_nothing_for_the_garbage_collector_of_a_forked_process() -> None:
     """A store that serves ends with its threads, which a forked process does not have."""
     gc.disable()
@@ -592,7 +592,7 @@ def _unpicklable_result(local_rank: int) -> Any:
     return threading.Lock() if local_rank == 1 else local_rank
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_result_that_cannot_be_sent_names_the_rank_and_the_type() -> None:
     with within(FAILURE_SECONDS), pytest.raises(idist.WorkerRaisedError, match="lock") as info:
         spawn(_unpicklable_result)
@@ -745,7 +745,7 @@ def _raises_in_the_function(local_rank: int, where: str) -> None:
     idist.barrier()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("where", ["before", "inside"])
 def test_an_exception_in_the_block_reaches_the_user_and_ends_the_wait_of_the_others(where: str) -> None:
     failed, waiting = helpers.end_of_ranks(_raises_in_the_block, where, seconds=40)
@@ -773,7 +773,7 @@ SCRIPT_THAT_FAILS = """
 """
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)
 def test_scripts_under_a_launcher_end_with_an_error_within_seconds(tmp_path: Path) -> None:
     script = helpers.write_script(tmp_path, SCRIPT_THAT_FAILS)
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -796,7 +796,7 @@ def test_scripts_under_a_launcher_end_with_an_error_within_seconds(tmp_path: Pat
     assert outputs[0].strip().splitlines()[-1] == "LookupError: rank 0 has no data"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_parallel_that_spawned_raises_what_spawn_raises() -> None:
     with (
         within(FAILURE_SECONDS),

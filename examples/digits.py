@@ -104,7 +104,7 @@ def train(local_rank, config):
 
     parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
     first_epoch, history = 0, []
-    checkpoint = load_checkpoint(config.output_dir / CHECKPOINT, config.resume)
+    checkpoint = load_checkpoint(config)
     if checkpoint is not None:
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
@@ -120,7 +120,7 @@ def train(local_rank, config):
         scheduler.step()
         history.append(metrics)
         checkpoint = {name: part.state_dict() for name, part in parts.items()}
-        checkpoint.update(epoch=epoch + 1, history=history, job=job_id())
+        checkpoint.update(epoch=epoch + 1, history=history, job=job_of(config))
         save_checkpoint(checkpoint, config.output_dir / CHECKPOINT)
 
     report(history, evaluate(net, test_set).cpu(), config.output_dir / PLOT)
@@ -202,25 +202,26 @@ def on_cpu(value):
 
 
 @idist.one_rank_only(broadcast=True)
-def load_checkpoint(path, resume):
+def load_checkpoint(config):
     """The checkpoint to go on from, or None. Read on rank 0, for all: other nodes need not see that disk.
 
     When a rank dies, ``torchrun --max-restarts`` starts all of them again, with the same arguments. Hence a
     checkpoint of this very job is taken without ``--resume``, and one of an earlier job is not.
     """
-    if not resume and (job_id() is None or not path.exists()):
+    path, job = config.output_dir / CHECKPOINT, job_of(config)
+    if not config.resume and (job is None or not path.exists()):
         return None
     checkpoint = torch.load(path, map_location="cpu")
-    return checkpoint if resume or checkpoint.get("job") == job_id() else None
+    return checkpoint if config.resume or checkpoint.get("job") == job else None
 
 
-def job_id():
-    """What torchrun calls this job: the same after a restart, another for another call of torchrun.
+def job_of(config):
+    """What torchrun calls this job, and its arguments: the same after a restart, and not in another job.
 
     None without torchrun. An older one, torch 2.9's, gives no id either without --standalone or --rdzv-id.
     """
     job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return None if job == "none" else job
+    return None if job == "none" else f"{job} {sorted(vars(config).items())}"
 
 
 @idist.one_rank_only(with_barrier=True)

@@ -56,9 +56,8 @@ def check_timeout(name: str, timeout: Any) -> None:
         ValueError: it is not positive.
     """
     if not isinstance(timeout, timedelta):
-        raise TypeError(
-            f"{name} is a datetime.timedelta, got {timeout!r}. Use timedelta(seconds={timeout!r})."
-        )
+        hint = f" Use timedelta(seconds={timeout!r})." if isinstance(timeout, (int, float)) else ""
+        raise TypeError(f"{name} is a datetime.timedelta, got {timeout!r}.{hint}")
     if timeout <= timedelta(0):
         raise ValueError(f"{name} must be positive, got {timeout}.")
 

@@ -420,6 +420,8 @@ def barrier(group: Any = None, timeout: timedelta | None = None) -> None:
         TypeError, ValueError: a ``timeout`` that is not a timedelta, or not positive.
         RuntimeError: ``timeout`` in a context that idist did not make, before :func:`watch`.
     """
+    if isinstance(group, timedelta):
+        raise TypeError(f"barrier takes its timeout by name: barrier(timeout={group!r}).")
     model = current_model()
     members = model.resolve_group(group)
     if timeout is not None:

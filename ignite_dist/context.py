@@ -13,6 +13,7 @@ from ignite_dist import elastic
 from ignite_dist.arguments import did_you_mean
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
 from ignite_dist.comp_models.serial import WatchfulSerialModel
+from ignite_dist.errors import DistributedError
 
 __all__ = [
     "abort",
@@ -175,7 +176,12 @@ def conclude() -> None:
     """End the context after success: what :func:`finalize` does when no exception is being handled."""
     global _model
     model = current_model()
-    model.announce("the end of the context", model.world())
+    try:
+        model.announce("the end of the context", model.world())
+    except DistributedError:  # the ranks are not in step; the context goes on
+        raise
+    except RuntimeError:
+        pass  # a rank is gone: finalize() meets the same, and says so
     model.finalize()
     _model = SerialModel()
 

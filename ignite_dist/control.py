@@ -62,6 +62,8 @@ def exchange_outcomes(
     """
     model.check_not_joining()
     model.announce("agreement", group)
+    if error is not None and model.recorder is not None:  # those that wait elsewhere want to know
+        model.recorder.log_of(model.get_rank()).error = "".join(traceback.format_exception_only(error))[:200]
     rows = model.gather_objects(tuple(_outcome(model.get_rank(), error, value)), group)
     if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
         raise CollectiveMismatchError("Some ranks tell each other how it went, and others make another call.")
@@ -212,7 +214,8 @@ def _sendable(result: Any) -> Any:
 def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     """Context manager: the block runs on one rank, and on the others when it is through there.
 
-    Every rank enters it. For a download, say, that the others then find on the disk.
+    Every rank enters it, and the block makes no collectives. For a download, say, that the others then find
+    on the disk.
 
     Args:
         rank: the rank that goes first.

@@ -175,14 +175,19 @@ def silent_failure(exit_code: int, fault: str) -> Failure:
     return Failure(now, "", "", _without_plumbing(fault), exit_code)
 
 
+# Where this package's own threads are, and whence it calls the user's function.
+_OWN_THREADS = ("_end_with_launcher", f"{_HERE}{os.sep}watchdog.py")
+_CALLERS = (f"{_HERE}{os.sep}launcher.py", f"{_HERE}{os.sep}failures.py")
+
+
 def _without_plumbing(fault: str) -> str:
-    """What the fault handler wrote, without how this package came to the user's function."""
+    """What the fault handler wrote, without this package's threads and how it came to the user's function."""
     blocks = []
     for block in fault.split("\n\n"):
-        if "_end_with_launcher" in block or block.startswith("Extension modules:"):
+        if block.startswith("Extension modules:") or any(own in block for own in _OWN_THREADS):
             continue
         lines = block.splitlines()
-        ends = [number for number, line in enumerate(lines) if line.endswith(" in outcome_of")]
+        ends = [number for number, line in enumerate(lines) if any(caller in line for caller in _CALLERS)]
         blocks.append("\n".join(lines[: ends[0]] if ends else lines))
     return "\n\n".join(blocks).strip()
 
@@ -221,8 +226,10 @@ def count_oom_kills() -> int | None:
 def why_killed(oom_kills_before: int | None) -> str:
     """What is to be said of a SIGKILL that nobody here has sent, given the count when the workers began."""
     now = count_oom_kills()
-    if now is None or oom_kills_before is None or now <= oom_kills_before:
+    if now is None or oom_kills_before is None:
         return _BY_THE_KERNEL
+    if now <= oom_kills_before:
+        return " (not for lack of memory, as far as the control group of this launch tells)"
     return " (by the kernel: memory has run out in the control group of this launch)"
 
 
@@ -302,6 +309,8 @@ def _ending(one: Failed, about_sigkill: str) -> str:
             f"{ending} before it could begin; its own output says why. Workers import the script, so it has "
             "to start its work under if __name__ == '__main__'"
         )
+    if failure.exit_code == -signal.SIGABRT and "comp_models" in failure.traceback:
+        ending += " (gloo does so where the calls of ranks do not go together: idist.debug() names them)"
     return ending + (about_sigkill if failure.exit_code == -signal.SIGKILL else "")
 
 

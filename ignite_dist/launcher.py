@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ignite_dist import context, watchdog
+from ignite_dist import context, recorder, watchdog
 from ignite_dist.arguments import check_keywords, keywords_of
 
 if TYPE_CHECKING:
@@ -28,8 +28,10 @@ class _Entry:
         self.function = function
         self.args = args
         self.kwargs = kwargs
+        self.comparison = recorder.compared_in_new_contexts()  # what debug() has said in the launcher
 
     def __call__(self, local_rank: int, **initialize_kwargs: Any) -> Any:
+        recorder.compare_in_new_contexts(self.comparison)
         context.initialize(self.backend, **initialize_kwargs)
         watchdog.start_here()
         result = self.function(local_rank, *self.args, **self.kwargs)

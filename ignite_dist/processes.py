@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from ignite_dist import wire
+from ignite_dist import safe, wire
 from ignite_dist.devices import num_cores
 from ignite_dist.errors import RankFailedError
 from ignite_dist.failures import (
@@ -318,6 +318,7 @@ def _work(
     multiprocessing.set_start_method(default_method, force=True)
     if launch is not None:  # a forked worker has not read its name
         _take_over("", *launch, {})
+        safe.ask_again()  # this launch's environment
     _let_go_of_server()
     _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     _seed()
@@ -339,6 +340,7 @@ def _let_go_of_server() -> None:
     keeps_alive, server._forkserver_alive_fd = server._forkserver_alive_fd, None
     if keeps_alive is not None:
         os.close(keeps_alive)
+    server._forkserver_pid = server._forkserver_address = None  # a forked worker has them from the launcher
 
 
 def _run_alone(sent: _Sent, posts: Sequence[Post]) -> Failure | None:
@@ -421,9 +423,13 @@ class _Worker:
             pass  # it has closed its end; its exit code says why
 
     def take_result(self) -> Any:
-        """What the worker returned; its bytes are given up."""
+        """What the worker returned; its bytes are given up. What cannot be decoded here is its failure."""
         payload, self.result = self.result or b"", None
-        return wire.decode(payload)
+        try:
+            return wire.decode(payload)
+        except Exception as error:  # whatever a class of the user's raises
+            self.failure = failure_of(error)
+            return None
 
     def reap(self) -> None:
         """Note how the process ended."""
@@ -455,7 +461,9 @@ class Workers:
         self._serving = serving  # lives in the launcher, so it outlives any worker
         self._oom_kills = oom_kills  # when they were started
         self._is_ended_here = False
-        self._outcome: list[Any] | RankFailedError | None = None
+        self._results: list[Any] | None = None
+        # Made anew at each join: an error that is kept keeps the frames that it went through, and this.
+        self._error: Callable[[], RankFailedError] | None = None
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -472,17 +480,17 @@ class Workers:
         Raises:
             RankFailedError: a worker failed. The one that failed first is named; the others are ended.
         """
-        if self._outcome is None:
+        if self._results is None and self._error is None:
             try:
                 if not self._wait(timeout):
                     return None
             except BaseException:  # Ctrl-C, above all
                 self.terminate()
                 raise
-            self._outcome = self._conclude()
-        if isinstance(self._outcome, RankFailedError):
-            raise self._outcome.with_traceback(None)
-        return self._outcome
+            self._conclude()
+        if self._error is not None:
+            raise self._error()
+        return self._results
 
     def terminate(self) -> None:
         """End the workers that still run: SIGTERM, and SIGKILL for those that do not heed it."""
@@ -519,20 +527,25 @@ class Workers:
     def _failed(self) -> list[Failed]:
         return [one for worker in self._workers if (one := worker.failed()) is not None]
 
-    def _conclude(self) -> list[Any] | RankFailedError:
+    def _conclude(self) -> None:
+        """All have ended, or one has failed: take what they returned, or what they died of."""
+        if not any(worker.has_failed for worker in self._workers):
+            results = [worker.take_result() for worker in self._workers]
         failed, has_failed = self._failed(), any(worker.has_failed for worker in self._workers)
         about_sigkill = "" if self._is_ended_here else why_killed(self._oom_kills)
+        if self._is_ended_here:  # so nobody knows whether it could have begun
+            failed = [one._replace(started=True) for one in failed]
         if has_failed:
             self.terminate()
+            self._error = partial(error_of, failed, about_sigkill)
+        else:
+            self._results = results
         for worker in self._workers:
             worker.receiver.close()
             worker.fault.reader.close()
         self._serving = None
         if self in _kept:
             _kept.remove(self)
-        if has_failed:
-            return error_of(failed, about_sigkill)
-        return [worker.take_result() for worker in self._workers]
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:

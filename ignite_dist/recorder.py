@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ignite_dist.errors import CollectiveMismatchError
+from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError
 
 __all__ = [
     "Call",
@@ -29,6 +29,7 @@ __all__ = [
     "Log",
     "Recorder",
     "compare_in_new_contexts",
+    "compared_in_new_contexts",
     "describe_ranks",
     "for_new_context",
     "is_library",
@@ -96,13 +97,22 @@ class Comparison:
 
 @dataclass
 class Log:
-    """What is known of one rank: its thread, how many calls it has made, and the last of them.
+    """What is known of one rank.
 
-    ``comparison`` is what it compares with the others before each call; None if it does not.
+    Attributes:
+        home: the thread that has made its first call.
+        thread: the one that has made its last.
+        comparison: what it compares with the others before each call; None if it does not.
+        error: what it tells the others of in its last call.
+        num_calls: how many it has made.
+        calls: the last of them.
+        by_group: how many it has made in each group.
     """
 
+    home: int
     thread: int
     comparison: Comparison | None = None
+    error: str = ""
     num_calls: int = 0
     calls: deque[Call] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
     by_group: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -134,7 +144,7 @@ class Recorder:
         """What is known of a rank of this process, in whose thread this is called."""
         log = self.logs.get(rank)
         if log is None:
-            log = self.logs[rank] = Log(threading.get_ident(), self._comparison)
+            log = self.logs[rank] = Log(threading.get_ident(), threading.get_ident(), self._comparison)
         return log
 
     def close(self) -> None:
@@ -153,7 +163,7 @@ class Recorder:
     ) -> Call:
         """Note a call of ``rank`` in the ``group``, which is empty for all ranks."""
         log = self.log_of(rank)
-        log.thread = threading.get_ident()
+        log.thread, log.error = threading.get_ident(), ""
         log.num_calls += 1
         log.by_group[group] += 1
         site = site_of(users_frame(sys._getframe(1)))
@@ -180,26 +190,30 @@ class Recorder:
             if self.watchdog is not None:
                 self.watchdog.explain(error, call, ranks)
             raise
-        fields = [_fields(row) for row in rows]
-        last = None if comparison.call_sites else -1
-        meant = Counter(one[:last] for one in fields)
-        if len(meant) == 1:
-            return
-        usual = meant.most_common(1)[0]
-        odd = [rank for rank, one in zip(ranks, fields, strict=True) if one[:last] != usual[0]]
-        others = "another call than the others" if usual[1] > len(odd) else "different calls"
-        group = f" of the group {list(call.group)}" if call.group else ""
-        only_sites = len({one[:-1] for one in fields}) == 1
+        told = [_fields(row) for row in rows]
+        if len({row if comparison.call_sites else row[:-1] for row in told}) > 1:
+            raise CollectiveMismatchError(_mismatch(call, ranks, told, comparison))
+
+
+def _mismatch(
+    call: Call, ranks: Sequence[int], told: Sequence[tuple[str, ...]], comparison: Comparison
+) -> str:
+    """Who is about to make another call than most, and a table of all."""
+    kinds = Counter(row if comparison.call_sites else row[:-1] for row in told)
+    usual, num_usual = kinds.most_common(1)[0]
+    odd = [rank for rank, row in zip(ranks, told, strict=True) if row[: len(usual)] != usual]
+    group = f" of the group {list(call.group)}" if call.group else ""
+    if num_usual > len(odd):
+        made = f"{describe_ranks(odd).capitalize()}{group} made another call than the others."
+    else:
+        made = f"{describe_ranks(ranks).capitalize()}{group} made different calls."
+    hint = ""
+    if len({row[:-1] for row in told}) == 1:
         hint = (
             "\nThey differ in nothing but the line that they come from: is one of them a call behind? If the "
             "lines are meant to differ, use idist.debug(verify=True, call_sites=False)."
-            if only_sites
-            else ""
         )
-        raise CollectiveMismatchError(
-            f"{describe_ranks(odd if usual[1] > len(odd) else list(ranks)).capitalize()}{group} made "
-            f"{others}. The next collective of each:\n\n{table_by_rank(ranks, fields)}{hint}"
-        )
+    return f"{made} The next collective of each:\n\n{table_by_rank(ranks, told)}{hint}"
 
 
 _TAG = "ignite_dist.call"
@@ -261,12 +275,10 @@ def _describe(layout: Any) -> str:
     if isinstance(layout, tuple):
         dtype, shape = layout
         return f"{dtype} {tuple(shape)}"
-    if not isinstance(layout, list):
-        return str(layout)
-    words = ", ".join(map(_describe, layout))
+    words = ", ".join(map(_describe, layout)) if isinstance(layout, list) else str(layout)
     if len(words) <= _MAX_VALUE:
         return words
-    return f"{words[:_MAX_VALUE]}... ({len(layout)} in all, {zlib.crc32(words.encode()):08x})"
+    return f"{words[:_MAX_VALUE]}... ({zlib.crc32(words.encode()):08x})"
 
 
 _HERE = os.path.dirname(__file__)
@@ -307,6 +319,11 @@ def _short(path: str) -> str:
 _comparison: Comparison | None = None
 
 
+def compared_in_new_contexts() -> Comparison | None:
+    """What the ranks of contexts to come compare, if that was said."""
+    return _comparison
+
+
 def compare_in_new_contexts(comparison: Comparison | None) -> None:
     """What the ranks of contexts to come compare."""
     global _comparison
@@ -317,6 +334,7 @@ def for_new_context() -> Recorder | None:
     """A recorder, if one is wanted in every context: ``debug()``, or ``IGNITE_DIST_DEBUG=1``."""
     if _comparison is not None:
         return Recorder(_comparison)
-    if os.environ.get(_VARIABLE, "0") not in ("", "0"):
-        return Recorder(Comparison())
-    return None
+    text = os.environ.get(_VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise EnvironmentVariablesError(f"The environment variable {_VARIABLE} is 0 or 1, got {text!r}.")
+    return Recorder(Comparison()) if text == "1" else None

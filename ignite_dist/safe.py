@@ -19,6 +19,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError
 
-__all__ = ["VARIABLE", "broken", "is_message", "is_safe", "load", "safe", "safe_objects", "save"]
+__all__ = ["VARIABLE", "ask_again", "broken", "is_message", "is_safe", "load", "safe", "safe_objects", "save"]
 
 _Type = TypeVar("_Type", bound=type)
 
@@ -57,7 +58,7 @@ def safe_objects(*classes: Callable[..., Any]) -> None:
 
     Raises:
         TypeError: not a class or function.
-        ValueError: of a module that torch never takes anything from: ``os`` or ``sys``.
+        ValueError: what could run code: ``getattr``, ``eval``, what is in ``os``, ``sys`` or ``subprocess``.
 
     Example::
 
@@ -72,8 +73,15 @@ def safe_objects(*classes: Callable[..., Any]) -> None:
     for one in classes:
         if not callable(one) or not hasattr(one, "__qualname__"):
             raise TypeError(f"safe_objects takes classes and functions, got {one!r}.")
-        if one.__module__ in ("os", "posix", "nt", "sys"):
-            raise ValueError(f"torch takes nothing from the module {one.__module__}, got {one!r}.")
+        if "<" in one.__qualname__:
+            raise TypeError(f"safe_objects takes what has a name in its module, got {one!r}.")
+        if isinstance(one, type) and issubclass(one, (dict, list)):
+            raise TypeError(f"torch does not fill subclasses of dict and list: send such a one, not {one!r}.")
+        is_error = isinstance(one, type) and issubclass(one, BaseException)
+        if one.__module__.partition(".")[0] in _POWERFUL and not is_error:
+            raise ValueError(
+                f"{one!r} does not only hold data: with it others could run code here. Send the data instead."
+            )
     with _lock:
         torch.serialization.add_safe_globals(list(classes))
         os.environ[VARIABLE] = "1"
@@ -95,6 +103,12 @@ def is_safe() -> bool:
     return _mode
 
 
+def ask_again() -> None:
+    """Forget what the environment has said: this process was forked from one with another environment."""
+    global _mode
+    _mode = None
+
+
 def save(value: Any) -> bytes:
     """``value`` as ``torch.save`` writes it.
 
@@ -106,11 +120,9 @@ def save(value: Any) -> bytes:
         TypeError: it cannot be sent.
     """
     try:
-        payload = _save(value)
+        payload = _save(value, _Pickler)
         if pickle.LONG4 in payload:  # perhaps as part of something else
-            large: list[int] = []
-            spelled = _spell(value, large)
-            return _save(spelled) if large else payload
+            payload = _save(value, _SpellingPickler)
     except Exception as error:  # see encode
         raise TypeError(
             f"A value of type {type(value).__qualname__} cannot be sent to another process: {error}. What "
@@ -125,13 +137,13 @@ def safe(one: _Type) -> _Type:
     return one
 
 
-def _save(value: Any) -> bytes:
-    file = io.BytesIO()
-    try:
-        torch.save(value, file, _WITHOUT_TENSORS, _PROTOCOL, _use_new_zipfile_serialization=False)
-    except _HoldsTensors:
+def _save(value: Any, pickler: type[Any]) -> bytes:
+    for takes_tensors in (False, True):
         file = io.BytesIO()
-        torch.save(value, file, _WITH_TENSORS, _PROTOCOL)
+        module = _MODULES[pickler, takes_tensors]
+        with suppress(_HoldsTensors):
+            torch.save(value, file, module, _PROTOCOL, _use_new_zipfile_serialization=takes_tensors)
+            break
     return file.getvalue()
 
 
@@ -158,25 +170,36 @@ def load(payload: bytes | memoryview, rank: int) -> Any:
                 f"Rank {rank} sent an object that torch.load(weights_only=True) refuses: {reason or error}",
                 rank,
             ) from error
-        name = named[1]
-        short = name.rpartition(".")[2]
-        raise UnsafeObjectError(
-            f"Rank {rank} sent an object with {name} in it, which is not registered as safe and has not been "
-            f"called. If that is a type of yours that only holds data, call idist.safe_objects({short}) on "
-            "every rank, before objects are sent. If nobody meant to send it, see who can reach this job: "
-            "SECURITY.md.",
-            rank,
-            name,
-        ) from None
+        message = _REFUSED.format(rank=rank, name=named[1], advice=_advice(named[1]))
+        raise UnsafeObjectError(message, rank, named[1]) from None
     except Exception as error:  # garbage raises anything
         raise broken(rank, error) from error
+
+
+_REFUSED = (
+    "Rank {rank} sent an object with {name} in it, which is not registered as safe and has not been called. "
+    "{advice} If nobody meant to send it, see who can reach this job: SECURITY.md."
+)
+
+
+def _advice(name: str) -> str:
+    module, _, short = name.rpartition(".")
+    if short == "getattr":
+        return "Bound methods, class methods and nested classes are sent by way of it: send the data instead."
+    if module.partition(".")[0] in _POWERFUL:
+        return "With it others could run code: send the data instead."
+    return (
+        f"If that is a type of yours that only holds data, call idist.safe_objects({short}) on every rank, "
+        "before objects are sent."
+    )
 
 
 def broken(rank: int, error: Exception) -> CollectiveMismatchError:
     """The error of what cannot be decoded."""
     return CollectiveMismatchError(
-        f"The object of rank {rank} cannot be decoded ({type(error).__name__}: {error}). Look at which "
-        "collectives the ranks call, in which order: what came may belong to another one."
+        f"The object of rank {rank} cannot be decoded ({type(error).__name__}: {error}). If that is not what "
+        "its own class says, look at which collectives the ranks call, in which order: what came may belong "
+        "to another one."
     )
 
 
@@ -204,45 +227,94 @@ def _defaultdict(factory: Any, items: dict[Any, Any]) -> Any:
     return collections.defaultdict(factory, items)
 
 
-class _Pickler(pickle.Pickler):
-    """Numpy's values as bytes or tensors: fast, and what numpy rebuilds them with need not be safe.
+def _fraction(numerator: int, denominator: int) -> fractions.Fraction:
+    return fractions.Fraction(numerator, denominator)  # of a text it could take for ever
 
-    And what weights_only would not fill.
-    """
 
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is collections.defaultdict:
-            return _defaultdict, (value.default_factory, dict(value))
-        if type(value) is collections.deque:
-            return collections.deque, (list(value), value.maxlen)
-        numpy = sys.modules.get("numpy")
-        if numpy is None or not (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
-            return NotImplemented
-        if value.dtype.hasobject:
-            raise TypeError("an array of Python objects could hold anything")
-        order = "F" if value.flags.fnc else "C"
-        data: Any = value.tobytes(order)
-        if len(data) > _SMALL_BYTES:
-            data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dtype = numpy.lib.format.dtype_to_descr(value.dtype)
-        return _array, (dtype, value.shape, order, data, isinstance(value, numpy.generic))
+def _zone(key: str) -> Any:
+    import zoneinfo
+
+    return zoneinfo.ZoneInfo(key)
 
 
 class _HoldsTensors(Exception):
     pass
 
 
-class _PicklerWithoutTensors(_Pickler):
+class _Reducing:
+    """What ``weights_only`` would not take, or not fill, as something that it does.
+
+    Numpy's values as bytes or tensors: fast, and what numpy rebuilds them with need not be safe.
+    """
+
+    takes_tensors = True
+
+    def __init__(self, file: Any, protocol: int | None = None) -> None:
+        super().__init__(file, protocol, fix_imports=False)  # type: ignore[call-arg]  # names are those of now
+
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
+        kind = type(value)
+        if isinstance(value, Tensor) and not self.takes_tensors:
             raise _HoldsTensors
-        return super().reducer_override(value)
+        if kind is collections.defaultdict:
+            return _defaultdict, (value.default_factory, dict(value))
+        if kind is collections.deque:
+            return collections.deque, (list(value), value.maxlen)
+        if kind is fractions.Fraction:
+            return _fraction, (value.numerator, value.denominator)
+        if kind in (datetime.datetime, datetime.time) and value.fold:  # which protocol 2 leaves out
+            return value.__reduce_ex__(4)
+        if kind.__module__ == "zoneinfo" and getattr(value, "key", None) is not None:
+            return _zone, (value.key,)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
+            return _reduce_array(value, numpy)
+        return NotImplemented
 
 
-# What torch.save wants of a module.
-_WITH_TENSORS = SimpleNamespace(__name__="pickle", Pickler=_Pickler, dump=pickle.dump)
-_WITHOUT_TENSORS = SimpleNamespace(__name__="pickle", Pickler=_PicklerWithoutTensors, dump=pickle.dump)
+def _reduce_array(value: Any, numpy: Any) -> Any:
+    if value.dtype.hasobject:
+        raise TypeError("an array of Python objects could hold anything")
+    order = "F" if value.flags.fnc else "C"
+    data: Any = value.tobytes(order)
+    if len(data) > _SMALL_BYTES:
+        data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    dtype = numpy.lib.format.dtype_to_descr(value.dtype)
+    return _array, (dtype, value.shape, order, data, isinstance(value, numpy.generic))
+
+
+class _Pickler(_Reducing, pickle.Pickler):
+    pass
+
+
+class _SpellingPickler(_Reducing, pickle._Pickler):
+    """The same in Python, with large ints as text: what else pickle writes for them is not read.
+
+    Slower, and the other does not ask how an int is to be written.
+    """
+
+    def save(self, value: Any, save_persistent_id: bool = True) -> None:
+        if type(value) is int and value.bit_length() >= _LARGE_BITS:
+            self.save_reduce(int, (hex(value), 16))  # type: ignore[attr-defined]
+        else:
+            super().save(value, save_persistent_id)  # type: ignore[misc]
+
+
+def _module(pickler: type[Any], takes_tensors: bool) -> SimpleNamespace:
+    """What torch.save wants of a module, from whose pickler it derives one of its own."""
+    kind = type(pickler.__name__, (pickler,), {"takes_tensors": takes_tensors})
+    return SimpleNamespace(__name__="pickle", Pickler=kind, dump=pickle.dump)
+
+
+_MODULES = {
+    (pickler, takes_tensors): _module(pickler, takes_tensors)
+    for pickler in (_Pickler, _SpellingPickler)
+    for takes_tensors in (False, True)
+}
 _PROTOCOL = 2  # which weights_only reads
+_LARGE_BITS = 255 * 8  # up to which it reads ints
+# Of these modules nothing is taken: with getattr alone a message could call anything.
+_POWERFUL = ("__builtin__", "builtins", "ctypes", "importlib", "nt", "os", "posix", "subprocess", "sys")
 # What its formats begin with: a zip file, and a pickled number. What encode() writes is of a later protocol.
 _STARTS = frozenset([b"PK\x03\x04", pickle.dumps(torch.serialization.MAGIC_NUMBER, _PROTOCOL)[:4]])
 # Arrays of so many bytes are not worth a zip file; in protocol 2 bytes take half as much again.
@@ -251,31 +323,7 @@ _SMALL_BYTES = 256
 # What weights_only takes without being told is plain values and tensors; this is what else holds data only.
 _ours: set[Any] = {
     *(_array, _defaultdict, bool, bytes, dict, float, frozenset, int, list, range, slice, str, tuple),
-    *(collections.deque, decimal.Decimal, fractions.Fraction, uuid.UUID),
+    *(collections.deque, decimal.Decimal, _fraction, uuid.UUID, _zone),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     *(pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath),
 }
-
-# The one thing that pickle writes for a plain value and weights_only does not read: ints of this many bits.
-_LARGE_BITS = 255 * 8
-
-
-class _LargeInt:
-    def __init__(self, value: int) -> None:
-        self._value = value
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return int, (hex(self._value), 16)
-
-
-def _spell(value: Any, large: list[int]) -> Any:
-    """``value`` with its large ints, which are noted in ``large``, as something that is written as text."""
-    kind = type(value)
-    if kind is int and value.bit_length() >= _LARGE_BITS:
-        large.append(value)
-        return _LargeInt(value)
-    if kind is dict:
-        return {_spell(key, large): _spell(one, large) for key, one in value.items()}
-    if kind in (list, tuple, set, frozenset):
-        return kind(_spell(one, large) for one in value)
-    return value

@@ -9,6 +9,7 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -52,20 +53,24 @@ class Side:
     def __init__(self, store: Store, server: int | None = None) -> None:
         self.server = server
         self._store = store
-        self._rounds: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._connections = threading.local()
+        self._rounds: Counter[tuple[int, tuple[int, ...]]] = Counter()
         self._lock = threading.Lock()
 
     def connection(self) -> Store:
-        """A connection of the caller's own: who waits at one would keep others waiting."""
-        with self._lock:
-            connection: Store = self._store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-            return connection
+        """The connection of the calling thread: who waits at one would keep others waiting."""
+        found: Store | None = getattr(self._connections, "store", None)
+        if found is None:
+            with self._lock:
+                found = self._store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+            self._connections.store = found
+        return found
 
     def next_round(self, rank: int, ranks: tuple[int, ...]) -> int:
         """How many barriers of ``ranks`` this is for ``rank``, from 1."""
         with self._lock:
-            number = self._rounds[rank, ranks] = self._rounds.get((rank, ranks), 0) + 1
-            return number
+            self._rounds[rank, ranks] += 1
+            return self._rounds[rank, ranks]
 
 
 _sides: WeakKeyDictionary[ComputationModel, Side] = WeakKeyDictionary()
@@ -127,10 +132,11 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
         store.compare_set(end, "", "all")
     if not _comes(store, end, timeout.total_seconds()):
         missing = [one for one in group.ranks if not store.check([f"{key}/{one}"])]
-        store.compare_set(end, "", json.dumps(missing) if missing else "all")
+        store.compare_set(end, "", json.dumps([missing, str(timeout)]) if missing else "all")
     ending = store.get(end).decode()
     if ending != "all":
-        raise _missed(store, json.loads(ending), group, rank, timeout)
+        missing, given_up_after = json.loads(ending)
+        raise _missed(store, missing, given_up_after, group, rank)
     num_left = store.add(f"{key}/left", 1)
     if rank == side.server:  # it may go after this, and the store with it
         patience = time.monotonic() + _ANSWER_SECONDS
@@ -142,9 +148,7 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
             store.delete_key(f"{key}/{name}")
 
 
-def _missed(
-    store: Store, missing: list[int], group: Group, rank: int, timeout: timedelta
-) -> MissingRanksError:
+def _missed(store: Store, missing: list[int], timeout: str, group: Group, rank: int) -> MissingRanksError:
     if rank in missing:
         return MissingRanksError(
             f"Rank {rank} has come to the barrier when the others had given up: their timeout is {timeout}."

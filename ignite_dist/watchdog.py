@@ -22,6 +22,8 @@ from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakSet
 
+from torch.distributed import DistError
+
 from ignite_dist import recorder
 from ignite_dist.arguments import check_timeout
 from ignite_dist.comp_models import ComputationModel
@@ -41,7 +43,7 @@ _WHILE_COMPARING = timedelta(seconds=30)
 _LOOK_SECONDS = 1.0
 _RANKS_PER_SECOND = 1000
 # How long the end of a context waits for the thread, which may be in the middle of an answer.
-_STOP_SECONDS = 5.0
+_STOP_SECONDS = 6.0
 
 
 # --- what users call -----------------------------------------------------------------------------------
@@ -76,10 +78,10 @@ class debug:  # used as a function, and in a with statement
     rank that has skipped a call is named when it makes its next one (the end of the context is one), and if
     it makes none, after 30 seconds: see :func:`watch`, which this turns on as well.
 
-    Every rank of the world calls it; before a context is made it holds for those to come, and so does
-    ``IGNITE_DIST_DEBUG=1`` in the environment. It costs another small collective for each; turned off, a look
-    at an attribute. As a context manager it is off again after the block. Collectives of other libraries
-    (DDP's) are not compared.
+    Every rank of the world calls it; before a context is made it holds for those to come, in workers of
+    :func:`spawn` too, and so does ``IGNITE_DIST_DEBUG=1`` in the environment. It costs another small
+    collective for each; where nothing is watched, less than 0.1 us. As a context manager it is off again
+    after the block. Collectives of other libraries (DDP's) are not compared.
 
     Args:
         verify: whether calls are compared.
@@ -93,6 +95,8 @@ class debug:  # used as a function, and in a with statement
     """
 
     def __init__(self, verify: bool = True, *, call_sites: bool = True) -> None:
+        if not isinstance(verify, bool):
+            raise TypeError(f"debug(verify=...) is True or False, got {verify!r}; it is no decorator.")
         comparison = Comparison(call_sites) if verify else None
         model = current_model()
         model.check_not_joining()
@@ -115,6 +119,9 @@ class debug:  # used as a function, and in a with statement
         self._log.comparison = self._before
         if self._holds_later:
             recorder.compare_in_new_contexts(self._before)
+            model = current_model()  # one that was made in the block
+            if model.recorder is not None:
+                model.recorder.log_of(model.get_rank()).comparison = self._before
 
 
 # --- the thread ----------------------------------------------------------------------------------------
@@ -174,7 +181,7 @@ class Watchdog:
             try:
                 self._answer()
                 self._look()
-            except RuntimeError:  # the store is gone, and the rank that serves it
+            except DistError:  # the store is gone, and the rank that serves it
                 return
 
     def _answer(self) -> None:
@@ -192,11 +199,14 @@ class Watchdog:
         """See how long the ranks of this process have been where they are."""
         now = time.monotonic()
         for rank, log in list(self._recorder.logs.items()):
-            waits_in = _waiting_frame(log.thread)
+            waits_in = _waiting_frame(log)
             if waits_in is None:
                 self._waits.pop(rank, None)
                 continue
-            progress = (log.num_calls, self._model.num_collectives(), id(waits_in), waits_in.f_lasti)
+            # Frames that follow one another may have one address; Horovod's have the number of the call.
+            handle = waits_in.f_locals.get("handle")
+            call = handle if isinstance(handle, int) else id(waits_in)
+            progress = (log.num_calls, self._model.num_collectives(), call, waits_in.f_lasti)
             wait = self._waits.get(rank)
             if wait is None or wait.progress != progress:
                 self._waits[rank] = _Wait(progress, now)
@@ -229,18 +239,20 @@ class Watchdog:
 
 def _report(log: recorder.Log, seconds: float) -> dict[str, Any]:
     """Where a rank is: plain values, because they travel as JSON."""
-    frame = sys._current_frames().get(log.thread)
-    waits = _waiting_frame(log.thread) is not None
+    waits_in = _waiting_frame(log)
+    frame = next(iter(_innermost_frames(log, waits=waits_in is not None)), None)
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "waits_in": _operation(frame) if waits else "",
+        "waits_in": "" if waits_in is None else _operation(frame),
         "seconds": seconds,
         "site": site_of(recorder.users_frame(frame)) if frame is not None else "?",
         "stack": _stack(frame) if frame is not None else "",
         "last": str(log.calls[-1]) if log.calls else "",
-        "numbers": {_key(group): number for group, number in log.by_group.items()},
-        "calls": [call.row() for call in log.calls],
+        "error": log.error,
+        "compares": log.comparison is not None,
+        "numbers": {_key(group): number for group, number in dict(log.by_group).items()},
+        "calls": [call.row() for call in list(log.calls)],
     }
 
 
@@ -272,17 +284,34 @@ def _operation(frame: FrameType | None) -> str:
     return name
 
 
-# The files in whose functions a rank waits for others: our backends, torch's and Horovod's collectives.
+# Where a rank waits for others: in our backends, torch's and Horovod's collectives, and DDP, whose backward
+# pass waits inside of autograd's.
 _WAITING_FOLDER = os.path.join(os.path.dirname(recorder.__file__), "comp_models", "")
-_WAITING_FILES = (
-    os.path.join("torch", "distributed", "distributed_c10d.py"),
-    os.path.join("horovod", "torch", "mpi_ops.py"),
+_WAITING_FILES = tuple(
+    os.path.join(*path.split("/"))
+    for path in (
+        "torch/distributed/distributed_c10d.py",
+        "torch/nn/parallel/distributed.py",
+        "torch/autograd/graph.py",
+        "horovod/torch/mpi_ops.py",
+    )
 )
 
 
-def _waiting_frame(thread: int) -> FrameType | None:
-    """The frame in which a thread waits for other ranks; None if it does something else."""
-    frame = sys._current_frames().get(thread)
+def _innermost_frames(log: recorder.Log, waits: bool) -> list[FrameType]:
+    """Of the rank's threads: the one that has made its last call first; of those that wait, if any does."""
+    threads = sys._current_frames()
+    frames = [threads[one] for one in dict.fromkeys((log.thread, log.home)) if one in threads]
+    return [frame for frame in frames if _waits_at(frame) is not None] if waits else frames
+
+
+def _waiting_frame(log: recorder.Log) -> FrameType | None:
+    """The frame in which the rank waits for others; None if it does something else."""
+    frames = _innermost_frames(log, waits=True)
+    return _waits_at(frames[0]) if frames else None
+
+
+def _waits_at(frame: FrameType | None) -> FrameType | None:
     while frame is not None and is_library(path := frame.f_code.co_filename):
         if path.startswith(_WAITING_FOLDER) and not path.endswith("xla_loader.py"):
             return frame
@@ -305,10 +334,16 @@ def _explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
         waits = f"waits in {first['waits_in']}" if first["waits_in"] else "is not in a collective"
         verb = waits if len(ranks) == 1 else waits.replace("waits", "wait").replace("is not", "are not")
         processes = ", ".join(f"pid {reports[rank]['pid']} on {reports[rank]['host']}" for rank in ranks[:4])
-        parts.append(f"{describe_ranks(ranks).capitalize()} {verb} ({processes}):\n{stack.rstrip()}")
+        error = f", after {first['error']}" if first["error"] else ""
+        parts.append(f"{describe_ranks(ranks).capitalize()} {verb}{error} ({processes}):\n{stack.rstrip()}")
     silent = sorted(set(range(world_size)) - set(reports))
     if silent:
         parts.append(f"{describe_ranks(silent).capitalize()} {SILENT}")
+    comparing = [rank for rank, report in reports.items() if report["compares"]]
+    if not comparing:
+        parts.append("idist.debug(), or IGNITE_DIST_DEBUG=1, compares the calls of all ranks.")
+    elif len(comparing) < len(reports):
+        parts.append(f"debug() is on on {describe_ranks(comparing)} alone; it has to be on on every rank.")
     parts += [_history(reports)]
     return "\n\n".join(parts)
 
@@ -323,7 +358,7 @@ def _history(reports: Mapping[int, dict[str, Any]]) -> str:
         calls = json.loads(text)
         who = describe_ranks(ranks)
         history = f"The last {len(calls)} collectives of {who}, the newest below:\n{table(calls)}"
-        parts.append(history if calls else f"No collective of {who} yet.")
+        parts.append(history if calls else f"No call of idist by {who} yet.")
     return "\n\n".join(parts)
 
 

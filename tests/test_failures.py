@@ -50,7 +50,7 @@ DEATHS = {
     "sys.exit(text)": Death("SystemExit", 1, ("exit code 1 (SystemExit: there is no data)",)),
     "os._exit": Death("SystemExit", 4, ("ended with exit code 4.",), ()),
     "os._exit(0)": Death("SystemExit", 0, ("ended with exit code 0.",), ()),
-    "SIGKILL": Death("SIGKILL", -signal.SIGKILL, ("when memory runs out",), ()),
+    "SIGKILL": Death("SIGKILL", -signal.SIGKILL, ("memory",), ()),
     "out of memory": Death("SIGKILL", -signal.SIGKILL, ("memory",), ()),
     "segmentation fault": Death("SIGSEGV", -signal.SIGSEGV, trace=("in _die", "Segmentation fault")),
     "abort": Death("SIGABRT", -signal.SIGABRT, trace=("in _die", "Aborted")),
@@ -136,7 +136,7 @@ def _check(
     for text in death.trace:
         assert text in error.traceback and text in message
     assert bool(error.traceback) == bool(death.trace)
-    for plumbing in ("multiprocessing", "outcome_of", "_end_with_launcher"):
+    for plumbing in ("multiprocessing", "outcome_of", "_end_with_launcher", "watchdog.py", "launcher.py"):
         assert plumbing not in error.traceback
     others = re.findall(r"^Rank (\d+) failed after it: ", message, re.MULTILINE)
     assert len(set(others)) == len(others) and str(victim) not in others
@@ -283,7 +283,7 @@ def test_that_memory_has_run_out_is_said_where_the_kernel_says_it(tmp_path: Path
     finally:
         if control_group:
             _remove(control_group)
-    said = "memory has run out in the control group" if control_group else "when memory runs out"
+    said = "memory has run out in the control group" if control_group else "memory"
     told = re.search(rf"^Rank 1 \(.*\) was ended by SIGKILL \(.*{said}", ended.stdout, re.MULTILINE)
     assert told, ended.stdout
 
@@ -465,3 +465,48 @@ def test_whatever_dies_whenever_the_first_failure_is_the_one_reported(
         slowest = max(slowest, seconds)
         tally(f"failures: {kind}, {'by the kernel' if control_group else 'others in a ' + where}")
     print(f"the slowest job ended {slowest:.1f} s after its failure")
+
+
+class _Picky(Exception):
+    """Cannot be made from what pickle keeps of it."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+
+
+def _returns_what_cannot_be_read(local_rank: int) -> Any:
+    return _Picky(1, "x") if local_rank == 1 else None
+
+
+def test_a_result_that_cannot_be_read_here_is_the_failure_of_its_rank() -> None:
+    handle = idist.spawn("gloo", _returns_what_cannot_be_read, nproc_per_node=2, join=False)
+    for _ in range(2):
+        with pytest.raises(idist.WorkerRaisedError, match="missing 1 required positional") as info:
+            handle.join()
+        assert info.value.rank == 1
+
+
+def test_what_was_ended_on_purpose_gets_no_advice() -> None:
+    handle = idist.spawn("gloo", time.sleep, (60,), nproc_per_node=2, join=False)
+    handle.terminate()
+    with pytest.raises(idist.WorkerExitedError) as info:
+        handle.join()
+    assert "SIGTERM" in str(info.value) and "__main__" not in str(info.value)
+
+
+def _calls_another(local_rank: int) -> None:
+    idist.all_reduce(torch.ones(3 + local_rank))
+
+
+def test_an_abort_of_gloo_gets_advice() -> None:
+    with pytest.raises(idist.WorkerExitedError, match=r"idist\.debug\(\) names them"):
+        idist.spawn("gloo", _calls_another, nproc_per_node=2)
+
+
+def _nested(local_rank: int) -> list[int]:
+    return idist.spawn("gloo", int, nproc_per_node=1)
+
+
+def test_a_forked_worker_starts_workers_of_its_own() -> None:
+    assert idist.spawn("gloo", int, nproc_per_node=1) == [0]  # so that a fork server runs
+    assert idist.spawn("gloo", _nested, nproc_per_node=1, start_method="fork") == [[0]]

@@ -7,10 +7,12 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -117,7 +119,74 @@ def test_a_wait_in_torchs_own_collective_is_explained_too(tmp_path: Path) -> Non
     told = idist.spawn("gloo", late_for_torch, (tmp_path,), nproc_per_node=2)
     (message,) = [one for messages in told for one in messages]
     assert "Rank 0 waits in all_reduce" in message and "in busy_elsewhere" in message
-    assert "No collective of ranks 0-1 yet." in message
+    assert "No call of idist by ranks 0-1 yet." in message
+
+
+def late_for_ddp(local_rank: int, folder: Path) -> list[str]:
+    heard = Teller(folder)
+    model = idist.auto_model(torch.nn.Linear(2, 1))
+    idist.watch(SHORT)
+    for step in range(3):
+        if step == 2 and idist.get_rank() == 1:
+            busy_elsewhere(heard, folder)
+        model(torch.ones(4, 2)).sum().backward()
+    idist.barrier()
+    return heard.messages
+
+
+def test_a_wait_in_a_backward_pass_of_ddp_is_explained_too(tmp_path: Path) -> None:
+    told = idist.spawn("gloo", late_for_ddp, (tmp_path,), nproc_per_node=2)
+    (message,) = [one for messages in told for one in messages]
+    assert "Rank 0 waits in backward" in message and "in busy_elsewhere" in message
+    assert "IGNITE_DIST_DEBUG=1" in message
+
+
+def fails_beside_a_collective(local_rank: int, folder: Path) -> list[str]:
+    """Rank 1 tells of its error, while rank 0 is in a collective that rank 1 will never make."""
+    heard = Teller(folder)
+    idist.watch(SHORT)
+    with suppress(ValueError), idist.raise_together(group=[1]):
+        if idist.get_rank() == 1:
+            raise ValueError("the cause")
+    if idist.get_rank() == 1:
+        busy_elsewhere(heard, folder)
+    idist.barrier()
+    return heard.messages
+
+
+def test_what_a_rank_has_told_the_others_of_is_said(tmp_path: Path) -> None:
+    told = idist.spawn("gloo", fails_beside_a_collective, (tmp_path,), nproc_per_node=2)
+    (message,) = [one for messages in told for one in messages]
+    assert "Rank 1 is not in a collective, after ValueError: the cause" in message
+
+
+def trains_fast(local_rank: int) -> list[str]:
+    heard = Heard()
+    model = idist.auto_model(torch.nn.Linear(4, 1))
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    idist.watch(timedelta(seconds=0.4))
+    ends = time.monotonic() + 3
+    while idist.all_true(time.monotonic() < ends):
+        for _ in range(20):  # backward passes and steps, and no call of ours
+            model(torch.ones(4, 4)).sum().backward()
+            optimizer.step()
+    return heard.messages
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("horovod", marks=pytest.mark.horovod)])
+def test_training_that_goes_on_is_left_alone(backend: str) -> None:
+    assert idist.spawn(backend, trains_fast, nproc_per_node=2) == [[], []]
+
+
+def many_barriers(local_rank: int) -> int:
+    before = psutil.Process().num_fds()
+    for _ in range(60):
+        idist.barrier(timeout=LONG)
+    return psutil.Process().num_fds() - before
+
+
+def test_barriers_share_a_connection() -> None:
+    assert max(idist.spawn("gloo", many_barriers, nproc_per_node=2)) <= 1
 
 
 def many_short_waits(local_rank: int) -> list[str]:
@@ -281,6 +350,55 @@ def fails_in_turn(local_rank: int, folder: Path) -> tuple[int, str] | None:
 def test_the_failure_that_came_first_is_reported(tmp_path: Path) -> None:
     heard = idist.spawn("gloo", fails_in_turn, (tmp_path,), nproc_per_node=3)
     assert heard == [None, (2, "ValueError"), None]
+
+
+def compares(local_rank: int = 0) -> bool:
+    model = current_model()
+    return model.recorder is not None and model.recorder.log_of(model.get_rank()).comparison is not None
+
+
+def debug_around_a_context() -> list[bool]:
+    with idist.debug():
+        idist.initialize("gloo")
+        inside = compares()
+    after = compares()
+    idist.finalize()
+    return [inside, after]
+
+
+def test_before_a_context_it_holds_for_those_to_come_until_its_block_ends() -> None:
+    assert helpers.run_ranks(debug_around_a_context) == [[True, False]] * 2
+    with idist.debug():
+        assert idist.spawn("gloo", compares, nproc_per_node=2) == [True, True]
+    assert idist.spawn("gloo", compares, nproc_per_node=2) == [False, False]
+
+
+def ends_without_the_other() -> str | None:
+    idist.initialize("gloo")
+    with idist.debug():
+        idist.barrier()
+        if idist.get_rank() == 1:
+            os._exit(0)
+        with pytest.warns(UserWarning, match="Not every rank came"):
+            idist.finalize()
+    return idist.backend()
+
+
+def test_a_context_ends_though_a_rank_is_gone() -> None:
+    first, _ = helpers.end_of_ranks(ends_without_the_other)
+    assert (first.result, first.error) == (None, "")
+
+
+@pytest.mark.parametrize("value", ["true", "yes", "2"])
+def test_the_environment_says_yes_or_no(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IGNITE_DIST_DEBUG", value)
+    with pytest.raises(idist.EnvironmentVariablesError, match="IGNITE_DIST_DEBUG is 0 or 1"):
+        recorder.for_new_context()
+
+
+def test_debug_is_no_decorator() -> None:
+    with pytest.raises(TypeError, match="no decorator"):
+        idist.debug(compares)
 
 
 # --- what is kept ------------------------------------------------------------------------------------------

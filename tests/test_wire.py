@@ -4,6 +4,7 @@ import enum
 import math
 import os
 import pickle
+import subprocess
 import threading
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -14,6 +15,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 import pytest
 import torch
@@ -177,8 +179,9 @@ def test_a_defaultdict_goes_on_filling_itself() -> None:
     assert copy[5] == []
 
 
-def test_what_is_shared_in_an_object_stays_shared() -> None:
-    shared: list[Any] = [1]
+@pytest.mark.parametrize("other", [1, 139, 2**3000], ids=["small", "the code of a huge one", "huge"])
+def test_what_is_shared_in_an_object_stays_shared(other: int) -> None:
+    shared: list[Any] = [other]
     shared.append(shared)
     with safe_mode():
         first, second = wire.unpack(wire.pack((shared, shared)), rank=1)
@@ -320,10 +323,49 @@ def test_only_classes_and_functions_are_registered(wrong: Any) -> None:
     assert not safe.is_safe()
 
 
-def test_what_torch_never_takes_is_not_registered() -> None:
-    with pytest.raises(ValueError, match="posix"):
-        idist.safe_objects(os.mkdir)
+@pytest.mark.parametrize("powerful", [os.mkdir, getattr, eval, type, subprocess.Popen])
+def test_what_could_run_code_is_not_registered(powerful: Any) -> None:
+    with pytest.raises(ValueError, match="does not only hold data"):
+        idist.safe_objects(powerful)
     assert not safe.is_safe()
+
+
+HUGE = 2**3000  # written in a way of its own
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        OrderedDict(a=HUGE),
+        Counter({HUGE: 1}),
+        deque([HUGE]),
+        defaultdict(int, {1: HUGE}),
+        range(HUGE),
+        Fraction(HUGE, 7),
+        (HUGE, True, 1.5, torch.ones(2)),
+        datetime(2020, 10, 25, 2, 30, fold=1),
+        datetime.now(ZoneInfo("UTC")),
+        time(2, 30, fold=1),
+        {0.0, -1},
+        -0.0,
+    ],
+    ids=repr,
+)
+def test_nothing_changes_on_the_way(value: Any) -> None:
+    with safe_mode():
+        received = wire.unpack(wire.pack(value), rank=1)
+    assert repr(received) == repr(value)
+
+
+def test_exceptions_may_be_registered() -> None:
+    with safe_mode(ValueError):
+        assert repr(wire.unpack(wire.pack(ValueError("x", 1)), rank=1)) == "ValueError('x', 1)"
+
+
+@pytest.mark.parametrize("sent", [torch.relu, datetime.fromisoformat], ids=["function", "classmethod"])
+def test_what_goes_by_way_of_getattr_is_refused_with_advice(sent: Any) -> None:
+    with safe_mode(), pytest.raises(UnsafeObjectError, match="send the data instead"):
+        wire.unpack(wire.pack(sent), rank=1)
 
 
 def exchange(local_rank: int) -> list[Any]:

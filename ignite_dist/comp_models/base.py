@@ -383,10 +383,10 @@ class ComputationModel(ABC):
         """
         if self.recorder is None:
             return
-        rank, ranks = self.get_rank(), () if group.handle is None else group.ranks
-        if ranks and rank not in ranks and not self.groups_need_everyone:
+        rank, is_world = self.get_rank(), group.handle is None
+        if not is_world and rank not in group.ranks and not self.groups_need_everyone:
             return
-        call = self.recorder.record(rank, operation, ranks, value, op)
+        call = self.recorder.record(rank, operation, () if is_world else group.ranks, value, op)
         if len(group.ranks) > 1:
             self.recorder.compare(rank, call, group.ranks, lambda sent: self.gather_objects(sent, group))
 

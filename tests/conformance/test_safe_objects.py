@@ -172,7 +172,9 @@ def test_outcomes_and_states() -> None:
 
     with safe_on_every_rank(), idist.debug():
         assert idist.one_rank_only(broadcast=True)(lambda: {"a": 1})() == {"a": 1}
-        with idist.one_rank_first(), idist.raise_together():
+        with idist.one_rank_first():
+            pass
+        with idist.raise_together():
             pass
         if world_size > 1:
             with raises(ValueError if rank == 0 else RankFailedError, "on purpose"):

@@ -118,7 +118,9 @@ def test_what_goes_together_goes_on_as_without() -> None:
         for members in ([0], list(range(size)), list(range(max(1, size - 1)))):
             idist.all_reduce(here(1), group=members)
             idist.barrier(group=members)
-        with idist.one_rank_first(), idist.raise_together():
+        with idist.one_rank_first():
+            pass
+        with idist.raise_together():
             pass
         assert idist.one_rank_only(broadcast=True)(lambda: 5)() == 5
         total = idist.all_reduce(here(2).requires_grad_(), sync_grads=True)
@@ -127,6 +129,15 @@ def test_what_goes_together_goes_on_as_without() -> None:
         optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
         mse_loss(model(here(4, 2)), here(4, 1)).backward()
         optimizer.step()
+
+
+@on_every_rank
+def test_calls_in_a_group_that_is_named_by_its_handle() -> None:
+    size = idist.get_world_size()
+    handle = idist.new_group([0])
+    with idist.debug():
+        idist.all_reduce(here(2), group=handle)
+        assert idist.all_reduce(here(2)).tolist() == [size] * 2
 
 
 @on_every_rank
@@ -152,6 +163,8 @@ def test_a_barrier_with_a_timeout_names_who_has_not_come() -> None:
         assert idist.all_reduce(1) == size
     if size > 2:
         idist.barrier(group=[0, size - 1], timeout=timedelta(seconds=20))
+    with raises(TypeError, "by name"):
+        idist.barrier(timedelta(seconds=5))
     with raises(TypeError, "timeout is a datetime.timedelta, got 5"):
         idist.barrier(timeout=5)
     with raises(ValueError, "timeout must be positive"):

@@ -6,6 +6,7 @@ Nothing of it goes through the backend, which may be stuck, and is usable afterw
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -95,7 +96,7 @@ def exchanged_side(model: ComputationModel) -> Side | None:
     store: Store | None = None
     address = ""
     if model.get_rank() == 0:
-        here = "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostbyname(socket.gethostname())
+        here = "127.0.0.1" if len(set(hosts)) == 1 else os.environ.get("MASTER_ADDR") or hosts[0]
         store, port = serve_store(here, 0)
         address = f"{here}:{port}"
     host, _, port_text = model.broadcast_object(address, 0, world).rpartition(":")

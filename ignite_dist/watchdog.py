@@ -22,7 +22,7 @@ from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakSet
 
-from torch.distributed import DistError
+from torch.distributed import DistError, Store
 
 from ignite_dist import recorder
 from ignite_dist.arguments import check_timeout
@@ -143,10 +143,9 @@ class Watchdog:
         self.threshold = threshold
         self._model = model
         self._recorder = record
-        self._store = side.connection()
         self._side = side
         self._world_size = model.get_world_size()
-        self._num_answered = self._store.add("asked", 0)
+        self._num_answered = side.connection().add("asked", 0)
         self._waits: dict[int, _Wait] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ignite_dist's watchdog", daemon=True)
@@ -177,25 +176,26 @@ class Watchdog:
 
     def _run(self) -> None:
         period = max(_LOOK_SECONDS, self._world_size / _RANKS_PER_SECOND)
-        while not self._stopped.wait(min(period, self.threshold.total_seconds() / 4)):
-            try:
-                self._answer()
-                self._look()
-            except DistError:  # the store is gone, and the rank that serves it
-                return
+        try:
+            store = self._side.connection()
+            while not self._stopped.wait(min(period, self.threshold.total_seconds() / 4)):
+                self._answer(store)
+                self._look(store)
+        except DistError:  # the store is gone, and the rank that serves it
+            return
 
-    def _answer(self) -> None:
+    def _answer(self, store: Store) -> None:
         """Say where the ranks of this process are, if somebody asks."""
-        num_asked = self._store.add("asked", 0)
+        num_asked = store.add("asked", 0)
         while self._num_answered < num_asked:
-            if self._store.check([f"told/{self._num_answered}"]):  # it will be printed, with our waits in it
+            if store.check([f"told/{self._num_answered}"]):  # it will be printed, with our waits in it
                 for wait in self._waits.values():
                     wait.is_told = True
             self._num_answered += 1
             for rank, report in self._reports().items():
-                self._store.set(f"report/{self._num_answered}/{rank}", json.dumps(report))
+                store.set(f"report/{self._num_answered}/{rank}", json.dumps(report))
 
-    def _look(self) -> None:
+    def _look(self, store: Store) -> None:
         """See how long the ranks of this process have been where they are."""
         now = time.monotonic()
         for rank, log in list(self._recorder.logs.items()):
@@ -212,20 +212,20 @@ class Watchdog:
                 self._waits[rank] = _Wait(progress, now)
             elif not wait.is_told and now - wait.since > self._patience(log):
                 wait.is_told = True
-                self._tell(rank)
+                self._tell(store, rank)
 
     def _patience(self, log: recorder.Log) -> float:
         """Who compares calls looks for what goes wrong, and does not want to wait for it."""
         threshold = self.threshold if log.comparison is None else min(self.threshold, _WHILE_COMPARING)
         return threshold.total_seconds()
 
-    def _tell(self, rank: int) -> None:
+    def _tell(self, store: Store, rank: int) -> None:
         """Ask all ranks where they are and print it, if no other rank does just that."""
-        number = self._store.add("asked", 0)
-        if self._store.compare_set(f"told/{number}", "", str(rank)) != str(rank).encode():
+        number = store.add("asked", 0)
+        if store.compare_set(f"told/{number}", "", str(rank)) != str(rank).encode():
             return
         own = self._reports()
-        reports = ask(self._store, range(self._world_size), own)
+        reports = ask(store, range(self._world_size), own)
         self._num_answered = max(self._num_answered, number + 1)
         _logger.error("%s", _explanation(reports, self._world_size))
 

@@ -176,11 +176,11 @@ def kill_while_starting(folder: Path, undisturbed: Run, choice: random.Random) -
 
 
 def kill_while_training(folder: Path, undisturbed: Run, choice: random.Random) -> tuple[Run, int]:
-    """Anywhere in an epoch, or in what comes between it and the next."""
-    epoch = choice.randrange(1, EPOCHS + 1)
+    """Anywhere in an epoch, or in what comes between it and the next. Not the last, which may be over soon."""
+    epoch = choice.randrange(1, EPOCHS)
     with watched(folder, *TORCHRUN, DIGITS) as run:
         run.watch_until(lambda: f"epoch {epoch:2}/{EPOCHS}" in run.progress)
-        saved = _kill_one(run, choice, after=choice.uniform(0, 0.6))
+        saved = _kill_one(run, choice, after=choice.uniform(0, 0.4))
         return run.finish(), saved
 
 

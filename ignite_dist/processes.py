@@ -133,7 +133,7 @@ def start(
     except BaseException:
         _end(Workers(workers, serving, None).processes)
         raise
-    _kept[:] = [kept for kept in _kept if any(process.is_alive() for process in kept.processes)]
+    _kept[:] = [kept for kept in _kept if kept.may_run()]
     _kept.append(Workers(workers, serving, oom_kills))
     return _kept[-1]
 
@@ -146,7 +146,7 @@ _kept: list[Workers] = []
 def _join_kept() -> None:
     """Take what the workers still send before Python waits for their end, and say what became of them."""
     is_interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
-    for workers in list(_kept):
+    for workers in [kept for kept in _kept if kept.are_ours()]:
         if is_interrupted or any(process.daemon for process in workers.processes):
             workers.terminate()
             continue
@@ -460,6 +460,7 @@ class Workers:
         self._workers = workers
         self._serving = serving  # lives in the launcher, so it outlives any worker
         self._oom_kills = oom_kills  # when they were started
+        self._launcher_pid = os.getpid()
         self._is_ended_here = False
         self._results: list[Any] | None = None
         # Made anew at each join: an error that is kept keeps the frames that it went through, and this.
@@ -469,6 +470,15 @@ class Workers:
     def processes(self) -> list[BaseProcess]:
         """The processes, in the order of their local ranks."""
         return list(dict.fromkeys(worker.process for worker in self._workers))
+
+    def are_ours(self) -> bool:
+        """Whether this process has started them, and not one that it was forked from."""
+        return self._launcher_pid == os.getpid()
+
+    def may_run(self) -> bool:
+        """Whether one of them runs, as far as this process can tell."""
+        # What another process serves must not end here, in a process without its threads.
+        return not self.are_ours() or any(process.is_alive() for process in self.processes)
 
     def pids(self) -> list[int]:
         """The process ids, by local rank. Replicas of XLA may share a process."""

@@ -508,5 +508,6 @@ def _nested(local_rank: int) -> list[int]:
 
 
 def test_a_forked_worker_starts_workers_of_its_own() -> None:
-    assert idist.spawn("gloo", int, nproc_per_node=1) == [0]  # so that a fork server runs
+    others = idist.spawn("gloo", time.sleep, (60,), nproc_per_node=1, join=False)  # from a fork server
     assert idist.spawn("gloo", _nested, nproc_per_node=1, start_method="fork") == [[0]]
+    others.terminate()

@@ -176,7 +176,7 @@ def kill_while_starting(folder: Path, undisturbed: Run, choice: random.Random) -
 
 
 def kill_while_training(folder: Path, undisturbed: Run, choice: random.Random) -> tuple[Run, int]:
-    """Anywhere in an epoch, or in what comes between it and the next. Not the last, which may be over soon."""
+    """Anywhere in an epoch, or in what comes before the next. Not the last, which may be over soon."""
     epoch = choice.randrange(1, EPOCHS)
     with watched(folder, *TORCHRUN, DIGITS) as run:
         run.watch_until(lambda: f"epoch {epoch:2}/{EPOCHS}" in run.progress)

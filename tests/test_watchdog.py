@@ -22,7 +22,7 @@ import ignite_dist as idist
 from ignite_dist import recorder
 from ignite_dist.context import current_model
 
-SHORT = timedelta(seconds=1)
+SHORT = timedelta(seconds=2)  # more than a busy machine keeps a rank waiting
 LONG = timedelta(seconds=60)
 THREAD = "ignite_dist's watchdog"
 
@@ -164,8 +164,8 @@ def trains_fast(local_rank: int) -> list[str]:
     heard = Heard()
     model = idist.auto_model(torch.nn.Linear(4, 1))
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
-    idist.watch(timedelta(seconds=1.5))
-    ends = time.monotonic() + 4
+    idist.watch(SHORT)
+    ends = time.monotonic() + 5
     while idist.all_true(time.monotonic() < ends):
         for _ in range(20):  # backward passes and steps, and no call of ours
             model(torch.ones(4, 4)).sum().backward()
@@ -191,8 +191,8 @@ def test_barriers_share_a_connection() -> None:
 
 def many_short_waits(local_rank: int) -> list[str]:
     heard = Heard()
-    idist.watch(timedelta(seconds=1.5))  # more than a busy machine makes a rank wait for its turn
-    ends = time.monotonic() + 4
+    idist.watch(SHORT)
+    ends = time.monotonic() + 5
     while idist.all_true(time.monotonic() < ends):
         dist.barrier()
     return heard.messages

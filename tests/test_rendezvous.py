@@ -290,14 +290,14 @@ def _launchers(script: Path, num: int, seconds: float) -> Iterator[list[subproce
 def _said(launcher: subprocess.Popen[str], expected: str) -> None:
     """Fail unless the launcher's next line is the one expected."""
     assert launcher.stdout is not None
-    lines = []
-    while "".join(lines).strip() == "":  # gloo's own words aside
-        lines.append(launcher.stdout.readline())
-        assert lines[-1], "the launcher has ended"
-        lines[-1] = helpers.without_gloos(lines[-1])
-    if lines[-1] != f"{expected}\n":
+    heard = ""
+    while not (said := helpers.without_gloos(heard).strip()):
+        line = launcher.stdout.readline()
+        assert line, "the launcher has ended"
+        heard += line
+    if said != expected:
         launcher.kill()
-        pytest.fail(lines[-1] + launcher.stdout.read())
+        pytest.fail(heard + launcher.stdout.read())
 
 
 @pytest.mark.stress

@@ -51,13 +51,9 @@ class MissingRanksError(DistributedError, TimeoutError):
     def __init__(
         self, message: str, ranks: Sequence[int] = (), where: Mapping[int, str] | None = None
     ) -> None:
-        self.message = message
+        super().__init__(message)
         self.ranks = list(ranks)
         self.where = dict(where or {})
-        super().__init__(message)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.message, self.ranks, self.where)
 
 
 class UnsafeObjectError(DistributedError):

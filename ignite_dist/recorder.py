@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -38,8 +37,7 @@ __all__ = [
     "users_frame",
 ]
 
-NUM_KEPT = 20
-"""How many calls of each rank are kept."""
+_NUM_KEPT = 20  # calls of each rank
 
 # Descriptions are cut to this, so that those of one call travel in one header.
 _MAX_SITE, _MAX_VALUE = 90, 120
@@ -57,7 +55,6 @@ class Call(NamedTuple):
         layout: of what was sent: ``(dtype, shape)`` of a tensor, those of the leaves of a tree, or words.
         group: the global ranks; empty for all.
         site: ``"file:line"`` of the caller outside of this package.
-        time: of ``time.time()``.
     """
 
     number: int
@@ -66,7 +63,6 @@ class Call(NamedTuple):
     layout: Any
     group: tuple[int, ...]
     site: str
-    time: float
 
     @property
     def value(self) -> str:
@@ -114,7 +110,7 @@ class Log:
     comparison: Comparison | None = None
     error: str = ""
     num_calls: int = 0
-    calls: deque[Call] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+    calls: deque[Call] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
     by_group: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
 
@@ -167,7 +163,7 @@ class Recorder:
         log.num_calls += 1
         log.by_group[group] += 1
         site = site_of(users_frame(sys._getframe(1)))
-        call = Call(log.by_group[group], operation, op, _layout(value), group, site, time.time())
+        call = Call(log.by_group[group], operation, op, _layout(value), group, site)
         log.calls.append(call)
         return call
 

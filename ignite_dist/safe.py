@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import collections
 import datetime
-import decimal
-import fractions
 import io
 import os
 import pathlib
@@ -227,7 +225,15 @@ def _defaultdict(factory: Any, items: dict[Any, Any]) -> Any:
     return collections.defaultdict(factory, items)
 
 
-def _fraction(numerator: int, denominator: int) -> fractions.Fraction:
+def _decimal(text: str) -> Any:
+    import decimal
+
+    return decimal.Decimal(text)
+
+
+def _fraction(numerator: int, denominator: int) -> Any:
+    import fractions
+
     return fractions.Fraction(numerator, denominator)  # of a text it could take for ever
 
 
@@ -260,12 +266,15 @@ class _Reducing:
             return _defaultdict, (value.default_factory, dict(value))
         if kind is collections.deque:
             return collections.deque, (list(value), value.maxlen)
-        if kind is fractions.Fraction:
+        name = f"{kind.__module__}.{kind.__qualname__}"  # of modules that this process may do without
+        if name == "fractions.Fraction":
             return _fraction, (value.numerator, value.denominator)
+        if name == "decimal.Decimal":
+            return _decimal, (str(value),)
+        if name == "zoneinfo.ZoneInfo" and value.key is not None:
+            return _zone, (value.key,)
         if kind in (datetime.datetime, datetime.time) and value.fold:  # which protocol 2 leaves out
             return value.__reduce_ex__(4)
-        if kind.__module__ == "zoneinfo" and getattr(value, "key", None) is not None:
-            return _zone, (value.key,)
         numpy = sys.modules.get("numpy")
         if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
             return _reduce_array(value, numpy)
@@ -323,7 +332,7 @@ _SMALL_BYTES = 256
 # What weights_only takes without being told is plain values and tensors; this is what else holds data only.
 _ours: set[Any] = {
     *(_array, _defaultdict, bool, bytes, dict, float, frozenset, int, list, range, slice, str, tuple),
-    *(collections.deque, decimal.Decimal, _fraction, uuid.UUID, _zone),
+    *(collections.deque, _decimal, _fraction, uuid.UUID, _zone),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     *(pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath),
 }

@@ -29,7 +29,6 @@ __all__ = [
     "ask",
     "barrier",
     "exchanged_side",
-    "is_timeout",
     "missing_ranks",
     "side_of",
     "sides_lock",
@@ -168,11 +167,6 @@ def _comes(store: Store, key: str, seconds: float) -> bool:
             return False
         time.sleep(min(_POLL_SECONDS, 0.0005 + waited / 10, seconds - waited))
     return True
-
-
-def is_timeout(error: RuntimeError) -> bool:
-    """Whether a store or a backend has lost its patience: they have no class of their own for that."""
-    return any(words in str(error).lower() for words in ("timeout", "timed out"))
 
 
 # --- asking where ranks are ------------------------------------------------------------------------------

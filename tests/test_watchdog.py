@@ -68,6 +68,12 @@ class Teller(Heard):
         (self.folder / str(os.getpid())).touch()
 
 
+def only(told: list[list[str]]) -> str:
+    """The one message that all ranks together have heard."""
+    (message,) = [one for messages in told for one in messages]
+    return message
+
+
 def busy_elsewhere(heard: Heard, folder: Path) -> None:
     wait_until_any_is_told(heard, folder)
 
@@ -95,7 +101,7 @@ def test_a_wait_that_is_too_long_is_explained_once(
     if backend == "xla-tpu":  # replicas share the logger: each has heard it
         assert told[0] == told[1]
         told = told[:1]
-    (message,) = [one for messages in told for one in messages]
+    message = only(told)
     others = "Ranks 0, 2 wait in all_gather" if size == 3 else "Rank 0 waits in all_gather"
     assert others in message
     assert "Rank 1 is not in a collective" in message and "in busy_elsewhere" in message
@@ -117,7 +123,7 @@ def late_for_torch(local_rank: int, folder: Path) -> list[str]:
 
 def test_a_wait_in_torchs_own_collective_is_explained_too(tmp_path: Path) -> None:
     told = idist.spawn("gloo", late_for_torch, (tmp_path,), nproc_per_node=2)
-    (message,) = [one for messages in told for one in messages]
+    message = only(told)
     assert "Rank 0 waits in all_reduce" in message and "in busy_elsewhere" in message
     assert "No call of idist by ranks 0-1 yet." in message
 
@@ -136,7 +142,7 @@ def late_for_ddp(local_rank: int, folder: Path) -> list[str]:
 
 def test_a_wait_in_a_backward_pass_of_ddp_is_explained_too(tmp_path: Path) -> None:
     told = idist.spawn("gloo", late_for_ddp, (tmp_path,), nproc_per_node=2)
-    (message,) = [one for messages in told for one in messages]
+    message = only(told)
     assert "Rank 0 waits in backward" in message and "in busy_elsewhere" in message
     assert "IGNITE_DIST_DEBUG=1" in message
 
@@ -156,7 +162,7 @@ def fails_beside_a_collective(local_rank: int, folder: Path) -> list[str]:
 
 def test_what_a_rank_has_told_the_others_of_is_said(tmp_path: Path) -> None:
     told = idist.spawn("gloo", fails_beside_a_collective, (tmp_path,), nproc_per_node=2)
-    (message,) = [one for messages in told for one in messages]
+    message = only(told)
     assert "Rank 1 is not in a collective, after ValueError: the cause" in message
 
 
@@ -232,7 +238,7 @@ def foreign(folder: Path) -> list[str]:
 
 def test_a_context_that_somebody_else_has_made(tmp_path: Path) -> None:
     told = helpers.run_ranks(foreign, tmp_path, world_size=3)
-    (message,) = [one for messages in told for one in messages]
+    message = only(told)
     assert "Ranks 0, 2 wait in all_gather" in message
 
 

@@ -197,10 +197,9 @@ class ComputationModel(ABC):
         return None
 
     def side_store(self) -> Store | None:
-        """A connection to a store where the ranks of this context alone tell each other where they are.
+        """A store where the ranks of this context alone tell each other where they are, if it brings one.
 
-        It is made anew at each call, so that who waits there keeps nobody else waiting. Not where the context
-        is somebody else's, who may have used the store for another one before.
+        Not where the context is somebody else's, who may have used the store for another one before.
         """
         return None
 

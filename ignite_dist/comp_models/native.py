@@ -248,8 +248,7 @@ class NativeModel(ComputationModel):
         return store if isinstance(store, Store) else None
 
     def side_store(self) -> Store | None:
-        store = None if self._undo is None else self.store()
-        return None if store is None else store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        return None if self._undo is None else self.store()
 
     def num_collectives(self) -> int:
         groups: list[Any] = list(distributed_c10d._world.pg_map)

@@ -91,51 +91,59 @@ def start(
         TypeError: ``entry`` cannot be sent; nothing was started.
     """
     context = _context(start_method)
-    forked = context.get_start_method() == "fork"
     call = partial(entry, **entry_kwargs)
-    sent = call if forked else _encode(call)
-    default_method = multiprocessing.get_start_method(allow_none=True)
+    sent = call if context.get_start_method() == "fork" else _encode(call)
     oom_kills = count_oom_kills()
     workers: list[_Worker] = []
     try:
         for position, environ in enumerate(environs):
             first = position * ranks_per_process
-            pipes = {
-                local_rank: context.Pipe(duplex=False)
-                for local_rank in range(first, first + ranks_per_process)
-            }
-            complete = {
-                key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")
-            }
-            complete.update(environ)
-            fault_reader, fault_writer = context.Pipe(duplex=False)
-            os.set_blocking(fault_writer.fileno(), False)  # a process that dies must not wait for a reader
-            process = context.Process(  # type: ignore[attr-defined]
-                target=_work,
-                args=(
-                    run or _run_alone,
-                    sent,
-                    [Post(local_rank, sender) for local_rank, (_, sender) in pipes.items()],
-                    (complete, fault_writer) if forked else None,
-                    default_method,
-                ),
-                name=_Launch(f"rank {environ.get('RANK', first)}", complete, fault_writer),
-                daemon=daemon,
-            )
-            with _hidden_main():
-                process.start()
-            fault_writer.close()
-            fault = _Fault(fault_reader)
-            for local_rank, (receiver, sender) in pipes.items():
-                sender.close()
-                rank = int(environ.get("RANK", local_rank))
-                workers.append(_Worker(process, receiver, fault, local_rank, rank))
+            ranks = range(first, first + ranks_per_process)
+            workers += _start_process(context, run or _run_alone, sent, ranks, environ, daemon)
     except BaseException:
         _end(Workers(workers, serving, None).processes)
         raise
     _kept[:] = [kept for kept in _kept if kept.may_run()]
     _kept.append(Workers(workers, serving, oom_kills))
     return _kept[-1]
+
+
+def _start_process(
+    context: BaseContext,
+    run: Callable[[_Sent, Sequence[Post]], Failure | None],
+    sent: _Sent,
+    local_ranks: Sequence[int],
+    environ: Mapping[str, str],
+    daemon: bool,
+) -> list[_Worker]:
+    """Start one process, which runs the ``local_ranks``, and whatever of it the launcher listens to."""
+    pipes = {local_rank: context.Pipe(duplex=False) for local_rank in local_ranks}
+    fault_reader, fault_writer = context.Pipe(duplex=False)
+    os.set_blocking(fault_writer.fileno(), False)  # a process that dies must not wait for a reader
+    complete = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+    complete.update(environ)
+    process = context.Process(  # type: ignore[attr-defined]
+        target=_work,
+        args=(
+            run,
+            sent,
+            [Post(local_rank, sender) for local_rank, (_, sender) in pipes.items()],
+            (complete, fault_writer) if context.get_start_method() == "fork" else None,
+            multiprocessing.get_start_method(allow_none=True),
+        ),
+        name=_Launch(f"rank {environ.get('RANK', local_ranks[0])}", complete, fault_writer),
+        daemon=daemon,
+    )
+    with _hidden_main():
+        process.start()
+    fault_writer.close()
+    fault = _Fault(fault_reader)
+    for _, sender in pipes.values():
+        sender.close()
+    return [
+        _Worker(process, receiver, fault, local_rank, int(environ.get("RANK", local_rank)))
+        for local_rank, (receiver, _) in pipes.items()
+    ]
 
 
 # What a script does not keep of spawn(join=False) is kept here, and where its workers meet, until they end.

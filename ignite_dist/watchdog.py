@@ -190,8 +190,7 @@ class Watchdog:
         num_asked = store.add("asked", 0)
         while self._num_answered < num_asked:
             if store.check([f"told/{self._num_answered}"]):  # it will be printed, with our waits in it
-                for wait in self._waits.values():
-                    wait.is_told = True
+                self._waits_are_told()
             self._num_answered += 1
             for rank, report in self._reports().items():
                 store.set(f"report/{self._num_answered}/{rank}", json.dumps(report))
@@ -212,7 +211,6 @@ class Watchdog:
             if wait is None or wait.progress != progress:
                 self._waits[rank] = _Wait(progress, now)
             elif not wait.is_told and now - wait.since > self._patience(log):
-                wait.is_told = True
                 self._tell(store, rank)
 
     def _patience(self, log: recorder.Log) -> float:
@@ -222,13 +220,20 @@ class Watchdog:
 
     def _tell(self, store: Store, rank: int) -> None:
         """Ask all ranks where they are and print it, if no other rank does just that."""
-        number = store.add("asked", 0)
+        number = self._num_answered
+        if store.add("asked", 0) != number:  # it may be about this wait: to be answered first
+            return
+        self._waits_are_told()
         if store.compare_set(f"told/{number}", "", str(rank)) != str(rank).encode():
             return
         own = self._reports()
         reports = ask(store, range(self._world_size), own)
         self._num_answered = max(self._num_answered, number + 1)
         _logger.error("%s", _explanation(reports, self._world_size))
+
+    def _waits_are_told(self) -> None:
+        for wait in self._waits.values():
+            wait.is_told = True
 
     def _reports(self) -> dict[int, dict[str, Any]]:
         now = time.monotonic()
@@ -302,6 +307,8 @@ _WAITING_FILES = tuple(
 def _innermost_frames(log: recorder.Log, waits: bool) -> list[FrameType]:
     """Of the rank's threads: the one that has made its last call first; of those that wait, if any does."""
     threads = sys._current_frames()
+    # This very frame in its own variable is a cycle, and would keep all that the others' frames hold.
+    threads.pop(threading.get_ident(), None)
     frames = [threads[one] for one in dict.fromkeys((log.thread, log.home)) if one in threads]
     return [frame for frame in frames if _waits_at(frame) is not None] if waits else frames
 

@@ -1,13 +1,26 @@
+"""The launchers' environments: recorded from real runs, or transcribed from what the vendor documents."""
+
 from __future__ import annotations
 
+import json
+import os
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
+import helpers
+import ignite_dist as idist
 from ignite_dist import environments
-from ignite_dist.environments import Environment, slurm
+from ignite_dist.environments import Environment, slurm, variables
 from ignite_dist.errors import EnvironmentVariablesError
+
+_DATA = Path(__file__).parent / "environments"
+RECORDED = json.loads((_DATA / "recorded.json").read_text())
+TRANSCRIBED = json.loads((_DATA / "transcribed.json").read_text())
 
 TORCHRUN = {
     "RANK": "5",
@@ -25,8 +38,13 @@ SLURM = {
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
     "SLURM_NTASKS": "8",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
+    "SLURM_STEP_NODELIST": "gpu[03-05,9]",
     "SLURM_JOB_NODELIST": "gpu[03-05,9],login",
-    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_JOB_NUM_NODES": "5",
     "SLURM_NODEID": "1",
 }
 
@@ -35,8 +53,71 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     return environments.detect(MappingProxyType(dict(environ)))  # it cannot be written to
 
 
+def found_in(environ: Mapping[str, str]) -> Environment:
+    found = detect(environ)
+    assert found is not None
+    return found
+
+
 def without(environ: Mapping[str, str], *names: str, **more: str) -> dict[str, str]:
     return {**{name: value for name, value in environ.items() if name not in names}, **more}
+
+
+# --- every environment that we have ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [*RECORDED, *TRANSCRIBED], ids=lambda case: case["name"])
+def test_an_environment(case: dict[str, Any]) -> None:
+    expected = case["expected"]
+    if expected is None:
+        assert detect(case["environ"]) is None
+    elif "error" in expected:
+        with pytest.raises(EnvironmentVariablesError) as info:
+            detect(case["environ"])
+        for part in [expected["error"]] if isinstance(expected["error"], str) else expected["error"]:
+            assert part in str(info.value)
+    else:
+        found = found_in(case["environ"])
+        assert {name: getattr(found, name) for name in expected} == expected
+        assert any(name in found.reason for name in case["environ"])
+
+
+def test_there_are_enough_of_them_and_each_says_where_it_is_from() -> None:
+    assert len(RECORDED) >= 40
+    assert len({case["name"] for case in [*RECORDED, *TRANSCRIBED]}) == len([*RECORDED, *TRANSCRIBED])
+    assert all("recorded" in case["source"] for case in RECORDED)
+    assert all("https://" in case["source"] for case in TRANSCRIBED)
+    launchers = {(case["expected"] or {}).get("launcher") for case in [*RECORDED, *TRANSCRIBED]}
+    assert launchers >= {
+        *("torchrun", "idist.spawn", "Ray Train", "Kubeflow", "RANK and WORLD_SIZE", "Lightning"),
+        *("Horovod", "LSF", "Open MPI", "PMI", "Slurm", "TPU pod"),
+    }
+
+
+def _jobs() -> dict[str, list[dict[str, Any]]]:
+    """The recorded jobs all of whose ranks were recorded, by name."""
+    jobs: dict[str, list[dict[str, Any]]] = {}
+    for case in RECORDED:
+        name = case["name"].rpartition(", rank ")[0]
+        if name:
+            jobs.setdefault(name, []).append(case)
+    return jobs
+
+
+@pytest.mark.parametrize("name", list(_jobs()))
+def test_all_ranks_of_a_job_agree(name: str) -> None:
+    ranks = [found_in(case["environ"]) for case in _jobs()[name]]
+    size = len(ranks)
+    assert [found.rank for found in ranks] == list(range(size))
+    assert {found.world_size for found in ranks} == {size}
+    for fact in ("launcher", "nnodes", "main_address", "main_port", "reason"):
+        assert len({getattr(found, fact) for found in ranks}) == 1, fact
+    # What one rank does not know and another does would be asked for by one of them only.
+    for fact in ("local_rank", "nproc_per_node", "node_rank"):
+        assert len({getattr(found, fact) is None for found in ranks}) == 1, fact
+    if ranks[0].nproc_per_node is not None and ranks[0].node_rank is not None:
+        per_node = Counter(found.node_rank for found in ranks)
+        assert all(per_node[found.node_rank] == found.nproc_per_node for found in ranks)
 
 
 # --- torchrun and everything else that sets RANK and WORLD_SIZE ---------------------------------------
@@ -53,12 +134,12 @@ def test_torchrun() -> None:
         node_rank=1,
         main_address="node0",
         main_port=29500,
+        reason="TORCHELASTIC_RUN_ID is set",
     )
 
 
 def test_rank_and_world_size_alone_are_enough() -> None:
-    found = detect({"RANK": "1", "WORLD_SIZE": "2"})
-    assert found is not None
+    found = found_in({"RANK": "1", "WORLD_SIZE": "2"})
     assert (found.rank, found.world_size, found.local_rank, found.nnodes) == (1, 2, None, None)
     assert found.launcher != "torchrun"
     assert (found.main_address, found.main_port) == ("127.0.0.1", 15000)
@@ -91,6 +172,9 @@ def test_what_is_no_number_is_named(name: str, value: str) -> None:
     [
         *({"RANK": "8"}, {"RANK": "-1"}, {"WORLD_SIZE": "0"}, {"LOCAL_RANK": "4"}, {"GROUP_RANK": "2"}),
         *({"WORLD_SIZE": "-1", "RANK": "-2"}, {"LOCAL_WORLD_SIZE": "0", "LOCAL_RANK": ""}),
+        *({"LOCAL_WORLD_SIZE": "9"}, {"GROUP_WORLD_SIZE": "9"}),
+        *({"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, {"GROUP_WORLD_SIZE": "6"}),
+        {"LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": ""},
     ],
     ids=str,
 )
@@ -116,11 +200,12 @@ def test_slurm() -> None:
         rank=5,
         world_size=8,
         local_rank=1,
-        nproc_per_node=None,  # may differ between the nodes
+        nproc_per_node=2,
         nnodes=4,
         node_rank=1,
         main_address="gpu03",
         main_port=15000 + 4567,
+        reason="SLURM_JOB_ID and SLURM_STEP_NUM_TASKS are set",
     )
 
 
@@ -128,61 +213,89 @@ def test_a_steps_variables_go_before_the_jobs() -> None:
     step = {
         "SLURM_PROCID": "1",
         "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_STEP_NODELIST": "gpu09",
         "SLURM_STEP_NUM_NODES": "1",
         "SLURM_NODEID": "0",
     }
-    found = detect({**SLURM, **step})
-    assert found is not None
+    found = found_in({**SLURM, **step})
     assert (found.rank, found.world_size, found.nnodes, found.main_address) == (1, 2, 1, "gpu09")
 
 
+@pytest.mark.parametrize(
+    ("tasks", "node_rank", "here"),
+    [("2(x4)", 3, 2), ("3,2(x2),1", 0, 3), ("3,2(x2),1", 2, 2), ("3,2(x2),1", 3, 1), ("5(x1),1(x3)", 0, 5)],
+)
+def test_the_tasks_of_each_node_may_differ(tasks: str, node_rank: int, here: int) -> None:
+    found = found_in(
+        {**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node_rank), "SLURM_LOCALID": "0"}
+    )
+    assert (found.nproc_per_node, found.node_rank) == (here, node_rank)
+
+
+@pytest.mark.parametrize("tasks", ["2(x3)", "8", "2(x5)", "4,4"])
+def test_tasks_per_node_that_do_not_fit_the_step_contradict_it(tasks: str) -> None:
+    with pytest.raises(EnvironmentVariablesError, match="contradict") as info:
+        detect({**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": "3"})
+    assert "SLURM_STEP_TASKS_PER_NODE" in str(info.value)
+    assert "SLURM_STEP_NUM_TASKS=8" in str(info.value)
+
+
+@pytest.mark.parametrize("tasks", ["2x4", "(x4)", "2(x)", "two", "2,,2"])
+def test_what_is_no_list_of_tasks_is_an_error(tasks: str) -> None:
+    with pytest.raises(EnvironmentVariablesError, match="SLURM_STEP_TASKS_PER_NODE"):
+        detect({**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks})
+
+
+@pytest.mark.parametrize(
+    ("variables", "bound"),
+    [
+        ({}, False),
+        ({"SLURM_NTASKS_PER_GPU": "1"}, True),
+        ({"SLURM_GPUS_PER_TASK": "1"}, True),
+        ({"SLURM_TRES_PER_TASK": "cpu:4,gres/gpu:1"}, True),
+        ({"SLURM_TRES_PER_TASK": "cpu:4"}, False),
+        ({"SLURM_GPUS_ON_NODE": "4"}, False),
+    ],
+    ids=str,
+)
+def test_gpus_counted_by_task_are_shown_to_that_task_alone(variables: dict[str, str], bound: bool) -> None:
+    assert found_in({**SLURM, **variables}).has_own_devices is bound
+
+
 def test_a_users_own_address_and_port_go_before_slurms() -> None:
-    found = detect({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4242"})
-    assert found is not None
+    found = found_in({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4242"})
     assert (found.main_address, found.main_port) == ("10.0.0.1", 4242)
 
 
 def test_every_task_finds_the_same_port_and_other_jobs_another() -> None:
-    ports = {detect({**SLURM, "SLURM_PROCID": str(rank)}).main_port for rank in range(8)}  # type: ignore[union-attr]
+    ports = {found_in({**SLURM, "SLURM_PROCID": str(rank)}).main_port for rank in range(8)}
     assert len(ports) == 1
-    other = detect({**SLURM, "SLURM_JOB_ID": "1234568"})
-    assert other is not None
-    assert other.main_port not in ports
+    assert found_in({**SLURM, "SLURM_JOB_ID": "1234568"}).main_port not in ports
 
 
 @pytest.mark.parametrize(("job", "port"), [("7", 15007), ("42", 15042), ("1234567", 19567), ("20000", 15000)])
 def test_the_port_of_a_job_of_any_number(job: str, port: int) -> None:
-    found = detect({**SLURM, "SLURM_JOB_ID": job})
-    assert found is not None
-    assert found.main_port == port
+    assert found_in({**SLURM, "SLURM_JOB_ID": job}).main_port == port
 
 
 def test_an_empty_job_id_is_no_job() -> None:
     assert detect({**SLURM, "SLURM_JOB_ID": ""}) is None
 
 
-@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_NODELIST"])
-def test_a_slurm_job_without_srun_says_so_and_names_what_is_missing(name: str) -> None:
-    with pytest.raises(EnvironmentVariablesError, match="srun") as info:
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID"])
+def test_a_half_set_step_names_what_is_missing(name: str) -> None:
+    with pytest.raises(EnvironmentVariablesError, match=f"srun.* {name} missing"):
         detect(without(SLURM, name))
-    assert name in str(info.value)
-    for other in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_NODELIST"):
-        assert (other in str(info.value)) == (other == name)
 
 
-def test_of_a_step_only_what_is_missing_is_named() -> None:
-    environ = without(SLURM, "SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_NODELIST")
-    with pytest.raises(EnvironmentVariablesError, match="SLURM_PROCID") as info:
-        detect({**environ, "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "gpu1"})
-    assert "SLURM_NTASKS" not in str(info.value)
-    assert "SLURM_JOB_NODELIST" not in str(info.value)
+def test_a_batch_script_that_forgets_srun_is_told_of_it() -> None:
+    with pytest.raises(EnvironmentVariablesError, match=r"SLURM_NTASKS=8.*Start the script with srun"):
+        detect(without(SLURM, *(name for name in SLURM if "STEP" in name), SLURM_PROCID="0"))
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"SLURM_PROCID": "8"}, {"SLURM_PROCID": "x"}, {"SLURM_NODEID": "4"}, {"SLURM_JOB_ID": "abc"}],
-    ids=str,
+    "wrong", [{"SLURM_PROCID": "8"}, {"SLURM_PROCID": "x"}, {"SLURM_NODEID": "4"}], ids=str
 )
 def test_slurm_variables_that_cannot_be(wrong: dict[str, str]) -> None:
     with pytest.raises(EnvironmentVariablesError):
@@ -213,22 +326,80 @@ def test_the_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
 @pytest.mark.parametrize("nodes", ["[", "gpu[", "gpu[1-2", "gpu]", "gpu[]", "gpu[a]", ",gpu", " ", "a b"])
 def test_what_is_no_slurm_list_is_an_error_unless_the_address_is_given(nodes: str) -> None:
     with pytest.raises(EnvironmentVariablesError, match="MASTER_ADDR"):
-        detect({**SLURM, "SLURM_JOB_NODELIST": nodes})
-    found = detect({**SLURM, "SLURM_JOB_NODELIST": nodes, "MASTER_ADDR": "10.0.0.1"})
-    assert found is not None
+        detect({**SLURM, "SLURM_STEP_NODELIST": nodes})
+    found = found_in({**SLURM, "SLURM_STEP_NODELIST": nodes, "MASTER_ADDR": "10.0.0.1"})
     assert found.main_address == "10.0.0.1"
 
 
 # --- several launchers at once -----------------------------------------------------------------------
 
 
-def test_torchrun_under_srun_is_torchrun() -> None:
-    found = detect({**SLURM, **TORCHRUN, "RANK": "6", "SLURM_PROCID": "0"})
-    assert found is not None
+def test_torchrun_under_srun_is_torchrun_and_says_so() -> None:
+    found = found_in({**SLURM, **TORCHRUN, "RANK": "6", "SLURM_PROCID": "0"})
     assert (found.launcher, found.rank, found.main_address) == ("torchrun", 6, "node0")
+    assert found.reason == "TORCHELASTIC_RUN_ID is set, before Slurm"
 
 
 def test_half_set_torchrun_variables_do_not_hide_slurm() -> None:
-    found = detect({**SLURM, "LOCAL_RANK": "1"})
-    assert found is not None
-    assert found.launcher == "Slurm"
+    assert found_in({**SLURM, "LOCAL_RANK": "1"}).launcher == "Slurm"
+
+
+def test_ranks_set_once_for_the_whole_job_contradict_the_launcher() -> None:
+    with pytest.raises(EnvironmentVariablesError, match="contradict") as info:
+        detect({**SLURM, "RANK": "0", "WORLD_SIZE": "8"})
+    for part in ("RANK=0", "WORLD_SIZE=8", "SLURM_STEP_NUM_TASKS", "rank 5 of 8"):
+        assert part in str(info.value)
+    assert found_in({**SLURM, "RANK": "5", "WORLD_SIZE": "8"}).rank == 5
+    assert found_in({**SLURM, "RANK": "0", "WORLD_SIZE": "2"}).rank == 0  # a world in one of the tasks
+
+
+# --- what this process has set itself ----------------------------------------------------------------
+
+
+def _what_is_set_and_given_back() -> tuple[Any, ...]:
+    before, found = dict(os.environ), idist.environment()
+    idist.initialize("gloo")
+    inside, seen = dict(os.environ), idist.environment()
+    idist.environment().teardown()
+    after_teardown = dict(os.environ)
+    total = idist.all_reduce(1)
+    idist.finalize()
+    return found, seen, total, inside != before, after_teardown == before, dict(os.environ) == before
+
+
+def test_variables_set_by_initialize_are_no_launchers_and_teardown_gives_them_back() -> None:
+    sizes = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    ended = helpers.run_python(
+        "-c",
+        "import json, test_environments as here; print(json.dumps(here._what_is_set_and_given_back()))",
+        env=helpers.plain_environ(**sizes, **ranks),
+        cwd=Path(__file__).parent,
+    )
+    found, seen, total, was_set, given_back, unchanged = json.loads(ended.stdout.splitlines()[-1])
+    assert found[0] == "Open MPI"
+    assert found == seen
+    assert "OMPI_COMM_WORLD_RANK" in found[-1]
+    assert (total, was_set, given_back, unchanged) == (1, True, True, True)
+
+
+def test_without_a_launcher_the_environment_is_that_of_one_process() -> None:
+    ended = helpers.run_python("-c", "import ignite_dist as idist; print(idist.environment())")
+    assert "launcher='none', rank=0, world_size=1" in ended.stdout
+
+
+def test_what_somebody_has_changed_since_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("IGNITE_DIST_TEST_A", "IGNITE_DIST_TEST_B", "IGNITE_DIST_TEST_C"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("IGNITE_DIST_TEST_B", "")
+    monkeypatch.setenv("IGNITE_DIST_TEST_D", "theirs")
+    variables.set_missing({f"IGNITE_DIST_TEST_{letter}": letter for letter in "ABCD"})
+    os.environ["IGNITE_DIST_TEST_C"] = "mine"
+    given = variables.given()
+    assert "IGNITE_DIST_TEST_A" not in given
+    assert given["IGNITE_DIST_TEST_C"] == "mine"
+    variables.give_back()
+    assert "IGNITE_DIST_TEST_A" not in os.environ
+    assert os.environ["IGNITE_DIST_TEST_B"] == ""
+    assert os.environ["IGNITE_DIST_TEST_C"] == "mine"
+    assert os.environ["IGNITE_DIST_TEST_D"] == "theirs"

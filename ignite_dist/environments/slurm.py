@@ -1,6 +1,7 @@
 """Slurm's ``srun``.
 
-The names are those of https://slurm.schedmd.com/srun.html (OUTPUT ENVIRONMENT VARIABLES).
+The names are those of https://slurm.schedmd.com/srun.html (OUTPUT ENVIRONMENT VARIABLES). ``srun`` sets
+those of its step beside those of the job, which may be larger; ``sbatch`` and ``salloc`` the latter alone.
 """
 
 from __future__ import annotations
@@ -8,57 +9,109 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ignite_dist.environments.base import Environment, read_int, read_port, require_range
+from ignite_dist.environments.base import (
+    Environment,
+    located,
+    port_of_job,
+    read_int,
+    read_port,
+    require,
+    require_range,
+)
 from ignite_dist.errors import EnvironmentVariablesError
 
-__all__ = ["detect", "first_host"]
+__all__ = ["detect", "first_host", "first_host_of_job"]
 
 # A host, with brackets that stand for several. Nothing has to follow it, so it is found in linear time.
 _HOSTS = re.compile(r"(?:[^\s,\[\]]+|\[[0-9][0-9,-]*\])+")
 _BRACKET = re.compile(r"\[([0-9]+)[^\]]*\]")
+# "2(x3)": two tasks on each of the next three nodes.
+_TASKS = re.compile(r"([0-9]{1,10})(?:\(x([0-9]{1,10})\))?")
 
 
 def detect(environ: Mapping[str, str]) -> Environment | None:
     """The environment of a task that ``srun`` started; a step's variables go before the job's.
 
     Raises:
-        EnvironmentVariablesError: a variable that srun sets is missing, or holds something else.
+        EnvironmentVariablesError: the job has several tasks, and this is none of them; a variable that srun
+            sets is missing, or holds something else.
     """
     if not environ.get("SLURM_JOB_ID"):
         return None
-    rank = read_int(environ, "SLURM_PROCID")
-    local_rank = read_int(environ, "SLURM_LOCALID")
-    world_size = read_int(environ, "SLURM_STEP_NUM_TASKS") or read_int(environ, "SLURM_NTASKS")
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    required = {
-        "SLURM_PROCID": rank,
-        "SLURM_LOCALID": local_rank,
-        "SLURM_NTASKS": world_size,
-        "SLURM_JOB_NODELIST": nodes,
-    }
-    missing = ", ".join(name for name, value in required.items() if value in (None, ""))
-    if rank is None or world_size is None or not nodes or missing:
-        raise EnvironmentVariablesError(
-            f"This is a Slurm job (SLURM_JOB_ID is set), but {missing} is missing. Start the script with "
-            "srun, or unset SLURM_JOB_ID to run alone."
-        )
+    world_size = read_int(environ, "SLURM_STEP_NUM_TASKS")
+    if world_size is None:
+        return _outside_of_steps(environ)
+    rank, local_rank = require(environ, "srun", "SLURM_PROCID", "SLURM_LOCALID")
+    node_rank = read_int(environ, "SLURM_NODEID")
+    address = environ.get("MASTER_ADDR")
     return require_range(
         Environment(
             launcher="Slurm",
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
-            nnodes=read_int(environ, "SLURM_STEP_NUM_NODES") or read_int(environ, "SLURM_JOB_NUM_NODES"),
-            node_rank=read_int(environ, "SLURM_NODEID"),
-            main_address=environ.get("MASTER_ADDR") or first_host(nodes),
-            main_port=read_port(environ, "MASTER_PORT") or _port_of_job(environ),
+            nproc_per_node=_tasks_on_node(environ, node_rank, world_size),
+            nnodes=read_int(environ, "SLURM_STEP_NUM_NODES"),
+            node_rank=node_rank,
+            main_address=address or first_host(environ.get("SLURM_STEP_NODELIST") or _job_nodes(environ)),
+            main_port=read_port(environ, "MASTER_PORT") or port_of_job(environ["SLURM_JOB_ID"]),
+            has_own_devices=_binds_devices(environ),
+            reason="SLURM_JOB_ID and SLURM_STEP_NUM_TASKS are set",
         )
     )
 
 
-def _port_of_job(environ: Mapping[str, str]) -> int:
-    """One port for all tasks that other jobs are unlikely to share: from the job's number."""
-    return 15000 + (read_int(environ, "SLURM_JOB_ID") or 0) % 10000
+def _outside_of_steps(environ: Mapping[str, str]) -> Environment:
+    """The environment of the shell of ``sbatch`` or ``salloc``: alone, if that is all that was asked for."""
+    num_tasks = read_int(environ, "SLURM_NTASKS") or 1
+    if num_tasks > 1:
+        raise EnvironmentVariablesError(
+            f"This Slurm job has SLURM_NTASKS={num_tasks} tasks, but this process is none of them: "
+            "SLURM_STEP_NUM_TASKS is not set. Start the script with srun, or unset SLURM_JOB_ID to run alone."
+        )
+    alone = Environment("Slurm", rank=0, world_size=1, local_rank=0, nproc_per_node=1)
+    return located(alone._replace(reason="SLURM_JOB_ID is set, and SLURM_NTASKS is not above 1"), None)
+
+
+def _tasks_on_node(environ: Mapping[str, str], node_rank: int | None, world_size: int) -> int | None:
+    tasks_per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if not tasks_per_node or node_rank is None:
+        return None
+    first, num_tasks, here = 0, 0, None
+    for part in tasks_per_node.split(","):
+        match = _TASKS.fullmatch(part.strip())
+        if match is None:
+            raise EnvironmentVariablesError(
+                "The environment variable SLURM_STEP_TASKS_PER_NODE must be a list like '4(x2),3', got "
+                f"{tasks_per_node[:100]!r}."
+            )
+        tasks, nodes = int(match[1]), int(match[2] or 1)
+        num_tasks += tasks * nodes
+        if first <= node_rank < first + nodes:
+            here = tasks
+        first += nodes
+    if num_tasks != world_size or here is None:
+        raise EnvironmentVariablesError(
+            f"The environment variables of Slurm contradict each other: SLURM_STEP_TASKS_PER_NODE="
+            f"{tasks_per_node[:100]} with SLURM_STEP_NUM_TASKS={world_size} and SLURM_NODEID={node_rank}."
+        )
+    return here
+
+
+def _binds_devices(environ: Mapping[str, str]) -> bool:
+    """With a number of GPUs for each task (or of tasks for each GPU) Slurm shows a task its own alone."""
+    by_task = ("SLURM_NTASKS_PER_GPU", "SLURM_GPUS_PER_TASK")
+    return any(environ.get(name) for name in by_task) or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+
+
+def _job_nodes(environ: Mapping[str, str]) -> str:
+    return environ.get("SLURM_JOB_NODELIST", "")
+
+
+def first_host_of_job(environ: Mapping[str, str]) -> str | None:
+    """The first node of the Slurm job in which another launcher runs; None if there is no such job."""
+    nodes = _job_nodes(environ)
+    return first_host(nodes) if nodes else None
 
 
 def first_host(nodes: str) -> str:

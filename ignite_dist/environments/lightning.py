@@ -1,0 +1,33 @@
+"""Lightning's own launcher, which gives each process its local rank and leaves the rest to Lightning.
+
+https://lightning.ai/docs/fabric/stable/guide/multi_node/barebones.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ignite_dist.environments.base import LOOPBACK, Environment, read_int, read_port, require, require_range
+
+__all__ = ["detect"]
+
+
+def detect(environ: Mapping[str, str]) -> Environment | None:
+    """The environment of a process of the first node; those of others do not know their rank from it."""
+    if environ.get("RANK") or not (environ.get("LOCAL_RANK") and environ.get("WORLD_SIZE")):
+        return None
+    if read_int(environ, "NODE_RANK") != 0:
+        return None
+    local_rank, world_size = require(environ, "Lightning", "LOCAL_RANK", "WORLD_SIZE")
+    return require_range(
+        Environment(
+            launcher="Lightning",
+            rank=local_rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            node_rank=0,
+            main_address=environ.get("MASTER_ADDR") or LOOPBACK,
+            main_port=read_port(environ, "MASTER_PORT"),
+            reason="LOCAL_RANK, NODE_RANK and WORLD_SIZE are set without RANK",
+        )
+    )

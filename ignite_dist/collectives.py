@@ -382,7 +382,7 @@ def _broadcast(model: ComputationModel, value: Any, src: int, group: Group, safe
 def _check_src(src: int, group: Group, world_size: int) -> None:
     if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < world_size:
         raise ValueError(f"src is a global rank in [0, {world_size}), got {src!r}.")
-    if group.ranks and src not in group.ranks:
+    if group.ranks and group.position(src) is None:
         raise ValueError(f"src is a global rank of the group, which has {list(group.ranks)}; got {src}.")
 
 
@@ -460,7 +460,7 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
 
 
 def _is_member(model: ComputationModel, group: Group) -> bool:
-    return group.handle is None or model.get_rank() in group.ranks
+    return group.handle is None or group.position(model.get_rank()) is not None
 
 
 def _outside(model: ComputationModel, group: Group, value: Any, take_part: Callable[[], Any]) -> Any:

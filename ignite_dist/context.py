@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from ignite_dist import elastic
+from ignite_dist import elastic, environments
 from ignite_dist.arguments import did_you_mean
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
 from ignite_dist.comp_models.serial import WatchfulSerialModel
+from ignite_dist.environments import Environment
 from ignite_dist.errors import DistributedError
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "conclude",
     "current_model",
     "device",
+    "environment",
     "finalize",
     "find_model",
     "get_local_rank",
@@ -32,6 +34,7 @@ __all__ = [
     "get_world_size",
     "hostname",
     "initialize",
+    "is_context_of",
     "is_global_zero",
     "is_local_zero",
     "model_name",
@@ -125,8 +128,8 @@ def _listed() -> str:
 def initialize(backend: str, **kwargs: Any) -> None:
     """Make a distributed context. Every rank calls it; it returns when all have.
 
-    The ranks come from the arguments or from the environment of torchrun, Slurm and whatever else sets
-    ``RANK`` and ``WORLD_SIZE`` (Horovod: of ``horovodrun``); with nothing set it is a world of one.
+    The ranks come from the arguments or from the launcher's variables, as :func:`environment` shows them
+    (Horovod: of ``horovodrun``); with nothing set it is a world of one.
     Variables that scripts read (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
     ``MASTER_PORT``) are set where they are missing, and :func:`finalize` takes back just those (XLA: none of
     them, because ranks may share a process). So are ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``, to the
@@ -158,6 +161,12 @@ def initialize(backend: str, **kwargs: Any) -> None:
             "idist uses the one that exists without any call; or end it first with idist.finalize()."
         )
     _model = model.create_from_backend(backend, **kwargs)
+
+
+def is_context_of(backend: str) -> bool:
+    """Whether a context of ``backend`` is live, which ``initialize(backend)`` would refuse to make again."""
+    live = current_model()
+    return not live.gives_way_to(find_model(backend)) and live.runs(backend)
 
 
 def finalize() -> None:
@@ -268,6 +277,24 @@ def backend() -> str | None:
 def model_name() -> str:
     """The computation model: ``"serial"``, ``"native-dist"``, ..."""
     return current_model().name
+
+
+def environment() -> Environment:
+    """What started this process, and why that is believed. Never communicates.
+
+    It is what the environment variables say, not whether there is a context: under torchrun without one it is
+    torchrun's. Variables that this package has set itself do not count.
+
+    Returns:
+        An ``Environment`` with the attributes ``launcher`` (``"torchrun"``, ``"Slurm"``, ``"Open MPI"``, ...;
+        ``"none"`` where nothing was found), ``rank``, ``world_size``, ``local_rank``, ``nproc_per_node``,
+        ``nnodes``, ``node_rank``, ``main_address``, ``main_port`` (None: the launcher does not say) and
+        ``reason``, in words. Its ``teardown()`` gives back the variables that ``initialize`` has set.
+
+    Raises:
+        EnvironmentVariablesError: the variables are half set or contradict each other; it names them.
+    """
+    return environments.current()
 
 
 def hostname() -> str:

@@ -112,7 +112,7 @@ def raise_together(group: Any = None) -> Iterator[None]:
     """
     model = current_model()
     members = model.resolve_group(group)
-    is_outside = members.handle is not None and model.get_rank() not in members.ranks
+    is_outside = members.handle is not None and members.position(model.get_rank()) is None
     if is_outside and not model.groups_need_everyone:
         yield
         return

@@ -49,11 +49,16 @@ def check_devices(backend: str, nproc_per_node: int) -> None:
 
 
 def select_device(backend: str, place: Environment) -> None:
-    """Make this rank's own GPU the current one. More ranks than GPUs share them (gloo allows that)."""
+    """Make this rank's own GPU the current one. More ranks than GPUs share them (gloo allows that).
+
+    Where the launcher shows it no others, the first is its own.
+    """
     if not torch.cuda.is_available() or backend == "mpi":
         return
     local_rank = place.rank if place.local_rank is None else place.local_rank
     count = torch.cuda.device_count()
+    if place.has_own_devices:
+        return
     if "nccl" in backend and place.local_rank is not None and local_rank >= count:
         raise RuntimeError(
             f"Local rank {local_rank} has no GPU of its own: NCCL needs one, this node has {count}."

@@ -5,6 +5,7 @@ Nothing of it goes through the backend, which may be stuck, and is usable afterw
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -125,7 +126,7 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
             "has none. Call idist.watch() once on every rank before."
         )
     rank, store = model.get_rank(), side.connection()
-    key = f"barrier/{'-'.join(map(str, group.ranks))}/{side.next_round(rank, group.ranks)}"
+    key = f"barrier/{_name(group, model.get_world_size())}/{side.next_round(rank, group.ranks)}"
     end = f"{key}/end"
     store.set(f"{key}/{rank}", "")
     if store.add(f"{key}/come", 1) == len(group.ranks):
@@ -146,6 +147,13 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
     if num_left == len(group.ranks) and (rank == side.server or side.server not in group.ranks):
         for name in (*map(str, group.ranks), "come", "end", "left"):
             store.delete_key(f"{key}/{name}")
+
+
+def _name(group: Group, world_size: int) -> str:
+    """A short name that is the group's alone: every rank sends it with every request."""
+    if len(group.ranks) == world_size:
+        return "all"
+    return hashlib.sha1(repr(group.ranks).encode(), usedforsecurity=False).hexdigest()
 
 
 def _missed(store: Store, missing: list[int], timeout: str, group: Group, rank: int) -> MissingRanksError:

@@ -25,6 +25,7 @@ __all__ = [
     "is_sharded",
     "plan_reduction",
     "reduce_tensor",
+    "sent_dtype",
 ]
 
 # Large enough that a collective's own time does not count, small enough for a second copy.
@@ -256,6 +257,20 @@ def _route(model: ComputationModel, collective: str, tensor: Tensor) -> _Route:
         moves = device != tensor.device
         found = model.plans[key] = _Route(moves, as_is, as_is and not moves)
     return found
+
+
+def sent_dtype(model: ComputationModel, collective: str, tensor: Tensor, op: str = "") -> torch.dtype | None:
+    """The dtype that travels for ``tensor`` in an "all_reduce" by ``op``, an "all_gather" or a "broadcast".
+
+    None for a reduction that no operation of the backend does: values are gathered and reduced on each rank.
+
+    Raises:
+        TypeError, ValueError: ``op`` does not take such a tensor.
+    """
+    if collective == "all_reduce":
+        carrier = plan_reduction(model, op, tensor).carrier
+        return None if carrier is None else carrier.dtype
+    return tensor.dtype if _route(model, collective, tensor).as_is else torch.uint8
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ import torch.distributed as dist
 import helpers
 import ignite_dist as idist
 from ignite_dist import context
-from ignite_dist.comp_models import Topology
+from ignite_dist.comp_models.topology import PLACE_BYTES, Place, Topology, read_places, write_place
+from ignite_dist.environments import Environment
 
 CPU = torch.device("cpu")
 SHORT = timedelta(seconds=45)  # so that a test fails before its ranks have waited for half an hour
@@ -153,7 +154,7 @@ def test_environment_variables_alone_are_no_context_and_that_is_said_once() -> N
     for found, messages in helpers.run_ranks(_variables_alone):
         assert found == SERIAL
         (message,) = messages
-        assert "WORLD_SIZE=2" in message
+        assert "one of 2 processes (TORCHELASTIC_RUN_ID is set" in message
         assert "idist.initialize" in message
 
 
@@ -167,7 +168,7 @@ def _control_flow_alone() -> list[str]:
 def test_running_something_on_one_rank_warns_too_and_points_at_the_callers_line() -> None:
     for messages in helpers.run_ranks(_control_flow_alone):
         (message,) = messages
-        assert message.startswith("test_context.py: WORLD_SIZE=2")
+        assert message.startswith("test_context.py: This is one of 2 processes")
 
 
 # --- initialize and finalize, again and again --------------------------------------------------------
@@ -628,7 +629,88 @@ def test_two_nodes_on_one_host(known: bool) -> None:
 def test_topology_from_host_names(
     hosts: list[tuple[str, int | None]], expected: list[tuple[int, ...]]
 ) -> None:
-    assert [tuple(Topology.from_hosts(rank, hosts)) for rank in range(len(hosts))] == expected
+    places = read_places(bytearray().join(write_place(*host) for host in hosts))
+    found = [Topology.from_places(rank, places) for rank in range(len(hosts))]
+    assert [tuple(topology) for topology, _ in found] == expected
+    for rank, (topology, node_ranks) in enumerate(found):
+        assert node_ranks[topology.local_rank] == rank
+        assert len(node_ranks) == topology.nproc_per_node
+
+
+def test_places_are_told_from_what_other_calls_send() -> None:
+    with pytest.raises(idist.errors.CollectiveMismatchError, match="Rank 1"):
+        read_places(write_place("a", 0) + bytearray(PLACE_BYTES))
+
+
+def test_topology_of_many_ranks_takes_linear_time() -> None:
+    """Ten times the ranks take ten times as long, with room for noise; not a hundred times."""
+
+    def seconds(world_size: int) -> float:
+        places = [Place(rank // 8, None) for rank in range(world_size)]
+        start = time.process_time()
+        topology, _ = Topology.from_places(world_size - 1, places)
+        assert topology == (7, 8, world_size // 8, world_size // 8 - 1)
+        return time.process_time() - start
+
+    assert min(seconds(40_000) for _ in range(3)) < 40 * min(seconds(4_000) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        # launcher's rank, world size, local rank, processes on the node, nodes, node rank
+        ((5, 8, 1, 4, 2, 1), (1, 4, 2, 1)),
+        ((1, 4, 1, 4, None, None), (1, 4, 1, 0)),
+        ((1, 4, 1, None, 1, None), (1, 4, 1, 0)),
+        ((2, 4, None, None, 4, None), (0, 1, 4, 2)),
+        ((2, 4, None, None, 4, 3), (0, 1, 4, 3)),
+        ((1, 4, None, 4, 1, 0), None),  # nothing says that local ranks are in the order of the ranks
+        ((1, 4, 1, 2, None, None), None),  # nodes of 2 + 2 processes, or of 2 + 1 + 1
+        ((1, 4, 0, 1, None, None), None),
+        ((1, 4, 1, None, 2, 0), None),
+        ((3, 4, 1, 2, 2, None), None),
+        ((1, 4, 1, None, None, None), None),
+    ],
+)
+def test_topology_from_what_the_launcher_says(
+    facts: tuple[int, int, int | None, int | None, int | None, int | None], expected: tuple[int, ...] | None
+) -> None:
+    assert Topology.from_environment(Environment("a launcher", *facts)) == expected
+
+
+def _collectives_of_topology() -> list[tuple[Any, int]]:
+    """What each getter says, and how many collectives it has taken."""
+    idist.initialize("gloo", timeout=SHORT)
+    model = context.current_model()
+    found = []
+    for getter in (idist.get_local_rank, topology, model.node_ranks, topology, model.node_ranks):
+        before = model.num_collectives()
+        found.append((getter(), model.num_collectives() - before))
+    idist.finalize()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("left_out", "exchanges"),
+    [
+        ((), (0, 1)),
+        (("GROUP_WORLD_SIZE", "GROUP_RANK"), (0, 1)),
+        (("LOCAL_WORLD_SIZE", "GROUP_RANK"), (0, 1)),
+        (("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK"), (1, 0)),
+    ],
+    ids=["all", "one-node-by-processes", "one-node-by-nodes", "local-rank-only"],
+)
+def test_topology_takes_an_exchange_only_where_nobody_says_it(
+    left_out: tuple[str, ...], exchanges: tuple[int, int]
+) -> None:
+    environs = helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
+    for environ in environs:
+        for name in left_out:
+            del environ[name]
+    for rank, found in enumerate(helpers.run_ranks(_collectives_of_topology, environs=environs)):
+        where, on_node = (rank, 2, 1, 0), {0: 0, 1: 1}
+        counts = [0, exchanges[0], exchanges[1], 0, 0]
+        assert found == list(zip([rank, where, on_node, where, on_node], counts, strict=True))
 
 
 # --- show_config -------------------------------------------------------------------------------------
@@ -725,3 +807,45 @@ def test_serial_has_a_topology_of_one() -> None:
     idist.sync()
     idist.sync(temporary=True)
     assert facts() == SERIAL
+
+
+# --- contexts that nobody ends -------------------------------------------------------------------------
+
+LAST_STATEMENT = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    import ignite_dist as idist
+
+    sys.setswitchinterval(1000)  # a thread gets the interpreter only when it is given up
+    dist.init_process_group("gloo")
+    for _ in range(3):
+        {last}
+"""
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "idist.all_gather({'rank': idist.get_rank()})",
+        "idist.all_reduce(1)",
+        "idist.all_reduce(torch.ones(2))",
+        "idist.all_reduce(torch.ones(1000))",
+        "idist.broadcast(torch.ones(1000))",
+        "idist.all_reduce(torch.ones(1_000_000))",
+        "idist.all_gather(torch.ones(1_000_000))",
+    ],
+)
+def test_a_collective_may_be_the_last_statement_of_a_script(tmp_path: Path, last: str) -> None:
+    # gloo's thread still holds the tensors; without the interpreter it could only abort the process.
+    script = helpers.write_script(tmp_path, LAST_STATEMENT.format(last=last))
+    ranks = [
+        subprocess.Popen([sys.executable, script], env=helpers.plain_environ(**environ))
+        for environ in helpers.torchrun_environs(3, helpers.free_port(), agent_store=False)
+    ]
+    try:
+        assert [rank.wait(120) for rank in ranks] == [0, 0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

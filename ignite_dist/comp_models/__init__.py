@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ignite_dist.comp_models.base import ComputationModel, Group, Topology
+from ignite_dist.comp_models.base import ComputationModel, Group
 from ignite_dist.comp_models.horovod import HorovodModel
 from ignite_dist.comp_models.native import NativeModel
 from ignite_dist.comp_models.registry import (
@@ -11,6 +11,7 @@ from ignite_dist.comp_models.registry import (
     registered_computation_models,
 )
 from ignite_dist.comp_models.serial import SerialModel
+from ignite_dist.comp_models.topology import Topology
 from ignite_dist.comp_models.xla import XlaModel
 
 __all__ = [

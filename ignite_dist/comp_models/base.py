@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import index
@@ -23,12 +24,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from ignite_dist import recorder, wire
 from ignite_dist.arguments import keywords_of
+from ignite_dist.comp_models.topology import Topology, read_places, write_place
 from ignite_dist.samplers import EpochLoader
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["NO_OPTIMIZER", "ComputationModel", "Group", "Topology"]
+__all__ = ["NO_OPTIMIZER", "ComputationModel", "Group"]
 
 NO_OPTIMIZER = (
     "No optimizer of auto_optim has parameters of this model, and with this backend it is the optimizer that "
@@ -47,36 +49,10 @@ class Group(NamedTuple):
     handle: Any
     ranks: tuple[int, ...]
 
-
-class Topology(NamedTuple):
-    """Where this rank's process runs. Nodes may hold different numbers of processes."""
-
-    local_rank: int
-    nproc_per_node: int
-    nnodes: int
-    node_rank: int
-
-    @classmethod
-    def from_hosts(cls, rank: int, hosts: Sequence[tuple[str, int | None]]) -> Self:
-        """The topology that follows from ``(host name, local rank if known)`` of every rank, in rank order.
-
-        A local rank that comes up twice on one host tells two launches on that host apart: two nodes.
-        """
-        nodes: list[list[int]] = []
-        current: dict[str, int] = {}
-        taken: set[tuple[int, int]] = set()
-        for other, (host, local_rank) in enumerate(hosts):
-            node = current.get(host)
-            if node is None or (local_rank is not None and (node, local_rank) in taken):
-                node = current[host] = len(nodes)
-                nodes.append([])
-            if local_rank is not None:
-                taken.add((node, local_rank))
-            nodes[node].append(other)
-        node_rank = next(position for position, ranks in enumerate(nodes) if rank in ranks)
-        known = hosts[rank][1]
-        local_rank = nodes[node_rank].index(rank) if known is None else known
-        return cls(local_rank, len(nodes[node_rank]), len(nodes), node_rank)
+    def position(self, rank: int) -> int | None:
+        """Where the global ``rank`` stands in the group, None if it is outside; by bisection."""
+        found = bisect_left(self.ranks, rank)
+        return found if found < len(self.ranks) and self.ranks[found] == rank else None
 
 
 class ComputationModel(ABC):
@@ -175,6 +151,10 @@ class ComputationModel(ABC):
         """Whether ``initialize`` may make a context of ``model`` although this one is live."""
         return False
 
+    def runs(self, backend: str) -> bool:
+        """Whether this context is what ``initialize(backend)`` would make."""
+        return backend == self.backend()
+
     @abstractmethod
     def finalize(self) -> None:
         """End the context after success. Every rank calls it."""
@@ -259,20 +239,24 @@ class ComputationModel(ABC):
         """What ``idist.set_local_rank`` was told. Models that know better ignore it."""
 
     def node_ranks(self) -> dict[int, int]:
-        """The global ranks on this node, by local rank. The first call is an exchange."""
-        if self._found_node_ranks is None:
-            node_rank = self.get_node_rank()
-            places = self.gather_objects((node_rank, self.get_local_rank()), self.world())
-            on_node = {local: rank for rank, (node, local) in enumerate(places) if node == node_rank}
-            self._found_node_ranks = on_node
+        """The global ranks on this node, by local rank. The first call may be an exchange."""
+        self._topology()
+        if self._found_node_ranks is None:  # the environment has said where this rank is, and no more
+            self._exchange_places(f"node {self.get_node_rank()}", self.get_local_rank())
+            assert self._found_node_ranks is not None
         return self._found_node_ranks
 
     def _topology(self) -> Topology:
         found = self.known_topology()
         if found is None:
-            host = (socket.gethostname(), self.known_local_rank())
-            found = Topology.from_hosts(self.get_rank(), self.gather_objects(host, self.world()))
+            found = self._exchange_places(socket.gethostname(), self.known_local_rank())
             self._found_topology = found
+        return found
+
+    def _exchange_places(self, node: str, local_rank: int | None) -> Topology:
+        """The topology by what each rank says of its place. A call that every rank of the world makes."""
+        gathered = self.gather_bytes(write_place(node, local_rank), self.world())
+        found, self._found_node_ranks = Topology.from_places(self.get_rank(), read_places(gathered))
         return found
 
     # --- groups --------------------------------------------------------------------------------------
@@ -383,7 +367,7 @@ class ComputationModel(ABC):
         if self.recorder is None:
             return
         rank, is_world = self.get_rank(), group.handle is None
-        if not is_world and rank not in group.ranks and not self.groups_need_everyone:
+        if not is_world and group.position(rank) is None and not self.groups_need_everyone:
             return
         call = self.recorder.record(rank, operation, () if is_world else group.ranks, value, op)
         if len(group.ranks) > 1:

@@ -28,8 +28,9 @@ from torch.optim import Optimizer
 
 from ignite_dist import devices, environments, rendezvous
 from ignite_dist.arguments import check_counts, check_keywords
-from ignite_dist.comp_models.base import NO_OPTIMIZER, ComputationModel, Group, Topology
-from ignite_dist.environments import Environment
+from ignite_dist.comp_models.base import NO_OPTIMIZER, ComputationModel, Group
+from ignite_dist.comp_models.topology import Topology
+from ignite_dist.environments import variables
 from ignite_dist.errors import EnvironmentVariablesError
 
 if TYPE_CHECKING:
@@ -150,8 +151,10 @@ class HorovodModel(ComputationModel):
                 os.environ[_DYNAMIC_SETS] = "1"
                 undo.callback(os.environ.pop, _DYNAMIC_SETS, None)
             hvd.init(comm)
-            place = Environment("horovodrun", hvd.rank(), hvd.size(), hvd.local_rank())
-            undo.callback(rendezvous.set_missing(place))
+            undo.callback(variables.give_back)
+            variables.set_missing(
+                {"RANK": hvd.rank(), "WORLD_SIZE": hvd.size(), "LOCAL_RANK": hvd.local_rank()}
+            )
             if torch.cuda.is_available():
                 torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
             return cls(undo.pop_all().close)
@@ -386,6 +389,7 @@ class HorovodModel(ComputationModel):
         # holds a lock that the next call waits for, and may need the GIL, which that call does not let go of;
         # and a call that comes as the thread ends is answered by nobody. The ranks of the world's process set
         # are asked for under that lock too, but without the GIL, and are an error once the thread is through.
+        # (A moment is left between this look and the call. It is raw Horovod's.)
         return self._process_set_ranks(0, self._found_ranks) >= 0
 
     # --- adaptation ------------------------------------------------------------------------------------
@@ -482,8 +486,8 @@ def _check_launcher(hvd: Any) -> None:
     """Refuse the launchers whose ranks Horovod would not see: each process would be a world of one."""
     if "HOROVOD_SIZE" in os.environ or hvd.mpi_built():
         return
-    environment = environments.detect(os.environ)
-    if environment is not None and environment.world_size > 1:
+    environment = environments.current()
+    if environment.world_size > 1:
         raise EnvironmentVariablesError(
             f"The environment says rank {environment.rank} of {environment.world_size}, but not in the "
             "variables that Horovod reads (HOROVOD_RANK, HOROVOD_SIZE, ...). Start the script with "

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,15 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GroupMember, ProcessGroup, Store, distributed_c10d
+from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ignite_dist import devices, environments, processes, rendezvous, wire
+from ignite_dist import devices, environments, links, nodes, processes, rendezvous, wire
 from ignite_dist.arguments import check_keywords, check_nodes, check_timeout
 from ignite_dist.comp_models import gloo, native_wrap
-from ignite_dist.comp_models.base import ComputationModel, Group, Topology
-from ignite_dist.environments import Environment
+from ignite_dist.comp_models.base import ComputationModel, Group
+from ignite_dist.comp_models.topology import Topology
+from ignite_dist.environments import Environment, spawned, variables
 from ignite_dist.errors import EnvironmentVariablesError
+from ignite_dist.recorder import describe_ranks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -64,6 +68,14 @@ _CARRIED_OPS = {"gloo": _ARITHMETIC | {"AND", "OR"}}
 # gloo's own all-reduce does not cut this few elements into segments, and one step cannot beat that.
 _UNCUT_NUMEL = 2
 
+_FROM_SOURCE = "Only a torch that is built from source, where the library is installed, has it."
+_BUILDS_WITH = {
+    "nccl": "The builds for CUDA have it: https://pytorch.org/get-started/locally/.",
+    "xccl": "The builds for Intel's GPUs have it: https://pytorch.org/get-started/locally/.",
+    "mpi": _FROM_SOURCE,
+    "ucc": _FROM_SOURCE,
+}
+
 
 def _available_backends() -> tuple[str, ...]:
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
@@ -76,6 +88,8 @@ class NativeModel(ComputationModel):
     Args:
         world: the default process group.
         undo: what to take back when this model's own context ends.
+        environment: what is known of it; by default what the variables say, if they speak of it.
+        connecting: a context manager for what opens connections between the ranks.
     """
 
     name: ClassVar[str] = "native-dist"
@@ -86,17 +100,25 @@ class NativeModel(ComputationModel):
 
     _local_rank_hint: ClassVar[int | None] = None
 
-    def __init__(self, world: ProcessGroup, undo: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        world: ProcessGroup,
+        undo: Callable[[], None] | None = None,
+        environment: Environment | None = None,
+        connecting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         super().__init__(undo)
         self._world = world
+        self._connecting = connecting
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
-        self._backends = _backend_per_device()
+        self._backends = _by_device(dist.get_backend_config())
         self._fixed_device = None if devices.accelerator_in(self._backends) else torch.device("cpu")
-        self._environment = _environment_of(self._rank, self._world_size)
+        self._environment = environment or _environment_of(self._rank, self._world_size)
         self._local_rank = self._environment.local_rank if self._environment else _local_rank_alone()
         self._generations: dict[tuple[int, ...], int] = {}
         self._scratch = gloo.ScratchBuffers()
+        gloo.tidy_at_exit()
 
     # --- lifecycle ---------------------------------------------------------------------------------
 
@@ -111,11 +133,18 @@ class NativeModel(ComputationModel):
         names = [part.rpartition(":")[2] for part in backend.split(",")]
         return all(name in _available_backends() for name in names)
 
+    def runs(self, backend: str) -> bool:
+        return (
+            super().runs(backend) or _by_device(dist.BackendConfig(dist.Backend(backend))) == self._backends
+        )
+
     @classmethod
     def how_to_get(cls, backend: str) -> str | None:
         if backend not in dist.Backend.backend_list:
             return None
-        return f"this torch, {torch.__version__}, was built without it."
+        return (
+            f"this torch, {torch.__version__}, was built without it. {_BUILDS_WITH.get(backend, '')}".rstrip()
+        )
 
     @classmethod
     def create_from_backend(
@@ -133,29 +162,31 @@ class NativeModel(ComputationModel):
         place = rendezvous.find_place(init_method, rank, world_size)
         brings_ranks = backend == dist.Backend.MPI  # and needs no store
         # They stay for the life of the context: every new group listens again.
-        more = {} if brings_ranks else rendezvous.interfaces(place, init_method)
-        restore_variables = rendezvous.set_missing(place, more)
+        more = {} if brings_ranks else {**rendezvous.interfaces(place, init_method), **rendezvous.ASK_ONCE}
+        rendezvous.set_missing(place, more)
+        connecting = nullcontext if rendezvous.on_one_machine(place, init_method) else links.watched
         hook = sys.excepthook
         try:
             devices.select_device(backend, place)
             if timeout is not None:
                 kwargs["timeout"] = timeout
-            if not brings_ranks:
-                store = rendezvous.join_store(place, init_method, timeout)
-                kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
-            dist.init_process_group(backend, **kwargs)
+            with connecting(), links.wait_told(lambda: rendezvous.waiting(place, init_method)):
+                if not brings_ranks:
+                    store = rendezvous.join_store(place, init_method, timeout)
+                    kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
+                dist.init_process_group(backend, **kwargs)
         except BaseException:
-            restore_variables()
+            variables.give_back()
             raise
         rendezvous.note_meeting(place, init_method)
         installed_hook = sys.excepthook
 
         def undo() -> None:
-            restore_variables()
+            variables.give_back()
             if sys.excepthook is installed_hook:  # torch chains a new one at every init_process_group
                 sys.excepthook = hook
 
-        model = cls(_world(), undo)
+        model = cls(_world(), undo, place, connecting)
         if model.device().type != "cpu":
             model._barrier(model.world())  # makes the communicator now, on the device that was selected
         return model
@@ -196,28 +227,28 @@ class NativeModel(ComputationModel):
         if timeout is not None:
             check_timeout("timeout", timeout)
         devices.check_devices(backend, nproc_per_node)
-        world_size, first_rank = nnodes * nproc_per_node, node_rank * nproc_per_node
-        environ = {
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(nproc_per_node),
-            "GROUP_WORLD_SIZE": str(nnodes),
-            "GROUP_RANK": str(node_rank),
-        }
-        store, address, port = None, master_addr or "127.0.0.1", master_port or 0
-        if nnodes == 1:
-            environ.update(rendezvous.loopback_only())
+        store, environ = None, rendezvous.loopback_only() if nnodes == 1 else {}
+        job = nodes.assumed(node_rank, nnodes, nproc_per_node)
         if init_method in (None, "env://"):
+            address, port = master_addr or "127.0.0.1", master_port or 0
             if nnodes == 1:
                 store, port = rendezvous.serve_store(address, port)
-                environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # env:// joins the store, nobody serves one
-            environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-        ranks = [
-            {**environ, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
-            for local_rank in range(nproc_per_node)
-        ]
-        initialize_kwargs = {"init_method": init_method, "timeout": timeout}
+            else:
+                hello = nodes.Hello(node_rank, nnodes, nproc_per_node, backend, socket.gethostname())
+                job = nodes.meet(hello, address, port, timeout or default_pg_timeout, rendezvous.serve_store)
+                address, port = job.nodes[0].address, job.port
+            # env:// joins the store, nobody serves one
+            environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+        inherited = {**os.environ, **environ}  # an init_method leaves what is inherited as it is
+        environ.update(spawned.mark(inherited))
         workers = processes.start(
-            entry, initialize_kwargs, ranks, serving=store, start_method=start_method, daemon=daemon
+            entry,
+            {"init_method": init_method, "timeout": timeout},
+            [{**environ, **ranks} for ranks in job.environs()],
+            serving=store,
+            start_method=start_method,
+            daemon=daemon,
+            nodes=job,
         )
         del store  # a traceback through here would keep it, in a cycle that a forked process may not collect
         return workers.join() if join else workers
@@ -305,14 +336,7 @@ class NativeModel(ComputationModel):
     def known_topology(self) -> Topology | None:
         environment = self._environment
         if self._found_topology is None and environment is not None:
-            facts = (
-                environment.local_rank,
-                environment.nproc_per_node,
-                environment.nnodes,
-                environment.node_rank,
-            )
-            if None not in facts:
-                self._found_topology = Topology(*facts)  # type: ignore[arg-type]
+            self._found_topology = Topology.from_environment(environment)
         return self._found_topology
 
     # --- groups --------------------------------------------------------------------------------------
@@ -321,8 +345,10 @@ class NativeModel(ComputationModel):
         return self._world
 
     def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
-        if options:
-            return dist.new_group(list(ranks), **options)
+        with self._connecting():
+            return dist.new_group(list(ranks), **options) if options else self._new_group_by_name(ranks)
+
+    def _new_group_by_name(self, ranks: tuple[int, ...]) -> Any:
         # torch names a group after the number of groups that this rank has made, so ranks with different
         # histories would wait for each other for ever. A name made of the ranks alone needs the members only.
         generation = self._generations[ranks] = self._generations.get(ranks, 0) + 1
@@ -336,7 +362,7 @@ class NativeModel(ComputationModel):
             store,
             group_name=f"ignite_dist:{digest}:{generation}",  # type: ignore[arg-type]
             timeout=self._timeout(backend),
-            group_desc=f"ignite_dist:{ranks}",
+            group_desc=f"ignite_dist:{describe_ranks(ranks)}",
         )
         if handle is not GroupMember.NON_GROUP_MEMBER:
             positions = {rank: position for position, rank in enumerate(ranks)}
@@ -386,7 +412,7 @@ class NativeModel(ComputationModel):
         ):
             self._scratch.all_reduce(handle, tensor, op, group_size)
         else:
-            _wait(handle.allreduce([tensor], _ALL_REDUCE[op]))
+            _wait(handle.allreduce([gloo.lend(tensor)], _ALL_REDUCE[op]))
         return tensor
 
     def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
@@ -400,10 +426,10 @@ class NativeModel(ComputationModel):
             if gloo.in_one_round(tensor.nbytes, group_size):
                 gloo.exchange(handle, tensor.expand(out.shape).contiguous(), out)
                 return out
-            out[group.ranks.index(self._rank)].copy_(tensor)
+            out[group.position(self._rank)].copy_(tensor)
             if gloo.stream(handle, out):
                 return out
-        _wait(handle._allgather_base(out.view(-1), tensor.view(-1), _ALL_GATHER))
+        _wait(handle._allgather_base(gloo.lend(out.view(-1)), gloo.lend(tensor.view(-1)), _ALL_GATHER))
         return out
 
     def gather_bytes(self, buffer: bytearray, group: Group) -> bytearray:
@@ -422,10 +448,12 @@ class NativeModel(ComputationModel):
         return device.type == "cpu" and self._backends.get("cpu") == "gloo"
 
     def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
+        root = group.position(src)
+        assert root is not None
         options = dist.BroadcastOptions()
-        options.rootRank = group.ranks.index(src)
+        options.rootRank = root
         options.asyncOp = False
-        _wait(self._handle(group).broadcast([tensor], options))
+        _wait(self._handle(group).broadcast([gloo.lend(tensor)], options))
         return tensor
 
     def _barrier(self, group: Group) -> None:
@@ -479,7 +507,7 @@ class NativeModel(ComputationModel):
 
 def _wait(work: dist.Work | None) -> None:
     if work is not None:  # a backend may have waited by itself
-        work.wait()
+        links.wait(work)
 
 
 def _world() -> ProcessGroup:
@@ -488,8 +516,9 @@ def _world() -> ProcessGroup:
     return world
 
 
-def _backend_per_device() -> dict[str, str]:
-    return dict(part.split(":") for part in dist.get_backend_config().split(","))
+def _by_device(backends: dist.BackendConfig | str) -> dict[str, str]:
+    """``"cpu:gloo,cuda:nccl"`` -> ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    return dict(part.split(":") for part in str(backends).split(","))
 
 
 def _local_rank_alone() -> int | None:
@@ -502,12 +531,10 @@ def _local_rank_alone() -> int | None:
 def _environment_of(rank: int, world_size: int) -> Environment | None:
     """What the environment says, if it speaks of this very world."""
     try:
-        environment = environments.detect(os.environ)
+        environment = environments.current()
     except EnvironmentVariablesError:
         return None  # somebody made a context without it, so it does not matter
-    if environment is None or (environment.rank, environment.world_size) != (rank, world_size):
-        return None
-    return environment
+    return environment if (environment.rank, environment.world_size) == (rank, world_size) else None
 
 
 # --- initialize --------------------------------------------------------------------------------------

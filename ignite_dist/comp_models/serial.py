@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,14 +14,15 @@ from torch.distributed import distributed_c10d
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ignite_dist.comp_models.base import ComputationModel, Group, Topology
+from ignite_dist import environments
+from ignite_dist.comp_models.base import ComputationModel, Group
+from ignite_dist.comp_models.topology import Topology
+from ignite_dist.errors import EnvironmentVariablesError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["SerialModel", "WatchfulSerialModel"]
-
-_WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 
 class SerialModel(ComputationModel):
@@ -175,14 +175,15 @@ def _warn_if_launched_with_others() -> None:
     global _warned
     if _warned:
         return
-    for variable in _WORLD_SIZE_VARIABLES:
-        value = os.environ.get(variable, "")
-        if value.isdecimal() and len(value) <= 10 and int(value) > 1:
-            _warned = True
-            warnings.warn(
-                f"{variable}={value}, so {value} processes were started, but this one runs as a world of "
-                "one: no distributed context was made. Call idist.initialize(backend) first, or use "
-                "idist.Parallel(backend=...).",
-                stacklevel=4,
-            )
-            return
+    try:
+        environment = environments.current()
+    except EnvironmentVariablesError:
+        return  # initialize() says what is wrong, if anybody wants a context
+    if environment.world_size > 1:
+        _warned = True
+        warnings.warn(
+            f"This is one of {environment.world_size} processes ({environment.reason}), but it runs as a "
+            "world of one: no distributed context was made. Call idist.initialize(backend) first, or use "
+            "idist.Parallel(backend=...).",
+            stacklevel=4,
+        )

@@ -27,7 +27,8 @@ from ignite_dist import wire
 from ignite_dist.arguments import check_counts, check_keywords
 from ignite_dist.averaged import parameters_of
 from ignite_dist.comp_models import xla_replicas, xla_views
-from ignite_dist.comp_models.base import ComputationModel, Group, Topology
+from ignite_dist.comp_models.base import ComputationModel, Group
+from ignite_dist.comp_models.topology import Topology
 from ignite_dist.errors import EnvironmentVariablesError, RankFailedError
 
 if TYPE_CHECKING:

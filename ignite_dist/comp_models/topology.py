@@ -1,0 +1,114 @@
+"""Which ranks run on which node: from what the launcher says, else from the host names of all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ignite_dist.environments import Environment
+from ignite_dist.errors import CollectiveMismatchError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["PLACE_BYTES", "Place", "Topology", "read_places", "write_place"]
+
+
+class Place(NamedTuple):
+    """Where one rank runs: what tells its node from the others, and its local rank if it is known."""
+
+    node: Hashable
+    local_rank: int | None
+
+
+class Topology(NamedTuple):
+    """Where this rank's process runs. Nodes may hold different numbers of processes."""
+
+    local_rank: int
+    nproc_per_node: int
+    nnodes: int
+    node_rank: int
+
+    @classmethod
+    def from_environment(cls, environment: Environment) -> Self | None:
+        """The topology, where what the launcher says leaves one possibility only."""
+        world_size, nnodes = environment.world_size, environment.nnodes
+        local_rank, nproc_per_node = environment.local_rank, environment.nproc_per_node
+        node_rank = environment.node_rank
+        if nproc_per_node == world_size and nnodes is None:
+            nnodes = 1
+        if nnodes == 1:
+            nproc_per_node = world_size if nproc_per_node is None else nproc_per_node
+            node_rank = 0 if node_rank is None else node_rank
+        if nnodes == world_size:  # one process on each node; who is not told counts nodes by their first rank
+            nproc_per_node = 1 if nproc_per_node is None else nproc_per_node
+            local_rank = 0 if local_rank is None else local_rank
+            node_rank = environment.rank if node_rank is None else node_rank
+        if local_rank is None or nproc_per_node is None or nnodes is None or node_rank is None:
+            return None
+        return cls(local_rank, nproc_per_node, nnodes, node_rank)
+
+    @classmethod
+    def from_places(cls, rank: int, places: Sequence[Place]) -> tuple[Self, dict[int, int]]:
+        """What follows from the places of all ranks, in rank order: in time that is linear in their number.
+
+        A local rank that comes up twice on one node tells two launches there apart: two nodes.
+
+        Returns:
+            The topology of ``rank``, and the global ranks on its node by local rank.
+        """
+        nodes: list[list[int]] = []
+        current: dict[Hashable, int] = {}
+        taken: set[tuple[int, int]] = set()
+        node_of_rank = 0
+        for other, (name, local_rank) in enumerate(places):
+            node = current.get(name)
+            if node is None or (local_rank is not None and (node, local_rank) in taken):
+                node = current[name] = len(nodes)
+                nodes.append([])
+            if local_rank is not None:
+                taken.add((node, local_rank))
+            nodes[node].append(other)
+            if other == rank:
+                node_of_rank = node
+        by_rank = {}
+        for position, other in enumerate(nodes[node_of_rank]):
+            known = places[other].local_rank
+            by_rank[other] = position if known is None else known
+        topology = cls(by_rank[rank], len(by_rank), len(nodes), node_of_rank)
+        return topology, {local_rank: other for other, local_rank in by_rank.items()}
+
+
+# --- how places travel ---------------------------------------------------------------------------------
+
+# What it is and which version, the local rank, a digest of the name. Of a fixed size, so that one collective
+# does, and small: every rank gets one from every other. Two of 100,000 names have one digest in 10^9 jobs.
+_PLACE = struct.Struct("<4sq8s")
+_MAGIC = b"idp1"
+_UNKNOWN = -1
+PLACE_BYTES = _PLACE.size
+
+
+def write_place(node: str, local_rank: int | None) -> bytearray:
+    """The bytes that tell the other ranks where this one runs."""
+    digest = hashlib.blake2b(node.encode(), digest_size=8).digest()
+    return bytearray(_PLACE.pack(_MAGIC, _UNKNOWN if local_rank is None else local_rank, digest))
+
+
+def read_places(gathered: bytearray) -> list[Place]:
+    """The places of all ranks, in rank order.
+
+    Raises:
+        CollectiveMismatchError: a rank sent something else.
+    """
+    places = []
+    for rank, (magic, local_rank, digest) in enumerate(_PLACE.iter_unpack(gathered)):
+        if magic != _MAGIC:
+            raise CollectiveMismatchError(
+                f"Rank {rank} was to say on which node it runs, and something else came. The first call of a "
+                "topology getter (get_nnodes(), ...) is an exchange, which all ranks make at the same point."
+            )
+        places.append(Place(digest, None if local_rank == _UNKNOWN else local_rank))
+    return places

@@ -81,6 +81,9 @@ def check_nodes(
         raise ValueError(f"nnodes={nnodes} needs node_rank, this machine's number in [0, {nnodes}).")
     if not 0 <= (node_rank or 0) < nnodes:
         raise ValueError(f"node_rank must be in [0, {nnodes}), the number of nodes; got {node_rank}.")
+    ports = range(0 if nnodes == 1 else 1, 65536)  # 0: any that is free, which nobody else would know
+    if master_port is not None and (not isinstance(master_port, int) or master_port not in ports):
+        raise ValueError(f"master_port must be a port, an int in [{ports[0]}, 65535], got {master_port!r}.")
     if init_method not in (None, "env://"):
         for name, given in (("master_addr", master_addr), ("master_port", master_port)):
             if given is not None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ignite_dist import links
 from ignite_dist.failures import is_consequence
 
 __all__ = ["recorded"]
@@ -37,6 +38,7 @@ def recorded(error: BaseException | None) -> Iterator[None]:
         yield
     elif is_consequence(error):
         yield
+        error = links.explained(error)
         _logger.error("Another rank has failed or gone, and torchrun will end this one.", exc_info=error)
         time.sleep(_SECONDS_TO_BE_ENDED)
         _record(error)

@@ -15,6 +15,7 @@ __all__ = [
     "CollectiveMismatchError",
     "DistributedError",
     "EnvironmentVariablesError",
+    "HostLostError",
     "LaunchError",
     "MissingRanksError",
     "RankFailedError",
@@ -34,6 +35,24 @@ class EnvironmentVariablesError(DistributedError):
 
 class LaunchError(DistributedError):
     """A job could not be started: a port in use, a function that cannot be sent to the workers."""
+
+
+class HostLostError(DistributedError):
+    """Another machine, or the network to it, has gone without a word, and a collective needed it.
+
+    Attributes:
+        host: its name, where that is known; else empty.
+        address: its address.
+    """
+
+    def __init__(self, host: str, address: str) -> None:
+        self.host = host
+        self.address = address
+        known = f"{host} ({address})" if host else address
+        super().__init__(f"{known} does not answer any more: that machine, or the network to it, is gone.")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.host, self.address)
 
 
 class CollectiveMismatchError(DistributedError):

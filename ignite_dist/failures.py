@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ignite_dist import wire
-from ignite_dist.errors import RankFailedError, WorkerExitedError, WorkerRaisedError
+from ignite_dist import links, wire
+from ignite_dist.errors import HostLostError, RankFailedError, WorkerExitedError, WorkerRaisedError
 
 __all__ = [
     "Failed",
@@ -24,6 +24,7 @@ __all__ = [
     "count_oom_kills",
     "error_of",
     "failure_of",
+    "in_a_line",
     "is_cause_known",
     "is_consequence",
     "outcome_of",
@@ -98,6 +99,7 @@ def outcome_of(sent: bytes | Callable[..., Any], local_rank: int) -> bytes | Fai
 def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
     """What the launcher is told of an exception."""
     now = time.time()
+    error = links.explained(error)
     text = "".join(traceback.format_exception(type(error), error, users_part(error.__traceback__)))
     summary = "".join(traceback.format_exception_only(error)).strip()  # survives a __str__ that raises
     return Failure(now, type(error).__name__, _cut(summary), _cut(text), exit_code, is_consequence(error))
@@ -122,7 +124,8 @@ def _cut(text: str) -> str:
 # How gloo, NCCL and torch's store put it that the process at the other end is gone.
 _LOST = re.compile(
     r"connection (was )?(closed|reset) by peer|connection refused|connection was likely closed|broken pipe"
-    r"|remote peer closed|remote process exited|communicator was aborted",
+    r"|remote peer closed|remote process exited|communicator was aborted"
+    r"|connection timed out|no route to host|network is unreachable",
     re.IGNORECASE,
 )
 
@@ -140,7 +143,7 @@ def _tells_of_another(error: BaseException) -> bool:
     """
     if isinstance(error, (WorkerRaisedError, WorkerExitedError)):  # of workers that this rank has spawned
         return False
-    if isinstance(error, RankFailedError) or type(error).__name__ == "HorovodInternalError":
+    if isinstance(error, (RankFailedError, HostLostError)) or type(error).__name__ == "HorovodInternalError":
         return True
     text = "".join(traceback.format_exception_only(error))
     of_torch = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in text)
@@ -256,7 +259,7 @@ def error_of(failed: Sequence[Failed], about_sigkill: str = _BY_THE_KERNEL) -> R
         names = " or ".join(str(one.rank) for one in failed if one.pid == first.pid)
         others = [other for other in others if other.pid != first.pid]
     place = f"Rank {names}" + (f" (pid {first.pid} on {first.host})" if first.pid else "")
-    after = "".join(f"\nRank {other.rank} failed after it: {_in_a_line(other.failure)}" for other in others)
+    after = "".join(f"\nRank {other.rank} failed after it: {in_a_line(other.failure)}" for other in others)
     if failure.exit_code is None:
         told = ", as it says because of another" if failure.is_consequence else ""
         message = f"{place} failed first{told}. Its traceback:\n\n{failure.traceback}{after}"
@@ -326,7 +329,8 @@ def _signal_name(exit_code: int) -> str | None:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-def _in_a_line(failure: Failure) -> str:
+def in_a_line(failure: Failure) -> str:
+    """What it says of itself, or how the worker ended."""
     return _first_line(failure.summary) if failure.summary else f"it {_manner(failure.exit_code or 0)}"
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ignite_dist import context, recorder, watchdog
 from ignite_dist.arguments import check_keywords, keywords_of
+from ignite_dist.environments import spawned, tpu_pod
+from ignite_dist.errors import EnvironmentVariablesError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,6 +57,14 @@ def spawn(
     launch. As with ``torch.multiprocessing``, they import the main module again, so a script starts its work
     under ``if __name__ == "__main__":``. If ``OMP_NUM_THREADS`` is not set, workers share the cores.
 
+    On several machines, with gloo or NCCL, each of them makes this call, with ``nnodes``, ``master_addr`` and
+    ``master_port`` alike and a ``node_rank`` of its own; ``nproc_per_node`` may differ. Node 0 listens there
+    for the others, and at another port of the same address for the ranks; gloo listens on the interface that
+    leads there, unless ``GLOO_SOCKET_IFNAME`` names one. The call returns when the ranks of all nodes have
+    ended. After a failure on any of them every call raises the same error. So it does when a machine, its
+    link or its launcher is gone; a machine or link that is silent is given up after two thirds of
+    ``IGNITE_DIST_SILENCE_SECONDS`` (30), by the ranks themselves after all of them.
+
     Args:
         backend: one of :func:`available_backends`.
         fn: any function: of a module, a notebook cell, a lambda, a closure.
@@ -75,9 +86,11 @@ def spawn(
 
     Raises:
         RankFailedError: a worker failed. It names the rank that failed first and carries its traceback; it
-            is a ``torch.multiprocessing.ProcessRaisedException`` or ``ProcessExitedException`` as well. The
-            other workers are ended.
-        ValueError, TypeError, RuntimeError, LaunchError: the arguments; nothing was started.
+            is a ``torch.multiprocessing.ProcessRaisedException`` or ``ProcessExitedException`` as well,
+            unless it names a machine that is gone. The other workers are ended.
+        LaunchError: a port is in use; or the other machines did not come within ``timeout`` (30 minutes), or
+            want another job, and it names them. Nothing was started.
+        ValueError, TypeError, RuntimeError: the arguments; nothing was started.
     """
     model = context.find_model(backend)
     if not callable(fn):
@@ -87,6 +100,27 @@ def spawn(
     return model.spawn(entry, backend=backend, nproc_per_node=nproc_per_node, **kwargs)
 
 
+def _compare_with_launcher(nproc_per_node: int | None, nnodes: int) -> None:
+    """Refuse a wish for several machines that nobody fulfils; warn of one that every process fulfils anew."""
+    try:
+        place = context.environment()
+    except EnvironmentVariablesError:  # initialize() says what is wrong, if anybody wants a context
+        return
+    if nproc_per_node is None and nnodes > 1 and place.launcher == "none":
+        raise ValueError(
+            f"nnodes={nnodes} without nproc_per_node: no launcher has started any processes, so say how many "
+            "to start on this machine."
+        )
+    # spawn's own workers may start more; and the processes of a TPU pod's hosts find each other by PJRT.
+    is_wanted = place.launcher in (spawned.LAUNCHER, tpu_pod.LAUNCHER)
+    if nproc_per_node is not None and nnodes == 1 and place.world_size > 1 and not is_wanted:
+        warnings.warn(
+            f"{place.launcher} has started {place.world_size} processes, and nproc_per_node={nproc_per_node} "
+            "lets each of them start a job of its own. To join the processes that are there, leave it out.",
+            stacklevel=3,
+        )
+
+
 class Parallel:
     """Context manager that runs a function in a distributed context, however the script was started.
 
@@ -94,12 +128,15 @@ class Parallel:
     another launcher has started, and the arguments that say where to start some are not looked at; with
     ``backend=None`` it runs the function in this process.
 
+    Where a context of ``backend`` is live already (Ray Train and Lightning Fabric make one before they call a
+    script's function, and so does :func:`spawn`) it is used as it is, and left to whoever made it.
+
     A block that raises ends this rank's part at once and waits for nobody. torchrun's summary then shows the
-    traceback of the rank that failed first.
+    traceback of the rank that failed first. A context that somebody else made is left to them then too.
 
     Args:
         backend: one of :func:`available_backends`, or None for no context.
-        nproc_per_node: number of processes to start on this machine.
+        nproc_per_node: number of processes to start on this machine; other machines may start more or fewer.
         nnodes: number of machines; 1 if not given.
         node_rank: this machine's number, in [0, nnodes); needed if ``nnodes > 1``.
         master_addr: address of the machine with ``node_rank=0``; needed if ``nnodes > 1``.
@@ -109,6 +146,7 @@ class Parallel:
 
     Raises:
         ValueError: an unknown backend, or arguments that do not go together.
+        RuntimeError: on entering, a context of another backend is live.
 
     Example::
 
@@ -136,6 +174,7 @@ class Parallel:
         self.backend = backend
         self._initialize_kwargs: dict[str, Any] = {}
         self._spawn_kwargs: dict[str, Any] | None = None
+        self._owns_context = False
         if backend is None:
             for name, value in {"nproc_per_node": nproc_per_node, **places}.items():
                 if value is not None:
@@ -154,12 +193,29 @@ class Parallel:
             check_keywords("Parallel", given, for_spawn)
             model.check_spawn(nproc_per_node=nproc_per_node, **given)
             self._spawn_kwargs = {"nproc_per_node": nproc_per_node, **given}
+        _compare_with_launcher(nproc_per_node, nnodes or 1)
 
     def __enter__(self) -> Self:
-        if self.backend is not None and self._spawn_kwargs is None:
+        if self.backend is None or self._spawn_kwargs is not None:
+            return self
+        if context.is_context_of(self.backend):
+            _logger.info("Use the context of backend '%s' that is live", self.backend)
+            self._warn_of_unused()
+        else:
             context.initialize(self.backend, **self._initialize_kwargs)
+            self._owns_context = True
             _logger.info("Initialized backend '%s'", self.backend)
         return self
+
+    def _warn_of_unused(self) -> None:
+        """Say which keywords come too late for a live context; where to meet has been settled otherwise."""
+        unused = sorted(self._initialize_kwargs.keys() - {"init_method"})
+        if unused:
+            warnings.warn(
+                f"A context of backend {self.backend!r} is live already, so Parallel uses it as it is, "
+                f"without {', '.join(unused)}: give that to whoever makes the context.",
+                stacklevel=3,
+            )
 
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``func(local_rank, *args, **kwargs)`` in every process.
@@ -180,8 +236,9 @@ class Parallel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.backend is None or self._spawn_kwargs is not None:
+        if not self._owns_context:
             return
+        self._owns_context = False
         if error is None:
             context.conclude()
             return

@@ -36,13 +36,13 @@ from ignite_dist.failures import (
     Failed,
     Failure,
     count_oom_kills,
-    error_of,
     failure_of,
     is_cause_known,
     outcome_of,
     silent_failure,
     why_killed,
 )
+from ignite_dist.nodes import ALONE, Nodes
 
 __all__ = ["Post", "Workers", "start"]
 
@@ -73,6 +73,7 @@ def start(
     daemon: bool,
     ranks_per_process: int = 1,
     run: Callable[[_Sent, Sequence[Post]], Failure | None] | None = None,
+    nodes: Nodes = ALONE,
 ) -> Workers:
     """Start a process per environment; local rank ``i`` runs ``entry(i, **entry_kwargs)``.
 
@@ -86,25 +87,27 @@ def start(
         ranks_per_process: how many ranks each process runs.
         run: how a process runs its ranks, from what each of them is sent and where each reports to; it
             returns a failure if there was one. Without it the process is the rank that ``RANK`` says.
+        nodes: the launchers on other machines that start other ranks of the same job.
 
     Raises:
         TypeError: ``entry`` cannot be sent; nothing was started.
     """
-    context = _context(start_method)
-    call = partial(entry, **entry_kwargs)
-    sent = call if context.get_start_method() == "fork" else _encode(call)
-    oom_kills = count_oom_kills()
     workers: list[_Worker] = []
     try:
+        context = _context(start_method)
+        call = partial(entry, **entry_kwargs)
+        sent = call if context.get_start_method() == "fork" else _encode(call)
+        oom_kills = count_oom_kills()
         for position, environ in enumerate(environs):
             first = position * ranks_per_process
             ranks = range(first, first + ranks_per_process)
             workers += _start_process(context, run or _run_alone, sent, ranks, environ, daemon)
     except BaseException:
-        _end(Workers(workers, serving, None).processes)
+        _end(Workers(workers, serving, None, nodes).processes)
+        nodes.leave()  # or the others would wait for as long as somebody keeps the traceback
         raise
     _kept[:] = [kept for kept in _kept if kept.may_run()]
-    _kept.append(Workers(workers, serving, oom_kills))
+    _kept.append(Workers(workers, serving, oom_kills, nodes))
     return _kept[-1]
 
 
@@ -464,8 +467,9 @@ class _Worker:
 class Workers:
     """The running workers of one launch, in the order of their local ranks."""
 
-    def __init__(self, workers: list[_Worker], serving: object, oom_kills: int | None) -> None:
+    def __init__(self, workers: list[_Worker], serving: object, oom_kills: int | None, nodes: Nodes) -> None:
         self._workers = workers
+        self._nodes = nodes
         self._serving = serving  # lives in the launcher, so it outlives any worker
         self._oom_kills = oom_kills  # when they were started
         self._launcher_pid = os.getpid()
@@ -484,9 +488,11 @@ class Workers:
         return self._launcher_pid == os.getpid()
 
     def may_run(self) -> bool:
-        """Whether one of them runs, as far as this process can tell."""
+        """Whether one of them, or of those on other machines, runs, as far as this process can tell."""
         # What another process serves must not end here, in a process without its threads.
-        return not self.are_ours() or any(process.is_alive() for process in self.processes)
+        if not self.are_ours():
+            return True
+        return any(process.is_alive() for process in self.processes) or self._nodes.are_awaited()
 
     def pids(self) -> list[int]:
         """The process ids, by local rank. Replicas of XLA may share a process."""
@@ -514,6 +520,7 @@ class Workers:
         """End the workers that still run: SIGTERM, and SIGKILL for those that do not heed it."""
         self._is_ended_here = True
         _end(self.processes)
+        self._nodes.leave()
         self._serving = None
         if self in _kept:
             _kept.remove(self)
@@ -522,13 +529,13 @@ class Workers:
         """Whether the workers are through: all have ended, or one has failed and the grace is over."""
         deadline = None if timeout is None else time.monotonic() + timeout
         failed_at: float | None = None
-        while running := [worker for worker in self._workers if not worker.done]:
+        while (running := self._running()) or self._nodes.are_awaited():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             waited_for: set[Any] = {worker.process.sentinel for worker in running}
             waited_for |= {
                 worker.receiver for worker in running if worker.result is None and worker.failure is None
             }
-            ready = set(connection.wait(waited_for, left))
+            ready = set(connection.wait([*waited_for, *self._nodes.waited_for()], left))
             if not ready:
                 return failed_at is not None
             for worker in running:
@@ -536,26 +543,38 @@ class Workers:
                     worker.read()
                 if worker.process.sentinel in ready:
                     worker.reap()
-            if any(worker.has_failed for worker in self._workers):
+            self._nodes.read(ready)
+            self._nodes.tell(self._failed_here(), is_done=not self._running())
+            if self._has_failed():
                 failed_at = failed_at or time.monotonic()
-                grace = _GRACE_SECONDS if is_cause_known(self._failed()) else _PATIENCE_SECONDS
-                deadline = failed_at + grace
+                deadline = failed_at + (_GRACE_SECONDS if self._is_cause_known() else _PATIENCE_SECONDS)
         return True
 
-    def _failed(self) -> list[Failed]:
+    def _running(self) -> list[_Worker]:
+        return [worker for worker in self._workers if not worker.done]
+
+    def _failed_here(self) -> list[Failed]:
         return [one for worker in self._workers if (one := worker.failed()) is not None]
+
+    def _has_failed(self) -> bool:
+        return any(worker.has_failed for worker in self._workers) or self._nodes.have_failed()
+
+    def _is_cause_known(self) -> bool:
+        return self._nodes.is_one_lost() or is_cause_known([*self._failed_here(), *self._nodes.failed()])
 
     def _conclude(self) -> None:
         """All have ended, or one has failed: take what they returned, or what they died of."""
-        if not any(worker.has_failed for worker in self._workers):
+        if not self._has_failed():
             results = [worker.take_result() for worker in self._workers]
-        failed, has_failed = self._failed(), any(worker.has_failed for worker in self._workers)
+        failed, has_failed = [*self._failed_here(), *self._nodes.failed()], self._has_failed()
         about_sigkill = "" if self._is_ended_here else why_killed(self._oom_kills)
         if self._is_ended_here:  # so nobody knows whether it could have begun
             failed = [one._replace(started=True) for one in failed]
+        self._nodes.tell(self._failed_here(), is_done=True)
+        self._nodes.leave()
         if has_failed:
             self.terminate()
-            self._error = partial(error_of, failed, about_sigkill)
+            self._error = partial(self._nodes.error_of, failed, about_sigkill)
         else:
             self._results = results
         for worker in self._workers:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -16,21 +15,24 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from ignite_dist import environments
-from ignite_dist.environments import Environment
-from ignite_dist.environments.base import read_port
+from ignite_dist import environments, links
+from ignite_dist.environments import Environment, variables
+from ignite_dist.environments.base import read_int, read_port
 from ignite_dist.errors import EnvironmentVariablesError, LaunchError
 
 __all__ = [
+    "ASK_ONCE",
     "find_place",
     "interfaces",
     "join_store",
     "launchers_store",
     "loopback_only",
     "note_meeting",
+    "on_one_machine",
     "serve_launchers_store",
     "serve_store",
     "set_missing",
+    "waiting",
 ]
 
 # How many contexts of this process have met in each place. All ranks that met there have the same number.
@@ -38,21 +40,20 @@ _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
 
 _SECOND = timedelta(seconds=1)
 
-_ALONE = Environment("nobody", rank=0, world_size=1, local_rank=0)
-
 
 def find_place(init_method: str | None, rank: int | None, world_size: int | None) -> Environment:
     """The place of this process: what the arguments say, else the environment, else a world of one.
 
     Raises:
         ValueError: the two contradict each other, or an ``init_method`` comes without ranks.
-        EnvironmentVariablesError: the environment is half set, or Horovod's.
+        EnvironmentVariablesError: the environment is half set, or does not say where rank 0 is.
     """
-    environment = environments.detect(os.environ)
+    environ = variables.given()
+    environment = environments.detect(environ)
     if rank is None or world_size is None:
-        if environment is None and os.environ.get("LOCAL_RANK"):
+        if environment is None and environ.get("LOCAL_RANK"):
             raise EnvironmentVariablesError(
-                f"LOCAL_RANK={os.environ['LOCAL_RANK']} is set, but RANK and WORLD_SIZE are not. Set them "
+                f"LOCAL_RANK={environ['LOCAL_RANK']} is set, but RANK and WORLD_SIZE are not. Set them "
                 "for every process, start the script with torchrun, or unset LOCAL_RANK to run alone."
             )
         if environment is None and init_method not in (None, "env://"):
@@ -60,18 +61,25 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
                 f"init_method={init_method!r} needs rank= and world_size=, or RANK and WORLD_SIZE in the "
                 "environment."
             )
-        size = os.environ.get("HOROVOD_SIZE", "1")
-        if environment is None and size != "1":
+        place = environment or environments.ALONE
+        if place.world_size > 1 and place.main_address is None and init_method in (None, "env://"):
             raise EnvironmentVariablesError(
-                f"HOROVOD_SIZE={size}, so horovodrun has started {size} processes, but torch.distributed "
-                "does not know it, and each would be a world of one. Use backend 'horovod', or torchrun."
+                f"{place.launcher} has started {place.world_size} processes on several nodes, and does not "
+                "say on which one rank 0 runs. Set MASTER_ADDR to that node's address, for every process "
+                "(mpirun -x MASTER_ADDR=..., for example), and MASTER_PORT if you like."
             )
-        return environment or _ALONE
+        return place
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in [0, world_size), got rank={rank} and world_size={world_size}.")
     if environment is None:
-        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), read_port(os.environ, "MASTER_PORT")
-        return Environment("arguments", rank, world_size, main_address=address, main_port=port or 15000)
+        return Environment(
+            "arguments",
+            rank,
+            world_size,
+            local_rank=read_int(environ, "LOCAL_RANK"),
+            main_address=environ.get("MASTER_ADDR") or "127.0.0.1",
+            main_port=read_port(environ, "MASTER_PORT") or 15000,
+        )
     if (environment.rank, environment.world_size) != (rank, world_size):
         raise ValueError(
             f"rank={rank}, world_size={world_size} contradict the environment ({environment.launcher}): "
@@ -81,35 +89,18 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
     return environment
 
 
-def set_missing(place: Environment, more: Mapping[str, str] | None = None) -> Callable[[], None]:
-    """Set the variables that scripts read, and ``more``, where they are not there.
-
-    Returns:
-        What to call to take that back.
-    """
-    wanted = {
-        "RANK": place.rank,
-        "WORLD_SIZE": place.world_size,
-        "LOCAL_RANK": place.local_rank,
-        "MASTER_ADDR": place.main_address,
-        "MASTER_PORT": place.main_port,
-        **(more or {}),
-    }
-    missing = {
-        key: str(value) for key, value in wanted.items() if value is not None and not os.environ.get(key)
-    }
-    empty = {key for key in missing if key in os.environ}
-    os.environ.update(missing)
-
-    def restore() -> None:
-        for key, value in missing.items():
-            if os.environ.get(key) == value:  # else somebody has changed it since
-                if key in empty:
-                    os.environ[key] = ""
-                else:
-                    del os.environ[key]
-
-    return restore
+def set_missing(place: Environment, more: Mapping[str, str]) -> None:
+    """Set the variables that scripts read, and ``more``, where they are not there."""
+    variables.set_missing(
+        {
+            "RANK": place.rank,
+            "WORLD_SIZE": place.world_size,
+            "LOCAL_RANK": place.local_rank,
+            "MASTER_ADDR": place.main_address,
+            "MASTER_PORT": place.main_port,
+            **more,
+        }
+    )
 
 
 def join_store(place: Environment, init_method: str | None, timeout: timedelta | None) -> Store:
@@ -177,6 +168,15 @@ def _store_of_this_start(store: Store, place: Environment, deadline: float) -> S
             time.sleep(0.05)  # an earlier start's: the new rank 0 is still on its way
 
 
+def waiting(place: Environment, init_method: str | None) -> str:
+    """Whom this rank waits for, and where."""
+    others = "all other ranks" if place.rank == 0 else "rank 0 and the others"
+    address, port = _main_address(place, init_method)
+    where = init_method if address is None else f"{address}:{port}"
+    host = socket.gethostname()
+    return f"Rank {place.rank} of {place.world_size} ({host}) is still waiting for {others} at {where}."
+
+
 def note_meeting(place: Environment, init_method: str | None) -> None:
     """Note that all ranks have met in this place. The next context there uses other keys of the store."""
     _num_contexts[_meeting_place(place, init_method or "env://")] += 1
@@ -227,10 +227,10 @@ def _serve_on_loopback(place: Environment, init_method: str, timeout: timedelta)
     address, port = _main_address(place, init_method)
     # The variable, torchrun's and spawn's, says that somebody else serves the store.
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if place.rank != 0 or by_agent or address is None or port is None or not _is_loopback(address):
+    if place.rank != 0 or by_agent or address is None or port is None or not links.is_loopback(address):
         return None
     try:
-        listener = _listen(address, port)
+        listener = links.listen(address, port)
     except OSError:
         return None  # torch may serve another store there for this process, and else it says what is wrong
     try:
@@ -260,37 +260,14 @@ def _main_address(place: Environment, init_method: str | None) -> tuple[str | No
     return (parts.hostname, parts.port) if parts.scheme == "tcp" else (None, None)
 
 
-def _is_loopback(address: str) -> bool:
-    """Whether every machine means itself by ``address``. Other names may mean another machine elsewhere."""
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        # Connections of a store that was served there before may still be on their way out.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen()
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def serve_store(address: str, port: int) -> tuple[Store, int]:
+def serve_store(address: str, port: int = 0) -> tuple[Store, int]:
     """A store served by this process, and its port; port 0 stands for a free one.
 
     Raises:
         LaunchError: the port is in use, or the address is not one of this machine.
     """
     try:
-        listener = _listen(address, port)
+        listener = links.listen(address, port)
     except OSError as error:
         raise LaunchError(
             f"Cannot serve the rendezvous on {address}:{port}: {error.strerror}. Leave master_addr and "
@@ -328,19 +305,34 @@ def launchers_store() -> Store | None:
     return TCPStore(address, int(port), wait_for_workers=False) if address else None
 
 
+# Else each rank asks the store for the address of every other one by itself, in three requests: 3 million for
+# a start of 1,000 ranks. https://github.com/pytorch/gloo, gloo/rendezvous/context.cc
+ASK_ONCE = {"GLOO_ENABLE_STORE_V2_API": "1"}
+
+
 # --- on which interface --------------------------------------------------------------------------------
 
 
-def interfaces(place: Environment, init_method: str | None) -> dict[str, str]:
-    """The variables for gloo and NCCL, if the launcher or the address says that all ranks run here."""
-    address, _ = _main_address(place, init_method)
+def on_one_machine(place: Environment, init_method: str | None) -> bool:
+    """Whether the launcher or the address says that all ranks run here."""
     if place.nnodes is not None:
-        on_one_machine = place.nnodes == 1
-    elif place.nproc_per_node is not None:
-        on_one_machine = place.nproc_per_node == place.world_size
-    else:
-        on_one_machine = place.world_size == 1 or (address is not None and _is_loopback(address))
-    return loopback_only() if on_one_machine else {}
+        return place.nnodes == 1
+    if place.nproc_per_node is not None:
+        return place.nproc_per_node == place.world_size
+    address, _ = _main_address(place, init_method)
+    return place.world_size == 1 or (address is not None and links.is_loopback(address))
+
+
+def interfaces(place: Environment, init_method: str | None) -> dict[str, str]:
+    """The variables that tell gloo and NCCL where to meet, if all ranks run here; else gloo alone.
+
+    NCCL itself leaves out the loopback interface and Docker's, and may have faster ones than this.
+    """
+    if on_one_machine(place, init_method):
+        return loopback_only()
+    address, _ = _main_address(place, init_method)
+    interface = None if address is None else links.interface_towards(address)
+    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
 def loopback_interface() -> str | None:

@@ -26,11 +26,11 @@ FACADE = names("""
     ExactSampler gather_in_order sampler_kwargs split to_device
     unwrap_model mark_forward_method model_state load_model_state optimizer_state load_optimizer_state
     DDPSyncStrategy no_sync grad_sync accumulate clip_grad_norm join
-    debug watch raise_together safe_objects
+    debug watch raise_together safe_objects environment
 """)
 ERRORS = names("""
     DistributedError RankFailedError CollectiveMismatchError EnvironmentVariablesError LaunchError
-    WorkerRaisedError WorkerExitedError MissingRanksError UnsafeObjectError
+    WorkerRaisedError WorkerExitedError MissingRanksError UnsafeObjectError HostLostError
 """)
 
 REQUIRED = inspect.Parameter.empty
@@ -58,6 +58,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
     "barrier": {},
     "broadcast": {"tensor": REQUIRED, "src": 0, "safe_mode": False},
     "device": {},
+    "environment": {},
     "finalize": {},
     "get_local_rank": {},
     "get_nnodes": {},

@@ -440,6 +440,22 @@ def test_a_file_as_the_meeting_place(tmp_path: Path) -> None:
         assert spawn(who, init_method=f"file://{tmp_path}/{name}") == [expected(0), expected(1)]
 
 
+def test_an_address_of_another_job_when_there_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    # mpirun's, for the launcher alone: another world of the same size
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    for name, value in zip(names, "0202", strict=True):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    found = spawn(_launcher_here, init_method=f"file://{tmp_path}/meet")
+    assert found == ["idist.spawn"] * 2
+
+
+def _launcher_here(_: int) -> str:
+    return idist.environment().launcher
+
+
 @pytest.mark.parametrize("init_method", [None, "env://"])
 def test_a_port_of_ones_own_again_and_again(init_method: str | None) -> None:
     port = helpers.free_port()
@@ -638,8 +654,13 @@ def test_a_function_may_end_its_context_and_make_another() -> None:
         ({"nnodes": 2}, ValueError, ["master_addr", "master_port"]),
         ({"nnodes": 2, "master_addr": "127.0.0.1"}, ValueError, ["master_port"]),
         ({"nnodes": 2, "node_rank": 2, "master_addr": "h", "master_port": 1}, ValueError, ["node_rank"]),
+        ({"nnodes": 2, "node_rank": 0, "master_addr": "h", "master_port": 0}, ValueError, ["[1, 65535]"]),
+        ({"master_port": 65536}, ValueError, ["master_port", "65536"]),
+        ({"master_port": "29500"}, ValueError, ["master_port", "'29500'"]),
         ({"node_rank": 1}, ValueError, ["node_rank"]),
         ({"init_method": "file:///x", "master_port": 1}, ValueError, ["master_port", "init_method"]),
+        ({"master_port": 65536}, ValueError, ["master_port", "65536"]),
+        ({"master_port": "29500"}, ValueError, ["master_port", "'29500'"]),
         ({"timeout": 30}, TypeError, ["timedelta"]),
     ],
     ids=str,
@@ -726,6 +747,69 @@ def test_parallel_with_join_false_gives_the_handle() -> None:
     with idist.Parallel("gloo", nproc_per_node=2, join=False) as parallel:
         handle = parallel.run(_add, 1, b=2)
     assert handle.join() == [[3, 2], [4, 2]]
+
+
+def _lives_on(world_size: int) -> bool:
+    """Whether the context is still there, and still works."""
+    return idist.get_world_size() == dist.get_world_size() == idist.all_reduce(1) == world_size
+
+
+def _inside_of_anothers_context(backend: str) -> Any:
+    dist.init_process_group(backend)
+    before = dict(os.environ)
+    with idist.Parallel(backend="gloo") as parallel:
+        result = parallel.run(_add, 1, b=2)
+    kept = _lives_on(2)
+    with suppress(LookupError), idist.Parallel(backend="gloo"):
+        raise LookupError("every rank has no data")
+    assert dict(os.environ) == before
+    return result, kept, _lives_on(2)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+def test_parallel_uses_a_live_context_and_leaves_it_to_its_owner(backend: str) -> None:
+    assert helpers.run_ranks(_inside_of_anothers_context, backend) == [
+        ([3, 2], True, True),
+        ([4, 2], True, True),
+    ]
+
+
+def _inside_of_a_worker(local_rank: int) -> Any:
+    with idist.Parallel(backend="gloo") as parallel:
+        result = parallel.run(_add, 1, b=2)
+    return result, _lives_on(2)
+
+
+def test_a_script_that_uses_parallel_can_be_spawned() -> None:
+    assert spawn(_inside_of_a_worker) == [([3, 2], True), ([4, 2], True)]
+
+
+def test_parallel_refuses_a_live_context_of_another_backend() -> None:
+    idist.initialize("gloo")
+    try:
+        with pytest.raises(RuntimeError, match="backend 'gloo' exists already"), idist.Parallel("cpu:gloo"):
+            pytest.fail("it was entered")
+        assert _lives_on(1)
+    finally:
+        idist.finalize()
+
+
+def test_parallel_says_which_keywords_come_too_late_for_a_live_context() -> None:
+    idist.initialize("gloo")
+    try:
+        keywords = {"timeout": timedelta(seconds=9), "init_method": "env://"}
+        with pytest.warns(UserWarning, match="without timeout:"), idist.Parallel("gloo", **keywords):
+            assert _lives_on(1)
+    finally:
+        idist.finalize()
+
+
+def test_parallel_can_be_entered_again() -> None:
+    parallel = idist.Parallel("gloo")
+    for _ in range(2):
+        with parallel:
+            assert idist.model_name() == "native-dist"
+        assert idist.model_name() == "serial"
 
 
 def _raises_in_the_block(where: str) -> None:
@@ -877,3 +961,23 @@ def test_the_signature_names_every_argument() -> None:
         *("backend", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "init_method"),
         "spawn_kwargs",
     ]
+
+
+# --- a launcher and nproc_per_node ----------------------------------------------------------------------
+
+
+def test_several_machines_without_processes_to_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="nnodes=2 without nproc_per_node"):
+        idist.Parallel(backend="gloo", nnodes=2, node_rank=0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    idist.Parallel(backend="gloo", nnodes=2, node_rank=0)  # its launcher's
+
+
+def test_a_job_for_each_process_of_a_launcher_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.warns(UserWarning, match="torchrun has started 2 processes, and nproc_per_node=2") as caught:
+        idist.Parallel(backend="gloo", nproc_per_node=2)
+    assert caught[0].filename == __file__

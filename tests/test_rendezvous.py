@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import helpers
 import ignite_dist as idist
-from ignite_dist import rendezvous
+from ignite_dist import links, rendezvous
 
 SHORT = timedelta(seconds=40)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -119,6 +119,24 @@ def test_under_nccl_too() -> None:
     assert interfaces == [rendezvous.loopback_interface()] * 2
 
 
+def _asks_once() -> tuple[str | None, ...]:
+    """The variable before a context, in it, and after it."""
+    name = "GLOO_ENABLE_STORE_V2_API"
+    found = [os.environ.get(name)]
+    idist.initialize("gloo", timeout=SHORT)
+    found.append(os.environ.get(name))
+    assert idist.all_reduce(1, group=[0, 1]) == 2
+    idist.finalize()
+    return *found, os.environ.get(name)
+
+
+@pytest.mark.parametrize("said", [None, "0"], ids=["not-said", "said-by-the-user"])
+def test_gloo_asks_the_store_for_all_addresses_at_once(said: str | None) -> None:
+    environs = helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
+    environs = [{**one, **({"GLOO_ENABLE_STORE_V2_API": said} if said else {})} for one in environs]
+    assert helpers.run_ranks(_asks_once, environs=environs) == [(said, said or "1", said)] * 2
+
+
 def _network_interface() -> str | None:
     """An interface that other machines may reach, with an address of IPv4."""
     for name, addresses in psutil.net_if_addrs().items():
@@ -169,7 +187,7 @@ def test_when_all_ranks_are_known_to_run_on_this_machine(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     place = rendezvous.find_place(init_method, None, None)
-    assert bool(rendezvous.interfaces(place, init_method)) == expected
+    assert (rendezvous.interfaces(place, init_method) == rendezvous.loopback_only()) == expected
 
 
 def _waits_in_vain() -> None:
@@ -315,3 +333,23 @@ def test_jobs_that_are_launched_side_by_side_do_not_collide(
             for launcher in launchers:
                 _said(launcher, "fine")
                 tally("jobs of two ranks, launched side by side")
+
+
+def test_an_empty_address_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "")
+    assert rendezvous.find_place("env://", 0, 2).main_address == "127.0.0.1"
+
+
+def test_a_rank_that_waits_for_others_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = helpers.free_port()
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(links, "_SECONDS_WITHOUT_A_WORD", 0.05)
+    with pytest.raises(RuntimeError):
+        idist.initialize("gloo", timeout=timedelta(seconds=1))
+    (said,) = [message for message in caplog.messages if "still waiting" in message]
+    assert said.startswith("Rank 0 of 2 (")
+    assert said.endswith(f"waiting for all other ranks at 127.0.0.1:{port}.")

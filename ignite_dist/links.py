@@ -1,0 +1,266 @@
+"""Connections to other machines: over which interface, and how it is noticed that the other end is gone.
+
+TCP alone waits a quarter of an hour for a machine that has lost its power or its cable, and for ever if it
+only listens. The kernel can look after a connection by itself, without a thread or traffic of ours: it only
+has to be told so for each socket, those that gloo and torch's store have opened too.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import re
+import socket
+import stat
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from torch.distributed import Work
+
+from ignite_dist.environments.base import read_int
+from ignite_dist.errors import EnvironmentVariablesError, HostLostError
+
+__all__ = [
+    "addresses",
+    "explained",
+    "interface_towards",
+    "is_loopback",
+    "is_own_name",
+    "listen",
+    "seconds_of_silence",
+    "wait",
+    "wait_told",
+    "watch",
+    "watched",
+]
+
+_logger = logging.getLogger(__name__)
+
+# How long a machine may be silent; the variable says it otherwise.
+# Two costs: a network that is away for longer ends the job. And so does a process that takes nothing in for
+# as long while its peer sends (stopped in a debugger, say), because the kernel does not tell the two apart.
+_SECONDS_OF_SILENCE = 30
+_VARIABLE = "IGNITE_DIST_SILENCE_SECONDS"
+_NUM_PROBES = 3
+
+# How long a wait for other processes may be silent.
+_SECONDS_WITHOUT_A_WORD = 15.0
+
+# How long a name server may take; behind a cut link it does not answer either.
+_SECONDS_TO_FIND_NAME = 2.0
+
+
+# --- when the other end goes ---------------------------------------------------------------------------
+
+
+def seconds_of_silence() -> int:
+    """How long another machine may be silent.
+
+    Raises:
+        EnvironmentVariablesError: the variable that says it holds something else than seconds.
+    """
+    seconds = read_int(os.environ, _VARIABLE)
+    if seconds is None:
+        return _SECONDS_OF_SILENCE
+    if seconds < _NUM_PROBES:
+        raise EnvironmentVariablesError(f"{_VARIABLE} must be {_NUM_PROBES} seconds or more, got {seconds}.")
+    return seconds
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Let the kernel look after the connections that are opened in the block and still open behind it."""
+    seconds = seconds_of_silence()
+    before = _open_sockets()
+    yield
+    for fd, _ in _open_sockets() - before:
+        with suppress(OSError), _borrowed(fd) as sock:  # closed since, or of the kernel's own kind
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                sock.getpeername()  # refused where nothing is connected
+                watch(sock, seconds)
+
+
+def watch(sock: socket.socket, seconds: int) -> None:
+    """Let the kernel end the connection when the other machine has been silent for that long."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {  # those that this platform has
+        "TCP_KEEPIDLE": seconds // _NUM_PROBES,  # while nothing is under way
+        "TCP_KEEPINTVL": seconds // _NUM_PROBES,
+        "TCP_KEEPCNT": _NUM_PROBES,
+        "TCP_USER_TIMEOUT": seconds * 1000,  # while something is
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _open_sockets() -> set[tuple[int, int]]:
+    """The sockets of this process: file descriptor, and what tells it from one that had the number before."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # the one that reads this folder
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found
+
+
+@contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """Somebody else's socket, as Python's."""
+    blocking = os.get_blocking(fd)
+    sock = socket.socket(fileno=fd)
+    try:
+        if socket.getdefaulttimeout() is not None:  # then Python has made it a non-blocking one
+            os.set_blocking(fd, blocking)
+        yield sock
+    finally:
+        sock.detach()
+
+
+# How gloo and torch's store put it that a machine is silent.
+_SILENCE = re.compile(
+    r"\[([0-9a-f.:]+)\]:\d+: (?:connection timed out|no route to host|network is unreachable)", re.IGNORECASE
+)
+
+
+def explained(error: BaseException) -> BaseException:
+    """``error``; or, if a backend says in it that a machine has gone silent, one that names the machine."""
+    if not isinstance(error, RuntimeError) or isinstance(error, HostLostError):
+        return error
+    found = _SILENCE.search(str(error))
+    if found is None:
+        return error
+    address = found[1].removeprefix("::ffff:")
+    lost = HostLostError(_name_of(address), address)
+    lost.__cause__ = error
+    return lost
+
+
+@contextmanager
+def wait_told(what: Callable[[], str]) -> Iterator[None]:
+    """Say ``what`` the block waits for, once, if it takes long."""
+    timer = threading.Timer(_SECONDS_WITHOUT_A_WORD, lambda: _logger.warning("%s", what()))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def wait(work: Work) -> None:
+    """Wait for a collective; see :func:`explained`."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        lost = explained(error)
+        if lost is error:
+            raise
+        raise lost from error
+
+
+def _name_of(address: str) -> str:
+    """The name of the host with this address, if that is found out soon."""
+    names: list[str] = []
+
+    def ask() -> None:
+        with suppress(OSError):
+            names.append(socket.gethostbyaddr(address)[0])
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_SECONDS_TO_FIND_NAME)
+    return names[0] if names else ""
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens there; an empty address stands for all of this machine.
+
+    Raises:
+        OSError: the port is in use, or the address is not one of this machine.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        # Connections of a store that was served there before may still be on their way out.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+# --- over which interface ------------------------------------------------------------------------------
+
+# Reserved for documentation (RFC 5737), so it is reached as everything that is far away.
+_FAR_AWAY = "192.0.2.1"
+
+_SIOCGIFADDR = 0x8915  # Linux's request for the IPv4 address of an interface
+
+
+def interface_towards(address: str) -> str | None:
+    """The interface over which this machine and the one at ``address`` reach each other, if that is known.
+
+    gloo takes the interface that has the address of the host's own name: on Debian that is a loopback
+    address, by which no other machine can reach this one.
+    """
+    local = _local_address(_FAR_AWAY if is_own_name(address) else address)
+    return None if local is None or is_loopback(local) else _interface_of(local)
+
+
+def _local_address(address: str) -> str | None:
+    """The address of this machine from which it would send to ``address``; nothing is sent."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.connect(target)
+            return str(sock.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _interface_of(address: str) -> str | None:
+    """The interface that has this address. None if it is not found."""
+    return next((name for name, known in addresses().items() if address in known), None)
+
+
+def addresses() -> dict[str, list[str]]:
+    """The addresses of each network interface; none are known where this is not Linux."""
+    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    if sys.platform != "linux":
+        return found
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for name in found:
+            with suppress(OSError):  # it has none
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[name].append(socket.inet_ntoa(answer[20:24]))
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text(encoding="ascii").splitlines() if table.exists() else ():
+        digits, *_, name = line.split()
+        found.setdefault(name, []).append(str(ipaddress.ip_address(bytes.fromhex(digits))))
+    return found
+
+
+def is_own_name(address: str) -> bool:
+    """Whether ``address`` is a name by which this machine, and no other, means itself."""
+    return not is_loopback(address) and is_loopback(_local_address(address) or "")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether every machine means itself by ``address``. Other names may mean another machine elsewhere."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

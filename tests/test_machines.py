@@ -1,0 +1,264 @@
+"""Jobs on several machines: network namespaces with addresses and host names of their own."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from helpers import write_script
+from machines import Host, Job, machines, needs_namespaces
+
+pytestmark = [pytest.mark.launchers, needs_namespaces]
+
+# torch's store, gloo, our launchers: all of it has to listen where the others reach it, and nowhere else.
+SCRIPT = """
+    import os
+    import sys
+    import time
+    import traceback
+    from datetime import timedelta
+
+    import torch
+
+    import ignite_dist as idist
+
+    def places():
+        return idist.get_local_rank(), idist.get_nproc_per_node(), idist.get_nnodes(), idist.get_node_rank()
+
+    def work(local_rank, way):
+        rank, size = idist.get_rank(), idist.get_world_size()
+        if way == "works":
+            check_collectives(rank, size)
+            return f"rank {rank}/{size} on {idist.hostname()}: {local_rank} {places()}"
+        idist.barrier()
+        print("at work", flush=True)
+        if way == "fails" and rank == size - 1:
+            raise LookupError("there is no data")
+        tensor = torch.ones(1 << 20)
+        try:
+            while True:
+                idist.all_reduce(tensor, "MAX")
+        except idist.HostLostError as error:
+            print(f"lost {error.host} {error.address}", flush=True)
+            raise
+
+    def check_collectives(rank, size):
+        ranks = torch.arange(size)
+        assert torch.equal(idist.all_gather(torch.tensor([rank])), ranks)
+        assert idist.all_gather({"rank": rank}) == [{"rank": other} for other in range(size)]
+        assert idist.all_reduce(torch.ones(1 << 20)).unique().tolist() == [size]
+        assert idist.all_reduce({"rank": rank, "one": 1.0}) == {"rank": sum(range(size)), "one": size}
+        mine = "mine" if rank == size - 1 else None
+        assert idist.broadcast(mine, src=size - 1, safe_mode=True) == "mine"
+        ends = [0, size - 1]
+        assert idist.all_reduce(1, group=ends) == (2 if rank in ends else 1)
+        order = []
+        with idist.one_rank_first(local=True):
+            order.append(time.time())
+        idist.barrier()
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0", os.environ["GLOO_SOCKET_IFNAME"]
+
+    if __name__ == "__main__":
+        way, launch, *numbers = sys.argv[1:]
+        kwargs = {}
+        if launch != "torchrun":
+            names = ("node_rank", "nnodes", "nproc_per_node", "timeout")
+            kwargs = dict(zip(names, map(int, numbers)), master_addr=os.environ["MAIN"], master_port=29500)
+            kwargs["timeout"] = timedelta(seconds=kwargs["timeout"])
+        try:
+            if launch == "spawn":
+                results = idist.spawn("gloo", work, (way,), **kwargs)
+            else:
+                with idist.Parallel("gloo", **kwargs) as parallel:
+                    results = [parallel.run(work, way)]
+        except idist.DistributedError as error:
+            if launch == "torchrun":
+                raise
+            sys.exit(f"{type(error).__name__}, {getattr(error, 'rank', None)}: {error}")
+        print("\\n".join(results), flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return write_script(tmp_path, SCRIPT)
+
+
+@pytest.fixture
+def two() -> Iterator[list[Host]]:
+    with machines(2) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def three() -> Iterator[list[Host]]:
+    with machines(3) as hosts:
+        yield hosts
+
+
+def start(
+    hosts: Sequence[Host], script: Path, way: str, launch: str, sizes: Sequence[int], main: str = ""
+) -> list[Job]:
+    """The script on each host, with as many processes as ``sizes`` says."""
+    main = main or hosts[0].address
+    return [
+        start_one(host, script, way, launch, node_rank, len(sizes), nproc, main)
+        for node_rank, (host, nproc) in enumerate(zip(hosts, sizes, strict=False))
+    ]
+
+
+def start_one(
+    host: Host,
+    script: Path,
+    way: str,
+    launch: str,
+    node_rank: int,
+    nnodes: int,
+    nproc: int,
+    main: str,
+    seconds: int = 100,
+) -> Job:
+    if launch.startswith("torchrun"):
+        run = ["-m", "torch.distributed.run", "--nnodes", nnodes, "--nproc-per-node", nproc]
+        if launch == "torchrun":
+            run += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{main}:29400", "--rdzv-id", "job"]
+            # The host that has the endpoint, which torchrun does not recognise by its name.
+            run += ["--rdzv-conf", f"is_host={int(node_rank == 0)}"]
+        else:
+            run += ["--node-rank", node_rank, "--master-addr", main, "--master-port", "29400"]
+        return host.python(*run, script, way, "torchrun")
+    return host.python(script, way, launch, node_rank, nnodes, nproc, seconds, MAIN=main)
+
+
+def shown(ended: Sequence[tuple[int, str]]) -> str:
+    return "\n".join(
+        f"--- node {node}: exit code {code}\n{output}" for node, (code, output) in enumerate(ended)
+    )
+
+
+def lines(output: str, start: str = "rank ") -> list[str]:
+    return sorted(line for line in output.splitlines() if line.startswith(start))
+
+
+def expected(hosts: Sequence[Host], sizes: Sequence[int]) -> list[str]:
+    """What the ranks say, in order."""
+    found = []
+    for node_rank, (host, size) in enumerate(zip(hosts, sizes, strict=True)):
+        for local_rank in range(size):
+            places = (local_rank, size, len(sizes), node_rank)
+            found.append(f"rank {len(found)}/{sum(sizes)} on {host.name}: {local_rank} {places}")
+    return found
+
+
+@pytest.mark.parametrize("launch", ["spawn", "torchrun", "torchrun, static"])
+def test_nodes_of_different_sizes(launch: str, two: list[Host], script: Path) -> None:
+    ended = [job.end() for job in start(two, script, "works", launch, (2, 1))]
+    assert [code for code, _ in ended] == [0, 0], shown(ended)
+    found = sorted(line for _, output in ended for line in lines(output))
+    if launch == "torchrun":  # which node is the first is not for us to say
+        found = [re.sub(r"\d+", "N", line) for line in found]
+        assert found == [re.sub(r"\d+", "N", line) for line in expected(two, (2, 1))], shown(ended)
+    else:
+        assert found == expected(two, (2, 1)), shown(ended)
+
+
+@pytest.mark.parametrize("launch", ["Parallel", "torchrun, static"])
+def test_three_nodes_by_name(launch: str, three: list[Host], script: Path) -> None:
+    """The name of the main host is a loopback address there."""
+    sizes = (1, 2, 1)
+    ended = [job.end() for job in start(three, script, "works", launch, sizes, main=three[0].name)]
+    assert [code for code, _ in ended] == [0, 0, 0], shown(ended)
+    found = sorted(line for _, output in ended for line in lines(output))
+    ranks = [line for line in expected(three, sizes) if launch != "Parallel" or ": 0 (" in line]
+    assert found == ranks, ended  # Parallel gives what local rank 0 returned
+
+
+@pytest.mark.parametrize("launch", ["spawn", "Parallel"])
+def test_every_launcher_raises_what_the_first_rank_died_of(
+    launch: str, two: list[Host], script: Path
+) -> None:
+    jobs = start(two, script, "fails", launch, (2, 1))
+    jobs[1].wait_for("at work")
+    started = time.monotonic()
+    ended = [job.end() for job in jobs]
+    assert time.monotonic() - started < 30
+    for code, output in ended:
+        assert code == 1, shown(ended)
+        assert "WorkerRaisedError, 2: Rank 2 (pid" in output and "on hostb) failed first" in output, shown(
+            ended
+        )
+        assert "LookupError: there is no data" in output, shown(ended)
+
+
+def test_a_launcher_that_is_gone(three: list[Host], script: Path) -> None:
+    jobs = start(three, script, "goes on", "spawn", (1, 1, 1))
+    jobs[0].wait_for("at work")
+    jobs[1].process.send_signal(signal.SIGKILL)
+    for job in (jobs[0], jobs[2]):
+        code, output = job.end(30)
+        assert code == 1, output
+        assert (
+            "RankFailedError, 1: Node 1 (hostb, 10.98.7.2) with rank 1 cannot be reached: its launcher has "
+            in output
+        )
+
+
+def test_a_host_that_never_comes(three: list[Host], script: Path) -> None:
+    jobs = [
+        start_one(host, script, "works", "spawn", node_rank, 3, 1, three[0].address, seconds=8)
+        for node_rank, host in ((0, three[0]), (2, three[2]))
+    ]
+    (code, first), (code_of_third, third) = (job.end(60) for job in jobs)
+    assert (code, code_of_third) == (1, 1)
+    assert "LaunchError, None: Node 1 of 3 did not come in time; node 0 (hosta), node 2 (hostc) did" in first
+    assert "LaunchError" in third and ("Node 1 of 3" in third or "waits for others" in third), third
+
+
+def test_a_main_host_that_never_comes(two: list[Host], script: Path) -> None:
+    job = start_one(two[1], script, "works", "spawn", 1, 2, 1, two[0].address, seconds=3)
+    code, output = job.end(60)
+    assert code == 1
+    assert f"Node 0 did not answer node 1 (hostb) at {two[0].address}:29500 in time" in output, output
+
+
+@pytest.mark.parametrize("launch", ["spawn", "Parallel"])
+def test_a_link_that_is_cut_ends_the_job_on_both_sides(launch: str, two: list[Host], script: Path) -> None:
+    jobs = start(two, script, "goes on", launch, (2, 1))
+    jobs[0].wait_for("at work")
+    two[1].cut()
+    cut = time.monotonic()
+    for job, other, ranks in zip(jobs, reversed(two), ("rank 2", "ranks 0 to 1"), strict=True):
+        code, output = job.end(40)
+        assert code == 1, output
+        node = f"({other.name}, {other.address}) with {ranks} cannot be reached: Connection timed out"
+        assert node in output, output
+    assert time.monotonic() - cut < 30
+    for host in two:
+        _is_empty(host)
+
+
+def test_a_link_that_is_cut_under_torchrun(two: list[Host], script: Path) -> None:
+    jobs = start(two, script, "goes on", "torchrun, static", (2, 1))
+    jobs[0].wait_for("at work")
+    two[1].cut()
+    cut = time.monotonic()
+    for job, other in zip(jobs, reversed(two), strict=True):
+        code, output = job.end(60)
+        seconds = time.monotonic() - cut
+        assert code == 1, output
+        assert f"lost {other.name} {other.address}" in output, output
+        summary = output.partition("Root Cause")[2]
+        assert f"HostLostError: {other.name} ({other.address}) does not answer any more" in summary, output
+        assert seconds < 45  # of which torchrun takes some
+
+
+def _is_empty(host: Host, seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while host.pids():
+        assert time.monotonic() < deadline, f"processes go on on {host.name}: {host.pids()}"
+        time.sleep(0.1)

@@ -1,0 +1,242 @@
+"""``bench``: latency and bandwidth of collectives, beside raw torch.distributed.
+
+Time and bandwidth are defined as by NVIDIA's nccl-tests, so that figures can be compared:
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import ignite_dist as idist
+from ignite_dist.arguments import did_you_mean
+from ignite_dist.cli.jobs import Meeting
+
+__all__ = ["COLLECTIVES", "Bench", "BenchReport", "Figure", "bus_bytes", "parse_collectives", "parse_sizes"]
+
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier")
+
+# For one size of one collective, ours and raw together; what is large takes longer, for the fewest calls.
+_SECONDS = 0.3
+_MIN_ROUNDS, _ROUNDS, _MAX_CALLS = 3, 15, 500
+_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+# --- arguments ---------------------------------------------------------------------------------------
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """``"4:64M"`` (by factors of 2), ``"4:64M:4"`` or ``"4,1K,16M"`` in bytes.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if ":" not in text:
+        return tuple(map(_parse_size, text.split(",")))
+    first, last, *more = text.split(":")
+    factor = more[0] if more else "2"
+    if len(more) > 1 or not factor.isdecimal() or int(factor) < 2:
+        raise ValueError(f"--sizes is from:to or from:to:factor, with a factor of at least 2; got {text!r}.")
+    size, end = _parse_size(first), _parse_size(last)
+    if size > end:
+        raise ValueError(f"--sizes goes from the smallest to the largest, got {text!r}.")
+    sizes = []
+    while size <= end:
+        sizes.append(size)
+        size *= int(factor)
+    return tuple(sizes)
+
+
+def _parse_size(text: str) -> int:
+    found = re.fullmatch(r"([0-9]{1,12})([BKMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    size = int(found[1]) * _UNITS[found[2].upper()] if found else 0
+    if not 4 <= size <= 1 << 36:
+        raise ValueError(
+            "--sizes takes numbers of bytes, at least 4 and at most 64G, with K, M or G for powers of 1024, "
+            f"as 4:64M or 4,1K,16M; got {text!r}."
+        )
+    return size
+
+
+def parse_collectives(text: str) -> tuple[str, ...]:
+    """``"all_reduce,barrier"``; all of them if it is empty.
+
+    Raises:
+        ValueError: there is no such collective.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in COLLECTIVES:
+            raise ValueError(
+                f"--collectives: unknown {name!r}. Allowed: {', '.join(COLLECTIVES)}."
+                f"{did_you_mean(name, COLLECTIVES)}"
+            )
+    return tuple(names) or COLLECTIVES
+
+
+# --- what is measured --------------------------------------------------------------------------------
+
+
+class Figure(NamedTuple):
+    """One collective at one size: medians over rounds, means over ranks.
+
+    Attributes:
+        collective: one of :data:`COLLECTIVES`.
+        num_bytes: the size S of nccl-tests: of an all_gather's result, else of each rank's tensor.
+        seconds: of a call of ours.
+        raw_seconds: of torch.distributed's own call; None with a backend that is not torch's.
+        bus_bytes: what a call moves over the busiest link; divided by the time it is the bus bandwidth.
+    """
+
+    collective: str
+    num_bytes: int
+    seconds: float
+    raw_seconds: float | None
+    bus_bytes: float
+
+
+class BenchReport(NamedTuple):
+    """What ``bench`` has measured."""
+
+    backend: str
+    device: str
+    world_size: int
+    hosts: list[str]
+    figures: list[Figure]
+
+    @property
+    def exit_status(self) -> int:
+        """A figure is never wrong."""
+        return 0
+
+
+def bus_bytes(collective: str, num_bytes: int, world_size: int) -> float:
+    """``num_bytes`` times nccl-tests' factor from algorithm to bus bandwidth."""
+    others = (world_size - 1) / world_size
+    factor = {"all_reduce": 2 * others, "all_gather": others, "broadcast": 1.0, "barrier": 0.0}
+    return num_bytes * factor[collective]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The collectives and sizes to measure; called on every rank."""
+
+    collectives: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def rows(self) -> list[tuple[str, int]]:
+        """Each collective with each of its sizes."""
+        return [
+            (collective, size)
+            for collective in self.collectives
+            for size in (self.sizes if collective != "barrier" else (0,))
+        ]
+
+    @property
+    def announcement(self) -> str:
+        """How long it will take."""
+        count = len(self.rows)
+        seconds = f"{count * _SECONDS:.0f} s, and more where a call takes long"
+        return f"{count} measurement{'s' * (count > 1)} of {_SECONDS} s each: {seconds}."
+
+    def __call__(self, meeting: Meeting) -> BenchReport:
+        """Measure, on every rank."""
+        figures = []
+        for collective, size in self.rows:
+            with meeting.step(f"{collective} of {size} bytes"):
+                figures.append(_figure(collective, size))
+                _show_progress(len(figures), len(self.rows))
+        return BenchReport(
+            backend=str(idist.backend()),
+            device=idist.device().type,
+            world_size=idist.get_world_size(),
+            hosts=meeting.hosts,
+            figures=figures,
+        )
+
+
+def _show_progress(done: int, total: int) -> None:
+    if idist.get_rank() == 0 and sys.stderr.isatty():
+        sys.stderr.write(f"\r{done}/{total}" if done < total else f"\r{' ' * 12}\r")
+        sys.stderr.flush()
+
+
+def _figure(collective: str, num_bytes: int) -> Figure:
+    world_size = idist.get_world_size()
+    shared = world_size if collective == "all_gather" else 1
+    numel = max(1, num_bytes // (4 * shared))  # as nccl-tests: rounded down to what can be shared
+    num_bytes = 0 if collective == "barrier" else numel * 4 * shared
+    tensor = torch.zeros(numel, dtype=torch.float32, device=idist.device())
+    out = tensor.new_empty(numel * shared)
+    calls = _contenders(collective, tensor, out)
+    own = [statistics.median(samples) for samples in _time_in_turn(calls, tensor)]
+    seconds, *raw = idist.all_reduce(own, "AVERAGE")
+    return Figure(
+        collective, num_bytes, seconds, raw[0] if raw else None, bus_bytes(collective, num_bytes, world_size)
+    )
+
+
+def _contenders(collective: str, tensor: Tensor, out: Tensor) -> list[Callable[[], Any]]:
+    """Our call, and torch's own where there is one."""
+    ours: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: idist.all_reduce(tensor),
+        "all_gather": lambda: idist.all_gather(tensor, out=out),
+        "broadcast": lambda: idist.broadcast(tensor),
+        "barrier": lambda: idist.barrier(),
+    }
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name
+    raw: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(tensor),
+        "all_gather": lambda: gather(out, tensor),
+        "broadcast": lambda: dist.broadcast(tensor, 0),
+        "barrier": lambda: dist.barrier(),
+    }
+    is_torch = isinstance(idist.world_group(), ProcessGroup)
+    return [ours[collective], raw[collective]] if is_torch else [ours[collective]]
+
+
+def _time_in_turn(calls: Sequence[Callable[[], Any]], tensor: Tensor) -> list[list[float]]:
+    """Seconds per call of each contender, in blocks that take turns, so that noise meets all alike."""
+    # All ranks agree on how long calls take, and so on how many they make.
+    first = idist.all_reduce(max(_block(call, 2, tensor) for call in calls), "MAX")  # connections, caches
+    few = 3 if first < 0.01 else 1
+    slowest: float = idist.all_reduce(max(_block(call, few, tensor) for call in calls), "MAX")
+    num_calls = int(_SECONDS / (slowest * len(calls)))
+    rounds = max(_MIN_ROUNDS, min(_ROUNDS, num_calls))
+    per_block = max(1, min(_MAX_CALLS, num_calls // rounds))
+    samples: list[list[float]] = [[] for _ in calls]
+    for position in range(rounds):
+        order = list(zip(samples, calls, strict=True))
+        for kept, call in order if position % 2 else reversed(order):
+            kept.append(_block(call, per_block, tensor))
+    return samples
+
+
+def _block(call: Callable[[], Any], num_calls: int, tensor: Tensor) -> float:
+    """Seconds per call."""
+    idist.barrier()
+    call()  # ranks leave a barrier one after the other; this brings them into step
+    _synchronize(tensor)
+    started = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    _synchronize(tensor)
+    return (time.perf_counter() - started) / num_calls
+
+
+def _synchronize(tensor: Tensor) -> None:
+    """Return when the device has done what it was given."""
+    if tensor.device.type != "cpu":
+        tensor[0].item()

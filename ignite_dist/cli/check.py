@@ -1,0 +1,245 @@
+"""``check``: every collective over every dtype, on this very set-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+import ignite_dist as idist
+from ignite_dist import reduction
+from ignite_dist.cli import network, values
+from ignite_dist.cli.jobs import Meeting
+from ignite_dist.context import current_model
+from ignite_dist.tensors import sent_dtype
+
+__all__ = ["PER_DTYPE", "Cell", "CheckReport", "check", "short"]
+
+
+class Cell(NamedTuple):
+    """How one collective went over tensors of one dtype, or over what is no tensor.
+
+    Attributes:
+        operation: the collective, and its operation if it has one.
+        dtype: empty for what is not a matter of dtypes.
+        outcome: "passed", "carried" (through another dtype), "refused" or "failed".
+        detail: what it was carried through, why it was refused, or what went wrong.
+        rank: where it failed.
+    """
+
+    operation: str
+    dtype: str
+    outcome: str
+    detail: str = ""
+    rank: int | None = None
+
+
+class CheckReport(NamedTuple):
+    """What ``check`` has found, on all ranks together."""
+
+    backend: str
+    device: str
+    world_size: int
+    hosts: list[str]
+    cells: list[Cell]
+    links: list[network.Link]
+    slow_hosts: list[str]
+
+    @property
+    def failures(self) -> list[Cell]:
+        """The cells that failed, each on the first rank where it did."""
+        return [cell for cell in self.cells if cell.outcome == "failed"]
+
+    @property
+    def exit_status(self) -> int:
+        """1 if anything failed. A slow host is none: the job would run."""
+        return int(bool(self.failures))
+
+
+def check(meeting: Meeting) -> CheckReport:
+    """Run every collective; every rank calls it."""
+    own: list[Cell] = []
+    for operation, call in PER_DTYPE.items():
+        with meeting.step(operation):
+            own += [_cell(operation, dtype, partial(call, dtype)) for dtype in values.DTYPES]
+    for operation, plain_call in _OTHERS.items():
+        with meeting.step(operation):
+            own.append(_cell(operation, None, plain_call))
+    with meeting.step("the links between hosts"):
+        measured = network.measure(meeting.hosts)
+    with meeting.step("the exchange of the outcomes"):
+        cells = [_worst(column) for column in zip(*idist.all_gather(own), strict=True)]
+    return CheckReport(
+        backend=str(idist.backend()),
+        device=idist.device().type,
+        world_size=idist.get_world_size(),
+        hosts=meeting.hosts,
+        cells=cells,
+        links=measured,
+        slow_hosts=network.slow_hosts(measured),
+    )
+
+
+def _cell(operation: str, dtype: torch.dtype | None, call: Callable[[], str]) -> Cell:
+    """How ``call`` went. What raises before anything is sent does so on all ranks, and the next can go on."""
+    name = short(dtype) if dtype else ""
+    op = operation.partition(" ")[2]
+    refusal = ""
+    if dtype is not None and op in values.OPS:
+        try:
+            reduction.check_op(op, dtype)
+        except TypeError as error:
+            refusal = str(error)
+    failed = partial(Cell, operation, name, "failed", rank=idist.get_rank())
+    try:
+        via = call()
+    except TypeError as error:
+        return Cell(operation, name, "refused", refusal) if refusal else failed(f"TypeError: {error}")
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        return failed(str(error) or type(error).__name__)
+    if refusal:
+        return failed(f"it is not refused: {refusal}")
+    return Cell(operation, name, "carried" if via else "passed", via)
+
+
+def _worst(column: tuple[Cell, ...]) -> Cell:
+    """What all ranks together say of a cell: the first failure, if there is one."""
+    return next((cell for cell in column if cell.outcome == "failed"), column[0])
+
+
+def short(dtype: torch.dtype) -> str:
+    """``float32``, for example."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _require(holds: bool, found: Any, wanted: Any) -> None:
+    if not holds:
+        shown = [one.tolist() if isinstance(one, torch.Tensor) else one for one in (found, wanted)]
+        raise AssertionError(f"{shown[0]!r}, and right is {shown[1]!r}")
+
+
+# --- over each dtype: each returns what the dtype was carried through ---------------------------------------
+
+
+def _via(collective: str, tensor: torch.Tensor, op: str = "") -> str:
+    sent = sent_dtype(current_model(), collective, tensor, op)
+    return "gather" if sent is None else "" if sent is tensor.dtype else short(sent)
+
+
+def _all_reduce(op: str, dtype: torch.dtype) -> str:
+    rank, world_size = idist.get_rank(), idist.get_world_size()
+    tensor = values.contribution(op, rank, world_size, dtype).to(idist.device())
+    result = idist.all_reduce(tensor, op)
+    _require(
+        result is tensor and values.is_right(op, tensor, world_size, dtype),
+        tensor,
+        values.reduced(op, world_size, dtype),
+    )
+    return _via("all_reduce", tensor, op)
+
+
+def _all_gather(dtype: torch.dtype) -> str:
+    tensor = values.own_rows(idist.get_rank(), dtype).to(idist.device())
+    wanted = torch.cat([values.own_rows(rank, dtype) for rank in range(idist.get_world_size())])
+    found = idist.all_gather(tensor)
+    _require(values.is_same(found, wanted), found, wanted)
+    return _via("all_gather", tensor)
+
+
+def _ragged(dtype: torch.dtype) -> str:
+    """Rank 0 has one row, rank 1 two, rank 2 none, and so on."""
+    wanted = [values.own_rows(rank, dtype, (rank + 1) % 3) for rank in range(idist.get_world_size())]
+    tensor = wanted[idist.get_rank()].to(idist.device())
+    found = idist.all_gather_ragged(tensor)
+    same = len(found) == len(wanted) and all(map(values.is_same, found, wanted))
+    _require(same, [one.tolist() for one in found], [one.tolist() for one in wanted])
+    return _via("all_gather", tensor)
+
+
+def _broadcast(dtype: torch.dtype) -> str:
+    rank, last = idist.get_rank(), idist.get_world_size() - 1
+    for src in sorted({0, last}):
+        tensor = values.own_rows(rank, dtype).to(idist.device())
+        idist.broadcast(tensor, src=src)
+        wanted = values.own_rows(src, dtype)
+        _require(values.is_same(tensor, wanted), tensor, wanted)
+    return _via("broadcast", tensor)
+
+
+PER_DTYPE: dict[str, Callable[[torch.dtype], str]] = {
+    **{f"all_reduce {op}": partial(_all_reduce, op) for op in values.OPS},
+    "all_gather": _all_gather,
+    "all_gather_ragged": _ragged,
+    "broadcast": _broadcast,
+}
+
+
+# --- over everything else -----------------------------------------------------------------------------------
+
+
+def _barrier() -> str:
+    idist.barrier()
+    return ""
+
+
+def _safe_mode() -> str:
+    """A tensor and an object that only the last rank knows of."""
+    src = idist.get_world_size() - 1
+    wanted = values.own_rows(src, torch.float32)
+    is_src = idist.get_rank() == src
+    found = idist.broadcast(wanted.to(idist.device()) if is_src else None, src=src, safe_mode=True)
+    _require(values.is_same(found, wanted), found, wanted)
+    text = idist.broadcast("from the last" if is_src else None, src=src, safe_mode=True)
+    _require(text == "from the last", text, "from the last")
+    return ""
+
+
+def _objects() -> str:
+    """A small one travels in the header, a large one behind it."""
+    ranks = range(idist.get_world_size())
+    for size in (1, 10_000):
+        wanted = [{"rank": rank, "text": "x" * size} for rank in ranks]
+        found = idist.all_gather(wanted[idist.get_rank()])
+        _require(found == wanted, found, wanted)
+        found = idist.broadcast(wanted[idist.get_rank()], src=0)
+        _require(found == wanted[0], found, wanted[0])
+    return ""
+
+
+def _trees() -> str:
+    """Numbers larger than any dtype, and tensors, in one tree."""
+    world_size = idist.get_world_size()
+    ones = torch.ones(3, device=idist.device())
+    found = idist.all_reduce({"count": 2**80, "loss": 0.5, "tensors": [ones, ones.long()]})
+    found["tensors"] = [one.tolist() for one in found["tensors"]]
+    sums = [[float(world_size)] * 3, [world_size] * 3]
+    wanted = {"count": world_size * 2**80, "loss": world_size / 2, "tensors": sums}
+    _require(found == wanted, found, wanted)
+    return ""
+
+
+def _groups() -> str:
+    """Even and odd ranks, as a list and by a handle; each rank has a part in one of the two."""
+    rank, world_size = idist.get_rank(), idist.get_world_size()
+    for ranks in (list(range(0, world_size, 2)), list(range(1, world_size, 2))):
+        if not ranks:
+            continue
+        handle = idist.new_group(ranks)
+        for group in (ranks, handle):
+            tensor = torch.tensor([rank + 1], device=idist.device())
+            idist.all_reduce(tensor, group=group)
+            wanted = sum(ranks) + len(ranks) if rank in ranks else rank + 1
+            _require(tensor.tolist() == [wanted], tensor, [wanted])
+        idist.barrier(group=ranks)
+    return ""
+
+
+_OTHERS: dict[str, Callable[[], str]] = {
+    "barrier": _barrier,
+    "broadcast, safe mode": _safe_mode,
+    "objects": _objects,
+    "numbers and trees": _trees,
+    "groups": _groups,
+}

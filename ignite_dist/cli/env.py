@@ -1,0 +1,164 @@
+"""``env``: what this machine has. Nothing is started, and no GPU is touched."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.text import Text
+
+import ignite_dist as idist
+from ignite_dist import devices, environments, links
+from ignite_dist.cli import interfaces
+from ignite_dist.cli.output import Output, facts
+from ignite_dist.comp_models import registered_computation_models
+from ignite_dist.errors import EnvironmentVariablesError
+
+__all__ = ["collect", "show_env"]
+
+# What launchers set and backends read, without what a scheduler tells only of itself.
+_RELEVANT = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+    r"|SLURM_(JOB_ID|PROCID|LOCALID|NODEID|NTASKS.*|STEP_.*|JOB_NODELIST|JOB_NUM_NODES|GPUS.*)"
+    r"|OMPI_COMM_WORLD_.*|PMI_.*|PMIX_(RANK|NAMESPACE)|MPI_LOCAL.*|JSM_.*|LSB_(JOBID|MCPU_HOSTS|HOSTS)|PET_.*"
+    r"|GLOO_.*|NCCL_.*|TORCH_NCCL_.*|HOROVOD_.*|PJRT_.*|CPU_NUM_DEVICES|TPU_.*|XLA_.*|CUDA_VISIBLE_DEVICES"
+    r"|OMP_NUM_THREADS|IGNITE_DIST_.*"
+)
+_LIBRARIES = ("torch", "horovod", "torch_xla", "rich", "matplotlib")
+
+
+def collect(environ: Mapping[str, str]) -> dict[str, Any]:
+    """All that is known, as it goes into JSON."""
+    known = links.addresses()
+    environment = _environment(environ)
+    interface, reason = interfaces.choice_of_gloo(environ, known, environment.get("main_address"))
+    return {
+        "versions": _versions(),
+        "backends": _backends(),
+        "devices": _devices(),
+        "environment": environment,
+        "interfaces": known,
+        "gloo": {"interface": interface, "reason": reason},
+        "variables": {name: environ[name] for name in sorted(environ) if _RELEVANT.fullmatch(name)},
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"ignite_dist": idist.__version__, "python": platform.python_version()}
+    found["system"] = f"{platform.system()} {platform.release()}"
+    for name in _LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    found["torch"] = torch.__version__
+    found["CUDA of torch"] = torch.version.cuda
+    if dist.is_nccl_available():
+        found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found
+
+
+def _backends() -> dict[str, dict[str, Any]]:
+    """Each backend that this package knows: whether it runs here, and why not."""
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    names = dict.fromkeys((*known, "horovod", "xla-tpu", *idist.available_backends()))
+    return {name: _backend(name) for name in names}
+
+
+def _backend(name: str) -> dict[str, Any]:
+    for model in registered_computation_models:
+        if model.can_run(name):
+            try:
+                devices.check_devices(name, 1)
+            except RuntimeError as error:
+                return {"works": False, "model": model.name, "reason": str(error)}
+            return {"works": True, "model": model.name, "reason": ""}
+    reasons = [model.how_to_get(name) for model in registered_computation_models]
+    return {
+        "works": False,
+        "model": None,
+        "reason": next((reason for reason in reasons if reason), "unknown"),
+    }
+
+
+def _devices() -> dict[str, Any]:
+    found: dict[str, Any] = {"cores": devices.num_cores(), "cuda": torch.cuda.device_count()}
+    # As the driver tells: torch would have to make a context to know the name.
+    told = Path("/proc/driver/nvidia/gpus")
+    names = [
+        line.partition(":")[2].strip()
+        for file in (sorted(told.glob("*/information")) if told.is_dir() else ())
+        for line in file.read_text().splitlines()
+        if line.startswith("Model:")
+    ]
+    return {**found, "gpus of the driver": names} if names else found
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What the launcher says; a contradiction is told as such."""
+    try:
+        return (environments.detect(environ) or environments.ALONE)._asdict()
+    except EnvironmentVariablesError as error:
+        return {"launcher": None, "error": str(error)}
+
+
+# --- the tables --------------------------------------------------------------------------------------
+
+
+def show_env(output: Output) -> None:
+    """Write all of it, as tables or as JSON."""
+    found = collect(os.environ)
+    if output.as_json:
+        output.json(found)
+        return
+    tables = {
+        "Versions": {
+            name: value or Text("not installed", "dim") for name, value in _without_absent(found).items()
+        },
+        "Backends": {name: _backend_line(one) for name, one in found["backends"].items()},
+        "Devices": {name: _device_line(name, value) for name, value in found["devices"].items()},
+        "Launched by": _launcher_lines(found["environment"]),
+        "Network": _network_lines(found["interfaces"], found["gloo"]),
+        "Variables": found["variables"] or {"none": "of those that launchers set and backends read"},
+    }
+    for position, (title, rows) in enumerate(tables.items()):
+        output.show(*([""] if position else []), facts(title, rows))
+
+
+def _without_absent(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found["versions"].items() if value or name in _LIBRARIES}
+
+
+def _backend_line(one: Mapping[str, Any]) -> Text:
+    if one["works"]:
+        return Text.assemble(("works", "green"), f" ({one['model']})")
+    return Text.assemble(("no: ", "yellow"), one["reason"])
+
+
+def _device_line(name: str, value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else str(value or "none")
+
+
+def _launcher_lines(environment: Mapping[str, Any]) -> dict[str, Any]:
+    if "error" in environment:
+        return {"contradiction": Text(environment["error"], "bold red")}
+    lines = {name.replace("_", " "): value for name, value in environment.items() if value not in (None, "")}
+    return {"launcher": lines.pop("launcher"), "because": lines.pop("reason", ""), **lines}
+
+
+def _network_lines(known: Mapping[str, list[str]], gloo: Mapping[str, str]) -> dict[str, Any]:
+    lines: dict[str, Any] = {name: ", ".join(own) or "no address" for name, own in known.items()}
+    if gloo["interface"] and "127.0.0.1" not in known.get(gloo["interface"], ()):
+        lines["gloo"] = f"{gloo['interface']} between machines: {gloo['reason']}"
+    else:
+        others = [name for name, own in known.items() if own and "127.0.0.1" not in own]
+        advice = f" For several machines: export GLOO_SOCKET_IFNAME={others[0]}" if others else ""
+        lines["gloo"] = Text(f"for this machine alone: {gloo['reason']}.{advice}", "yellow")
+    return lines

@@ -1,0 +1,172 @@
+"""The arguments of the command line, and its exit status.
+
+0: all is well. 1: something that was asked for does not work. 2: wrong arguments, and nothing was started.
+130: Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, NoReturn
+
+import ignite_dist as idist
+from ignite_dist.cli import jobs
+from ignite_dist.cli.output import Output, results_on_stdout
+
+__all__ = ["main"]
+
+_FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        with results_on_stdout(options.json) as output:
+            try:
+                status: int = options.command(options, output)
+                return status
+            except (Exception, KeyboardInterrupt) as error:
+                status, text = _told(error)
+                if options.json and _is_first():
+                    output.json({"ok": False, "error": text})
+                sys.stderr.write(f"ignite-dist: {text}\n")
+                return status
+    except BrokenPipeError:  # as under `| head`
+        return _FAILED
+
+
+def _told(error: BaseException) -> tuple[int, str]:
+    """The exit status and what is said of ``error``; what nobody foresaw is raised with its traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        return _INTERRUPTED, "interrupted."
+    if isinstance(error, (idist.RankFailedError, idist.MissingRanksError)):
+        return _FAILED, jobs.explanation(error).rstrip()
+    if isinstance(error, (ValueError, TypeError, idist.LaunchError, idist.EnvironmentVariablesError)):
+        return _USAGE, str(error).rstrip()
+    if isinstance(error, RuntimeError):
+        return _FAILED, f"{type(error).__name__} on {idist.hostname()}: {error}".rstrip()
+    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):  # a file that cannot be written
+        return _FAILED, str(error)
+    raise error
+
+
+# --- the arguments -----------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong; ``--help`` has the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE, f"{self.prog}: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="ignite-dist",
+        description="What this machine has, whether a set-up works, and how fast it is.",
+        epilog="check and bench start processes of their own, or join those of a launcher: "
+        "torchrun --nproc-per-node 2 -m ignite_dist check",
+    )
+    parser.add_argument("--version", action="version", version=f"ignite_dist {idist.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="env | check | bench")
+
+    everywhere = _Parser(add_help=False)
+    everywhere.add_argument("--json", action="store_true", help="results as JSON")
+    on_ranks = _Parser(add_help=False)
+    on_ranks.add_argument("--backend", default="gloo", help="one of those that `env` shows (%(default)s)")
+    on_ranks.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help="processes to start here (2), if no launcher has"
+    )
+    on_ranks.add_argument("--nnodes", type=int, metavar="N", help="machines, each of which runs this")
+    on_ranks.add_argument("--node-rank", type=int, metavar="I", help="this machine's number, from 0")
+    on_ranks.add_argument("--master-addr", metavar="HOST", help="address of machine 0")
+    on_ranks.add_argument("--master-port", type=int, metavar="PORT", help="a free port there")
+    on_ranks.add_argument(
+        "--timeout", type=_seconds, default="60", metavar="S", help="seconds to wait for a rank (%(default)s)"
+    )
+
+    env = commands.add_parser("env", parents=[everywhere], help="versions, backends, devices, the launcher")
+    env.set_defaults(command=_env)
+    check = commands.add_parser(
+        "check", parents=[everywhere, on_ranks], help="every collective over every dtype, on this set-up"
+    )
+    check.set_defaults(command=_check)
+    bench = commands.add_parser(
+        "bench", parents=[everywhere, on_ranks], help="latency and bandwidth, beside raw torch.distributed"
+    )
+    bench.add_argument(
+        "--sizes",
+        default="4:64M:4",
+        help="in bytes: from:to, from:to:factor or a list, 4,1K,16M (%(default)s)",
+    )
+    bench.add_argument("--collectives", default="", metavar="NAMES", help="some of them: all_reduce,barrier")
+    bench.add_argument("--save", metavar="FILE", help="draw a chart into it: chart.png")
+    bench.set_defaults(command=_bench)
+    return parser
+
+
+def _seconds(text: str) -> timedelta:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1e-3 <= seconds < 1e9:  # a store counts in milliseconds
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
+    return timedelta(seconds=seconds)
+
+
+def _job(options: argparse.Namespace) -> jobs.Job:
+    names = ("nnodes", "node_rank", "master_addr", "master_port")
+    given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    nodes = {name: value for name, value in given.items() if value is not None}
+    return jobs.Job(options.backend, options.timeout, options.nproc_per_node, nodes)
+
+
+def _say_on_first(output: Output, text: str) -> None:
+    if _is_first():
+        output.say(text, "dim")
+
+
+# --- the commands ------------------------------------------------------------------------------------
+
+
+def _env(options: argparse.Namespace, output: Output) -> int:
+    from ignite_dist.cli.env import show_env
+
+    if _is_first():
+        show_env(output)
+    return 0
+
+
+def _is_first() -> bool:
+    """Whether this process is the one that speaks, of those that a launcher has started."""
+    try:
+        return idist.environment().rank == 0
+    except idist.EnvironmentVariablesError:
+        return True
+
+
+def _check(options: argparse.Namespace, output: Output) -> int:
+    from ignite_dist.cli.check import check
+    from ignite_dist.cli.show_check import show_check
+
+    say = partial(_say_on_first, output)
+    return jobs.run(_job(options), check, partial(show_check, output=output), say)
+
+
+def _bench(options: argparse.Namespace, output: Output) -> int:
+    from ignite_dist.cli import chart
+    from ignite_dist.cli.bench import Bench, parse_collectives, parse_sizes
+    from ignite_dist.cli.show_bench import show_bench
+
+    if options.save is not None:
+        chart.check_file(options.save)
+    bench = Bench(parse_collectives(options.collectives), parse_sizes(options.sizes))
+    say = partial(_say_on_first, output)
+    say(bench.announcement)
+    return jobs.run(_job(options), bench, partial(show_bench, output=output, save=options.save), say)

@@ -1,0 +1,84 @@
+"""The table of ``bench``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from ignite_dist.cli import chart
+from ignite_dist.cli.bench import BenchReport, Figure
+from ignite_dist.cli.jobs import num_processes
+from ignite_dist.cli.output import Output
+
+__all__ = ["show_bench"]
+
+_NOTE = "us: median time of a call. GB/s: bus bandwidth. Sizes and bandwidth as in nccl-tests."
+
+
+def show_bench(report: BenchReport, output: Output, save: str | None = None) -> None:
+    """Write the figures as a table or as JSON, and draw the chart."""
+    if output.as_json:
+        output.json({**report._asdict(), "figures": [_as_json(figure) for figure in report.figures]})
+    else:
+        num_hosts = len(set(report.hosts))
+        hosts = f" on {num_hosts} hosts" if num_hosts > 1 else ""
+        title = f"{report.backend}, {num_processes(report.world_size)}{hosts}, {report.device}, float32"
+        output.show(f"[bold]{title}[/]", _table(report.figures))
+        output.show(Text(_NOTE, "dim"))
+    if save:
+        chart.draw(report, save)
+        output.say(f"Chart: {save}")
+
+
+def _as_json(figure: Figure) -> dict[str, Any]:
+    return {
+        **figure._asdict(),
+        "bus_gigabytes_per_second": _bandwidth(figure, figure.seconds),
+        "raw_bus_gigabytes_per_second": _bandwidth(figure, figure.raw_seconds),
+    }
+
+
+def _bandwidth(figure: Figure, seconds: float | None) -> float | None:
+    return figure.bus_bytes / seconds / 1e9 if seconds and figure.bus_bytes else None
+
+
+def _table(figures: list[Figure]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("collective", style="cyan", no_wrap=True)
+    for heading in ("size", "ours us", "raw us", "ratio", "ours GB/s", "raw GB/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    previous = ""
+    for figure in figures:
+        if previous not in ("", figure.collective):
+            table.add_section()
+        ratio = "" if figure.raw_seconds is None else f"{figure.seconds / figure.raw_seconds:.2f} x"
+        table.add_row(
+            figure.collective if figure.collective != previous else "",
+            _size(figure.num_bytes) if figure.num_bytes else "",
+            _time(figure.seconds),
+            _time(figure.raw_seconds),
+            ratio,
+            _speed(_bandwidth(figure, figure.seconds)),
+            _speed(_bandwidth(figure, figure.raw_seconds)),
+        )
+        previous = figure.collective
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    """``64 KiB``, or the bytes where they are no round number of larger units."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes % size == 0:
+            return f"{num_bytes // size} {unit}"
+    return f"{num_bytes} B"
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e6:,.{int(seconds < 1e-3)}f}"
+
+
+def _speed(gigabytes_per_second: float | None) -> str:
+    return "" if gigabytes_per_second is None else f"{gigabytes_per_second:.3f}"

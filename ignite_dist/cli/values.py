@@ -1,0 +1,116 @@
+"""What each rank contributes to the collectives of ``check``, and what has to come out of them.
+
+Every rank works out the right results by itself. All values are exact in every dtype, and so are their sums
+and products, at any number of ranks: for an element two ranks contribute something, and all others nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from operator import add, and_, mul, or_
+
+import torch
+from torch import Tensor
+
+__all__ = ["DTYPES", "OPS", "contribution", "is_right", "is_same", "own_rows", "reduced"]
+
+OPS = ("SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR")
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex128,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint64,
+    torch.uint32,
+    torch.uint16,
+    torch.uint8,
+    torch.bool,
+)
+_NUMEL = 5
+
+_COMBINE: dict[str, Callable[[int | complex, int | complex], int | complex]] = {
+    "SUM": add,
+    "AVERAGE": add,
+    "PRODUCT": mul,
+    "MIN": min,  # type: ignore[dict-item]  # not of complex numbers, which have no order
+    "MAX": max,  # type: ignore[dict-item]
+    "AND": and_,
+    "OR": or_,
+}
+# What changes nothing. The contributions are 1, 2 and 3.
+_NEUTRAL = {"SUM": 0, "AVERAGE": 0, "PRODUCT": 1, "MIN": 3, "MAX": 0, "AND": 3, "OR": 0}
+
+
+def contribution(op: str, rank: int, world_size: int, dtype: torch.dtype) -> Tensor:
+    """What ``rank`` gives to a reduction by ``op``."""
+    return torch.tensor([_element(op, rank, world_size, dtype, j) for j in range(_NUMEL)]).to(dtype)
+
+
+def reduced(op: str, world_size: int, dtype: torch.dtype) -> Tensor:
+    """What the reduction of all contributions is; of an AVERAGE in a wider dtype."""
+    totals = []
+    for j in range(_NUMEL):
+        owners = {j % world_size, (j + 1) % world_size}
+        values = [_element(op, rank, world_size, dtype, j) for rank in sorted(owners)]
+        total = reduce(_COMBINE[op], values)
+        totals.append(total / world_size if op == "AVERAGE" else total)
+    if op == "AVERAGE":
+        return torch.tensor(totals, dtype=_wide(dtype))
+    return torch.tensor(totals).to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _element(op: str, rank: int, world_size: int, dtype: torch.dtype, j: int) -> int | complex:
+    is_first, is_second = rank == j % world_size, rank == (j + 1) % world_size
+    if not (is_first or is_second):
+        return min(_NEUTRAL[op], 1) if dtype is torch.bool else _NEUTRAL[op]
+    value = 1 + j % 3 if is_first else 2 + j % 2
+    if dtype is torch.bool:
+        return value % 2
+    return complex(value, 1) if dtype.is_complex else value
+
+
+def own_rows(rank: int, dtype: torch.dtype, num_rows: int = 2) -> Tensor:
+    """``(num_rows, 3)``: what ``rank`` gives to a gather or a broadcast."""
+    values = (torch.arange(num_rows * 3).view(num_rows, 3) + rank) % 4
+    if not dtype.is_complex:
+        return values.to(dtype)
+    return torch.complex(values.double(), 1 - values.double()).to(dtype)
+
+
+def is_same(found: Tensor, wanted: Tensor) -> bool:
+    """Whether ``found`` is ``wanted``, bit by bit, on whatever device it is."""
+    here, there = _bytes(_on_cpu(found)), _bytes(wanted)
+    return found.dtype is wanted.dtype and found.shape == wanted.shape and torch.equal(here, there)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def is_right(op: str, found: Tensor, world_size: int, dtype: torch.dtype) -> bool:
+    """Whether ``found`` is what the reduction by ``op`` has to give."""
+    wanted = reduced(op, world_size, dtype)
+    if op != "AVERAGE":
+        return is_same(found, wanted)
+    error = (_on_cpu(found).to(_wide(dtype)) - wanted).abs()
+    return found.dtype is dtype and bool((error <= 8 * torch.finfo(dtype).eps).all())
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """Whole: torch_xla's own way from a device loses imaginary parts of complex128."""
+    if tensor.is_complex():
+        return torch.view_as_complex(torch.view_as_real(tensor).cpu())
+    return tensor.cpu()

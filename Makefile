@@ -28,8 +28,8 @@ endif
 .DEFAULT_GOAL := help
 # Two pips at once in one .venv would break it; the tests use all cores by themselves.
 .NOTPARALLEL:
-.PHONY: help venv demo test test-gpu stress horovod test-horovod xla test-xla xla-suite conformance \
-    conformance-results bench bench-xla bench-here lint style type clean
+.PHONY: help venv demo test test-gpu stress horovod test-horovod test-launchers xla test-xla xla-suite \
+    conformance conformance-results bench scale bench-xla bench-here lint style type clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -40,7 +40,11 @@ demo: $(call needs,examples)  ## train on real data, on two processes
 	$(PY) examples/digits.py --nproc-per-node 2 $(ARGS)
 
 test: $(call needs,test examples)  ## run the tests that need neither GPU, Horovod nor torch_xla, on all cores
-	$(PY) -m pytest -n logical -m "not gpu and not horovod and not xla" $(ARGS)
+	$(PY) -m pytest -n logical -m "not gpu and not horovod and not launchers and not xla" $(ARGS)
+
+test-launchers: $(call needs,test launchers)  ## run the tests under real launchers; installs packages of Debian
+	.ci/install-launchers
+	$(PY) -m pytest -n 2 -m launchers $(ARGS)
 
 test-gpu: $(call needs,test examples)  ## run the tests that need a CUDA device, one at a time
 	$(PY) -m pytest -m gpu $(ARGS)
@@ -81,6 +85,9 @@ conformance-results: $(call needs,test examples $(if $(findstring xla,$(VENV)),x
 
 bench: $(call needs,bench horovod)  ## measure against torch.distributed, Horovod and pytorch-ignite
 	$(PY) benchmarks/bench.py $(ARGS)
+
+scale: $(call needs,bench)  ## measure and model what grows with the number of ranks (docs/scale.md)
+	$(PY) benchmarks/scale.py $(ARGS)
 
 bench-xla: xla  ## measure against torch_xla, and torch.distributed of torch 2.9
 	+$(IN_XLA) bench-here

@@ -27,8 +27,11 @@ import ignite_dist as idist
 from ignite_dist import safe
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
-LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+LAUNCHER_PREFIXES = (
+    *("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "JSM_", "PET_", "TPU_WORKER_"),
+    *("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "IGNITE_DIST_SPAWNED"),
+)
+LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 
 
 def is_launcher_variable(name: str) -> bool:

@@ -201,7 +201,7 @@ def test_a_script_that_makes_no_context_under_horovodrun_is_told(tmp_path: Path)
         "import ignite_dist as idist; idist.barrier()",
         launcher=(*HOROVODRUN, "-np", "2"),
     )
-    assert output.count("HOROVOD_SIZE=2, so 2 processes were started") == 2
+    assert output.count("This is one of 2 processes (HOROVOD_RANK and HOROVOD_SIZE are set)") == 2
 
 
 @pytest.mark.parametrize("comm", ["None", "[]", "[0, 1]", "(1, 0)"])
@@ -377,18 +377,33 @@ def test_a_launcher_that_horovod_does_not_know_is_refused(tmp_path: Path) -> Non
     )
 
 
-def test_the_ranks_of_horovodrun_are_not_worlds_of_one(tmp_path: Path) -> None:
-    """gloo would not see that there are others, and each rank would train alone."""
+def test_gloo_finds_the_ranks_of_horovodrun(tmp_path: Path) -> None:
+    output = run_script(
+        tmp_path,
+        """
+        import ignite_dist as idist
+        with idist.Parallel(backend="gloo") as parallel:
+            ranks = parallel.run(lambda local_rank: idist.all_gather((idist.get_rank(), local_rank)))
+        print(idist.environment().launcher, ranks)
+        """,
+        launcher=(*HOROVODRUN, "-np", "2"),
+    )
+    assert lines_of(output) == ["Horovod [(0, 0), (1, 1)]"] * 2
+
+
+def test_on_several_nodes_horovodrun_does_not_say_where_rank_0_is(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         """
         import pytest
         import ignite_dist as idist
-        with pytest.raises(idist.EnvironmentVariablesError, match="HOROVOD_SIZE=2.*horovod"):
+        with pytest.raises(idist.EnvironmentVariablesError, match="Horovod.*Set MASTER_ADDR"):
             idist.initialize("gloo")
         """,
         HOROVOD_RANK="0",
         HOROVOD_SIZE="2",
+        HOROVOD_LOCAL_RANK="0",
+        HOROVOD_LOCAL_SIZE="1",
     )
 
 

@@ -1,0 +1,248 @@
+"""One training script under real launchers; ``make test-launchers`` installs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+import helpers
+import job
+from slurm import slurm
+
+pytestmark = pytest.mark.launchers
+
+PYTHON = sys.executable
+JOB = str(Path(job.__file__))
+LAUNCH_JOB = str(Path(job.__file__).with_name("launch_job.py"))
+FAILURE_SECONDS = 60  # Ray takes a few to stop on a machine that is idle
+
+# launcher, as idist calls it; what its reason names; the command before the script's arguments
+TORCHRUN = (
+    "torchrun",
+    "TORCHELASTIC_RUN_ID",
+    [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", JOB],
+)
+OPEN_MPI = (
+    "Open MPI",
+    "OMPI_COMM_WORLD_RANK",
+    ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2", PYTHON, JOB],
+)
+# MPICH does not name its jobs, and another may run here.
+HYDRA = (
+    "PMI",
+    "PMI_RANK",
+    ["mpiexec.hydra", "-genv", "MASTER_PORT", str(helpers.free_port()), "-n", "2", PYTHON, JOB],
+)
+ACCELERATE = (
+    "torchrun",
+    "TORCHELASTIC_RUN_ID",
+    [PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", JOB],
+)
+SRUN = ("Slurm", "SLURM_STEP_NUM_TASKS", ["srun", "-n", "2", PYTHON, JOB])
+RAY = ("Ray Train", "RAY_JOB_ID", [PYTHON, LAUNCH_JOB, "ray"])
+LAUNCHERS = {
+    "torchrun": TORCHRUN,
+    "mpirun": OPEN_MPI,
+    "mpiexec.hydra": HYDRA,
+    "srun": SRUN,
+    "accelerate": ACCELERATE,
+    "ray": RAY,
+    "fabric": ("Lightning", "LOCAL_RANK", [PYTHON, LAUNCH_JOB, "fabric"]),
+    "fabric_spawn": ("none", "", [PYTHON, LAUNCH_JOB, "fabric_spawn"]),
+    "spawn": ("idist.spawn", "IGNITE_DIST_SPAWNED", [PYTHON, LAUNCH_JOB, "spawn"]),
+}
+launchers = pytest.mark.parametrize(
+    ("launcher", "variable", "command"), list(LAUNCHERS.values()), ids=list(LAUNCHERS)
+)
+
+
+class Run(NamedTuple):
+    """How a launcher ended, what was to be read until then, and what each rank has found.
+
+    ``seconds`` passed between the failure of a rank and the end.
+    """
+
+    returncode: int
+    output: str
+    ranks: list[dict[str, Any]]
+    seconds: float | None
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with slurm(tmp_path_factory.mktemp("slurm")) as environ:
+        yield environ
+
+
+@pytest.fixture
+def environ() -> dict[str, str]:
+    """What a user's shell would have, and a mark by which everything that comes of it is found again."""
+    more = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "ACCELERATE_USE_CPU": "true"}
+    return helpers.plain_environ(IGNITE_DIST_TEST=uuid.uuid4().hex, **more)
+
+
+@pytest.fixture
+def run(tmp_path: Path, environ: dict[str, str], request: pytest.FixtureRequest) -> Any:
+    """``run(command, *arguments)``: the job under a launcher. Nothing of it may be left at the end."""
+
+    def launch(command: list[str], *arguments: str, seconds: float = 240) -> Run:
+        out = tmp_path / "out"
+        out.mkdir()
+        if command[0] in ("srun", "sbatch", "salloc"):
+            environ.update(request.getfixturevalue("cluster"))
+        ended = subprocess.run(
+            [*command, str(out), *arguments],
+            env=environ,
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+        )
+        failed = out / "failed"
+        seconds_since = time.time() - failed.stat().st_mtime if failed.exists() else None
+        ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("*.json"))]
+        return Run(ended.returncode, ended.stdout, ranks, seconds_since)
+
+    yield launch
+    left = helpers.end_of_processes(_marked(environ["IGNITE_DIST_TEST"]), 20)
+    commands = [_end(pid) for pid in left]
+    assert not commands, "these processes were left"
+
+
+def _marked(mark: str) -> list[int]:
+    """The processes that have inherited a test's environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("IGNITE_DIST_TEST") == mark:
+                found.append(process.pid)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            pass
+    return found
+
+
+def _end(pid: int) -> str:
+    """End the process; what it was."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        command = " ".join(process.cmdline())
+        process.kill()
+        return command
+    return f"{pid}, ended meanwhile"
+
+
+@pytest.fixture(scope="session")
+def losses() -> list[float]:
+    """What one process alone gets: several share each batch, and average, so they get the same."""
+    return job.fit({"failing": None})
+
+
+def check(
+    run: Run, losses: list[float], launcher: str, variable: str, places: list[tuple[int, int, int, int]]
+) -> None:
+    """``places``: local rank, processes per node, node rank and number of nodes of each rank."""
+    assert run.returncode == 0, run.output
+    world_size = len(places)
+    assert [found["rank"] for found in run.ranks] == list(range(world_size)), run.output
+    for found, place in zip(run.ranks, places, strict=True):
+        keys = ("local_rank", "nproc_per_node", "node_rank", "nnodes")
+        assert tuple(found[key] for key in keys) == place
+        assert found["world_size"] == world_size
+        assert found["launcher"] == launcher
+        assert variable in found["reason"]
+        assert found["losses"] == pytest.approx(losses)
+        assert found["sum"] == sum(range(world_size + 1))
+        assert found["everyone"] == [{"rank": rank} for rank in range(world_size)]
+        assert found["warnings"] == []
+
+
+TWO_ON_ONE_NODE = [(0, 2, 0, 1), (1, 2, 0, 1)]
+
+
+@launchers
+def test_a_script_runs_as_it_is(
+    run: Any, losses: list[float], launcher: str, variable: str, command: list[str]
+) -> None:
+    check(run(command), losses, launcher, variable, TWO_ON_ONE_NODE)
+
+
+@launchers
+def test_a_rank_that_fails_ends_the_job(run: Any, launcher: str, variable: str, command: list[str]) -> None:
+    ended = run(command, "1")
+    assert ended.returncode != 0
+    assert ended.ranks == []
+    assert "LookupError: this rank has no data" in ended.output
+    assert ", in fit" in ended.output  # its traceback
+    assert ended.seconds is not None and ended.seconds < FAILURE_SECONDS
+
+
+# --- Slurm: jobs, steps, scripts ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["salloc", "-n", "2", "srun"],
+        ["salloc", "-n", "4", "srun", "-n", "2"],
+        ["salloc", "-N", "2", "-n", "4", "srun", "-N", "1", "-n", "2"],
+        ["srun", "--mpi=pmi2", "-n", "2"],
+    ],
+    ids=" ".join,
+)
+def test_steps_of_a_job(run: Any, losses: list[float], command: list[str]) -> None:
+    """Two ranks each, whatever the size of the job that the step belongs to."""
+    check(run([*command, PYTHON, JOB]), losses, "Slurm", "SLURM_STEP_NUM_TASKS", TWO_ON_ONE_NODE)
+
+
+def test_two_nodes_of_different_sizes(run: Any, losses: list[float]) -> None:
+    """Ranks go round the nodes, so those of one node are not neighbours."""
+    ended = run(["srun", "-N", "2", "-n", "3", "-m", "cyclic", PYTHON, JOB])
+    places = [(0, 2, 0, 2), (0, 1, 1, 2), (1, 2, 0, 2)]
+    check(ended, losses, "Slurm", "SLURM_STEP_NUM_TASKS", places)
+
+
+@pytest.mark.parametrize(
+    ("inner", "launcher", "variable"),
+    [
+        (["mpirun.openmpi", "--allow-run-as-root", "-np", "2"], "Open MPI", "OMPI_COMM_WORLD_RANK"),
+        (["mpiexec.hydra", "-n", "2"], "PMI", "PMI_RANK"),
+    ],
+    ids=["mpirun", "mpiexec.hydra"],
+)
+def test_another_launcher_inside_of_a_job(
+    run: Any, losses: list[float], inner: list[str], launcher: str, variable: str
+) -> None:
+    check(run(["salloc", "-n", "2", *inner, PYTHON, JOB]), losses, launcher, variable, TWO_ON_ONE_NODE)
+
+
+def test_a_batch_script_with_srun(run: Any, tmp_path: Path, losses: list[float]) -> None:
+    script = helpers.write_script(tmp_path, f'#!/bin/sh\nsrun {PYTHON} {JOB} "$@"\n', "batch.sh")
+    check(
+        run(["sbatch", "--wait", "-n", "2", str(script)]),
+        losses,
+        "Slurm",
+        "SLURM_STEP_NUM_TASKS",
+        TWO_ON_ONE_NODE,
+    )
+
+
+def test_a_batch_script_that_forgets_srun_is_refused(run: Any, tmp_path: Path) -> None:
+    """It is one process, and would wait for ever for the other."""
+    script = helpers.write_script(tmp_path, f'#!/bin/sh\n{PYTHON} {JOB} "$@"\n', "batch.sh")
+    ended = run(["sbatch", "--wait", "-n", "2", "--output=batch.out", str(script)], seconds=60)
+    assert ended.returncode != 0
+    said = (tmp_path / "batch.out").read_text(encoding="utf-8")
+    assert "EnvironmentVariablesError" in said
+    assert "srun" in said.splitlines()[-1]

@@ -16,7 +16,7 @@ def describe(device: str) -> dict[str, Any]:
     return {
         "tag": _tag(device),
         "cpu": _cpu_model(),
-        "cores": _cores(),
+        "cores": cores(),
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -34,10 +34,10 @@ def _tag(device: str) -> str:
     if device == "cuda":
         return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     xla = "-xla" if _version("torch_xla") else ""  # another torch, so figures of their own
-    return f"cpu-{_cores()}cores{xla}"
+    return f"cpu-{cores()}cores{xla}"
 
 
-def _cores() -> int:
+def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

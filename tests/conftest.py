@@ -49,9 +49,13 @@ def tally(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In the background (``make test &``, ``nohup``) Ctrl-C is ignored, and processes inherit that."""
+    """What the processes of the tests inherit does not depend on who started pytest."""
+    # In the background (``make test &``, ``nohup``) Ctrl-C is ignored.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Where nothing is buffered (images of containers often say so), print() writes a line and its end one
+    # after the other: those of two ranks that share a file get between each other.
+    os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Connections to other machines: over which interface, and how it is noticed that the other end is gone.
+"""Connections to other machines: what is said while one is waited for, and how one is found to be gone.
 
 TCP alone waits a quarter of an hour for a machine that has lost its power or its cable, and for ever if it
 only listens. The kernel can look after a connection by itself, without a thread or traffic of ours: it only
@@ -7,18 +7,14 @@ has to be told so for each socket, those that gloo and torch's store have opened
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import re
 import socket
 import stat
-import struct
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from torch.distributed import Work
 
@@ -26,11 +22,7 @@ from ignite_dist.environments.base import read_int
 from ignite_dist.errors import EnvironmentVariablesError, HostLostError
 
 __all__ = [
-    "addresses",
     "explained",
-    "interface_towards",
-    "is_loopback",
-    "is_own_name",
     "listen",
     "seconds_of_silence",
     "wait",
@@ -196,71 +188,3 @@ def listen(address: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-# --- over which interface ------------------------------------------------------------------------------
-
-# Reserved for documentation (RFC 5737), so it is reached as everything that is far away.
-_FAR_AWAY = "192.0.2.1"
-
-_SIOCGIFADDR = 0x8915  # Linux's request for the IPv4 address of an interface
-
-
-def interface_towards(address: str) -> str | None:
-    """The interface over which this machine and the one at ``address`` reach each other, if that is known.
-
-    gloo takes the interface that has the address of the host's own name: on Debian that is a loopback
-    address, by which no other machine can reach this one.
-    """
-    local = _local_address(_FAR_AWAY if is_own_name(address) else address)
-    return None if local is None or is_loopback(local) else _interface_of(local)
-
-
-def _local_address(address: str) -> str | None:
-    """The address of this machine from which it would send to ``address``; nothing is sent."""
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as sock:
-            sock.connect(target)
-            return str(sock.getsockname()[0])
-    except OSError:
-        return None
-
-
-def _interface_of(address: str) -> str | None:
-    """The interface that has this address. None if it is not found."""
-    return next((name for name, known in addresses().items() if address in known), None)
-
-
-def addresses() -> dict[str, list[str]]:
-    """The addresses of each network interface; none are known where this is not Linux."""
-    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
-    if sys.platform != "linux":
-        return found
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for name in found:
-            with suppress(OSError):  # it has none
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found[name].append(socket.inet_ntoa(answer[20:24]))
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text(encoding="ascii").splitlines() if table.exists() else ():
-        digits, *_, name = line.split()
-        found.setdefault(name, []).append(str(ipaddress.ip_address(bytes.fromhex(digits))))
-    return found
-
-
-def is_own_name(address: str) -> bool:
-    """Whether ``address`` is a name by which this machine, and no other, means itself."""
-    return not is_loopback(address) and is_loopback(_local_address(address) or "")
-
-
-def is_loopback(address: str) -> bool:
-    """Whether every machine means itself by ``address``. Other names may mean another machine elsewhere."""
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False

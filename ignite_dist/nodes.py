@@ -19,7 +19,7 @@ from datetime import timedelta
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
-from ignite_dist import links
+from ignite_dist import addresses, links
 from ignite_dist.errors import LaunchError, RankFailedError
 from ignite_dist.failures import Failed, Failure, error_of, in_a_line, is_cause_known
 
@@ -141,7 +141,7 @@ def meet(
             return _join(mine, address, port, deadline)
     # A host's own name is a loopback address in many an /etc/hosts; nobody knows then how the others see it.
     try:
-        listener = links.listen("" if links.is_own_name(address) else address, port)
+        listener = links.listen("" if addresses.is_own_name(address) else address, port)
     except OSError as error:
         raise LaunchError(
             f"Node 0 cannot wait for the others at {address}:{port}: {error.strerror or error}. master_addr "
@@ -231,7 +231,7 @@ def _welcome(
     """Tell all who is there, and where their ranks meet."""
     ends = [link.sock.getsockname()[0] for _, link in guests.values()]
     # A launcher on this very machine may have come by an address that is of no use to the others.
-    address = next((end for end in ends if not links.is_loopback(end)), ends[0])
+    address = next((end for end in ends if not addresses.is_loopback(end)), ends[0])
     serving, port = serve(address)
     nodes = [Node(0, mine.host, address, mine.nproc_per_node)]
     for rank, (hello, link) in sorted(guests.items()):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from ignite_dist import environments, links
+from ignite_dist import addresses, environments, links
 from ignite_dist.environments import Environment, variables
 from ignite_dist.environments.base import read_int, read_port
 from ignite_dist.errors import EnvironmentVariablesError, LaunchError
@@ -227,7 +227,7 @@ def _serve_on_loopback(place: Environment, init_method: str, timeout: timedelta)
     address, port = _main_address(place, init_method)
     # The variable, torchrun's and spawn's, says that somebody else serves the store.
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if place.rank != 0 or by_agent or address is None or port is None or not links.is_loopback(address):
+    if place.rank != 0 or by_agent or address is None or port is None or not addresses.is_loopback(address):
         return None
     try:
         listener = links.listen(address, port)
@@ -320,7 +320,7 @@ def on_one_machine(place: Environment, init_method: str | None) -> bool:
     if place.nproc_per_node is not None:
         return place.nproc_per_node == place.world_size
     address, _ = _main_address(place, init_method)
-    return place.world_size == 1 or (address is not None and links.is_loopback(address))
+    return place.world_size == 1 or (address is not None and addresses.is_loopback(address))
 
 
 def interfaces(place: Environment, init_method: str | None) -> dict[str, str]:
@@ -331,17 +331,11 @@ def interfaces(place: Environment, init_method: str | None) -> dict[str, str]:
     if on_one_machine(place, init_method):
         return loopback_only()
     address, _ = _main_address(place, init_method)
-    interface = None if address is None else links.interface_towards(address)
+    interface = None if address is None else addresses.interface_towards(address)
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-
-
-def loopback_interface() -> str | None:
-    """The name of the loopback interface, if it has one of the usual ones."""
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def loopback_only() -> dict[str, str]:
     """The variables that keep gloo and NCCL on the loopback interface."""
-    loopback = loopback_interface()
+    loopback = addresses.loopback_interface()
     return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}

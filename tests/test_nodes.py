@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import ignite_dist as idist
 from helpers import free_port
-from ignite_dist import links, nodes, processes, rendezvous
+from ignite_dist import addresses, links, nodes, processes, rendezvous
 from ignite_dist.failures import Failed, Failure
 
 ADDRESS = "127.0.0.1"
@@ -394,11 +394,11 @@ def test_a_name_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_interface_towards_another_machine() -> None:
     for address in ("127.0.0.1", "localhost", "no.such.host.invalid"):
-        assert links.interface_towards(address) is None
-    for name, addresses in psutil.net_if_addrs().items():
-        for address in addresses:
-            if address.family is socket.AF_INET and not links.is_loopback(address.address):
-                assert links.interface_towards(address.address) == name
+        assert addresses.interface_towards(address) is None
+    for name, known in psutil.net_if_addrs().items():
+        for one in known:
+            if one.family is socket.AF_INET and not addresses.is_loopback(one.address):
+                assert addresses.interface_towards(one.address) == name
 
 
 def test_a_wait_for_other_nodes_is_told(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import helpers
 import ignite_dist as idist
 from ignite_dist import links, rendezvous
+from ignite_dist.addresses import loopback_interface
 
 SHORT = timedelta(seconds=40)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -67,7 +68,7 @@ def _by_arguments(port: int) -> tuple[set[str], list[str | None]]:
 @pytest.mark.parametrize("how", ["torchruns-variables", "addresses", "arguments"])
 def test_ranks_on_one_machine_listen_on_the_loopback_interface_only(how: str) -> None:
     function, args = (_by_arguments, [helpers.free_port()]) if how == "arguments" else (_what_listens, [])
-    lo = rendezvous.loopback_interface()
+    lo = loopback_interface()
     for addresses, interfaces in helpers.run_ranks(function, *args, environs=_environs(how)):
         assert addresses and all(map(helpers.is_loopback, addresses)), addresses
         assert interfaces == [lo, lo]
@@ -100,14 +101,14 @@ def test_the_workers_of_torchrun_on_one_machine_listen_on_the_loopback_interface
     ended = helpers.run_python(*run, script, env=environ)
     assert ended.returncode == 0, ended.stdout
     for rank in (0, 1):
-        assert f"rank {rank}: {rendezvous.loopback_interface()}" in ended.stdout
+        assert f"rank {rank}: {loopback_interface()}" in ended.stdout
 
 
 @linux_tables
 def test_a_world_of_one_listens_on_the_loopback_interface_only() -> None:
     ((addresses, interfaces),) = helpers.run_ranks(_what_listens, world_size=1, environs=[NOT_SAID])
     assert all(map(helpers.is_loopback, addresses)), addresses
-    assert interfaces == [rendezvous.loopback_interface()] * 2
+    assert interfaces == [loopback_interface()] * 2
 
 
 @linux_tables
@@ -116,7 +117,7 @@ def test_a_world_of_one_listens_on_the_loopback_interface_only() -> None:
 def test_under_nccl_too() -> None:
     ((addresses, interfaces),) = helpers.run_ranks(_what_listens, "nccl", world_size=1, environs=[NOT_SAID])
     assert all(map(helpers.is_loopback, addresses)), addresses
-    assert interfaces == [rendezvous.loopback_interface()] * 2
+    assert interfaces == [loopback_interface()] * 2
 
 
 def _asks_once() -> tuple[str | None, ...]:

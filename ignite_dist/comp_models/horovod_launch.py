@@ -19,7 +19,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ignite_dist import processes, rendezvous, wire
+from ignite_dist import addresses, processes, rendezvous, wire
 from ignite_dist.errors import RankFailedError
 from ignite_dist.failures import Failed, Failure, error_of, outcome_of
 
@@ -42,7 +42,7 @@ def start_here(
 
     slots = get_host_assignments(parse_hosts(f"localhost:{nproc_per_node}"), nproc_per_node)
     server = _Rendezvous(slots)
-    interface = rendezvous.loopback_interface() or ""
+    interface = addresses.loopback_interface() or ""
     shared = create_run_env_vars("127.0.0.1", [interface], server.port)
     store, names_store = rendezvous.serve_launchers_store()
     environs = [

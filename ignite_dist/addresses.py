@@ -1,0 +1,83 @@
+"""The addresses of this machine, by its network interfaces, and which of them lead to other machines."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["by_interface", "interface_towards", "is_loopback", "is_own_name", "loopback_interface"]
+
+# Reserved for documentation (RFC 5737), so it is reached as everything that is far away.
+_FAR_AWAY = "192.0.2.1"
+
+_SIOCGIFADDR = 0x8915  # Linux's request for the IPv4 address of an interface
+
+
+def interface_towards(address: str) -> str | None:
+    """The interface over which this machine and the one at ``address`` reach each other, if that is known.
+
+    gloo takes the interface that has the address of the host's own name: on Debian that is a loopback
+    address, by which no other machine can reach this one.
+    """
+    local = _local_address(_FAR_AWAY if is_own_name(address) else address)
+    return None if local is None or is_loopback(local) else _interface_of(local)
+
+
+def _local_address(address: str) -> str | None:
+    """The address of this machine from which it would send to ``address``; nothing is sent."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.connect(target)
+            return str(sock.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _interface_of(address: str) -> str | None:
+    """The interface that has this address. None if it is not found."""
+    return next((name for name, known in by_interface().items() if address in known), None)
+
+
+def by_interface() -> dict[str, list[str]]:
+    """The addresses of each network interface; none are known where this is not Linux."""
+    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    if sys.platform != "linux":
+        return found
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for name in found:
+            with suppress(OSError):  # it has none
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[name].append(socket.inet_ntoa(answer[20:24]))
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text(encoding="ascii").splitlines() if table.exists() else ():
+        digits, *_, name = line.split()
+        found.setdefault(name, []).append(str(ipaddress.ip_address(bytes.fromhex(digits))))
+    return found
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback interface, if it has one of the usual ones."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def is_own_name(address: str) -> bool:
+    """Whether ``address`` is a name by which this machine, and no other, means itself."""
+    return not is_loopback(address) and is_loopback(_local_address(address) or "")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether every machine means itself by ``address``. Other names may mean another machine elsewhere."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from ignite_dist import addresses, environments, links
+from ignite_dist import addresses, environments, links, roll_call
 from ignite_dist.environments import Environment, variables
 from ignite_dist.environments.base import read_int, read_port
 from ignite_dist.errors import EnvironmentVariablesError, LaunchError
@@ -32,7 +32,6 @@ __all__ = [
     "serve_launchers_store",
     "serve_store",
     "set_missing",
-    "waiting",
 ]
 
 # How many contexts of this process have met in each place. All ranks that met there have the same number.
@@ -104,13 +103,14 @@ def set_missing(place: Environment, more: Mapping[str, str]) -> None:
 
 
 def join_store(place: Environment, init_method: str | None, timeout: timedelta | None) -> Store:
-    """The store of all ranks, for ``init_process_group``.
+    """The store of all ranks, for ``init_process_group``; all of them have come to it.
 
     Its keys carry the number of contexts that met in the same place before, because a store may outlive a
     context: an agent's, a file's, or that of rank 0 while the others are on their way into the next one.
 
     Raises:
         LaunchError: the port where rank 0 serves the store is in use.
+        MissingRanksError: not all have come in time.
     """
     if place.world_size == 1 and init_method in (None, "env://"):
         return HashStore()  # nobody else to find, so no port is needed
@@ -120,19 +120,18 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
     init_method = _one_file_each(init_method, num_contexts)
     has_agents = place.launcher == "torchrun" and (place.nnodes or 1) > 1
     start = "agents" if has_agents else os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    prefix = f"ignite_dist/{start}/{num_contexts}"
+    prefix, where = f"ignite_dist/{start}/{num_contexts}", _where(place, init_method)
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            served = _connect(place, init_method, timeout)
+            with links.wait_told(lambda: roll_call.waiting(place, f"rank 0 at {where}")):
+                served = _connect(place, init_method, timeout)
             served.set_timeout(timeout)
             store: Store = PrefixStore(prefix, served)
-            if has_agents:
+            if has_agents:  # who have met before they started these ranks
                 store = _store_of_this_start(store, place, deadline)
-            elif place.rank == 0:
-                store.set("open", "")
             else:
-                store.get("open")
+                roll_call.call(store, place, where, deadline, _about_loopback(place, init_method))
         except DistNetworkError:
             if place.rank == 0 or time.monotonic() > deadline:
                 raise
@@ -168,13 +167,21 @@ def _store_of_this_start(store: Store, place: Environment, deadline: float) -> S
             time.sleep(0.05)  # an earlier start's: the new rank 0 is still on its way
 
 
-def waiting(place: Environment, init_method: str | None) -> str:
-    """Whom this rank waits for, and where."""
-    others = "all other ranks" if place.rank == 0 else "rank 0 and the others"
+def _where(place: Environment, init_method: str) -> str:
+    """Where the ranks meet."""
     address, port = _main_address(place, init_method)
-    where = init_method if address is None else f"{address}:{port}"
-    host = socket.gethostname()
-    return f"Rank {place.rank} of {place.world_size} ({host}) is still waiting for {others} at {where}."
+    return init_method if address is None else f"{address}:{port}"
+
+
+def _about_loopback(place: Environment, init_method: str) -> str:
+    """What ranks may not know that are missing where all meet at a loopback address."""
+    address, _ = _main_address(place, init_method)
+    if address is None or _is_served_by_agent() or not addresses.is_loopback(address):
+        return ""
+    return (
+        f" Only processes on its own machine reach {address}: if others run elsewhere, give every rank, "
+        "rank 0 too, an address of rank 0's machine on the network."
+    )
 
 
 def note_meeting(place: Environment, init_method: str | None) -> None:
@@ -200,56 +207,54 @@ def _one_file_each(init_method: str, num_contexts: int) -> str:
 
 
 def _connect(place: Environment, init_method: str, timeout: timedelta) -> Store:
+    address, port = _main_address(place, init_method)
     try:
-        store: Store | None = _serve_on_loopback(place, init_method, timeout)
-        if store is None:
-            store = next(dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0]
+        if address is None or port is None or _is_served_by_agent():
+            found = dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout)
+            store: Store = next(found)[0]
+            return store
+        return _rank_0s_store(place, address, port, timeout)
     except DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        by_variables = init_method == "env://"
-        where = f"{place.main_address}:{place.main_port}" if by_variables else init_method
+        remedy = "set MASTER_PORT to" if init_method == "env://" else "name"
         raise LaunchError(
-            f"Rank 0 cannot serve the rendezvous at {where}: the port is in use. Another job may still be "
-            f"running there; {'set MASTER_PORT to' if by_variables else 'name'} a free port."
+            f"Rank 0 cannot serve the rendezvous at {_where(place, init_method)}: the port is in use. "
+            f"Another job may still be running there; {remedy} a free port."
         ) from error
-    return store
 
 
 # --- serving -------------------------------------------------------------------------------------------
 
 
-def _serve_on_loopback(place: Environment, init_method: str, timeout: timedelta) -> Store | None:
-    """Rank 0's store where the others look for it on this machine; None leaves it all to torch.
+def _is_served_by_agent() -> bool:
+    """Whether a process that is no rank serves the store: torchrun's agent, or the launcher of ``spawn``."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
-    torch's own would listen on all interfaces, although the address is one that nobody else can reach.
+
+def _rank_0s_store(place: Environment, address: str, port: int, timeout: timedelta) -> Store:
+    """The store that rank 0 serves, as torch makes it: other libraries may meet at the same address.
+
+    torch's own rendezvous would listen on all interfaces, although the address may be one that nobody else
+    can reach; and it would only count the ranks that come.
     """
-    address, port = _main_address(place, init_method)
-    # The variable, torchrun's and spawn's, says that somebody else serves the store.
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if place.rank != 0 or by_agent or address is None or port is None or not addresses.is_loopback(address):
-        return None
-    try:
-        listener = links.listen(address, port)
-    except OSError:
-        return None  # torch may serve another store there for this process, and else it says what is wrong
-    try:
-        # As torch makes it: other libraries of this process may meet at the same address.
-        return TCPStore(
-            address,
-            listener.getsockname()[1],
-            place.world_size,
-            is_master=True,
-            timeout=timeout,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
-            use_libuv=True,
-        )
-    except DistStoreError as error:
-        raise DistStoreError(
-            f"{error} Rank 0 waited at {address}:{port}, which only processes on its own machine reach. If "
-            "others run elsewhere, give every rank, rank 0 too, an address of its machine on the network."
-        ) from error
+    listen_fd = None
+    if place.rank == 0 and addresses.is_loopback(address):
+        # Where the port is in use torch may serve another store there for this process; else it says so.
+        with suppress(OSError):
+            listener = links.listen(address, port)
+            port, listen_fd = listener.getsockname()[1], listener.detach()
+    return TCPStore(
+        address,
+        port,
+        place.world_size,
+        is_master=place.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listen_fd,
+        use_libuv=True,
+    )
 
 
 def _main_address(place: Environment, init_method: str | None) -> tuple[str | None, int | None]:

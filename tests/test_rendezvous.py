@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -191,8 +192,8 @@ def test_when_all_ranks_are_known_to_run_on_this_machine(
     assert (rendezvous.interfaces(place, init_method) == rendezvous.loopback_only()) == expected
 
 
-def _waits_in_vain() -> None:
-    idist.initialize("gloo", timeout=timedelta(seconds=2))
+def _waits_in_vain(seconds: int = 2) -> None:
+    idist.initialize("gloo", timeout=timedelta(seconds=seconds))
 
 
 def test_a_rank_0_that_calls_itself_localhost_is_told_that_others_do_not_reach_it() -> None:
@@ -200,8 +201,25 @@ def test_a_rank_0_that_calls_itself_localhost_is_told_that_others_do_not_reach_i
     port = helpers.free_port()
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     (ended,) = helpers.end_of_ranks(_waits_in_vain, environs=[environ])
-    for text in ("DistStoreError", f"localhost:{port}", "only processes on its own machine", "network"):
+    for text in ("MissingRanksError", f"localhost:{port}", "Only processes on its own machine", "network"):
         assert text in ended.error
+
+
+def test_ranks_that_do_not_come_are_named_on_every_rank_that_has() -> None:
+    port = str(helpers.free_port())
+    place = {"WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environs = [{**place, "RANK": rank} for rank in ("0", "3")]
+    said = f"MissingRanksError: Ranks 1-2, 4 of 5 did not come to 127.0.0.1:{port} in time; ranks 0, 3 did"
+    for ended in helpers.end_of_ranks(_waits_in_vain, 10, environs=environs):
+        assert f"{said} ({socket.gethostname()})." in ended.error
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_come_to_a_file_is_named(rank: int, tmp_path: Path) -> None:
+    meet = f"file://{tmp_path}/meet"
+    with pytest.raises(idist.MissingRanksError, match=f"of 2 did not come to {meet} in time") as info:
+        idist.initialize("gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(seconds=1))
+    assert info.value.ranks == [1 - rank]
 
 
 # --- one place, many contexts --------------------------------------------------------------------------
@@ -349,8 +367,8 @@ def test_a_rank_that_waits_for_others_says_so(
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(links, "_SECONDS_WITHOUT_A_WORD", 0.05)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(idist.MissingRanksError):
         idist.initialize("gloo", timeout=timedelta(seconds=1))
     (said,) = [message for message in caplog.messages if "still waiting" in message]
     assert said.startswith("Rank 0 of 2 (")
-    assert said.endswith(f"waiting for all other ranks at 127.0.0.1:{port}.")
+    assert said.endswith(f"waiting for rank 1 at 127.0.0.1:{port}.")

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ignite_dist import devices, environments, links, nodes, processes, rendezvous, wire
+from ignite_dist import devices, environments, links, nodes, processes, rendezvous, roll_call, wire
 from ignite_dist.arguments import check_keywords, check_nodes, check_timeout
 from ignite_dist.comp_models import gloo, native_wrap
 from ignite_dist.comp_models.base import ComputationModel, Group
@@ -170,11 +170,12 @@ class NativeModel(ComputationModel):
             devices.select_device(backend, place)
             if timeout is not None:
                 kwargs["timeout"] = timeout
-            with connecting(), links.wait_told(lambda: rendezvous.waiting(place, init_method)):
+            with connecting():
                 if not brings_ranks:
                     store = rendezvous.join_store(place, init_method, timeout)
                     kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
-                dist.init_process_group(backend, **kwargs)
+                with links.wait_told(lambda: roll_call.waiting(place, "connections to the others")):
+                    dist.init_process_group(backend, **kwargs)
         except BaseException:
             variables.give_back()
             raise

@@ -183,7 +183,9 @@ def test_a_rank_that_fails_ends_the_job(run: Any, launcher: str, variable: str, 
     ended = run(command, "1")
     assert ended.returncode != 0
     assert ended.ranks == []
-    assert "LookupError: this rank has no data" in ended.output
+    # torch's spawn, which Fabric's is, tells of one rank that failed, of rank 0 if it looks late.
+    tells_of_another = command[-1] == "fabric_spawn" and "Process 0 terminated" in ended.output
+    assert "LookupError: this rank has no data" in ended.output or tells_of_another, ended.output
     assert ", in fit" in ended.output  # its traceback
     assert ended.seconds is not None and ended.seconds < FAILURE_SECONDS
 

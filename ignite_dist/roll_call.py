@@ -42,10 +42,12 @@ def call(store: Store, place: Environment, where: str, deadline: float, hint: st
     if place.rank > 0:  # rank 0 may have come later, and knows more
         awaited, patience = ["missing"], patience + _ANSWER_SECONDS
     with links.wait_told(lambda: waiting(place, f"{_whom(store, place)} at {where}")):
-        _wait(store, awaited, patience)
-    if place.rank == 0 or not store.check(["missing"]):
-        store.compare_set("missing", "", json.dumps(_missing(store, place)))
-    missing = json.loads(store.get("missing"))
+        have_come = _wait(store, awaited, patience)
+    if place.rank > 0 and have_come:
+        outcome = store.get("missing")
+    else:
+        outcome = store.compare_set("missing", "", json.dumps([] if have_come else _missing(store, place)))
+    missing = json.loads(outcome)
     if not missing:
         return
     come = [rank for rank in ranks if rank not in missing]
@@ -66,11 +68,13 @@ def waiting(place: Environment, whom: str) -> str:
     return f"Rank {place.rank} of {place.world_size} ({socket.gethostname()}) is still waiting for {whom}."
 
 
-def _wait(store: Store, keys: list[str], seconds: float) -> None:
-    """Wait until all ``keys`` are there, but not for longer than that."""
-    # torch's FileStore raises a plain one in vain; what else may be wrong shows in the next request.
-    with suppress(RuntimeError):
+def _wait(store: Store, keys: list[str], seconds: float) -> bool:
+    """Whether all ``keys`` are there within that time."""
+    try:
         store.wait(keys, timedelta(seconds=max(0.001, seconds)))
+    except RuntimeError:  # torch's FileStore raises a plain one; what else may be wrong shows in the next request
+        return False
+    return True
 
 
 def _missing(store: Store, place: Environment) -> list[int]:

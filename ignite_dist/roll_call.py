@@ -72,7 +72,7 @@ def _wait(store: Store, keys: list[str], seconds: float) -> bool:
     """Whether all ``keys`` are there within that time."""
     try:
         store.wait(keys, timedelta(seconds=max(0.001, seconds)))
-    except RuntimeError:  # torch's FileStore raises a plain one; what else may be wrong shows in the next request
+    except RuntimeError:  # a plain one from torch's FileStore; what else is wrong shows in the next request
         return False
     return True
 

@@ -6,6 +6,7 @@ import ipaddress
 import multiprocessing
 import os
 import re
+import secrets
 import socket
 import struct
 import subprocess
@@ -52,10 +53,15 @@ def loopback() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago. For ranks that have to serve it themselves; else use port 0."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that was free a moment ago. For ranks that have to serve it themselves; else use port 0.
+
+    None of those that port 0 stands for, which other tests may be given meanwhile.
+    """
+    while True:
+        port = 25_000 + secrets.randbelow(7_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 # --- scripts -----------------------------------------------------------------------------------------

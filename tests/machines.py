@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,7 +80,7 @@ class Job(NamedTuple):
         with open(f"/proc/self/fd/{self.output.fileno()}", encoding="utf-8", errors="replace") as file:
             return file.read()
 
-    def wait_for(self, text: str, seconds: float = 60) -> None:
+    def wait_for(self, text: str, seconds: float = 150) -> None:
         """Wait until it has written ``text``."""
         deadline = time.monotonic() + seconds
         while text not in self.text():
@@ -142,7 +142,8 @@ def _remove(host: Host) -> None:
     )
     pids = list(map(int, listed.stdout.split()))
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended by itself
+            os.kill(pid, signal.SIGKILL)
     end_of_processes(pids, 10)
     for command in (("netns", "del", host.namespace), ("link", "del", host.port)):
         subprocess.run(["ip", *command], check=False, capture_output=True, timeout=30)

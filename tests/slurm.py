@@ -14,7 +14,7 @@ from pathlib import Path
 
 from helpers import free_port
 
-_SECONDS = 60  # until the daemons answer
+_SECONDS = 150  # until the daemons answer
 
 _CONFIGURATION = """
 ClusterName=one
@@ -38,6 +38,7 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1
 ReturnToService=2
 SlurmdParameters=config_overrides
 KillWait=2
+MessageTimeout=90
 NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs=4 State=UNKNOWN
 NodeName={host}-b NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs=4 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=YES

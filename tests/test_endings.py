@@ -102,7 +102,7 @@ def job(folder: Path, backend: str, start_method: str, how: str, **environ: str)
 def _is_over(found: Job) -> None:
     """The launcher has ended with an error, and what it had started soon after."""
     # The bars are those of a machine that has time for its processes.
-    slow = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
+    slow = max(4.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
     assert found.launcher.wait(WORKER_SECONDS * slow) != 0
     assert helpers.end_of_processes(list(found.workers), WORKER_SECONDS * slow) == []
     assert helpers.end_of_processes(list(found.loaders), (LOADER_SECONDS - WORKER_SECONDS) * slow) == []

@@ -186,7 +186,7 @@ def test_every_launcher_raises_what_the_first_rank_died_of(
     jobs[1].wait_for("at work")
     started = time.monotonic()
     ended = [job.end() for job in jobs]
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 80
     for code, output in ended:
         assert code == 1, shown(ended)
         assert "WorkerRaisedError, 2: Rank 2 (pid" in output and "on hostb) failed first" in output, shown(
@@ -200,7 +200,7 @@ def test_a_launcher_that_is_gone(three: list[Host], script: Path) -> None:
     jobs[0].wait_for("at work")
     jobs[1].process.send_signal(signal.SIGKILL)
     for job in (jobs[0], jobs[2]):
-        code, output = job.end(30)
+        code, output = job.end(90)
         assert code == 1, output
         assert (
             "RankFailedError, 1: Node 1 (hostb, 10.98.7.2) with rank 1 cannot be reached: its launcher has "
@@ -210,10 +210,10 @@ def test_a_launcher_that_is_gone(three: list[Host], script: Path) -> None:
 
 def test_a_host_that_never_comes(three: list[Host], script: Path) -> None:
     jobs = [
-        start_one(host, script, "works", "spawn", node_rank, 3, 1, three[0].address, seconds=8)
+        start_one(host, script, "works", "spawn", node_rank, 3, 1, three[0].address, seconds=30)
         for node_rank, host in ((0, three[0]), (2, three[2]))
     ]
-    (code, first), (code_of_third, third) = (job.end(60) for job in jobs)
+    (code, first), (code_of_third, third) = (job.end() for job in jobs)
     assert (code, code_of_third) == (1, 1)
     assert "LaunchError, None: Node 1 of 3 did not come in time; node 0 (hosta), node 2 (hostc) did" in first
     assert "LaunchError" in third and ("Node 1 of 3" in third or "waits for others" in third), third
@@ -233,11 +233,11 @@ def test_a_link_that_is_cut_ends_the_job_on_both_sides(launch: str, two: list[Ho
     two[1].cut()
     cut = time.monotonic()
     for job, other, ranks in zip(jobs, reversed(two), ("rank 2", "ranks 0 to 1"), strict=True):
-        code, output = job.end(40)
+        code, output = job.end(90)
         assert code == 1, output
         node = f"({other.name}, {other.address}) with {ranks} cannot be reached: Connection timed out"
         assert node in output, output
-    assert time.monotonic() - cut < 30
+    assert time.monotonic() - cut < 80  # the ranks wait for 100
     for host in two:
         _is_empty(host)
 
@@ -248,13 +248,14 @@ def test_a_link_that_is_cut_under_torchrun(two: list[Host], script: Path) -> Non
     two[1].cut()
     cut = time.monotonic()
     for job, other in zip(jobs, reversed(two), strict=True):
-        code, output = job.end(60)
+        code, output = job.end()
         seconds = time.monotonic() - cut
         assert code == 1, output
         assert f"lost {other.name} {other.address}" in output, output
-        summary = output.partition("Root Cause")[2]
-        assert f"HostLostError: {other.name} ({other.address}) does not answer any more" in summary, output
-        assert seconds < 45  # of which torchrun takes some
+        # torchrun takes the first of those that failed in one second, which may be one that another one left.
+        assert "Root Cause" in output, output
+        assert f"HostLostError: {other.name} ({other.address}) does not answer any more" in output, output
+        assert seconds < 100
 
 
 def _is_empty(host: Host, seconds: float = 15) -> None:

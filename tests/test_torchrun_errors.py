@@ -111,7 +111,7 @@ WAYS: list[tuple[str, int, int, list[str]]] = [
 
 
 @pytest.mark.stress
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_the_rank_that_failed_first_is_the_root_cause(
     tmp_path: Path, repetitions: Callable[[int, int], int], tally: Callable[[str], None]
 ) -> None:

@@ -24,7 +24,7 @@ import ignite_dist as idist
 from ignite_dist.context import current_model
 from table import PROPERTY
 
-SECONDS_PER_CASE = 90
+SECONDS_PER_CASE = 240
 
 
 class CaseFailed(AssertionError):

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+import socket
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,7 +20,11 @@ from typing import NamedTuple
 # grows by for each rank, because gloo has a listener's ticket for every other rank in it.
 _ADDRESS_BYTES, _KEY_BYTES, _TICKET_BYTES = 154, 28, 8
 _LENGTH_BYTES = 8  # before each string
-_EVERYBODY = -1  # a request that waits until all ranks have written their address
+# Where a rank says that it is here, less its number, and that host's name; where rank 0 says that all are.
+_HERE_BYTES, _HOST_BYTES, _ROLL_BYTES = 22, len(socket.gethostname()), 24
+_EVERYBODY = -1  # a request that waits until all ranks have written theirs
+
+Key = tuple[str, int]
 
 
 class Costs(NamedTuple):
@@ -46,15 +51,15 @@ class Request(NamedTuple):
     Attributes:
         nbytes: what goes there and comes back.
         keys: how many it names.
-        needs: the rank whose address must be there before it is answered; None if it needs none.
-        writes: whether it is the rank's own address that it brings.
+        needs: what must be there before it is answered: something of a rank, or of all; None if nothing must.
+        writes: what of the rank's own it brings.
         peers: how many ranks the rank connects to when it has the answer.
     """
 
     nbytes: int
     keys: int = 1
-    needs: int | None = None
-    writes: bool = False
+    needs: Key | None = None
+    writes: Key | None = None
     peers: int = 0
 
 
@@ -75,22 +80,33 @@ def requests_of(rank: int, world_size: int, variant: str) -> Iterator[Request]:
     yield Request(5, keys=0)  # validate
     yield Request(5 + 4, keys=0)  # ping
     yield Request(22 + 8)  # add: a client more
-    if rank == 0:
-        yield Request(38)  # set "open"
-    else:
-        yield Request(38 + 1)  # wait for it
-        yield Request(30 + 8)
-    yield Request(named + address, writes=True)
+    yield from _roll_call(rank, world_size)
+    yield Request(named + address, writes=("address", rank))
     if variant.startswith("at once"):
         keys = 1 + _LENGTH_BYTES + world_size * (_LENGTH_BYTES + _KEY_BYTES)
-        yield Request(keys + 1, world_size, needs=_EVERYBODY)
+        yield Request(keys + 1, world_size, needs=("address", _EVERYBODY))
         answer = world_size * (_LENGTH_BYTES + address)
         yield Request(keys + answer, world_size, peers=world_size)
         return
     for peer in peers_of(rank, world_size) if variant == "lazy" else range(world_size):
-        yield Request(named + 1, needs=peer)  # torch waits
+        yield Request(named + 1, needs=("address", peer))  # torch waits
         yield Request(named + 1)  # and gloo does
         yield Request(named + address, peers=1)
+
+
+def _roll_call(rank: int, world_size: int) -> Iterator[Request]:
+    """``ignite_dist/roll_call.py``: rank 0 waits for all, and the others for what it says."""
+    here = [_LENGTH_BYTES + _HERE_BYTES + len(str(one)) for one in range(world_size)]
+    said = _LENGTH_BYTES + 2  # an empty list
+    key = 1 + _LENGTH_BYTES + _ROLL_BYTES
+    yield Request(1 + here[rank] + _LENGTH_BYTES + _HOST_BYTES, writes=("here", rank))
+    if rank == 0:
+        yield Request(1 + _LENGTH_BYTES + sum(here) + 1, world_size, needs=("here", _EVERYBODY))
+        yield Request(key + _LENGTH_BYTES + said + said, writes=("roll", 0))
+    else:
+        yield Request(key + _LENGTH_BYTES + 1, needs=("roll", 0))
+        yield Request(key + _LENGTH_BYTES + 1)  # torch waits before it gets
+        yield Request(key + said)
 
 
 def peers_of(rank: int, world_size: int) -> list[int]:
@@ -138,9 +154,9 @@ class _Simulation:
         self._programs = [requests_of(rank, world_size, variant) for rank in range(world_size)]
         self._queue: deque[tuple[int, Request]] = deque()  # at the store
         self._is_serving = False
-        self._written = [False] * world_size
-        self._num_written = 0
-        self._parked: dict[int, list[int]] = {}  # who waits for whose address
+        self._written: set[Key] = set()
+        self._num_written: Counter[str] = Counter()
+        self._parked: dict[Key, list[int]] = {}  # who waits for what
 
     def run(self) -> Prediction:
         for rank in range(self._world_size):
@@ -182,24 +198,21 @@ class _Simulation:
             self._compute(seconds, rank, request)
 
     def _answer(self, rank: int, request: Request) -> None:
-        if request.writes:
-            self._written[rank] = True
-            self._num_written += 1
-            self._wake(rank)
-            if self._num_written == self._world_size:
-                self._wake(_EVERYBODY)
+        if request.writes is not None:
+            kind, _ = request.writes
+            self._num_written[kind] += 1
+            self._add(request.writes)
+            if self._num_written[kind] == self._world_size:
+                self._add((kind, _EVERYBODY))
         needs = request.needs
-        is_there = needs is None or (
-            self._num_written == self._world_size if needs == _EVERYBODY else self._written[needs]
-        )
-        if is_there:
+        if needs is None or needs in self._written:
             self._compute(self._costs.peer * request.peers, rank, None)
         else:
-            assert needs is not None
             self._parked.setdefault(needs, []).append(rank)
 
-    def _wake(self, address: int) -> None:
-        for rank in self._parked.pop(address, ()):
+    def _add(self, key: Key) -> None:
+        self._written.add(key)
+        for rank in self._parked.pop(key, ()):
             self._compute(0.0, rank, None)
 
 

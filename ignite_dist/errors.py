@@ -60,7 +60,7 @@ class CollectiveMismatchError(DistributedError):
 
 
 class MissingRanksError(DistributedError, TimeoutError):
-    """Ranks have not come to a collective in time.
+    """Ranks have not come to a collective, or to the start of the job, in time.
 
     Attributes:
         ranks: those that have not come, ascending. Empty on one that has come when the others had given up.

@@ -151,7 +151,7 @@ def initialize(backend: str, **kwargs: Any) -> None:
         EnvironmentVariablesError: the environment is half set, of a launcher that Horovod does not know, or
             without the ``PJRT_DEVICE`` that XLA is to use.
         LaunchError: the port of the rendezvous is in use.
-        MissingRanksError: not all ranks have come in time. (torch's backends; others say it in their own way.)
+        MissingRanksError: not all ranks have come in time (torch's backends; others say it otherwise).
     """
     global _model
     model = find_model(backend)

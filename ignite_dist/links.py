@@ -22,6 +22,7 @@ from ignite_dist.environments.base import read_int
 from ignite_dist.errors import EnvironmentVariablesError, HostLostError
 
 __all__ = [
+    "SECONDS_WITHOUT_A_WORD",
     "explained",
     "listen",
     "seconds_of_silence",
@@ -41,7 +42,7 @@ _VARIABLE = "IGNITE_DIST_SILENCE_SECONDS"
 _NUM_PROBES = 3
 
 # How long a wait for other processes may be silent.
-_SECONDS_WITHOUT_A_WORD = 15.0
+SECONDS_WITHOUT_A_WORD = 15.0
 
 # How long a name server may take; behind a cut link it does not answer either.
 _SECONDS_TO_FIND_NAME = 2.0
@@ -137,7 +138,7 @@ def explained(error: BaseException) -> BaseException:
 @contextmanager
 def wait_told(what: Callable[[], str]) -> Iterator[None]:
     """Say ``what`` the block waits for, once, if it takes long."""
-    timer = threading.Timer(_SECONDS_WITHOUT_A_WORD, lambda: _logger.warning("%s", what()))
+    timer = threading.Timer(SECONDS_WITHOUT_A_WORD, lambda: _logger.warning("%s", what()))
     timer.daemon = True
     timer.start()
     try:

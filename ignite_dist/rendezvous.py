@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 import uuid
 from collections import Counter
@@ -18,7 +19,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from ignite_dist import addresses, environments, links, roll_call
 from ignite_dist.environments import Environment, variables
 from ignite_dist.environments.base import read_int, read_port
-from ignite_dist.errors import EnvironmentVariablesError, LaunchError
+from ignite_dist.errors import EnvironmentVariablesError, LaunchError, MissingRanksError
 
 __all__ = [
     "ASK_ONCE",
@@ -110,7 +111,8 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
 
     Raises:
         LaunchError: the port where rank 0 serves the store is in use.
-        MissingRanksError: not all have come in time.
+        MissingRanksError: not all have come in time. (With torchrun's agents on several nodes, who have met
+            before they started these ranks, it is torch's ``DistStoreError``.)
     """
     if place.world_size == 1 and init_method in (None, "env://"):
         return HashStore()  # nobody else to find, so no port is needed
@@ -124,20 +126,27 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            with links.wait_told(lambda: roll_call.waiting(place, f"rank 0 at {where}")):
-                served = _connect(place, init_method, timeout)
+            with links.wait_told(lambda: roll_call.waiting(place, f"{_who_serves(place)} at {where}")):
+                served = _connect(place, init_method, max(deadline - time.monotonic(), 1.0))
             served.set_timeout(timeout)
             store: Store = PrefixStore(prefix, served)
-            if has_agents:  # who have met before they started these ranks
-                store = _store_of_this_start(store, place, deadline)
-            else:
-                roll_call.call(store, place, where, deadline, _about_loopback(place, init_method))
-        except DistNetworkError:
-            if place.rank == 0 or time.monotonic() > deadline:
-                raise
-            # It may have been the store of the context before, which rank 0 has closed meanwhile.
-        else:
+            if has_agents:
+                with links.wait_told(lambda: roll_call.waiting(place, f"all others at {where}")):
+                    return _store_of_this_start(store, place, deadline)
+            roll_call.call(store, place, where, deadline, _about_loopback(place, init_method))
             return store
+        except DistNetworkError as error:
+            # It may have been the store of the context before, which rank 0 has closed meanwhile.
+            in_time = time.monotonic() < deadline
+            if place.rank == 0 or (_is_served_by_agent() and not in_time):
+                raise
+            if not in_time:
+                here = socket.gethostname()
+                raise MissingRanksError(
+                    f"Rank 0 of {place.world_size} did not come to {where} in time, or {here} does not reach "
+                    f"it there.{_about_loopback(place, init_method)}",
+                    [0],
+                ) from error
 
 
 def _store_of_this_start(store: Store, place: Environment, deadline: float) -> Store:
@@ -170,7 +179,16 @@ def _store_of_this_start(store: Store, place: Environment, deadline: float) -> S
 def _where(place: Environment, init_method: str) -> str:
     """Where the ranks meet."""
     address, port = _main_address(place, init_method)
-    return init_method if address is None else f"{address}:{port}"
+    if address is None:
+        return init_method
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _who_serves(place: Environment) -> str:
+    """Whose store it is that a rank waits for."""
+    if _is_served_by_agent():
+        return "the launcher's store"
+    return "rank 0" if place.rank > 0 else "its own store (is this machine not reached there?)"
 
 
 def _about_loopback(place: Environment, init_method: str) -> str:
@@ -206,10 +224,12 @@ def _one_file_each(init_method: str, num_contexts: int) -> str:
     return parts._replace(path=f"{parts.path}.{num_contexts}").geturl()
 
 
-def _connect(place: Environment, init_method: str, timeout: timedelta) -> Store:
+def _connect(place: Environment, init_method: str, seconds: float) -> Store:
     address, port = _main_address(place, init_method)
+    timeout = timedelta(seconds=seconds)
     try:
-        if address is None or port is None or _is_served_by_agent():
+        # What an address says behind a question mark is for torch.
+        if address is None or port is None or "?" in init_method or _is_served_by_agent():
             found = dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout)
             store: Store = next(found)[0]
             return store
@@ -235,8 +255,8 @@ def _is_served_by_agent() -> bool:
 def _rank_0s_store(place: Environment, address: str, port: int, timeout: timedelta) -> Store:
     """The store that rank 0 serves, as torch makes it: other libraries may meet at the same address.
 
-    torch's own rendezvous would listen on all interfaces, although the address may be one that nobody else
-    can reach; and it would only count the ranks that come.
+    torch's own rendezvous would listen on all interfaces also where the address is one that nobody else can
+    reach; and it would only count the ranks that come.
     """
     listen_fd = None
     if place.rank == 0 and addresses.is_loopback(address):

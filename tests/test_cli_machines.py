@@ -28,5 +28,6 @@ def test_check_names_the_slow_host() -> None:
     report = ended[0][1]
     assert "gloo, 3 processes on 3 hosts" in report
     # On a busy machine another one may be slow to answer as well.
-    assert hosts[1].name in [line.split()[4] for line in report.splitlines() if line.startswith("SLOW")]
+    slow = [line.split()[4] for line in report.splitlines() if line.startswith("SLOW")]
+    assert hosts[1].name in slow and len(slow) < 3, report
     assert "All is well" not in ended[1][1]  # the first machine alone prints

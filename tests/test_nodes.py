@@ -404,7 +404,7 @@ def test_the_interface_towards_another_machine() -> None:
 def test_a_wait_for_other_nodes_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(links, "_SECONDS_WITHOUT_A_WORD", 0.05)
+    monkeypatch.setattr(links, "SECONDS_WITHOUT_A_WORD", 0.05)
     port = free_port()
     (error,) = meeting(hello(0, 3), port=port, seconds=1)
     assert isinstance(error, idist.LaunchError)

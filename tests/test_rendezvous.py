@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -214,6 +215,51 @@ def test_ranks_that_do_not_come_are_named_on_every_rank_that_has() -> None:
         assert f"{said} ({socket.gethostname()})." in ended.error
 
 
+def test_a_rank_0_that_does_not_come_is_named() -> None:
+    port = helpers.free_port()
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    (ended,) = helpers.end_of_ranks(_waits_in_vain, environs=[environ])
+    assert f"MissingRanksError: Rank 0 of 2 did not come to 127.0.0.1:{port} in time, or" in ended.error
+
+
+def _tries_again(folder: Path) -> tuple[list[int], int]:
+    """Rank 1 comes when rank 0 has given up; then both try."""
+    missed = []
+    if os.environ["RANK"] == "0":
+        with pytest.raises(idist.MissingRanksError) as info:
+            idist.initialize("gloo", timeout=timedelta(seconds=1))
+        missed = info.value.ranks
+        (folder / "given up").touch()
+    while not (folder / "given up").exists():
+        time.sleep(0.02)
+    idist.initialize("gloo", timeout=SHORT)
+    return missed, idist.all_reduce(1)
+
+
+@pytest.mark.parametrize("server", ["agent", "rank 0"])
+def test_ranks_that_have_missed_each_other_may_try_again(server: str, tmp_path: Path) -> None:
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    by_agent = server == "agent"
+    environs = helpers.torchrun_environs(
+        2, agent.port if by_agent else helpers.free_port(), agent_store=by_agent
+    )
+    assert helpers.run_ranks(_tries_again, tmp_path, environs=environs) == [([1], 2), ([], 2)]
+
+
+def _gives_up_early(folder: Path) -> str:
+    """Rank 1 has less patience than rank 0, and comes when rank 0 is there."""
+    rank = int(os.environ["RANK"])
+    with pytest.raises(idist.MissingRanksError) as info:
+        idist.initialize("gloo", timeout=timedelta(seconds=[100, 2][rank]))
+    return str(info.value)
+
+
+def test_who_gives_up_first_does_so_for_all(tmp_path: Path) -> None:
+    environs = helpers.torchrun_environs(3, helpers.free_port(), agent_store=False)[:2]
+    first, second = helpers.run_ranks(_gives_up_early, tmp_path, environs=environs)
+    assert first == second and first.startswith("Rank 2 of 3 did not come to 127.0.0.1:")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_does_not_come_to_a_file_is_named(rank: int, tmp_path: Path) -> None:
     meet = f"file://{tmp_path}/meet"
@@ -366,9 +412,22 @@ def test_a_rank_that_waits_for_others_says_so(
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(links, "_SECONDS_WITHOUT_A_WORD", 0.05)
+    monkeypatch.setattr(links, "SECONDS_WITHOUT_A_WORD", 0.05)
     with pytest.raises(idist.MissingRanksError):
         idist.initialize("gloo", timeout=timedelta(seconds=1))
-    (said,) = [message for message in caplog.messages if "still waiting" in message]
+    waits_for = f"waiting for rank 1 at 127.0.0.1:{port}."
+    (said,) = [message for message in caplog.messages if waits_for in message]
     assert said.startswith("Rank 0 of 2 (")
-    assert said.endswith(f"waiting for rank 1 at 127.0.0.1:{port}.")
+
+
+def test_a_rank_that_waits_for_those_of_other_agents_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = helpers.torchrun_environs(2, agent.port, nproc_per_node=1)[0]
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(links, "SECONDS_WITHOUT_A_WORD", 0.05)
+    with pytest.raises(dist.DistStoreError):
+        idist.initialize("gloo", timeout=timedelta(seconds=1))
+    assert any("waiting for all others at 127.0.0.1" in message for message in caplog.messages)

@@ -22,6 +22,8 @@ _logger = logging.getLogger(__name__)
 
 # How long a rank may take to say, or to hear, what became of the call.
 _ANSWER_SECONDS = 5.0
+# How often rank 0 looks whether all have.
+_LOOK_SECONDS = 0.02
 # A long wait is one of many short ones, which let Ctrl-C through; all ranks together may ask that often.
 _POLL_SECONDS, _POLLS_PER_SECOND = 0.5, 2000
 # How many hosts an error names.
@@ -47,32 +49,22 @@ def call(store: Store, place: Environment, where: str, deadline: float, hint: st
     ranks = range(place.world_size)
     awaited = [f"here/{rank}" for rank in ranks] if place.rank == 0 else ["outcome"]
     store.set(f"here/{place.rank}", socket.gethostname())
+    has_called_off = False
     if not _await(store, place, awaited, where, deadline):
         has_called_off, outcome = _call_off(store, place)
+    elif place.rank == 0:
+        outcome = store.compare_set("outcome", "", "[]")  # unless another rank has called it off just before
     else:
-        has_called_off = False
-        all_came = place.rank == 0
-        outcome = store.compare_set("outcome", "", "[]") if all_came else store.get("outcome")
+        outcome = store.get("outcome")
     if outcome == b"[]":
         return
     missing, hosts, num_hosts = json.loads(outcome)
-    store.delete_key(f"here/{place.rank}")
+    come = [rank for rank in ranks if rank not in missing]
+    _leave(store, place, missing, come, has_called_off)
     if place.rank in missing:
         raise MissingRanksError(
             f"Rank {place.rank} of {place.world_size} came to {where} when the others had given up.", missing
         )
-    store.set(f"told/{place.rank}", "")
-    come = [rank for rank in ranks if rank not in missing]
-    if has_called_off:
-        told = [f"told/{rank}" for rank in come]
-        _wait(store, told, _ANSWER_SECONDS)
-        with suppress(RuntimeError):  # the store has gone
-            for name in (*told, *(f"here/{rank}" for rank in missing), "called off by", "outcome"):
-                store.delete_key(name)
-    elif place.rank == 0:  # with which the store may go
-        patience = time.monotonic() + 2 * _ANSWER_SECONDS
-        while store.check(["outcome"]) and time.monotonic() < patience:
-            time.sleep(0.02)
     more = f" and {num_hosts - len(hosts)} more" if num_hosts > len(hosts) else ""
     raise MissingRanksError(
         f"{describe_ranks(missing).capitalize()} of {place.world_size} did not come to {where} in time; "
@@ -117,10 +109,8 @@ def _wait(store: Store, keys: list[str], seconds: float) -> bool:
 
 def _call_off(store: Store, place: Environment) -> tuple[bool, bytes]:
     """What became of the call, and whether it was this rank that looked and said so."""
-    me = str(place.rank)
-    if store.compare_set("called off by", "", me) != me.encode() and _wait(
-        store, ["outcome"], _ANSWER_SECONDS
-    ):
+    first = store.compare_set("called off by", "", str(place.rank))
+    if first != str(place.rank).encode() and _wait(store, ["outcome"], _ANSWER_SECONDS):
         return False, store.get("outcome")
     missing = _missing(store, place)
     come = [f"here/{rank}" for rank in range(place.world_size) if rank not in missing]
@@ -134,3 +124,22 @@ def _call_off(store: Store, place: Environment) -> tuple[bool, bytes]:
 
 def _missing(store: Store, place: Environment) -> list[int]:
     return [rank for rank in range(place.world_size) if not store.check([f"here/{rank}"])]
+
+
+def _leave(
+    store: Store, place: Environment, missing: list[int], come: list[int], has_called_off: bool
+) -> None:
+    """Take away what a call that is off has left in the store, when all have heard of it."""
+    store.delete_key(f"here/{place.rank}")
+    if place.rank in come:
+        store.set(f"told/{place.rank}", "")
+    if has_called_off:
+        told = [f"told/{rank}" for rank in come]
+        _wait(store, told, _ANSWER_SECONDS)
+        with suppress(RuntimeError):  # the store has gone
+            for name in (*told, *(f"here/{rank}" for rank in missing), "called off by", "outcome"):
+                store.delete_key(name)
+    elif place.rank == 0:  # with which the store may go
+        patience = time.monotonic() + 2 * _ANSWER_SECONDS
+        while store.check(["outcome"]) and time.monotonic() < patience:
+            time.sleep(_LOOK_SECONDS)

@@ -205,6 +205,18 @@ def test_spawn_returns_what_each_replica_returned(monkeypatch: pytest.MonkeyPatc
     assert len({result["process"][0] for result in results}) == 1 and len(results) == 4
 
 
+def _operations_left_to_the_cpu(_: int) -> list[str]:
+    from torch_xla.debug import metrics
+
+    return [name for name in metrics.counter_names() if name.startswith("aten::")]
+
+
+def test_replicas_can_take_their_first_number_at_the_same_time() -> None:
+    """torch_xla's table of such operations has no lock: where item() is new, two at once end the process."""
+    for names in spawn(_operations_left_to_the_cpu):
+        assert "aten::_local_scalar_dense" in names
+
+
 def test_one_replica_where_there_are_more_devices() -> None:
     (result,) = spawn(who, nproc_per_node=1)
     assert (result["ranks"], result["sizes"]) == ((0, 0, 0), (1, 1, 1))

@@ -94,6 +94,11 @@ class XlaModel(ComputationModel):
         self._side_store = HashStore()  # for replicas that all are in this process
         self._initialized: set[int] = set()
         self._views = xla_views.lower_dtype_views()
+        if len(self._real_names) > 1:
+            # torch_xla counts each operation that it leaves to the CPU, in a table without a lock, and item()
+            # is one: two replicas whose first it is at the same time would end the process by SIGSEGV. So it
+            # happens here, once (torch_xla/csrc/aten_fallback.cpp). Data goes there and back; nothing is run.
+            torch.tensor(0).to(torch_xla.device()).item()
 
     # --- lifecycle ---------------------------------------------------------------------------------
 

@@ -136,17 +136,16 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
             roll_call.call(store, place, where, deadline, _about_loopback(place, init_method))
             return store
         except DistNetworkError as error:
-            # It may have been the store of the context before, which rank 0 has closed meanwhile.
-            in_time = time.monotonic() < deadline
-            if place.rank == 0 or (_is_served_by_agent() and not in_time):
+            if place.rank > 0 and time.monotonic() < deadline:
+                continue  # it may have been the store of the context before, which rank 0 has closed since
+            if place.rank == 0 or _is_served_by_agent():
                 raise
-            if not in_time:
-                here = socket.gethostname()
-                raise MissingRanksError(
-                    f"Rank 0 of {place.world_size} did not come to {where} in time, or {here} does not reach "
-                    f"it there.{_about_loopback(place, init_method)}",
-                    [0],
-                ) from error
+            here = socket.gethostname()
+            raise MissingRanksError(
+                f"Rank 0 of {place.world_size} did not come to {where} in time, or {here} does not reach it "
+                f"there.{_about_loopback(place, init_method)}",
+                [0],
+            ) from error
 
 
 def _store_of_this_start(store: Store, place: Environment, deadline: float) -> Store:

@@ -29,7 +29,7 @@ endif
 # Two pips at once in one .venv would break it; the tests use all cores by themselves.
 .NOTPARALLEL:
 .PHONY: help venv demo test test-gpu stress horovod test-horovod test-launchers xla test-xla xla-suite \
-    conformance conformance-results bench scale bench-xla bench-here lint style type clean
+    conformance conformance-results conformance-newest conformance-suite bench scale bench-xla bench-here lint style type clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -83,6 +83,13 @@ conformance-results: $(call needs,test examples $(if $(findstring xla,$(VENV)),x
 	@mkdir -p $(dir $(RESULTS))
 	$(PY) -m pytest tests/conformance -m "$(SUITE)" --conformance-results $(RESULTS) $(ARGS)
 
+# The newest torch has an environment of its own too, and no Horovod: that is built for one torch at a time.
+conformance-newest:  ## run the conformance suite on the newest torch, in .venv-newest (6 GB)
+	+$(MAKE) VENV=.venv-newest CONSTRAINTS=constraints-newest.txt conformance-suite
+
+conformance-suite: $(call needs,test examples)
+	$(PY) -m pytest tests/conformance -n logical -m "not gpu and not horovod and not xla" $(ARGS)
+
 bench: $(call needs,bench horovod)  ## measure against torch.distributed, Horovod and pytorch-ignite
 	$(PY) benchmarks/bench.py $(ARGS)
 
@@ -109,7 +116,7 @@ type: $(call needs,lint)  ## check types (mypy, strict on the package)
 	$(PY) -m mypy
 
 clean:  ## remove the environments and what tools leave behind, but for the built Horovod in .cache
-	rm -rf .venv .venv-xla build dist *.egg-info .*_cache .hypothesis runs
+	rm -rf .venv .venv-newest .venv-xla build dist *.egg-info .*_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each extra, so that `make demo` installs no linters. setuptools comes first and the

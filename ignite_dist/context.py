@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ignite_dist import elastic, environments
+from ignite_dist import elastic, environments, ignite_bridge
 from ignite_dist.arguments import did_you_mean
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
 from ignite_dist.comp_models.serial import WatchfulSerialModel
@@ -162,6 +162,7 @@ def initialize(backend: str, **kwargs: Any) -> None:
             "idist uses the one that exists without any call; or end it first with idist.finalize()."
         )
     _model = model.create_from_backend(backend, **kwargs)
+    ignite_bridge.context_began(_model)
 
 
 def is_context_of(backend: str) -> bool:
@@ -194,6 +195,7 @@ def conclude() -> None:
         pass  # a rank is gone: finalize() meets the same, and says so
     model.finalize()
     _model = SerialModel()
+    ignite_bridge.context_ended()
 
 
 def abort() -> None:
@@ -206,6 +208,7 @@ def abort() -> None:
     with elastic.recorded(sys.exc_info()[1]):
         current_model().abort()
     _model = SerialModel()
+    ignite_bridge.context_ended()
 
 
 # --- this process ------------------------------------------------------------------------------------

@@ -1,0 +1,117 @@
+"""pytorch-ignite's own ``ignite.distributed``, kept in step with the context of this package.
+
+Ignite's engine, metrics and handlers ask ``ignite.distributed`` which rank this is. That module looks for a
+context by itself, and over torch.distributed its first look is a collective: ``if rank == 0: setup_logger()``
+waits for ever. It does not notice the end of a context either. So it is told of both, without a collective.
+
+Only contexts that this package makes are told of. Ignite's one model per process cannot answer for XLA's
+replicas, which are threads, and release 0.5.5 calls functions that torch_xla 2.9 no longer has.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from ignite_dist.comp_models import ComputationModel, HorovodModel, NativeModel
+from ignite_dist.comp_models.topology import Topology
+
+__all__ = ["context_began", "context_ended"]
+
+_UTILS = "ignite.distributed.utils"
+
+
+def context_began(model: ComputationModel) -> None:
+    """Tell ignite, now if it is loaded, else when it is imported, of the context of ``model``."""
+    if not isinstance(model, (NativeModel, HorovodModel)):
+        return
+    _importing.forget()
+    loaded = sys.modules.get(_UTILS)
+    if loaded is not None:
+        _follow(loaded, model)
+    else:
+        _importing.then(lambda utils: _follow(utils, model))
+
+
+def context_ended() -> None:
+    """Tell ignite, if it is loaded, that this process is serial."""
+    _importing.forget()
+    utils = sys.modules.get(_UTILS)
+    if utils is not None:
+        utils._set_model(utils._SerialModel())  # sync() alone would stop ignite from looking for contexts
+
+
+def _follow(utils: Any, model: ComputationModel) -> None:
+    if not model.is_current():
+        return
+    topology = model.known_topology()
+    if isinstance(model, NativeModel) and topology is not None:
+        utils._set_model(_native_model(topology))
+    else:
+        utils.sync()  # over Horovod no collective
+
+
+def _native_model(topology: Topology) -> Any:
+    """Ignite's model of torch.distributed, told what it would find out by a collective."""
+    native = sys.modules["ignite.distributed.comp_models.native"]
+
+    class Told(native._NativeDistModel):  # type: ignore[misc, name-defined]
+        def _identify_local_rank(self) -> None:
+            self._local_rank = topology.local_rank
+
+        def _compute_nproc_per_node(self) -> int:
+            return topology.nproc_per_node
+
+    return Told()
+
+
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Calls a function with ignite's module once that has been imported."""
+
+    def __init__(self) -> None:
+        self._follow: Callable[[ModuleType], None] | None = None
+
+    def then(self, follow: Callable[[ModuleType], None]) -> None:
+        self._follow = follow
+        sys.meta_path.insert(0, self)
+
+    def forget(self) -> None:
+        self._follow = None
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        follow = self._follow
+        if name != _UTILS or follow is None:
+            return None
+        self.forget()
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Followed(spec.loader, follow)
+        return spec
+
+
+class _Followed(importlib.abc.Loader):
+    """A loader that calls a function with the module that another one has loaded."""
+
+    def __init__(self, loader: Any, follow: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._follow = follow
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._follow(module)
+
+
+_importing = _OnImport()

@@ -1,6 +1,6 @@
 """pytorch-ignite's own modules beside this package: they see the contexts that it makes, and their ends.
 
-Where torch_xla is installed ignite 0.5.5 asks it for a context, by functions that torch_xla 2.9 no longer has.
+Where torch_xla is installed, ignite 0.5.5 asks it for a context, by functions that release 2.9 no longer has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import helpers
 import ignite_dist as idist
 
 # They run in .venv; beside torch_xla ignite itself raises AttributeError in every process without a context.
-pytestmark = pytest.mark.skipif(find_spec("torch_xla") is not None, reason="ignite 0.5.5 needs an older torch_xla")
+pytestmark = pytest.mark.skipif(
+    find_spec("torch_xla") is not None, reason="ignite 0.5.5 needs an older torch_xla"
+)
 
 NUM_CONTEXTS = 2
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "BYTES",
     "NARROW_FLOATS",
     "OPS",
     "Carrier",
@@ -44,6 +45,9 @@ NARROW_FLOATS = frozenset(
     }
 )
 """Floats of so few bits that a sum of three is easily off by one of them, or infinite where it should not be."""
+
+BYTES = frozenset({torch.float8_e8m0fnu, torch.float4_e2m1fn_x2})
+"""What torch keeps and copies, and does not compute with: bytes for us."""
 
 _REDUCED = NARROW_FLOATS | {
     torch.float32,
@@ -95,8 +99,8 @@ def check_reducible(dtype: torch.dtype) -> None:
 
 
 def is_movable(dtype: torch.dtype) -> bool:
-    """Whether torch copies such tensors, so that their bytes can be sent."""
-    return dtype in _REDUCED or dtype in (torch.float8_e8m0fnu, getattr(torch, "float4_e2m1fn_x2", None))
+    """Whether tensors of ``dtype`` can be gathered and broadcast."""
+    return dtype in _REDUCED or dtype in BYTES
 
 
 def is_rounded(op: str, dtype: torch.dtype) -> bool:

@@ -158,6 +158,9 @@ def _reduce_carried(
 
 def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
     """``(*S) -> (group_size, *S)`` for a tensor of any dtype, device and layout."""
+    if tensor.dtype in reduction.BYTES:
+        into = None if out is None else out.view(torch.uint8)
+        return gather_rows(model, tensor.view(torch.uint8), group, into).view(tensor.dtype)
     rows_shape = (len(group.ranks), *tensor.shape)
     route = _route(model, "all_gather", tensor)
     if out is None and route.direct and _is_plain(tensor) and not tensor.requires_grad:
@@ -192,6 +195,9 @@ def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: G
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         with torch.inference_mode():
             return broadcast_tensor(model, tensor, src, group)
+    if tensor.dtype in reduction.BYTES:
+        broadcast_tensor(model, tensor.view(torch.uint8), src, group)
+        return tensor
     route = _route(model, "broadcast", tensor)
     with torch.no_grad():
         carried = _sendable(model, tensor, route.moves)

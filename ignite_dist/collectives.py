@@ -50,7 +50,13 @@ _PACK_BYTES = 1 << 16
 
 
 def all_reduce(
-    tensor: Any, op: str = "SUM", group: Any = None, *, inplace: bool = True, sync_grads: bool = False
+    tensor: Any,
+    op: str = "SUM",
+    group: Any = None,
+    *,
+    inplace: bool = True,
+    sync_grads: bool = False,
+    exact: bool = True,
 ) -> Any:
     """Reduce a value over the ranks of a group; every rank of the group calls it and gets the result.
 
@@ -58,10 +64,14 @@ def all_reduce(
     backend. A number, or a tree (dict, list, tuple, named tuple) of numbers and tensors, comes back new:
     all of a tree's numbers take one collective, in rank order and with Python's own arithmetic, so ints are
     exact at any size and every rank gets the same bits. Nothing is rounded on the way: a dtype that the
-    backend does not carry is sent as a wider one. Without a gradient, but with ``sync_grads``.
+    backend does not carry is sent as a wider one, and float16, bfloat16 and float8 are added and multiplied
+    in float64 and rounded once (on TPUs, which have no float64, in float32). Without a gradient, but with
+    ``sync_grads``. Autograd counts the result as a change in place: a backward pass that needs the old value
+    raises.
 
     Args:
-        tensor: shape ``(*S)`` on every rank, any dtype but quantized and sparse ones; or a number; or a tree.
+        tensor: shape ``(*S)`` on every rank, a dense tensor of any dtype that has arithmetic; or a number; or
+            a tree.
         op: "SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR" ("ADASUM" where Horovod has it). AND and OR
             are bitwise on ints and logical on bools. A NaN anywhere is the MIN and the MAX.
         group: None for all ranks, a handle of :func:`new_group`, or a list of global ranks. A rank outside
@@ -70,6 +80,10 @@ def all_reduce(
         sync_grads: returns a new tensor with a gradient: that of the sum of all ranks' losses. For a SUM or
             an AVERAGE of floating-point tensors. The backward pass is a collective too, so every rank of the
             group makes it; it can be differentiated again.
+        exact: False is the backend's own SUM, AVERAGE or PRODUCT of float16 and bfloat16: it may be rounded
+            after each rank, and overflow on the way (60000 + 60000 - 60000 is inf in float16). It is faster
+            where the exact one sends float64: everywhere but with gloo on the CPU. Nothing changes for other
+            dtypes. The same on every rank.
 
     Returns:
         ``(*S)``, of the type that was given.
@@ -88,19 +102,22 @@ def all_reduce(
     """
     model = current_model()
     op = reduction.normalize_op(op)
+    called = op if exact else f"{op} with exact=False"
     if sync_grads:
         if op not in ("SUM", "AVERAGE"):
             raise ValueError(f"all_reduce with sync_grads=True is for SUM and AVERAGE, got {op}.")
         members = model.resolve_group(group)
         differentiable.check_differentiable("all_reduce", model, tensor, members)
-        model.announce("all_reduce", members, tensor, op)
-        return differentiable.reduced(model, tensor, op, members) if _is_member(model, members) else tensor
+        model.announce("all_reduce", members, tensor, called)
+        if not _is_member(model, members):
+            return tensor
+        return differentiable.reduced(model, tensor, op, members, exact)
     if isinstance(tensor, Tensor):
-        plan = plan_reduction(model, op, tensor)
+        plan = plan_reduction(model, op, tensor, exact)
         if inplace:
             check_writable("all_reduce", tensor)
         members = model.resolve_group(group)
-        model.announce("all_reduce", members, tensor, op)
+        model.announce("all_reduce", members, tensor, called)
         if not _is_member(model, members):
             return _outside(
                 model, members, tensor, lambda: reduce_tensor(model, _copy(tensor), op, plan, members)
@@ -109,10 +126,14 @@ def all_reduce(
     values, structure = tree.flatten(tensor)
     _check_leaves(model, values, op)
     members = model.resolve_group(group)
-    model.announce("all_reduce", members, values, op)
+    model.announce("all_reduce", members, values, called)
+
+    def reduce_leaves() -> list[Any]:
+        return _reduce_leaves(model, values, structure, op, exact, members)
+
     if not _is_member(model, members):
-        return _outside(model, members, tensor, lambda: _reduce_leaves(model, values, structure, op, members))
-    return tree.rebuild(tensor, iter(_reduce_leaves(model, values, structure, op, members)))
+        return _outside(model, members, tensor, reduce_leaves)
+    return tree.rebuild(tensor, iter(reduce_leaves()))
 
 
 def _check_leaves(model: ComputationModel, values: list[Any], op: str) -> None:
@@ -131,7 +152,7 @@ def _check_leaves(model: ComputationModel, values: list[Any], op: str) -> None:
 
 
 def _reduce_leaves(
-    model: ComputationModel, values: list[Any], structure: str, op: str, group: Group
+    model: ComputationModel, values: list[Any], structure: str, op: str, exact: bool, group: Group
 ) -> list[Any]:
     """The leaves reduced: numbers in one collective, small tensors of one dtype and device in one."""
     numbers = [position for position, leaf in enumerate(values) if not isinstance(leaf, Tensor)]
@@ -152,7 +173,7 @@ def _reduce_leaves(
             packs.setdefault((leaf.dtype, leaf.device.type) if small else position, []).append(position)
     for positions in packs.values():
         flat = torch.cat([values[position].detach().reshape(-1) for position in positions])
-        plan = plan_reduction(model, op, flat)
+        plan = plan_reduction(model, op, flat, exact)
         reduced_flat = reduce_tensor(model, flat, op, plan, group)
         parts = torch.split(reduced_flat, [values[position].numel() for position in positions])
         for position, part in zip(positions, parts, strict=True):
@@ -185,7 +206,7 @@ def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None, syn
             that can be pickled, of any type and size on each.
         group: as in :func:`all_reduce`. A rank outside gets its value back unchanged.
         out: a contiguous tensor of the result's shape and dtype, filled and returned. Worth it in a loop:
-            a fresh result costs page faults.
+            a fresh result costs page faults. It may hold ``tensor`` itself.
         sync_grads: the result has a gradient: each rank's tensor gets that of the sum of all ranks' losses.
             For a contrastive loss over the whole batch. The backward pass is a collective too, so every rank
             of the group makes it; it can be differentiated again. In a ``DistributedDataParallel`` of which

@@ -15,11 +15,17 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "BYTES",
+    "NARROW_FLOATS",
     "OPS",
     "Carrier",
+    "as_itself",
     "check_number_op",
     "check_op",
+    "check_reducible",
     "find_carrier",
+    "is_movable",
+    "is_rounded",
     "normalize_op",
     "reduce_gathered",
     "reduce_numbers",
@@ -27,6 +33,38 @@ __all__ = [
 ]
 
 OPS = ("SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR", "ADASUM")
+
+NARROW_FLOATS = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+    }
+)
+"""Floats of so few bits that a sum of three is easily off by one of them, or infinite where it should not be."""
+
+BYTES = frozenset({torch.float8_e8m0fnu, torch.float4_e2m1fn_x2})
+"""What torch keeps and copies, and does not compute with: bytes for us."""
+
+_REDUCED = NARROW_FLOATS | {
+    torch.float32,
+    torch.float64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+}
 
 _SPELLINGS = {spelling: op for op in OPS for spelling in (op, op.lower())}
 
@@ -44,6 +82,30 @@ def normalize_op(op: str) -> str:
         if known is None:
             raise ValueError(f"Unknown reduction {op!r}. Allowed: {', '.join(map(repr, OPS))}.") from None
         return known
+
+
+def check_reducible(dtype: torch.dtype) -> None:
+    """Refuse the dtypes that have no arithmetic.
+
+    Raises:
+        TypeError: says what to do instead.
+    """
+    if dtype is torch.float8_e8m0fnu:
+        raise TypeError(
+            f"all_reduce takes no {dtype}: it has no sign and no zero, so results would not fit. Use tensor.float()."
+        )
+    if dtype not in _REDUCED:
+        raise TypeError(f"all_reduce takes no {dtype}, which has no arithmetic. Use all_gather.")
+
+
+def is_movable(dtype: torch.dtype) -> bool:
+    """Whether tensors of ``dtype`` can be gathered and broadcast."""
+    return dtype in _REDUCED or dtype in BYTES
+
+
+def is_rounded(op: str, dtype: torch.dtype) -> bool:
+    """Whether ``op`` over ``dtype`` loses bits at each step unless it is computed in a wider dtype."""
+    return dtype in NARROW_FLOATS and op in ("SUM", "AVERAGE", "PRODUCT")
 
 
 def check_op(op: str, dtype: torch.dtype) -> None:
@@ -130,25 +192,65 @@ _ROW_OPS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+# The bits of a float64 that a float32 does not have.
+_BEYOND_FLOAT32 = (1 << 29) - 1
+# So many narrow floats are reduced at a time: their float64 stay in the processor's cache.
+_BLOCK = 1 << 15
+
+
 def reduce_rows(rows: Iterable[Tensor], op: str, out: Tensor) -> Tensor:
     """Reduce ``rows``, each of the shape and dtype of ``out``, into ``out`` in their order.
 
-    Every rank that holds the same rows gets the same bits. Halves are added up as floats and rounded once.
+    Every rank that holds the same rows gets the same bits. Narrow floats, and these alone, take "AVERAGE" too:
+    see :func:`_reduce_narrow`.
     """
-    combine = _ROW_OPS[op]
     first, *others = rows
     if not others:
         return out.copy_(first)
+    if is_rounded(op, out.dtype):
+        for *parts, result in zip(*(row.view(-1).split(_BLOCK) for row in (first, *others, out)), strict=True):
+            result.copy_(_reduce_narrow(parts[0], parts[1:], op))
+        return out
+    combine = _ROW_OPS[op]
     second, *rest = others
-    if out.dtype in (torch.float16, torch.bfloat16):
-        total = combine(first.float(), second.float())
-        for row in rest:
-            combine(total, row, out=total)
-        return out.copy_(total)
     combine(first, second, out=out)
     for row in rest:
         combine(out, row, out=out)
     return out
+
+
+def _reduce_narrow(first: Tensor, others: Sequence[Tensor], op: str) -> Tensor:
+    """Narrow floats reduced in float64 and rounded once, to what their dtype holds or a little finer.
+
+    The sum of float16 or float8 is exact there for thousands of ranks: they are multiples of 2**-24 below
+    2**16. bfloat16 reaches from 2**-133 to 2**128, so a sum in float64 loses what is 2**-45 of its largest part,
+    and does not overflow on the way; in float32 it would.
+    """
+    if len(others) == 1 and op != "AVERAGE":
+        # float32 has more than twice the bits of either, so rounding to it and then once more changes nothing.
+        return _ROW_OPS[op](first.float(), others[0].float())
+    combine = torch.mul if op == "PRODUCT" else torch.add
+    total = first.float().double()  # float16 to float64 at once takes twice as long
+    for row in others:
+        combine(total, row.float(), out=total)
+    if op == "AVERAGE":
+        total /= 1 + len(others)
+    return _rounded_to_odd(total)
+
+
+def _rounded_to_odd(wide: Tensor) -> Tensor:
+    """float64 with no more bits than float32 has, such that rounding that once more is rounding ``wide``.
+
+    torch converts float64 to a narrow float by way of float32. A value next to the middle of two narrow floats
+    would be taken for that middle. So what float32 cannot hold goes to the odd one of its two neighbours, which
+    is never such a middle. (It may be one below 2**-126, in some of the smallest numbers of bfloat16.)
+    """
+    bits = wide.view(torch.int64)
+    odd = bits & _BEYOND_FLOAT32
+    odd += _BEYOND_FLOAT32  # reaches the last bit of float32 if there is anything beyond it
+    odd |= bits
+    odd &= ~_BEYOND_FLOAT32
+    return odd.view(torch.float64)
 
 
 # --- carriers ----------------------------------------------------------------------------------------
@@ -179,13 +281,8 @@ _WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.uint16: (torch.int32, torch.int64),
     torch.int32: (torch.int64,),
     torch.uint32: (torch.int64,),
-    torch.float16: (torch.float32, torch.float64),
-    torch.bfloat16: (torch.float32, torch.float64),
     torch.float32: (torch.float64,),
-    torch.float8_e4m3fn: (torch.float32, torch.float64),
-    torch.float8_e4m3fnuz: (torch.float32, torch.float64),
-    torch.float8_e5m2: (torch.float32, torch.float64),
-    torch.float8_e5m2fnuz: (torch.float32, torch.float64),
+    **dict.fromkeys(NARROW_FLOATS, (torch.float32, torch.float64)),
 }
 _REAL = {
     torch.complex32: torch.float16,
@@ -196,21 +293,31 @@ _NAN = {torch.int32: 0x7FC00000, torch.int64: 0x7FF8000000000000}  # the bits of
 _BOOL_OPS = {"AND": "MIN", "OR": "MAX", "MIN": "MIN", "MAX": "MAX"}
 
 
-def find_carrier(op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]) -> Carrier | None:
+def as_itself(op: str, dtype: torch.dtype) -> Carrier:
+    """A reduction that is sent as it stands."""
+    return Carrier(op, dtype, _same, _same)
+
+
+def find_carrier(
+    op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool], exact: bool = True
+) -> Carrier | None:
     """How a tensor of ``dtype`` is reduced by a backend of which ``carries(op, dtype)`` says what it can do.
 
     None means that no reduction of the backend will do, so the values have to be gathered and reduced on
     each rank. Only legal combinations (:func:`check_op`) may be asked for.
+
+    Sums and products of narrow floats never go as themselves, whatever the backend carries: it would round after
+    each rank. They go as float64, or float32 where there is no float64. Unless they need not be ``exact``.
     """
     if op in ("MIN", "MAX") and dtype.is_floating_point:
         return _ordered_carrier(op, dtype, carries)
     sent = "SUM" if op == "AVERAGE" else op  # the caller divides what comes back
-    if op == "AVERAGE" and dtype.itemsize < 4:
-        return _widened(sent, dtype, carries)  # the sum of a few halves overflows where their mean does not
+    if exact and is_rounded(op, dtype):
+        return _narrow_carrier(sent, dtype, carries)
     if dtype in _REAL:
-        return _complex_carrier(op, dtype, carries)
+        return _complex_carrier(op, dtype, carries, exact)
     if carries(sent, dtype):
-        return Carrier(sent, dtype, _same, _same)
+        return as_itself(sent, dtype)
     if dtype is torch.uint64:
         return _uint64_carrier(sent, carries)
     return _widened(_BOOL_OPS[op] if dtype is torch.bool else sent, dtype, carries)
@@ -229,6 +336,16 @@ def _widened(op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], 
         if carries(op, wider):
             return Carrier(op, wider, partial(_cast, wider), partial(_cast, dtype))
     return None
+
+
+def _narrow_carrier(
+    op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]
+) -> Carrier | None:
+    if not carries(op, torch.float64):
+        return _widened(op, dtype, carries)
+    return Carrier(
+        op, torch.float64, partial(_cast, torch.float64), lambda total: _rounded_to_odd(total).to(dtype)
+    )
 
 
 def _ordered_carrier(
@@ -263,11 +380,11 @@ def _ordered_carrier(
 
 
 def _complex_carrier(
-    op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]
+    op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool], exact: bool
 ) -> Carrier | None:
     if op not in ("SUM", "AVERAGE"):
         return None
-    inner = find_carrier(op, _REAL[dtype], carries)
+    inner = find_carrier(op, _REAL[dtype], carries, exact)
     if inner is None:
         return None
 
@@ -312,9 +429,17 @@ def reduce_gathered(rows: Tensor, op: str) -> Tensor:
     def computes(sent: str, dtype: torch.dtype) -> bool:
         return dtype in _COMPUTED or (dtype is torch.bool and sent in ("AND", "OR"))
 
-    carrier = find_carrier(op, rows.dtype, computes) or Carrier(op, rows.dtype, _same, _same)
+    if rows.dtype is torch.complex32 and op == "PRODUCT":
+        return _product_of_complex_halves(rows)
+    carrier = find_carrier(op, rows.dtype, computes) or as_itself(op, rows.dtype)
     encoded = carrier.encode(rows)
     total = reduce_rows(encoded.unbind(), carrier.op, torch.empty_like(encoded[0]))
     if op == "AVERAGE":
         total /= len(rows)
     return carrier.decode(total)
+
+
+def _product_of_complex_halves(rows: Tensor) -> Tensor:
+    wide = torch.view_as_complex(torch.view_as_real(rows).double())
+    total = reduce_rows(wide.unbind(), "PRODUCT", torch.empty_like(wide[0]))
+    return torch.view_as_complex(_rounded_to_odd(torch.view_as_real(total)).half())

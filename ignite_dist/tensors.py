@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ignite_dist import reduction
 from ignite_dist.comp_models import ComputationModel, Group
@@ -43,36 +44,58 @@ class Plan(NamedTuple):
             of XLA share a model, and each has its own.
         carrier: how they are sent; None if they have to be gathered.
         in_place: whether they are sent as they are.
+        rounds_once: whether the model itself reduces narrow floats in float64.
     """
 
     moves: bool
     carrier: reduction.Carrier | None
     in_place: bool
+    rounds_once: bool
 
 
-def plan_reduction(model: ComputationModel, op: str, tensor: Tensor) -> Plan:
+def plan_reduction(model: ComputationModel, op: str, tensor: Tensor, exact: bool = True) -> Plan:
     """The plan for ``tensor``, from the model's cache but for the first time.
+
+    Args:
+        model: who reduces it.
+        op: one of :data:`~ignite_dist.reduction.OPS`.
+        tensor: what is reduced.
+        exact: whether narrow floats are to be rounded once; False where speed counts.
 
     Raises:
         TypeError, ValueError: ``op`` does not take such a tensor.
     """
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+    # What its dtype and its device say is known once there is a plan.
+    if tensor.layout is not torch.strided or tensor.is_nested or type(tensor) is not Tensor:
         check_dense("all_reduce", tensor)
-    key = (op, tensor.dtype, tensor.device)
+    key = (op, tensor.dtype, tensor.device, exact)
     found: Plan | None = model.plans.get(key)
     if found is None:
+        check_dense("all_reduce", tensor)
+        reduction.check_reducible(tensor.dtype)
         reduction.check_op(op, tensor.dtype)
+        exact = exact or tensor.dtype.itemsize == 1  # no backend adds float8 by itself
         if op == "ADASUM" and not model.carries("all_reduce", op, tensor.dtype, tensor.device):
             raise ValueError(
                 f"ADASUM needs Horovod built with MPI; backend {model.backend()!r} does not have it."
             )
         device = _carrying_device(model, tensor)
-        carrier = reduction.find_carrier(
-            op, tensor.dtype, lambda sent, dtype: model.carries("all_reduce", sent, dtype, device)
+        rounds_once = (
+            exact and reduction.is_rounded(op, tensor.dtype) and model.rounds_once(tensor.dtype, device)
+        )
+        carrier = (
+            reduction.as_itself(op, tensor.dtype)
+            if rounds_once
+            else reduction.find_carrier(
+                op,
+                tensor.dtype,
+                lambda sent, dtype: model.carries("all_reduce", sent, dtype, device),
+                exact,
+            )
         )
         moves = device != tensor.device
         in_place = not moves and carrier is not None and carrier.dtype is tensor.dtype
-        found = model.plans[key] = Plan(moves, carrier, in_place)
+        found = model.plans[key] = Plan(moves, carrier, in_place, rounds_once)
     return found
 
 
@@ -84,21 +107,50 @@ def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, 
     carrier = plan.carrier
     if plan.in_place and carrier is not None and _is_plain(tensor):
         reduced = tensor.detach() if tensor.requires_grad else tensor
-        model._all_reduce(reduced, carrier.op, group)
-        if op == "AVERAGE":
-            reduced /= len(group.ranks)
+        _reduce_carried(model, reduced, op, carrier.op, plan, group)
+        _note_change(tensor)
         return tensor
     with torch.no_grad():
         local = _sendable(model, tensor, plan.moves)
         if carrier is None:
             reduced = reduction.reduce_gathered(gather_rows(model, local, group), op)
+        elif carrier.dtype.itemsize > local.itemsize and local.numel() > _piece_numel(carrier):
+            reduced = local  # in pieces, because all of it at once would be as large as several tensors
+            for piece in local.view(-1).split(_piece_numel(carrier)):
+                piece.copy_(_reduce_encoded(model, piece, op, carrier, plan, group))
         else:
-            reduced = model._all_reduce(carrier.encode(local).contiguous(), carrier.op, group)
-            if op == "AVERAGE":
-                reduced /= len(group.ranks)
-            reduced = carrier.decode(reduced)
+            reduced = _reduce_encoded(model, local, op, carrier, plan, group)
         tensor.copy_(_moved(reduced, tensor.device))
     return tensor
+
+
+def _piece_numel(carrier: reduction.Carrier) -> int:
+    return _BUCKET_BYTES // carrier.dtype.itemsize
+
+
+def _reduce_encoded(
+    model: ComputationModel,
+    tensor: Tensor,
+    op: str,
+    carrier: reduction.Carrier,
+    plan: Plan,
+    group: Group,
+) -> Tensor:
+    """The reduction of ``tensor``, which is dense and where it is sent from."""
+    carried = carrier.encode(tensor).contiguous()
+    return carrier.decode(_reduce_carried(model, carried, op, carrier.op, plan, group))
+
+
+def _reduce_carried(
+    model: ComputationModel, tensor: Tensor, op: str, sent_op: str, plan: Plan, group: Group
+) -> Tensor:
+    """Reduce in place what the model takes as it is."""
+    if plan.rounds_once:
+        return model._reduce_narrow(tensor, op, group)
+    reduced = model._all_reduce(tensor, sent_op, group)
+    if op == "AVERAGE":
+        reduced /= len(group.ranks)
+    return reduced
 
 
 # --- gather and broadcast ----------------------------------------------------------------------------
@@ -106,23 +158,36 @@ def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, 
 
 def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
     """``(*S) -> (group_size, *S)`` for a tensor of any dtype, device and layout."""
+    if tensor.dtype in reduction.BYTES:
+        into = None if out is None else out.view(torch.uint8)
+        return gather_rows(model, tensor.view(torch.uint8), group, into).view(tensor.dtype)
     rows_shape = (len(group.ranks), *tensor.shape)
     route = _route(model, "all_gather", tensor)
-    if route.direct and _is_plain(tensor) and not tensor.requires_grad:
-        return model._all_gather(tensor, group, out=None if out is None else out.view(rows_shape))
+    if out is None and route.direct and _is_plain(tensor) and not tensor.requires_grad:
+        return model._all_gather(tensor, group)
+    if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            return gather_rows(model, tensor, group, out)
     with torch.no_grad():
         local = _sendable(model, tensor, route.moves)
-        if out is not None and out.device == local.device:
+        into_out = out is not None and out.device == local.device and _is_plain(out)
+        if out is not None and into_out:
             rows = out.detach().view(rows_shape)
+            if _share_memory(local, rows):
+                local = local.clone()  # what comes from other ranks would overwrite what is still to be sent
         else:
             rows = torch.empty(rows_shape, dtype=tensor.dtype, device=local.device)
         if route.as_is:
             model._all_gather(local, group, out=rows)
         else:  # bytes lose nothing
             model._all_gather(_as_bytes(local), group, out=_as_bytes(rows).view(rows_shape[0], -1))
-        if out is not None and out.device != local.device:
-            return out.copy_(_moved(rows, out.device).view(out.shape))
-        return _moved(rows, tensor.device)
+        if out is None:
+            return _moved(rows, tensor.device)
+        if into_out:
+            _note_change(out)
+        else:
+            out.detach().copy_(_moved(rows, out.device).view(out.shape))
+        return rows
 
 
 def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: Group) -> Tensor:
@@ -130,12 +195,17 @@ def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: G
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         with torch.inference_mode():
             return broadcast_tensor(model, tensor, src, group)
+    if tensor.dtype in reduction.BYTES:
+        broadcast_tensor(model, tensor.view(torch.uint8), src, group)
+        return tensor
     route = _route(model, "broadcast", tensor)
     with torch.no_grad():
         carried = _sendable(model, tensor, route.moves)
         model._broadcast(carried if route.as_is else _as_bytes(carried), src, group)
         if route.moves or not _is_plain(tensor):  # then it was a copy
             tensor.detach().copy_(_moved(carried, tensor.device))
+        else:
+            _note_change(tensor)
     return tensor
 
 
@@ -208,6 +278,20 @@ def _carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
     if model.carries("all_gather", None, torch.uint8, tensor.device):
         return tensor.device
     return model._bytes_device()
+
+
+def _note_change(tensor: Tensor) -> None:
+    """Tell autograd what every operation of torch's in place tells it, for a library that writes to memory."""
+    if not tensor.is_inference():  # which no graph holds
+        increment_version(tensor)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors of one device overlap; on XLA's nothing does, where each has its value."""
+    if one.device.type == "xla":
+        return False
+    begin, other_begin = one.data_ptr(), other.data_ptr()
+    return begin < other_begin + other.nbytes and other_begin < begin + one.nbytes
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -289,12 +373,47 @@ def is_sharded(tensor: Any) -> bool:
 
 def check_dense(function: str, tensor: Any) -> None:
     """Refuse what has no dense memory to send, with a ``TypeError`` that names ``function``."""
+    if (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_meta
+        and reduction.is_movable(tensor.dtype)
+    ):
+        return
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function} takes a tensor, got {type(tensor).__name__}.")
+    if is_sharded(tensor):
+        raise TypeError(
+            f"{function} takes plain tensors, got a DTensor, of which each rank has a part. Use "
+            "tensor.full_tensor(), or tensor.to_local() for this rank's part."
+        )
+    if tensor.is_nested:
+        raise TypeError(
+            f"{function} takes dense tensors, got a nested one. Use tensor.unbind() for its parts, or "
+            "torch.nested.to_padded_tensor(tensor, 0.0)."
+        )
     if tensor.is_meta:
         raise TypeError(f"{function} takes tensors with data, got one on the meta device.")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.is_quantized:
+        raise TypeError(
+            f"{function} takes no quantized tensors, whose scales may differ between ranks. Use "
+            "tensor.dequantize()."
+        )
+    if tensor.layout is not torch.strided:
         raise TypeError(f"{function} takes dense tensors, got {tensor.layout}. Use tensor.to_dense().")
+    if not reduction.is_movable(tensor.dtype):
+        raise TypeError(
+            f"{function} takes no {tensor.dtype}, which torch does not compute with. Use "
+            "tensor.view(torch.uint8) for its bytes."
+        )
+    kind = type(tensor)
+    is_wrapper = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # keeps its values in other tensors
+    if is_wrapper and tensor.device.type != "xla" and not tensor.data_ptr():
+        raise TypeError(
+            f"{function} takes plain tensors, got a {kind.__name__}, which has no memory of its own. Pass the "
+            "tensors that it is made of."
+        )
 
 
 def check_writable(function: str, tensor: Tensor) -> None:
@@ -303,10 +422,31 @@ def check_writable(function: str, tensor: Tensor) -> None:
     if tensor.is_contiguous() and not is_xla:
         return
     base = tensor._base if is_xla else None
-    if (base is not None and tensor.nbytes > base.nbytes) or any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
+    if (base is not None and tensor.nbytes > base.nbytes) or _overlaps_itself(tensor):
         raise ValueError(
             f"{function} writes its result into the tensor, whose elements share memory (as after expand()). "
             "Pass tensor.clone()."
         )
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements of ``tensor`` are in the same place."""
+    if not tensor.numel():
+        return False
+    extent = 0  # of the dimensions looked at so far: how far their last element is from the first
+    dimensions = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    for stride, size in sorted(dimensions):
+        if stride == 0:
+            return True
+        if stride <= extent:
+            break
+        extent += stride * (size - 1)
+    else:
+        return False  # each dimension steps over all that the smaller ones reach
+    # Only a layout made by hand comes here. So mark the places, and count them.
+    extent = sum(stride * (size - 1) for stride, size in dimensions)
+    if tensor.numel() > extent + 1:
+        return True
+    taken = torch.zeros(extent + 1, dtype=torch.bool, device="cpu")
+    taken.as_strided(tensor.shape, tensor.stride()).fill_(True)
+    return int(taken.count_nonzero()) < tensor.numel()

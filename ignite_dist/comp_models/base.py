@@ -383,6 +383,17 @@ class ComputationModel(ABC):
     def _all_reduce(self, tensor: Tensor, op: str, group: Group) -> Tensor:
         """Reduce in place and return ``tensor``."""
 
+    def rounds_once(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether :meth:`_reduce_narrow` takes such tensors; the others are sent as float64."""
+        return False
+
+    def _reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Tensor:
+        """Reduce narrow floats in place by "SUM", "AVERAGE" or "PRODUCT", in float64 and with one rounding.
+
+        Every rank gets the same bits.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
         """``(*S) -> (group_size, *S)``, into the contiguous ``out`` of that shape if there is one."""

@@ -72,8 +72,7 @@ _GATHERED = frozenset(
         torch.float64,
     }
 )
-# Halves are left out: on the CPU it rounds their sum after every rank, and in software.
-_REDUCED = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
+_REDUCED = frozenset({torch.int32, torch.int64, torch.float16, torch.float32, torch.float64})
 
 
 def _available_backends() -> tuple[str, ...]:
@@ -320,7 +319,7 @@ class HorovodModel(ComputationModel):
             return False
         if collective != "all_reduce":
             return dtype in _GATHERED
-        return op in self._ops and (dtype in _REDUCED or (on_gpu and dtype is torch.float16))
+        return op in self._ops and dtype in _REDUCED
 
     # Horovod matches calls by name, and each process numbers those that have none for itself: a rank that is
     # not in a group would be out of step with the world for ever. And what has a name that it has seen before

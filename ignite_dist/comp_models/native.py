@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ignite_dist import devices, environments, links, nodes, processes, rendezvous, roll_call, wire
 from ignite_dist.arguments import check_keywords, check_nodes, check_timeout
-from ignite_dist.comp_models import gloo, native_wrap
+from ignite_dist.comp_models import gloo, narrow, native_wrap
 from ignite_dist.comp_models.base import ComputationModel, Group
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.environments import Environment, spawned, variables
@@ -415,6 +415,27 @@ class NativeModel(ComputationModel):
         else:
             _wait(handle.allreduce([gloo.lend(tensor)], _ALL_REDUCE[op]))
         return tensor
+
+    def rounds_once(self, dtype: torch.dtype, device: torch.device) -> bool:
+        # Tried with gloo alone. On GPUs the network of a large job is better used by the library's own tree.
+        return self._is_gloo_on_cpu(device)
+
+    def _reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Tensor:
+        handle, group_size = self._handle(group), len(group.ranks)
+        if group_size == 1 or not tensor.numel():
+            return tensor
+
+        def exchange(sent: Tensor, received: Tensor) -> None:
+            gloo.exchange(handle, sent, received)
+
+        def gather(sent: Tensor, received: Tensor) -> None:
+            self._all_gather(sent, group, out=received.view(group_size, -1))
+
+        if not gloo.in_one_round(tensor.nbytes, group_size):
+            return narrow.reduce_in_parts(tensor, op, group_size, exchange, gather)
+        if tensor.numel() > _UNCUT_NUMEL and tensor.dtype in _FLOATS:
+            return self._all_reduce(tensor, op, group)  # which gathers the rows and reduces them, too
+        return narrow.reduce_rows_of_all(tensor, op, group_size, gather)
 
     def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
         handle = self._handle(group)

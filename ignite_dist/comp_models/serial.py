@@ -110,6 +110,12 @@ class SerialModel(ComputationModel):
     def _all_reduce(self, tensor: Tensor, op: str, group: Group) -> Tensor:
         return tensor
 
+    def rounds_once(self, dtype: torch.dtype, device: torch.device) -> bool:
+        return True
+
+    def _reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Tensor:
+        return tensor
+
     def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
         rows = tensor.unsqueeze(0)
         return rows.clone() if out is None else out.copy_(rows)

@@ -37,10 +37,12 @@ if TYPE_CHECKING:
 __all__ = ["XlaModel"]
 
 _OPS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}
-# PJRT's CPU has no all-reduce for bfloat16, and halves would be rounded after each rank.
 _REDUCED = frozenset(
-    {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
+    {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
 )
+# PJRT's CPU has no all-reduce for bfloat16. TPUs have one, and none for float64, which they emulate: "While
+# rewriting computation to not contain X64 element types, XLA encountered ... all-reduce".
+_REDUCED_BY_TPUS = _REDUCED - {torch.float64} | {torch.bfloat16}
 
 # Replicas of one process wait for each other by the compiled module, and two that compile the same graph at
 # the same time get two: one after the other, the second finds what the first has compiled.
@@ -91,6 +93,7 @@ class XlaModel(ComputationModel):
         self._devices: dict[int, torch.device] = {}
         self._real_names = dict(zip(torch_xla.devices(), xla_model.xla_real_devices(), strict=True))
         self._topologies: dict[int, Topology] = {}
+        self._reduced = _REDUCED_BY_TPUS if runtime.device_type() == "TPU" else _REDUCED
         self._side_store = HashStore()  # for replicas that all are in this process
         self._initialized: set[int] = set()
         self._views = xla_views.lower_dtype_views()
@@ -265,7 +268,7 @@ class XlaModel(ComputationModel):
     def carries(self, collective: str, op: str | None, dtype: torch.dtype, device: torch.device) -> bool:
         if device.type != "xla":
             return device.type == "cpu" and self._world_size == 1
-        return collective != "all_reduce" or (op in _OPS and dtype in _REDUCED)
+        return collective != "all_reduce" or (op in _OPS and dtype in self._reduced)
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Group) -> Tensor:
         if tensor.numel() and tensor.device.type == "xla" and not _is_one_of_more(group):

@@ -16,9 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_dist import tree
+from ignite_dist.adapted import group_of_parameters, remember_model
+from ignite_dist.averaged import parameters_of
 from ignite_dist.averaging import average_in_step
+from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
+from ignite_dist.control import exchange_outcomes
 from ignite_dist.data import auto_dataloader
+from ignite_dist.frozen import watch_frozen
 from ignite_dist.samplers import DistributedProxySampler
 from ignite_dist.tensors import broadcast_tensors
 
@@ -88,17 +93,72 @@ def auto_model(
     options = {name: value for name, value in given.items() if value is not None}
     _check_strategy(strategy, sync_bn, wrap, comm_hook, options)
     shards = strategy == "fsdp" and live.get_world_size() > 1
+    shares_buffers = kwargs.get("broadcast_buffers", True)
+    if strategy == "fsdp":  # this keyword alone means something without DistributedDataParallel
+        kwargs.pop("broadcast_buffers", None)
     if shards:
         live.check_sharding()
+        group = _sharding_group(live, kwargs.get("mesh"))
+        _bring_from_meta(live, model, group)
+    _check_not_meta(model)
     device = live.device()
     if any(value.device != device for value in [*model.parameters(), *model.buffers()]):
         _move(model, device)
     wrapped = model if strategy == "fsdp" else live.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
-    is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    is_equal = wrapped is not model or live.get_world_size() == 1  # a wrapper sees to it
-    if not is_equal and (is_trained or shards):
-        broadcast_tensors(live, [*model.parameters(), *model.buffers()], 0, live.world())
-    return live.shard_model(model, wrap, **kwargs) if shards else wrapped
+    if live.get_world_size() == 1:
+        return wrapped
+    inner = unwrap_model(wrapped)
+    is_adapted = shards or any(parameter.requires_grad for parameter in model.parameters())
+    if not shards:
+        group = live.gradient_group(wrapped, ())
+    if is_adapted and wrapped is model:  # a wrapper sees to it
+        broadcast_tensors(live, [*model.parameters(), *model.buffers()], group.ranks[0], group)
+    if shards:
+        live.shard_model(model, wrap, **kwargs)
+    if is_adapted:
+        remember_model(live, inner, group, shares_buffers)
+    is_averaged_later = shards or (is_adapted and not isinstance(wrapped, DistributedDataParallel))
+    watch_frozen(live, inner, wrapped, is_averaged_later)
+    return wrapped
+
+
+def _sharding_group(live: ComputationModel, mesh: Any) -> Group:
+    """The ranks of the device mesh that a model is sharded over; of none the world."""
+    ranks = getattr(mesh, "mesh", None)
+    if not isinstance(ranks, Tensor):
+        return live.world()
+    return live.resolve_group(sorted(ranks.flatten().tolist()))
+
+
+def _bring_from_meta(live: ComputationModel, model: Module, group: Group) -> None:
+    """Give a model on the meta device memory, where the first rank of ``group`` has the values for it.
+
+    Every rank of ``group`` calls it.
+
+    Raises:
+        ValueError: the first rank has none; raised on every rank.
+    """
+    own = _names_on_meta(model)
+    everyones: list[list[str]] = exchange_outcomes(live, group, None, own[:3])
+    if everyones[0]:
+        raise ValueError(_ON_META.format(names=everyones[0]))
+    if own:
+        _move(model, live.device(), is_empty=True)
+
+
+_ON_META = (
+    "auto_model needs values, and the model has tensors on the meta device: {names}, ... Give it memory "
+    "(model.to_empty(device=...)) and values first. With strategy='fsdp' rank 0 alone needs them."
+)
+
+
+def _names_on_meta(model: Module) -> list[str]:
+    return [name for name, one in [*model.named_parameters(), *model.named_buffers()] if one.is_meta]
+
+
+def _check_not_meta(model: Module) -> None:
+    if names := _names_on_meta(model):
+        raise ValueError(_ON_META.format(names=names[:3]))
 
 
 def _check_strategy(
@@ -115,13 +175,19 @@ def _check_strategy(
         raise ValueError(f"comm_hook is one of {_COMM_HOOKS}, or (state, hook); got {comm_hook!r}.")
 
 
-def _move(model: Module, device: torch.device) -> None:
-    """Move ``model``, and keep parameters tied: an XLA device gets new ones, one for each place."""
+def _move(model: Module, device: torch.device, is_empty: bool = False) -> None:
+    """Move ``model``, and keep parameters tied: an XLA device gets new ones, one for each place.
+
+    With ``is_empty`` it gets memory there, and no values.
+    """
     places: dict[Parameter, list[tuple[Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(parameter, []).append((module, name))
-    model.to(device)
+    if is_empty:
+        model.to_empty(device=device)
+    else:
+        model.to(device)
     for (module, name), *others in places.values():
         for other, its_name in others:
             setattr(other, its_name, getattr(module, name))
@@ -269,9 +335,19 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
     live = current_model()
     live.check_not_joining()
     if zero and live.get_world_size() > 1:
+        _check_zero(live, optimizer)
         optimizer = live.shard_optimizer(optimizer)
     wrapped = live.wrap_optimizer(optimizer, **kwargs)
     live.optimizers[id(wrapped)] = wrapped
     if not live.averages_gradients and live.get_world_size() > 1:
         average_in_step(wrapped)
     return wrapped
+
+
+def _check_zero(live: ComputationModel, optimizer: Optimizer) -> None:
+    group = group_of_parameters(live, parameters_of(optimizer))
+    if len(group.ranks) < live.get_world_size():
+        raise ValueError(
+            f"zero=True shards over all ranks, and the model is trained by ranks {list(group.ranks)}, as its "
+            "process_group= or mesh= says: leave zero out."
+        )

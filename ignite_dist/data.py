@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_dist import tree
+from ignite_dist.adapted import check_pass, share_buffers
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
 from ignite_dist.errors import CollectiveMismatchError
@@ -107,7 +108,9 @@ def auto_dataloader(
         _check_exact(exact, dataset, kwargs)
         shuffle = bool(kwargs.pop("shuffle", False))
         padded = exact == "padded"
-        kwargs["sampler"] = ExactSampler(dataset, **sampler_kwargs(), shuffle=shuffle, padded=padded)
+        sampler = ExactSampler(dataset, **sampler_kwargs(), shuffle=shuffle, padded=padded)
+        sampler.on_begin = share_buffers if model.get_world_size() > 1 else None
+        kwargs["sampler"] = sampler
     if model.get_world_size() == 1:
         return model.make_dataloader(dataset, **kwargs)
     if "batch_size" in kwargs:
@@ -233,11 +236,13 @@ def gather_in_order(values: Any, loader: Any) -> Any:
             f"The loader was made for rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
             f"{model.get_rank()} of {len(members.ranks)}."
         )
+    sampler.end_pass()
     order, counts = sampler.order(), [sampler.num_drawn_by(rank) for rank in members.ranks]
     leaves, _ = tree.flatten(values, list)
     described = tree.rebuild(values, map(_Column.of, leaves), list)
     model.announce("gather_in_order", members)
     gathered = model.gather_objects((sampler.meant(), described), members)
+    check_pass(gathered)
     if any(meant != gathered[0][0] for meant, _ in gathered):
         raise ValueError(
             "The ranks mean different passes (number of samples, shuffle, seed, epoch, padded): "

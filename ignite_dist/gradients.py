@@ -6,6 +6,7 @@ Backends average at different times: ``DistributedDataParallel`` in the backward
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
@@ -123,22 +124,22 @@ def _forced(
 ) -> Iterator[None]:
     live.check_not_joining()
     live.check_forced(model, optimizers)
-    world = live.world()
-    if len(world.ranks) == 1:
+    group = live.gradient_group(model, optimizers)
+    if len(group.ranks) == 1:
         yield
         return
     try:
         with live.accumulate_locally(model, optimizers):
             yield
     except BaseException as error:
-        exchange_outcomes(live, world, error)  # which the others meet in their final microbatch
+        exchange_outcomes(live, group, error)  # which the others meet in their final microbatch
         raise
     if is_final:
         parameters = dict.fromkeys(model.parameters())
         if not live.averages_in_backward:  # the step will not average what else these optimizers have either
             parameters.update(dict.fromkeys(parameters_of(*optimizers)))
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        average_gradients(live, agree_on_gradients(live, trained, world), world)
+        average_gradients(live, agree_on_gradients(live, trained, group), group)
         live.were_averaged(model)
         for optimizer in optimizers:
             if not live.averages_in_backward and id(optimizer) in live.optimizers:
@@ -207,7 +208,8 @@ def accumulate(
 
     Raises:
         ValueError: ``steps`` is not a positive int, a weight is negative, or those of all ranks are zero.
-        RuntimeError: the block of a step's last microbatch was not entered.
+        RuntimeError: the block of a step's last microbatch was not entered; or it is called inside of
+            :func:`join`, where ranks make different numbers of steps.
 
     Example::
 
@@ -221,8 +223,9 @@ def accumulate(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps is a positive int, got {steps!r}.")
     _check_whole(model, "accumulate")
+    current_model().check_not_joining()
     synced = partial(grad_sync, model, optimizers, strategy=DDPSyncStrategy(strategy))
-    return _accumulate(loader, model, steps, weight, synced)
+    return _accumulate(loader, model, steps, weight, synced, optimizers)
 
 
 def _accumulate(
@@ -231,6 +234,7 @@ def _accumulate(
     steps: int,
     weight: Callable[[Any], float] | None,
     synced: Callable[..., AbstractContextManager[None]],
+    optimizers: Optimizer | Sequence[Optimizer] | None,
 ) -> Iterator[tuple[Any, Microbatch]]:
     batches, end = iter(loader), object()
     ahead = next(batches, end)
@@ -240,7 +244,8 @@ def _accumulate(
         weights.append(1.0 if weight is None else _checked(weight(batch)))
         is_final = len(weights) == steps or ahead is end
 
-        weighed = partial(_weighed, model, tuple(weights), is_final, weight is not None, synced)
+        mean = None if weight is None else partial(_mean_over_ranks, model, optimizers)
+        weighed = partial(_weighed, model, tuple(weights), is_final, mean, synced)
         microbatch = Microbatch(len(weights) - 1, is_final, weighed)
         yield batch, microbatch
         if is_final:
@@ -257,7 +262,7 @@ def _weighed(
     model: Module,
     weights: Sequence[float],
     is_final: bool,
-    differ: bool,
+    mean: Callable[[float], float] | None,
     synced: Callable[..., AbstractContextManager[None]],
 ) -> Iterator[None]:
     """The block of the microbatch that has the last of ``weights``, those of its step until now.
@@ -265,9 +270,10 @@ def _weighed(
     Gradients are summed by their weights until the last microbatch knows them all and makes the sum a mean.
     That is linear, so it does not matter whether the ranks are averaged before or after.
     """
+    current_model().check_not_joining()  # where is_final differs between ranks
     factor = weights[-1]
     if is_final:
-        total = _mean_over_ranks(sum(weights)) if differ else sum(weights)
+        total = sum(weights) if mean is None else mean(sum(weights))
         factor /= total
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -283,10 +289,13 @@ def _checked(weight: Any) -> float:
     return value
 
 
-def _mean_over_ranks(weight: float) -> float:
+def _mean_over_ranks(
+    model: Module, optimizers: Optimizer | Sequence[Optimizer] | None, weight: float
+) -> float:
     live = current_model()
+    group = live.gradient_group(model, _optimizers(live, model, optimizers))
     # Not all_reduce: a rank whose block has raised answers here too, with FORCED_SYNC.
-    everyones: list[float] = exchange_outcomes(live, live.world(), None, weight)
+    everyones: list[float] = exchange_outcomes(live, group, None, weight)
     if not any(everyones):
         raise ValueError("The weights of all microbatches of this step, on all ranks, are zero.")
     return sum(everyones) / len(everyones)
@@ -346,7 +355,8 @@ def clip_grad_norm(
         owned = set(parameters_of(*optimizers))
         others = [parameter for parameter in trained if parameter not in owned]  # which no step will average
         if others:
-            average_gradients(live, agree_on_gradients(live, others, live.world()), live.world())
+            group = live.gradient_group(model, optimizers)
+            average_gradients(live, agree_on_gradients(live, others, group), group)
     total = torch.nn.utils.clip_grad_norm_(
         model.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
     )
@@ -373,7 +383,10 @@ def _optimizers(
 
 
 def _check_whole(model: Module, function: str) -> None:
-    if any(map(is_sharded, model.parameters())):
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    # After a forward pass without a backward pass FSDP2 leaves the outermost module's parameters whole.
+    is_fsdp = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+    if is_fsdp or any(map(is_sharded, model.parameters())):
         raise ValueError(
             f"{function} is not for a model whose parameters are sharded, as by FSDP2: no rank ever has "
             "whole gradients. Use no_sync(model) around all microbatches but the last."

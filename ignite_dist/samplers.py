@@ -6,7 +6,7 @@ And the data loader that tells its sampler when a pass is over.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -81,6 +81,20 @@ class ExactSampler(DistributedSampler[Any]):
         self.padded = padded
         self.num_samples = self.num_drawn_by(self.rank)
         self._latest_epoch = self.epoch
+        self.on_begin: Callable[[], None] | None = None
+        self._has_begun = False
+
+    def begin_pass(self) -> None:
+        """Do what every rank does before the first batch of a pass over the data loader."""
+        self._has_begun = True
+        if self.on_begin is not None:
+            self.on_begin()
+
+    def end_pass(self) -> None:
+        """Note that a pass has been made; a rank that made none, without samples, begins it here."""
+        if not self._has_begun:
+            self.begin_pass()
+        self._has_begun = False
 
     def __iter__(self) -> Iterator[int]:
         self._latest_epoch = self.epoch
@@ -219,6 +233,7 @@ class Pass:
     def __init__(self, batches: Any, sampler: Any) -> None:
         self._batches = batches
         self._sampler = sampler
+        self._begun = False
         self._exhausted = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -228,6 +243,10 @@ class Pass:
         return len(self._batches)
 
     def __next__(self) -> Any:
+        if not self._begun:
+            self._begun = True
+            if getattr(self._sampler, "on_begin", None) is not None:
+                self._sampler.begin_pass()
         try:
             return next(self._batches)
         except StopIteration:

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from ignite_dist import safe, tree
 from ignite_dist.auto import unwrap_model
 from ignite_dist.averaged import parameters_of
+from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
 from ignite_dist.control import exchange_outcomes
-from ignite_dist.tensors import broadcast_tensors, is_sharded
+from ignite_dist.tensors import broadcast_tensor, broadcast_tensors, is_sharded
 
 __all__ = ["load_model_state", "load_optimizer_state", "model_state", "optimizer_state"]
 
@@ -51,25 +52,35 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
     """
     live, inner = current_model(), unwrap_model(model)
     world = live.resolve_group(None)
-    shards = any(map(is_sharded, inner.parameters()))
+    own = inner.state_dict()  # FSDP2 shards again here what it has gathered for a forward pass
+    shards = any(map(is_sharded, own.values()))
     _on_rank_0(lambda: _check_state(inner, state) if shards else _load_whole(inner, state))
-    if shards:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(inner, dict(state or {}) if live.get_rank() == 0 else {}, options=options)
-        return
     if live.get_world_size() == 1:
         return
-    broadcast_tensors(live, [*inner.parameters(), *inner.buffers()], 0, world)
-    tensors = {name for name, _ in [*inner.named_parameters(), *inner.named_buffers()]}
-    tensors |= {name for name, _ in inner.named_parameters(remove_duplicate=False)}
-    extra = [name for name in inner.state_dict() if name not in tensors]  # of get_extra_state()
+    named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
+    extra = own.keys() - {name for name, _ in named}  # of get_extra_state()
+    values = (state or {}) if live.get_rank() == 0 else {}
+    if shards:
+        _fill_shards(live, {name: one for name, one in own.items() if name not in extra}, values, world)
+    else:
+        broadcast_tensors(live, [*inner.parameters(), *inner.buffers()], 0, world)
     if extra:
-        values = {name: state[name] for name in extra} if state and live.get_rank() == 0 else {}
-        received = live.broadcast_object(values, 0, world)
-        if live.get_rank() != 0:
+        sent = {name: value for name, value in values.items() if name in extra}
+        received = live.broadcast_object(sent, 0, world)
+        if shards or live.get_rank() != 0:
             inner.load_state_dict(received, strict=False)
+
+
+def _fill_shards(
+    live: ComputationModel, own: Mapping[str, Tensor], state: Mapping[str, Tensor], group: Group
+) -> None:
+    """Fill ``own``, a part of which each rank has, from the whole ``state`` of rank 0; one tensor at a time."""
+    for name, tensor in own.items():
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if state:
+            whole.copy_(state[name])
+        broadcast_tensor(live, whole, 0, group)
+        tensor.copy_(_as_sharded(whole, tensor) if is_sharded(tensor) else whole)
 
 
 def _load_whole(inner: Module, state: Mapping[str, Any] | None) -> None:
@@ -82,6 +93,7 @@ def _check_state(inner: Module, state: Mapping[str, Any] | None) -> None:
     given = {} if state is None else state
     wrong = [f"missing {name}" for name in own if name not in given]
     wrong += [f"unexpected {name}" for name in given if name not in own]
+    wrong += [f"{name} is a shard, and not the whole" for name in own if is_sharded(given.get(name))]
     wrong += [
         f"{name} of shape {tuple(given[name].shape)} for {tuple(value.shape)}"
         for name, value in own.items()
@@ -103,6 +115,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
         On rank 0 a ``state_dict`` of copies on the CPU, as of the optimizer without any of them.
     """
     if hasattr(optimizer, "consolidate_state_dict"):  # ZeRO's, which has it on this rank alone
+        current_model().check_not_joining()
         optimizer.consolidate_state_dict(to=0)
         if current_model().get_rank() != 0:
             return {}

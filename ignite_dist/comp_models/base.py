@@ -540,6 +540,14 @@ class ComputationModel(ABC):
         """
         return nullcontext()
 
+    def gradient_group(self, model: Module, optimizers: Sequence[Optimizer]) -> Group:
+        """The ranks over which the gradients of ``model`` are averaged. Arguments as above.
+
+        Raises:
+            ValueError: its parts are averaged over different ranks.
+        """
+        return self.world()
+
     def check_forced(self, model: Module, optimizers: Sequence[Optimizer]) -> None:  # noqa: B027
         """Refuse what an average over all ranks, apart from backward pass and step, would not get right."""
 
@@ -555,5 +563,6 @@ class ComputationModel(ABC):
 
     def make_dataloader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
         """The loader of this rank's share of ``dataset``, which ``kwargs`` say."""
-        tells_epochs = hasattr(kwargs.get("sampler"), "advance_epoch")
-        return (EpochLoader if tells_epochs else DataLoader)(dataset, **kwargs)
+        sampler = kwargs.get("sampler")
+        watches = hasattr(sampler, "advance_epoch") or getattr(sampler, "on_begin", None) is not None
+        return (EpochLoader if watches else DataLoader)(dataset, **kwargs)

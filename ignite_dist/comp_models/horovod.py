@@ -432,6 +432,18 @@ class HorovodModel(ComputationModel):
             raise ValueError(NO_OPTIMIZER)
         return horovod_optim.accumulating(optimizers)
 
+    def gradient_group(self, model: Module, optimizers: Sequence[Optimizer]) -> Group:
+        sets = [getattr(optimizer, "process_set", None) for optimizer in optimizers]
+        groups = {tuple(one.ranks): one for one in sets if one is not None}
+        if len(groups) > 1:
+            raise ValueError(
+                "The model's optimizers average over different ranks, "
+                f"{[list(ranks) for ranks in groups]}, as their process_set= says."
+            )
+        for ranks, process_set in groups.items():
+            return self.world() if len(ranks) == self._world_size else Group(process_set, ranks)
+        return self.world()
+
     def check_forced(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             op, process_set = getattr(optimizer, "op", None), getattr(optimizer, "process_set", None)
@@ -454,6 +466,8 @@ class HorovodModel(ComputationModel):
                 "Horovod's join() divides by the number of all ranks and waits until all have come: leave "
                 "divide_by_initial_world_size and throw_on_early_termination as they are."
             )
+        if len(self.gradient_group(model, [] if optimizer is None else [optimizer]).ranks) < self._world_size:
+            raise ValueError("Horovod's join() is for all ranks; this optimizer has a process_set= of its own.")
         last: list[int] = []
         yield last
         last.append(self._hvd.join())

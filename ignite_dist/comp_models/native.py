@@ -510,6 +510,17 @@ class NativeModel(ComputationModel):
     def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         return native_wrap.shard_optimizer(optimizer)
 
+    def gradient_group(self, model: Module, optimizers: Sequence[Optimizer]) -> Group:
+        groups = {self._group_ranks(handle): handle for handle in native_wrap.process_groups(model)}
+        if len(groups) > 1:
+            raise ValueError(
+                f"The parts of the model are averaged over different ranks, {[list(one) for one in groups]}, "
+                "as their process_group= says: call this for each part."
+            )
+        for ranks, handle in groups.items():
+            return self.world() if len(ranks) == self._world_size else Group(handle, ranks)
+        return self.world()
+
     def were_averaged(self, model: Module) -> None:
         native_wrap.were_averaged(model)
 

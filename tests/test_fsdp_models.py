@@ -1,0 +1,166 @@
+"""Models of unusual make, sharded by FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import BatchNorm1d, Linear, Module, Sequential
+
+import ignite_dist as idist
+from ignite_dist import RankFailedError
+
+WIDTH = 3
+
+
+class Twice(Module):
+    """Modules registered twice, a parameter in two modules, and extra state."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.first = Linear(WIDTH, WIDTH)
+        self.inner = Sequential(self.first, BatchNorm1d(WIDTH))
+        self.again = self.inner
+        self.tied = Linear(WIDTH, WIDTH)
+        self.tied.weight = self.first.weight
+        self.count = fill
+        with torch.no_grad():
+            for value in [*self.parameters(), *self.buffers()]:
+                value.fill_(fill)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tied(self.again(self.inner(self.first(x))))
+
+    def get_extra_state(self) -> float:
+        return self.count
+
+    def set_extra_state(self, state: float) -> None:
+        self.count = state
+
+
+def numbers(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def _twice(rank: int, was_evaluated: bool) -> dict[str, Any]:
+    model: Any = idist.auto_model(Twice(1.0 + rank), strategy="fsdp")
+    if was_evaluated:  # FSDP2 leaves the outermost module's parameters whole
+        with torch.no_grad():
+            model.eval()(torch.ones(2, WIDTH))
+    idist.load_model_state(model, Twice(7.0).state_dict() if rank == 0 else None)
+    assert model.count == 7
+    assert model.first.weight is model.again[0].weight is model.tied.weight
+    return numbers(idist.model_state(model))
+
+
+@pytest.mark.parametrize("was_evaluated", [False, True])
+def test_a_module_registered_twice_has_one_state(was_evaluated: bool) -> None:
+    states = idist.spawn("gloo", _twice, (was_evaluated,), nproc_per_node=2)
+    assert states == [numbers(Twice(7.0).state_dict()), {}]
+
+
+def _refused(rank: int) -> str:
+    model = idist.auto_model(Twice(1.0), strategy="fsdp")
+    kind = RuntimeError if rank == 0 else RankFailedError
+    with pytest.raises(kind, match="is a shard"):  # as of model.state_dict(), where model_state is meant
+        idist.load_model_state(model, model.state_dict())
+    return "done"
+
+
+def test_a_state_of_shards_is_refused_on_every_rank() -> None:
+    assert idist.spawn("gloo", _refused, nproc_per_node=2) == ["done"] * 2
+
+
+def on_meta(fill: float = 0.0) -> Module:
+    with torch.device("meta"):
+        return Twice(fill)
+
+
+def _without_values(rank: int) -> str:
+    for net in (on_meta(), Twice(1.0) if rank else on_meta()):
+        with pytest.raises(ValueError, match=r"meta device: \['first.weight'"):
+            idist.auto_model(net, strategy="fsdp")
+    assert idist.all_reduce(1) == idist.get_world_size()  # nothing of it was sent
+    return "done"
+
+
+def test_a_model_without_values_is_refused_on_every_rank() -> None:
+    assert idist.spawn("gloo", _without_values, nproc_per_node=2) == ["done"] * 2
+
+
+def _values_of_rank_0(rank: int) -> dict[str, Any]:
+    net: Any = on_meta(7.0) if rank else Twice(7.0)
+    model: Any = idist.auto_model(net, strategy="fsdp")
+    assert model.first.weight is model.again[0].weight is model.tied.weight
+    assert [value.tolist() for value in model.buffers()] == [value.tolist() for value in Twice(7.0).buffers()]
+    return numbers(idist.model_state(model))
+
+
+def test_rank_0_alone_needs_values() -> None:
+    states = idist.spawn("gloo", _values_of_rank_0, nproc_per_node=2)
+    assert states == [numbers(Twice(7.0).state_dict()), {}]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_alone_a_model_without_values_is_refused_too(strategy: str) -> None:
+    with pytest.raises(ValueError, match="to_empty"):
+        idist.auto_model(on_meta(), strategy=strategy)
+
+
+def _evaluated(rank: int) -> list[Any]:
+    net = Sequential(Linear(WIDTH, WIDTH), BatchNorm1d(WIDTH), Linear(WIDTH, 1))
+    model = idist.auto_model(net, strategy="fsdp", wrap=[Linear])
+    model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))).sum().backward()
+    before = model[1].running_mean.tolist()
+    for _ in idist.auto_dataloader(list(range(3)), exact="padded"):
+        pass
+    return [before, model[1].running_mean.tolist()]
+
+
+def test_an_exact_pass_takes_over_the_buffers_of_rank_0() -> None:
+    first, second = idist.spawn("gloo", _evaluated, nproc_per_node=2)
+    assert first[0] != second[0]
+    assert first[1] == second[1] == first[0]
+
+
+def _after_an_evaluation(_: int) -> str:
+    """FSDP2 leaves the outermost module's parameters whole then, until the next backward pass or state."""
+    model = idist.auto_model(Linear(WIDTH, 1), strategy="fsdp")
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH))
+    for function in (
+        lambda: idist.accumulate([1], model, 2),
+        lambda: idist.grad_sync(model, strategy=idist.DDPSyncStrategy.FORCED_SYNC).__enter__(),
+    ):
+        with pytest.raises(ValueError, match="FSDP2"):
+            function()
+    return "done"
+
+
+def test_what_is_not_for_shards_is_refused_after_an_evaluation_too() -> None:
+    assert idist.spawn("gloo", _after_an_evaluation, nproc_per_node=2) == ["done"] * 2
+
+
+def _unfrozen_later(rank: int) -> list[Any]:
+    def make() -> Sequential:
+        with torch.random.fork_rng():
+            torch.manual_seed(rank)
+            return Sequential(Linear(WIDTH, WIDTH), Linear(WIDTH, 1)).requires_grad_(False)
+
+    model = idist.auto_model(make(), strategy="fsdp")
+    model(torch.ones(2, WIDTH))
+    model.requires_grad_(True)
+    model(torch.full((2, WIDTH), 1.0 + rank)).sum().backward()
+    return [one.grad.full_tensor().tolist() for one in model.parameters()]
+
+
+def test_what_is_unfrozen_later_is_averaged() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        alone = Sequential(Linear(WIDTH, WIDTH), Linear(WIDTH, 1))
+    (sum(alone(torch.full((2, WIDTH), 1.0 + rank)).sum() for rank in range(2)) / 2).backward()
+    for found in idist.spawn("gloo", _unfrozen_later, nproc_per_node=2):
+        for gradient, parameter in zip(found, alone.parameters(), strict=True):
+            torch.testing.assert_close(torch.tensor(gradient), parameter.grad)

@@ -36,6 +36,8 @@ from ignite_dist.errors import EnvironmentVariablesError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from ignite_dist.comp_models.horovod_optim import Exchange
+
 __all__ = ["HorovodModel"]
 
 _logger = logging.getLogger(__name__)
@@ -116,6 +118,7 @@ class HorovodModel(ComputationModel):
         if hvd.mpi_built():
             self._ops["ADASUM"] = hvd.Adasum
         self._num_optimizers = 0
+        self._exchange: Exchange | None = None  # of their gradients
         self._takes_gpu = hvd.cuda_built() or hvd.rocm_built()
         self._fixed_device = None if torch.cuda.is_available() else torch.device("cpu")
 
@@ -406,7 +409,10 @@ class HorovodModel(ComputationModel):
         from ignite_dist.comp_models import horovod_optim
 
         self._num_optimizers += 1
-        wrapped = horovod_optim.distribute(optimizer, f"optimizer{self._num_optimizers}", **kwargs)
+        if self._exchange is None:
+            self._exchange = horovod_optim.Exchange(self._wait)
+        name = f"optimizer{self._num_optimizers}"
+        wrapped = horovod_optim.distribute(optimizer, name, self._exchange, **kwargs)
         if self._world_size > 1:
             sent, failure = b"", None
             if self._rank == 0:

@@ -1,38 +1,38 @@
 """``hvd.DistributedOptimizer``, for a current torch.
 
-Horovod 0.28.1 is older than ``zero_grad(set_to_none=...)``, and some of what torch's own optimizers promise
-got lost in its wrapper. Each function here says what it mends.
+Horovod 0.28.1 is older than ``zero_grad(set_to_none=...)``; its optimizer averages in the very gradients that
+others read and write meanwhile, and counts on every rank making the same passes through the same parameters.
+So there is another one here, with the same attributes and methods, over Horovod's collectives.
 """
 
 from __future__ import annotations
 
-import inspect
 import io
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_dist.averaged import parameters_of, take_mark
+from ignite_dist.comp_models.horovod_gradients import Exchange, Gradients
+from ignite_dist.comp_models.horovod_reduction import Carried, Reduction
 
-__all__ = ["accumulating", "distribute", "load_state", "state_as_bytes"]
-
-_NEVER = 1 << 60  # backward passes until the gradients are sent
+__all__ = ["Exchange", "accumulating", "distribute", "load_state", "state_as_bytes"]
 
 
-def distribute(optimizer: Optimizer, name: str, **kwargs: Any) -> Optimizer:
-    """``optimizer`` with gradients that are averaged over all ranks before each step.
+def distribute(optimizer: Optimizer, name: str, exchange: Exchange, **kwargs: Any) -> Optimizer:
+    """``optimizer`` with gradients that are averaged over all ranks when a backward pass has ended.
 
     It shares the parameter groups, the state, the defaults and the hooks of ``optimizer``.
 
     Args:
         optimizer: any; one that Horovod has wrapped already is returned as it is.
-        name: the same on every rank, and of no other optimizer. Horovod itself gives the parameters of all
-            optimizers the same names, and then cannot take two of them in one backward pass.
+        name: the same on every rank, and of no other optimizer.
+        exchange: of the context.
         kwargs: those of ``hvd.DistributedOptimizer``.
     """
     import horovod.torch as hvd
@@ -43,25 +43,134 @@ def distribute(optimizer: Optimizer, name: str, **kwargs: Any) -> Optimizer:
                 f"The optimizer is Horovod's already, so {', '.join(kwargs)} would have no effect."
             )
         return optimizer
-    if kwargs.get("named_parameters") is None:
-        kwargs["named_parameters"] = _names(name, optimizer.param_groups)
-    kwargs.setdefault("compression", Carried)
-    wrapped = hvd.DistributedOptimizer(optimizer, **kwargs)
-    # Horovod makes it anew from the parameters alone, and so loses what was loaded, registered or defaulted.
+    if kwargs.get("op") == hvd.Adasum and hvd.size() > 1:  # its optimizer averages no gradients
+        wrapped = hvd.DistributedOptimizer(optimizer, **kwargs)
+        _share(optimizer, wrapped)
+        return wrapped  # type: ignore[no-any-return]
+    plain = type(optimizer)
+    # As Horovod makes it: the class above the new one is the optimizer's own, and the module is Horovod's.
+    # hvd.broadcast_optimizer_state() knows by these how to make a step without averaging.
+    namespace = {**vars(_Distributed), "_plain": plain, "__doc__": plain.__doc__}
+    made: Any = type(
+        plain.__name__, (plain,), {**namespace, "__module__": hvd.DistributedOptimizer.__module__}
+    )
+    own = made.__new__(made)
+    _share(optimizer, own)
+    own._distribute(name, exchange, **kwargs)
+    return own  # type: ignore[no-any-return]
+
+
+def _share(optimizer: Optimizer, wrapped: Any) -> None:
     # `step` may be there because a scheduler has replaced it, on the optimizer without Horovod.
     vars(wrapped).update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    # Horovod has just made this class for this optimizer, and calls super(self.__class__, self), so its
-    # methods can be replaced but not inherited.
-    made, plain = type(wrapped), type(optimizer)
-    wrapped._sent = {}  # the gradients under way, by their parameters
-    made.zero_grad = _zero_grad(plain)
-    if kwargs.get("op") != hvd.Adasum:
-        _let_backward_again(wrapped, wrapped.param_groups)
-        made._allreduce_grad_async = _noting_what_is_sent(made._allreduce_grad_async)
-        made.synchronize = _synchronize(made.synchronize, f"ignite_dist.{name}.used")
-        made.step = _step(inspect.unwrap(made.step), f"ignite_dist.{name}.loss")
-        made.add_param_group = _add_param_group(plain, name)
-    return wrapped  # type: ignore[no-any-return]
+
+
+class _Distributed(Optimizer):
+    """What the class of an optimizer gets; ``_plain`` is the class that it had."""
+
+    _plain: ClassVar[Any]
+
+    def _distribute(
+        self,
+        name: str,
+        exchange: Exchange,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        compression: Any = None,
+        backward_passes_per_step: int = 1,
+        op: Any = None,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: Any = None,
+        sparse_as_dense: bool = False,
+        process_set: Any = None,
+    ) -> None:
+        import horovod.torch as hvd
+
+        groups = _checked_groups(groups if groups is not None else num_groups or None)
+        if named_parameters is None:
+            named = _names(name, self.param_groups)
+        else:
+            named = _checked_names(name, named_parameters, self.param_groups)
+        self.op = hvd.Average if op is None else op
+        self.process_set = hvd.global_process_set if process_set is None else process_set
+        self.gradient_predivide_factor = gradient_predivide_factor
+        self.sparse_as_dense = sparse_as_dense
+        self._should_synchronize = True
+        self._name = name
+        reduction = Reduction(
+            self.process_set,
+            Carried if compression is None else compression,
+            self.op,
+            gradient_predivide_factor,
+            sparse_as_dense,
+        )
+        self._gradients = Gradients(exchange, name, reduction, groups)
+        self.set_backward_passes_per_step(backward_passes_per_step)
+        self._gradients.add(named)
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes add to a gradient before it is averaged."""
+        return self._gradients.passes
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+            raise ValueError(f"backward_passes_per_step is a positive int, got {passes!r}.")
+        self._gradients.passes = passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set :attr:`backward_passes_per_step`."""
+        self.backward_passes_per_step = passes
+
+    def synchronize(self) -> None:
+        """Average what has not been averaged yet. The step does the same, so this is for who may not wait."""
+        self._gradients.finish()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Context manager: a step in the block takes the gradients as they are."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step with averaged gradients; of a closure what it makes and returns, at each call."""
+        if closure is None:
+            is_averaged = take_mark(self)
+            if self._should_synchronize and not is_averaged:
+                self.synchronize()
+        elif self._should_synchronize:
+            closure = self._averaging(closure)
+        result = self._plain.step(self) if closure is None else self._plain.step(self, closure)
+        self._gradients.end_step()
+        return result
+
+    # The optimizer's own step runs its hooks; with this mark torch does not make this one run them too.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def averaged() -> Any:
+            self._gradients.begin()
+            loss = closure()
+            self.synchronize()
+            # L-BFGS decides by it how often to call again.
+            return _mean(loss, f"ignite_dist.{self._name}.loss", self.process_set)
+
+        return averaged
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Forget the gradients, or set them to zero."""
+        self._plain.zero_grad(self, *args, **kwargs)
+        self._gradients.forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, whose gradients are averaged too."""
+        self._plain.add_param_group(self, param_group)
+        groups = self.param_groups
+        self._gradients.add(_names(self._name, groups[-1:], first=len(groups) - 1))
 
 
 def _names(name: str, groups: list[dict[str, Any]], first: int = 0) -> list[tuple[str, Tensor]]:
@@ -72,162 +181,52 @@ def _names(name: str, groups: list[dict[str, Any]], first: int = 0) -> list[tupl
     ]
 
 
-class Carried:
-    """A compression that loses nothing and makes of any gradient one that Horovod takes.
-
-    It takes neither bfloat16 nor complex numbers nor what is not contiguous, and on the CPU rounds float16
-    after every rank.
-    """
-
-    @staticmethod
-    def compress(gradient: Tensor) -> tuple[Tensor, torch.dtype]:
-        """The gradient as it is sent, and its dtype."""
-        dtype, sent = gradient.dtype, gradient
-        if dtype.is_complex:
-            sent = torch.view_as_real(gradient.resolve_conj())
-        elif dtype is torch.bfloat16 or (dtype is torch.float16 and gradient.device.type == "cpu"):
-            sent = gradient.float()
-        return sent.contiguous(), dtype
-
-    @staticmethod
-    def decompress(gradient: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """The gradient in its own dtype; None is Horovod's word for a sparse one."""
-        if dtype is None:
-            return gradient
-        return torch.view_as_complex(gradient) if dtype.is_complex else gradient.to(dtype)
+def _checked_names(
+    name: str, named: Iterable[tuple[str, Tensor]], groups: list[dict[str, Any]]
+) -> list[tuple[str, Tensor]]:
+    """Those of the optimizer's parameters, in an order that depends on the names alone."""
+    pairs = list(named)
+    if any(not isinstance(one, tuple) for one in pairs):
+        raise ValueError(
+            "named_parameters= takes pairs (name, parameter), as model.named_parameters() gives."
+        )
+    twice = [one for one, count in Counter(its_name for its_name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"named_parameters= has the same name twice: {', '.join(twice)}.")
+    own = {id(parameter) for group in groups for parameter in group["params"]}
+    if missing := len(own - {id(parameter) for _, parameter in pairs}):
+        raise ValueError(f"named_parameters= has no names for {missing} of the optimizer's parameters.")
+    found = {id(parameter): (f"ignite_dist.{name}.{its_name}", parameter) for its_name, parameter in pairs}
+    return sorted((one for key, one in found.items() if key in own), key=lambda one: one[0])
 
 
-def _zero_grad(plain: type[Optimizer]) -> Callable[..., None]:
-    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Forget the gradients, those that are being averaged when they have been."""
-        if self._handles:  # of another loss that went through these parameters: Horovod would raise
-            self.synchronize()
-            self._synchronized = False
-        plain.zero_grad(self, *args, **kwargs)
-
-    return zero_grad
-
-
-def _step(horovods: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        """Average the gradients and make a step; of a closure what it makes and returns, at each call."""
-        if closure is None and take_mark(self):
-            with self.skip_synchronize():
-                result = horovods(self)
-            self._synchronized = False
-            return result
-        if closure is None or not self._should_synchronize:
-            return horovods(self, closure)
-
-        def averaged() -> Any:
-            loss = closure()
-            self.synchronize()
-            return _mean(loss, name, self.process_set)  # L-BFGS decides by it how often to call again
-
-        # Horovod itself would average what there is before the closure makes the gradients.
-        with self.skip_synchronize():
-            result = horovods(self, averaged)
-        self._synchronized = False
-        return result
-
-    # The optimizer's own step runs its hooks; with this mark torch does not make this one run them too.
-    step.hooked = True  # type: ignore[attr-defined]
-    return step
-
-
-def _synchronize(horovods: Callable[..., None], name: str) -> Callable[..., None]:
-    def synchronize(self: Any) -> None:
-        """Average the gradients; what has none on any rank keeps None, where Horovod would make zeros."""
-        import horovod.torch as hvd
-
-        if not self.process_set.included() or self.process_set.size() == 1:
-            return horovods(self)
-        trained = [parameter for parameter in parameters_of(self) if parameter in self._requires_update]
-        used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
-        handle = hvd.allreduce_async_(used, op=hvd.Max, name=name, process_set=self.process_set)
-        for parameter in trained:
-            if parameter.grad is None:  # dropped while its average was under way
-                _finish(self, parameter)
-        horovods(self)
-        self._sent.clear()  # it would keep the gradients
-        hvd.synchronize(handle)
-        for parameter, is_used in zip(trained, used.tolist(), strict=True):
-            if not is_used:
-                parameter.grad = None
-
-    return synchronize
-
-
-def _let_backward_again(wrapped: Any, groups: list[dict[str, Any]]) -> None:
-    """Allow a second backward pass before the step, where Horovod raises: of two losses, say, or of a GAN.
-
-    The second finds the average of the first under way in the gradient that it is to be added to. So it waits
-    for it, and the average is taken once more of the sum: what all ranks have in common stays as it is. Each
-    rank makes as many passes through a parameter as the others.
-    """
-    optimizer = weakref.ref(wrapped)
-
-    def watch(parameter: Tensor) -> None:
-        def finish_first(_: Tensor) -> None:
-            own = optimizer()
-            if own is not None:
-                _finish(own, parameter)
-
-        parameter.register_hook(finish_first)  # type: ignore[no-untyped-call]
-
-    for group in groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                watch(parameter)
-
-
-def _noting_what_is_sent(horovods: Callable[..., Any]) -> Callable[..., Any]:
-    def allreduce_grad_async(self: Any, parameter: Tensor) -> Any:
-        sent = horovods(self, parameter)
-        assert parameter.grad is not None
-        self._sent[parameter] = parameter.grad, parameter.grad._version
-        return sent
-
-    return allreduce_grad_async
-
-
-def _finish(optimizer: Any, parameter: Any) -> None:
-    """Wait for the average of a gradient, if it is under way, and put it there."""
-    import horovod.torch as hvd
-
-    handle, context = optimizer._handles.get(parameter, (None, None))
-    if handle is None or parameter not in optimizer._sent:  # with groups= Horovod sends several as one
-        return
-    average = optimizer._compression.decompress(hvd.synchronize(handle), context)
-    sent, version = optimizer._sent.pop(parameter)
-    if parameter.grad is sent and sent._version == version:  # else it was dropped: model.zero_grad()
-        parameter.grad.set_(average)
-    del optimizer._handles[parameter]
-    optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
+def _checked_groups(groups: Any) -> Any:
+    if groups is None:
+        return None
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        return groups
+    if not isinstance(groups, list):
+        raise ValueError(f"groups= is a positive int, or a list of lists of parameters; got {groups!r}.")
+    members = [parameter for group in groups for parameter in group]
+    if any(not isinstance(one, Tensor) for one in members):
+        raise ValueError("groups= has something in it that is no tensor.")
+    if len({id(one) for one in members}) < len(members):
+        raise ValueError("groups= has a parameter twice.")
+    return groups
 
 
 @contextmanager
 def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
-    """Keep the hooks of ``optimizers`` from sending what the block's backward passes compute.
-
-    Horovod counts down passes to know when to send, and has to be told their number before the first. So the
-    counts are put out of reach, and those that the block has found are put back.
-    """
-    for optimizer in optimizers:
-        for parameter in list(optimizer._handles):
-            _finish(optimizer, parameter)
-    counts = [dict(optimizer._allreduce_delay) for optimizer in optimizers]
-    for optimizer in optimizers:
-        optimizer._allreduce_delay.update(dict.fromkeys(optimizer._allreduce_delay, _NEVER))
+    """Leave the gradients of the block's backward passes as each rank's own."""
+    inner = [optimizer._gradients for optimizer in optimizers]
+    before = [one.is_local for one in inner]
+    for one in inner:
+        one.is_local = True
     try:
         yield
     finally:
-        for optimizer, known in zip(optimizers, counts, strict=True):
-            optimizer._allreduce_delay.update(known)
-            # What the hooks have noted without sending it; synchronize() sends what has no note.
-            for parameter, (handle, _) in list(optimizer._handles.items()):
-                if handle is None:
-                    del optimizer._handles[parameter]
+        for one, was_local in zip(inner, before, strict=True):
+            one.is_local = was_local
 
 
 def _mean(loss: Any, name: str, process_set: Any) -> Any:
@@ -240,25 +239,6 @@ def _mean(loss: Any, name: str, process_set: Any) -> Any:
     total = torch.tensor([float(value)], dtype=torch.float64)
     mean = hvd.allreduce(total, op=hvd.Average, name=name, process_set=process_set)
     return torch.full_like(value, mean.item()) if isinstance(value, Tensor) else mean.item()
-
-
-def _add_param_group(plain: type[Optimizer], name: str) -> Callable[..., None]:
-    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        """Add parameters; Horovod itself would leave their gradients as they are on each rank."""
-        plain.add_param_group(self, param_group)
-        groups = self.param_groups
-        for full_name, parameter in _names(name, groups[-1:], first=len(groups) - 1):
-            self._parameter_names[parameter] = full_name
-            self._allreduce_delay[parameter] = self.backward_passes_per_step
-        _let_backward_again(self, groups[-1:])
-        self.param_groups = groups[-1:]  # _register_hooks would add a second hook to all the others
-        try:
-            if self.process_set.included() and self.process_set.size() > 1:
-                self._register_hooks()
-        finally:
-            self.param_groups = groups
-
-    return add_param_group
 
 
 # --- the state, which hvd.broadcast_optimizer_state would change: it makes a step to have one ------------

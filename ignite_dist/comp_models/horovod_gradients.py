@@ -1,0 +1,490 @@
+"""Gradients that are averaged by Horovod while a backward pass computes them, and are there when it ends.
+
+A *round* is what the ranks of a process set do together: they tell each other which gradients have changed on
+any rank, and average these. A round is made at the end of each backward pass of an optimizer's parameters, and
+in the step of an optimizer that has had none. What a backward pass has finished is sent while it goes on.
+
+Ranks may use different parameters and different optimizers in a pass: each rank takes part with what it has.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ignite_dist.comp_models.horovod_reduction import Call, Reduction, make_units
+from ignite_dist.errors import CollectiveMismatchError
+
+__all__ = ["Exchange", "Gradients", "Rounds"]
+
+# What a rank has to say about a parameter in a round; the greatest of all ranks counts.
+_NOTHING, _SPARSE, _DENSE, _AGAIN = range(4)
+
+_LIMIT = 1 << 30
+
+_UNEVEN = (
+    "The ranks have made different numbers of backward passes since the last step: this rank %s. Either all "
+    "ranks make as many, or none makes more than the backward_passes_per_step=... of auto_optim."
+)
+_NOT_LINEAR = (
+    "A second backward pass before the step would count the first one once for each rank, as op= is not "
+    "hvd.Average. Pass backward_passes_per_step=... to auto_optim: then the gradients of all passes are "
+    "reduced once."
+)
+_CREATES_GRAPH = (
+    "backward(create_graph=True) leaves gradients with a graph, which averaging over the ranks would not "
+    "follow. Take them by torch.autograd.grad(loss, parameters, create_graph=True), or inside idist.no_sync()."
+)
+
+
+class Exchange:
+    """What the optimizers of a context have in common.
+
+    Args:
+        wait: called with a handle of Horovod and the name of the call; returns when it has ended.
+    """
+
+    def __init__(self, wait: Callable[[int, str], None]) -> None:
+        self._wait = wait
+        self._rounds: dict[int, Rounds] = {}
+
+    def rounds(self, process_set: Any) -> Rounds:
+        """Those of a process set."""
+        number = process_set.process_set_id
+        if number not in self._rounds:
+            self._rounds[number] = Rounds(process_set, self._wait)
+        return self._rounds[number]
+
+    def hand_over(self, parameters: Iterable[Tensor], heir: Gradients) -> None:
+        """Leave the gradients of ``parameters`` to ``heir`` alone, whoever has averaged them until now."""
+        wanted = set(map(id, parameters))
+        for rounds in self._rounds.values():
+            for one in rounds.members():
+                if one is not heir:
+                    one.leave(wanted, heir)
+
+
+class Rounds:
+    """The rounds of one process set. Every rank of it makes each of them.
+
+    Args:
+        process_set: Horovod's.
+        wait: see :class:`Exchange`.
+    """
+
+    def __init__(self, process_set: Any, wait: Callable[[int, str], None]) -> None:
+        import horovod.torch as hvd
+
+        self.hvd = hvd
+        self.process_set = process_set
+        self._wait = wait
+        self._name = f"ignite_dist.gradients.{process_set.process_set_id}"
+        self._members: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
+        self._num_members = 0  # until now, the same on each rank; who of them still lives may differ
+        self._num_since_step = 0
+        self._due: dict[int, Gradients] = {}
+
+    def is_active(self) -> bool:
+        """Whether there is another rank to average with."""
+        if not self.hvd.is_initialized() or not self.process_set.included():
+            return False
+        return bool(self.process_set.size() > 1)
+
+    def members(self) -> list[Gradients]:
+        """Those that still exist, in the order in which they joined."""
+        known = sorted(self._members.items())
+        return [one for _, one in known]
+
+    def add(self, member: Gradients) -> int:
+        """The number of a new member. Each rank adds the same ones in the same order."""
+        number = self._num_members
+        self._members[number] = member
+        self._num_members += 1
+        return number
+
+    def end_step(self) -> None:
+        """Count from here the rounds until the next step."""
+        self._num_since_step = 0
+
+    def run_after_pass(self, member: Gradients) -> None:
+        """Make a round for ``member`` when the backward pass that calls this has ended."""
+        self._due[member.number] = member
+        # torch has no public function for the end of a backward pass; its own wrappers of models use this
+        # one. Not once per pass: a pass that has failed forgets its callbacks.
+        torch.autograd.Variable._execution_engine.queue_callback(self._run_due)
+
+    def _run_due(self) -> None:
+        if self._due:
+            due, self._due = self._due, {}
+            self.run(due.values())
+
+    def run(self, wanted: Iterable[Gradients]) -> None:
+        """Average the gradients of ``wanted``, and of whatever optimizers other ranks want.
+
+        Raises:
+            CollectiveMismatchError: another rank has made a step while this one has made another pass.
+        """
+        own = {one.number: one for one in wanted}
+        for number in own:
+            self._due.pop(number, None)
+        for one in own.values():
+            one.submit_needs()
+        count = self._num_since_step + 1
+        said = [count, _LIMIT - count, *(number in own for number in range(self._num_members))]
+        call = self.exchange_greatest(said, self._name)
+        most, least, *flags = self.result(call).tolist()
+        # A rank that is in hvd.join() says 0 everywhere.
+        if most != _LIMIT - least:
+            raise CollectiveMismatchError(_UNEVEN % f"has made {self._num_since_step}")
+        self._num_since_step += 1
+        members = [self._member(number) for number, flag in enumerate(flags) if flag]
+        for one in members:
+            if one.number not in own:
+                one.submit_needs()
+        for one in members:
+            one.submit_missing()
+        for one in members:
+            one.submit_changed()
+        for one in members:
+            one.receive()
+
+    def _member(self, number: int) -> Gradients:
+        member = self._members.get(number)
+        if member is None:
+            raise CollectiveMismatchError(
+                f"Another rank averages the gradients of optimizer {number + 1}, of which this rank has no "
+                "parameter any more."
+            )
+        return member
+
+    def exchange_greatest(self, values: list[int], name: str) -> Call:
+        """Begin to tell the other ranks; :meth:`result` is the greatest of all ranks at each place."""
+        tensor = torch.tensor(values, dtype=torch.int32)
+        call = self.hvd.allreduce_async(tensor, name=name, op=self.hvd.Max, process_set=self.process_set)
+        return call, name
+
+    def result(self, call: Call) -> Any:
+        """What the call has made, as soon as it has ended."""
+        self._wait(*call)
+        return self.hvd.synchronize(call[0])
+
+
+class Gradients:
+    """The gradients of one optimizer.
+
+    The hooks of the parameters hold this object, and it does not hold the parameters: it lives as long as any
+    of them, whether the optimizer does or not. So it does not depend on the garbage collector, which runs at
+    other times on each rank, which gradients are averaged.
+
+    Args:
+        exchange: of the context.
+        name: the same on every rank, and of no other optimizer.
+        reduction: how.
+        groups: which gradients are sent as one, see ``hvd.DistributedOptimizer``.
+        passes: the number of backward passes that add to a gradient before it is averaged.
+    """
+
+    def __init__(
+        self, exchange: Exchange, name: str, reduction: Reduction, groups: Any = None, passes: int = 1
+    ) -> None:
+        self.passes = passes
+        self.is_local = False  # while backward passes leave gradients as each rank's own
+        self._exchange = exchange
+        self._name = f"ignite_dist.{name}"
+        self._reduction = reduction
+        self._groups = groups
+        self._rounds = exchange.rounds(reduction.process_set)
+        self.number = self._rounds.add(self)
+        self._heirs: dict[int, Gradients] = {}  # which average some of these gradients now
+        self._parameters: list[weakref.ref[Tensor] | None] = []
+        self._names: list[str] = []
+        self._hooks: list[Any] = []
+        self._units: list[tuple[int, ...]] = []  # of each parameter: those that are sent as one
+        self._counts: dict[int, int] = {}  # passes that have added to each gradient since its average
+        self._latest: int | None = None
+        self._submitted: dict[tuple[int, ...], _Submitted] = {}
+        self._needs: Call = (0, "")
+        self._agreed: list[int] = []
+        self._has_results = False  # of a round since the last step
+        # The gradients that hold an average, and their versions when the step after it ended.
+        self._averaged: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
+
+    # --- which parameters ------------------------------------------------------------------------------
+
+    def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Average the gradients of these parameters from now on; no other optimizer does any more."""
+        first = len(self._parameters)
+        self._exchange.hand_over((parameter for _, parameter in named), self)
+        for index, (name, parameter) in enumerate(named, first):
+            self._parameters.append(weakref.ref(parameter))
+            self._names.append(name)
+            self._hooks.append(self._watch(index, parameter))
+        self._units += make_units(self._groups, [parameter for _, parameter in named], first)
+
+    def leave(self, parameters: set[int], heir: Gradients) -> None:
+        """Average no more what is among ``parameters``, by ``id``; ``heir`` does."""
+        for index in range(len(self._parameters)):
+            parameter = self._parameter(index)
+            if parameter is not None and id(parameter) in parameters:
+                if self._hooks[index] is not None:
+                    self._hooks[index].remove()
+                self._parameters[index] = None
+                self._counts.pop(index, None)
+                self._averaged.pop(index, None)
+                self._heirs[id(heir)] = heir
+
+    def _owners(self) -> list[Gradients]:
+        """Who averages the gradients of the optimizer's parameters: this object, or others meanwhile."""
+        found: dict[int, Gradients] = {}
+        ahead = [self]
+        while ahead:
+            one = ahead.pop()
+            if id(one) not in found:
+                found[id(one)] = one
+                ahead += one._heirs.values()
+        return list(found.values())
+
+    def _watch(self, index: int, parameter: Tensor) -> Any:
+        is_alone = not self._rounds.is_active() and os.environ.get("HOROVOD_ELASTIC") != "1"
+        if is_alone or not (parameter.is_floating_point() or parameter.is_complex()):
+            return None
+        # torch takes hooks of what requires a gradient only. They stay, and run when it is trained later.
+        is_frozen = not parameter.requires_grad
+        try:
+            parameter.requires_grad_(True)
+            return parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._add_pass, index)
+            )
+        finally:
+            if is_frozen:
+                parameter.requires_grad_(False)
+
+    def _parameter(self, index: int) -> Parameter | None:
+        reference = self._parameters[index]
+        return None if reference is None else reference()  # type: ignore[return-value]
+
+    # --- the backward pass -----------------------------------------------------------------------------
+
+    def _add_pass(self, index: int, parameter: Tensor) -> None:
+        """Hook: a backward pass has just added to the gradient."""
+        if not self._counts and not self._rounds.is_active():
+            return
+        if self.is_local:
+            self._counts.setdefault(index, 0)
+            return
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            raise RuntimeError(_CREATES_GRAPH)
+        count = self._counts[index] = self._counts.get(index, 0) + 1
+        if count < self.passes:
+            return
+        self._rounds.run_after_pass(self)
+        # One behind: the user's hooks of this very gradient may come after this one, and change it.
+        latest, self._latest = self._latest, index
+        if latest is not None:
+            self._submit_if_complete(self._units[latest])
+
+    def _submit_if_complete(self, unit: tuple[int, ...]) -> None:
+        if unit in self._submitted:
+            return
+        for index in unit:
+            parameter = self._parameter(index)
+            if parameter is None:
+                return
+            if parameter.requires_grad and self._counts.get(index, -1) < self.passes:
+                return
+            gradient = parameter.grad
+            if gradient.is_sparse if gradient is not None else parameter.requires_grad:
+                return  # whether it is dense on other ranks, or None, is known at the end
+        self._submit(unit)
+
+    # --- a round ---------------------------------------------------------------------------------------
+
+    def submit_needs(self) -> None:
+        """Begin to tell the other ranks which gradients have changed here."""
+        if self._latest is not None:
+            self._submit_if_complete(self._units[self._latest])
+            self._latest = None
+        self._needs = self._rounds.exchange_greatest(self._own_needs(), f"{self._name}.needs")
+
+    def _own_needs(self) -> list[int]:
+        changed = {index for unit in self._submitted for index in unit if self._has_changed(unit)}
+        under_way = {index for unit in self._submitted for index in unit}
+        needs = []
+        for index in range(len(self._parameters)):
+            parameter = self._parameter(index)
+            gradient = None if parameter is None else parameter.grad
+            if index in changed:
+                needs.append(_AGAIN)
+            elif gradient is None or parameter is None:
+                needs.append(_NOTHING)
+            elif index in under_way or index in self._counts or self._is_new(index, parameter):
+                needs.append(_SPARSE if gradient.is_sparse else _DENSE)
+            else:
+                needs.append(_NOTHING)
+        return needs
+
+    def _is_new(self, index: int, parameter: Parameter) -> bool:
+        """Whether the gradient is none that a round has averaged, but somebody's who has put it there."""
+        gradient = parameter.grad
+        if not parameter.requires_grad or gradient is None:
+            return False
+        reference, version = self._averaged.get(index, (None, None))
+        if reference is None or reference() is not gradient:
+            return True
+        return version is not None and version != gradient._version
+
+    def _has_changed(self, unit: tuple[int, ...]) -> bool:
+        """Whether what was sent is no more what is there: a pass within a pass, or one that has failed."""
+        for index, (gradient, version) in zip(unit, self._submitted[unit].sent, strict=True):
+            parameter = self._parameter(index)
+            now = None if parameter is None else parameter.grad
+            if now is not gradient or (now is not None and now._version != version):
+                return True
+        return False
+
+    def submit_missing(self) -> None:
+        """Begin to average what has changed on any rank, as far as this rank has not."""
+        self._agreed = self._rounds.result(self._needs).tolist()
+        if not self._reduction.is_average:
+            self._check_no_result_is_reduced_again()
+        for unit in self._units_agreed(_NOTHING + 1):
+            if unit not in self._submitted:
+                self._submit(unit)
+
+    def submit_changed(self) -> None:
+        """Average once more what has changed on any rank since it was sent."""
+        for unit in self._units_agreed(_AGAIN):
+            self._results(unit)
+            self._submit(unit)
+
+    def receive(self) -> None:
+        """Put the averages where the gradients are; what has none on any rank keeps None."""
+        with torch.no_grad():
+            for unit in list(self._submitted):
+                for index, average in self._results(unit):
+                    if self._agreed[index]:
+                        self._write(index, average)
+        self._agreed = []
+        self._counts.clear()
+        self._has_results = True
+
+    def _units_agreed(self, least: int) -> list[tuple[int, ...]]:
+        units = dict.fromkeys(self._units)
+        return [unit for unit in units if any(self._agreed[index] >= least for index in unit)]
+
+    def _check_no_result_is_reduced_again(self) -> None:
+        for index, need in enumerate(self._agreed):
+            parameter = self._parameter(index)
+            reference, version = self._averaged.get(index, (None, None))
+            if need and parameter is not None and reference is not None and version is None:
+                if parameter.grad is not None and reference() is parameter.grad:
+                    raise RuntimeError(_NOT_LINEAR)
+
+    # --- what is sent, and what comes back -------------------------------------------------------------
+
+    def _submit(self, unit: tuple[int, ...]) -> None:
+        here = [index for index in unit if self._parameter(index) is not None]
+        sent = []
+        for index in unit:
+            gradient = getattr(self._parameter(index), "grad", None)
+            sent.append((gradient, None if gradient is None else gradient._version))
+        sparse = [index for index in here if self._agreed and self._agreed[index] == _SPARSE]
+        calls = []
+        for index in sparse if not self._reduction.sparse_as_dense else ():
+            gradient = getattr(self._parameter(index), "grad", None)
+            call = self._reduction.begin_sparse(self._names[index], gradient, self._parameter(index))
+            calls.append(([index], call))
+        dense = [index for index in here if index not in sparse or self._reduction.sparse_as_dense]
+        if dense:
+            values = [self._value(index) for index in dense]
+            calls.append((dense, self._reduction.begin(self._names[dense[0]], values)))
+        self._submitted[unit] = _Submitted(calls, sent)
+
+    def _value(self, index: int) -> Tensor:
+        parameter = self._parameter(index)
+        assert parameter is not None
+        gradient = parameter.grad
+        if gradient is None:
+            return torch.zeros_like(parameter)
+        return gradient.to_dense() if gradient.is_sparse else gradient.detach()
+
+    def _results(self, unit: tuple[int, ...]) -> list[tuple[int, Tensor]]:
+        found: list[tuple[int, Tensor]] = []
+        for indices, finish in self._submitted.pop(unit).calls:
+            found += zip(indices, finish(self._rounds.result), strict=True)
+        return found
+
+    def _write(self, index: int, average: Tensor) -> None:
+        parameter = self._parameter(index)
+        if parameter is None:
+            return
+        if self._agreed[index] == _SPARSE:
+            parameter.grad = average if average.is_sparse else average.to_sparse(1)
+        else:
+            if parameter.grad is None or parameter.grad.is_sparse:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(average)  # not set_(): it may be a view of a buffer of the user's
+        self._averaged[index] = weakref.ref(parameter.grad), None
+
+    # --- the optimizer ---------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Average what has not been averaged yet; a round is made if none was since the last step."""
+        if not self._rounds.is_active():
+            return
+        wanted = [one for one in self._owners() if one._needs_round()]
+        if wanted:
+            self._rounds.run(wanted)
+
+    def _needs_round(self) -> bool:
+        if not self._has_results or any(self._own_needs()):
+            return True
+        # They have been dropped by others than the optimizer, model.zero_grad() for one.
+        return bool(self._averaged) and not any(self._is_there(index) for index in self._averaged)
+
+    def _is_there(self, index: int) -> bool:
+        parameter = self._parameter(index)
+        gradient = self._averaged[index][0]()
+        return parameter is not None and gradient is not None and parameter.grad is gradient
+
+    def begin(self) -> None:
+        """Have :meth:`finish` make a round if no backward pass does from now on."""
+        for one in self._owners():
+            one._has_results = False
+
+    def forget(self) -> None:
+        """The optimizer has dropped the gradients, or set them to zero."""
+        self._has_results = False
+        self._counts.clear()
+        self._averaged.clear()
+
+    def end_step(self) -> None:
+        """The optimizer has made its step."""
+        self.begin()
+        self._rounds.end_step()
+        self._counts.clear()
+        for index, (reference, _) in list(self._averaged.items()):
+            gradient = reference()
+            if gradient is None:
+                del self._averaged[index]
+            else:
+                self._averaged[index] = reference, gradient._version
+
+
+class _Submitted:
+    """What has been sent for a unit: the calls under way, the gradients then and their versions."""
+
+    def __init__(
+        self,
+        calls: list[tuple[list[int], Callable[..., list[Tensor]]]],
+        sent: list[tuple[Tensor | None, int | None]],
+    ) -> None:
+        self.calls = calls
+        self.sent = sent

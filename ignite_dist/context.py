@@ -79,8 +79,8 @@ def _resolve() -> ComputationModel:
         if model.is_current():  # another thread has looked meanwhile
             return model
         model.left_behind()
-        # Replicas of XLA are threads, and one of them may end its context before another: what is found here is
-        # this thread's, whatever the others make of the module's variable afterwards.
+        # Replicas of XLA are threads, and one of them may end its context before another: what is found here
+        # is this thread's, whatever the others make of the module's variable afterwards.
         found = _find()
         model = _model
         return model if model.is_current() else _use(found)  # a signal handler may have looked meanwhile

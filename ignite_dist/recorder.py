@@ -171,7 +171,7 @@ class Recorder:
         with self._counting:
             log.thread, log.error = threading.get_ident(), ""
             log.num_calls += 1
-            log.by_group.setdefault(key, 0)  # so that no call, where signals are handled, is in the next lines
+            log.by_group.setdefault(key, 0)  # the next lines then call nothing, so no signal is handled there
             log.by_group[key] += 1
             number = log.by_group[key]
             call = Call(number, operation, op, _layout(value), group, site, key)

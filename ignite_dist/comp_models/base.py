@@ -346,9 +346,8 @@ class ComputationModel(ABC):
             found = self._groups.get(key)
         except TypeError:  # not hashable, so not ranks
             found = None
-        if found is not None:
-            if found.handle is None or self._is_alive(found.handle):
-                return found
+        if found is not None and (found.handle is None or self._is_alive(found.handle)):
+            return found
         checked = self._check_ranks(key)
         if checked != key:  # only the ascending ranks are kept: one group, whoever names it first and how
             return self.resolve_group(checked)

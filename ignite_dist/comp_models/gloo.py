@@ -110,9 +110,9 @@ class ScratchBuffers:
     """
 
     def __init__(self) -> None:
-        # Buffers that no call uses, by layout. A call takes one out for as long as it is under way: another
-        # thread, or a signal handler, __del__ or hook in the middle of this call, finds another one. Without a
-        # lock, because pop(), append() and setdefault() are atomic.
+        # Buffers that no call uses, by layout. A call takes one out for as long as it is under way. Another
+        # thread, or a signal handler, __del__ or hook in the middle of that call, finds another buffer. There
+        # is no lock: pop(), append() and setdefault() are atomic.
         self._free: dict[object, list[_Buffer]] = {}
 
     def all_reduce(self, group: ProcessGroup, tensor: Tensor, op: str, group_size: int) -> None:

@@ -117,8 +117,8 @@ class NativeModel(ComputationModel):
         self._fixed_device = None if devices.accelerator_in(self._backends) else torch.device("cpu")
         self._environment = environment or _environment_of(self._rank, self._world_size)
         self._local_rank = self._environment.local_rank if self._environment else _local_rank_alone()
-        # How many groups of the same ranks this rank has made. next() is atomic; so are the pop() and append()
-        # of the connections that no thread makes a group over at present.
+        # How many groups of the same ranks this rank has made; and connections to the store, over which
+        # nobody makes a group at present. There is no lock: next(), pop() and append() are atomic.
         self._generations: dict[tuple[int, ...], Iterator[int]] = {}
         self._free_connections: list[Store] = []
         self._scratch = gloo.ScratchBuffers()
@@ -382,10 +382,10 @@ class NativeModel(ComputationModel):
         return handle
 
     def _connection(self, worlds_store: Any) -> Any:
-        """A connection to the store that no other thread makes a group over at the same time.
+        """A connection to the store, over which no other thread makes a group at the same time.
 
-        Who waits for the other members keeps the connection. Those may wait for another thread of this rank, which
-        makes another group.
+        A thread that waits for the other members of its group keeps the connection to itself. If another
+        thread needed it too, and another rank waited for that thread first, both would wait for ever.
         """
         try:
             return self._free_connections.pop()
@@ -544,7 +544,7 @@ def _world() -> ProcessGroup:
 
 
 def _connected_again(store: Any) -> Any:
-    """Another connection to ``store``; the same where it has no others: MPI has no store, users have their own."""
+    """Another connection to ``store``, if it can make one: MPI has none, and users may bring their own."""
     if store is None:
         return None
     try:

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 import ignite_dist as idist
-from worlds import SECONDS_PER_CASE, on_every_rank
+from worlds import SECONDS_PER_CASE, on_every_rank, raises
 
 SEEDS = (1, 2, 3)
 
@@ -111,7 +112,7 @@ LARGE = 150_000  # more than what gloo sends in one step
 class Caller:
     """One thread's calls: what it sends, and what it has to get back.
 
-    All that decides what is called comes from ``choices``, the same on every rank; ``delays`` are the rank's own.
+    What decides about calls comes from ``choices``, the same on every rank; ``delays`` are the rank's own.
     """
 
     def __init__(self, seed: int, number: int, groups: Sequence[tuple[list[int], Any]]) -> None:
@@ -178,7 +179,11 @@ class Caller:
         assert reduced == (sum(salt + r for r in ranks) if self.rank in ranks else salt + self.rank)
 
     def tree(self, ranks: list[int], group: Any, salt: int) -> None:
-        sent = {"n": self.rank, "t": [torch.full((3,), self.rank), torch.full((64,), float(salt % 9))], "s": 0.5}
+        sent = {
+            "n": self.rank,
+            "t": [torch.full((3,), self.rank), torch.full((64,), float(salt % 9))],
+            "s": 0.5,
+        }
         sent["t"] = [one.to(idist.device()) for one in sent["t"]]
         reduced = idist.all_reduce(sent, group=group)
         if self.rank in ranks:
@@ -309,7 +314,7 @@ def _interrupted_on_rank_0(start: Callable[[Callable[[], None]], Callable[[], No
     """``num`` calls in one group interrupt those in another, on rank 0; the others make them in a thread.
 
     Args:
-        start: gets what the interruption has to do, and returns what is done before each call of the other group.
+        start: gets what the interruption does, and returns what is done before each call of the other group.
         num: how many interruptions there are.
     """
     rank, size = idist.get_rank(), idist.get_world_size()
@@ -401,7 +406,7 @@ def test_a_collective_where_an_object_is_deleted() -> None:
 
 @on_every_rank
 def test_debug_counts_each_handle_for_itself() -> None:
-    """Two threads, each with its own group of the same ranks: how many calls one has made is not the other's."""
+    """Two threads, each with its own group of the same ranks, have made different numbers of calls."""
     size = idist.get_world_size()
     groups = [idist.new_group(range(size)) for _ in range(2)]
     delays = random.Random(idist.get_rank())
@@ -411,7 +416,11 @@ def test_debug_counts_each_handle_for_itself() -> None:
         seen = set()
         for _ in range(30):
             pause.wait(delays.random() * 2e-3)
-            seen.update(idist.all_reduce(torch.full((9,), number + 1.0, device=idist.device()), group=groups[number]).tolist())
+            seen.update(
+                idist.all_reduce(
+                    torch.full((9,), number + 1.0, device=idist.device()), group=groups[number]
+                ).tolist()
+            )
         return sorted(seen)
 
     with idist.debug():
@@ -429,3 +438,21 @@ def test_debug_names_the_ranks_of_a_group() -> None:
         idist.all_reduce(torch.ones(2 + (idist.get_rank() == 0), device=idist.device()), group=group)
     assert f"of the group {list(range(size))}" in str(info.value)
     assert idist.all_reduce(1, group=group) == size
+
+
+# --- barrier(timeout=) -------------------------------------------------------------------------------------
+
+
+@on_every_rank
+def test_barriers_of_two_handles_are_two() -> None:
+    """Rank 0 waits in one, the others in the other: nobody has come to either of them."""
+    rank, size = idist.get_rank(), idist.get_world_size()
+    if size == 1 or threads_are_ranks():
+        return
+    groups = [idist.new_group(range(size)) for _ in range(2)]
+    for group in groups:
+        idist.barrier(group=group, timeout=timedelta(seconds=60))
+    with raises(idist.MissingRanksError):
+        idist.barrier(group=groups[rank > 0], timeout=timedelta(seconds=1))
+    idist.barrier(timeout=timedelta(seconds=60))
+    assert idist.all_reduce(1) == size

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -47,6 +49,19 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 _model: ComputationModel = SerialModel()
 
+# Guards the change of _model: threads that notice a context at once have to get one model of it, because that
+# model has the groups. Never held while other ranks are waited for. Who only reads _model needs no lock.
+_changing = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """In a forked child the thread that had it is not there to give it back."""
+    global _changing
+    _changing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
 
 # --- resolving ---------------------------------------------------------------------------------------
 
@@ -59,22 +74,36 @@ def current_model() -> ComputationModel:
 
 def _resolve() -> ComputationModel:
     """Look for a context that somebody made since; without one, this process is serial."""
+    with _changing:
+        model = _model
+        if model.is_current():  # another thread has looked meanwhile
+            return model
+        model.left_behind()
+        # Replicas of XLA are threads, and one of them may end its context before another: what is found here
+        # is this thread's, whatever the others make of the module's variable afterwards.
+        found = _find()
+        model = _model
+        return model if model.is_current() else _use(found)  # a signal handler may have looked meanwhile
+
+
+def _use(model: ComputationModel) -> ComputationModel:
     global _model
-    _model.left_behind()
-    # Replicas of XLA are threads, and one of them may end its context before another: what is found here
-    # is this thread's, whatever the others make of the module's variable meanwhile.
+    with _changing:
+        _model = model
+    return model
+
+
+def _find() -> ComputationModel:
+    """A model of the live context."""
     loaded = [model for model in registered_computation_models if model.library in sys.modules]
     for candidate in loaded:
         found = candidate.create_from_context()
         if found is not None:
-            _model = found
             return found
     # Every serial model watches torch.distributed by itself, and whether anything else has been imported.
     others = [model for model in loaded if model not in (SerialModel, NativeModel)]
     num_modules = len(sys.modules)
-    serial = WatchfulSerialModel(num_modules, others) if others else SerialModel(num_modules)
-    _model = serial
-    return serial
+    return WatchfulSerialModel(num_modules, others) if others else SerialModel(num_modules)
 
 
 def sync(temporary: bool = False) -> None:
@@ -153,7 +182,6 @@ def initialize(backend: str, **kwargs: Any) -> None:
         LaunchError: the port of the rendezvous is in use.
         MissingRanksError: not all ranks have come in time (torch's backends; others say it otherwise).
     """
-    global _model
     model = find_model(backend)
     live = current_model()
     if not live.gives_way_to(model):
@@ -161,8 +189,7 @@ def initialize(backend: str, **kwargs: Any) -> None:
             f"A context of backend {live.backend()!r} exists already, so a second one cannot be initialised. "
             "idist uses the one that exists without any call; or end it first with idist.finalize()."
         )
-    _model = model.create_from_backend(backend, **kwargs)
-    ignite_bridge.context_began(_model)
+    ignite_bridge.context_began(_use(model.create_from_backend(backend, **kwargs)))
 
 
 def is_context_of(backend: str) -> bool:
@@ -185,7 +212,6 @@ def finalize() -> None:
 
 def conclude() -> None:
     """End the context after success: what :func:`finalize` does when no exception is being handled."""
-    global _model
     model = current_model()
     try:
         model.announce("the end of the context", model.world())
@@ -194,7 +220,7 @@ def conclude() -> None:
     except RuntimeError:
         pass  # a rank is gone: finalize() meets the same, and says so
     model.finalize()
-    _model = SerialModel()
+    _use(SerialModel())
     ignite_bridge.context_ended()
 
 
@@ -204,10 +230,9 @@ def abort() -> None:
     Under torchrun the exception that is being handled gets into the summary of the failure. A rank that only
     notices the failure of another gives torchrun a moment to notice it too.
     """
-    global _model
     with elastic.recorded(sys.exc_info()[1]):
         current_model().abort()
-    _model = SerialModel()
+    _use(SerialModel())
     ignite_bridge.context_ended()
 
 

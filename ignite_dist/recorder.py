@@ -32,6 +32,7 @@ __all__ = [
     "describe_ranks",
     "for_new_context",
     "is_library",
+    "key_of_ranks",
     "site_of",
     "table",
     "users_frame",
@@ -55,6 +56,7 @@ class Call(NamedTuple):
         layout: of what was sent: ``(dtype, shape)`` of a tensor, those of the leaves of a tree, or words.
         group: the global ranks; empty for all.
         site: ``"file:line"`` of the caller outside of this package.
+        key: what tells the group from others of the same ranks, the same on all of them; empty for all.
     """
 
     number: int
@@ -63,6 +65,7 @@ class Call(NamedTuple):
     layout: Any
     group: tuple[int, ...]
     site: str
+    key: str = ""
 
     @property
     def value(self) -> str:
@@ -102,7 +105,7 @@ class Log:
         error: what it tells the others of in its last call.
         num_calls: how many it has made.
         calls: the last of them.
-        by_group: how many it has made in each group.
+        by_group: how many it has made in each group, by :attr:`Call.key`.
     """
 
     home: int
@@ -111,7 +114,7 @@ class Log:
     error: str = ""
     num_calls: int = 0
     calls: deque[Call] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
-    by_group: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    by_group: Counter[str] = field(default_factory=Counter)
 
 
 class Watchdog(Protocol):
@@ -135,12 +138,15 @@ class Recorder:
         self._comparison = comparison
         self.logs: dict[int, Log] = {}
         self.watchdog: Watchdog | None = None
+        # Guards the counts of the logs: threads of one rank share one. A signal handler may come in between.
+        self._counting = threading.RLock()
 
     def log_of(self, rank: int) -> Log:
         """What is known of a rank of this process, in whose thread this is called."""
         log = self.logs.get(rank)
-        if log is None:
-            log = self.logs[rank] = Log(threading.get_ident(), threading.get_ident(), self._comparison)
+        if log is None:  # setdefault: another thread of the rank may be here too
+            made = Log(threading.get_ident(), threading.get_ident(), self._comparison)
+            log = self.logs.setdefault(rank, made)
         return log
 
     def close(self) -> None:
@@ -156,15 +162,20 @@ class Recorder:
         group: tuple[int, ...],
         value: Tensor | torch.dtype | Sequence[Any] | str = "",
         op: str = "",
+        key: str | None = None,
     ) -> Call:
-        """Note a call of ``rank`` in the ``group``, which is empty for all ranks."""
+        """Note a call of ``rank`` in the ``group``, which is empty for all ranks; see :class:`Call`."""
         log = self.log_of(rank)
-        log.thread, log.error = threading.get_ident(), ""
-        log.num_calls += 1
-        log.by_group[group] += 1
         site = site_of(users_frame(sys._getframe(1)))
-        call = Call(log.by_group[group], operation, op, _layout(value), group, site)
-        log.calls.append(call)
+        key = key_of_ranks(group) if key is None else key
+        with self._counting:
+            log.thread, log.error = threading.get_ident(), ""
+            log.num_calls += 1
+            log.by_group.setdefault(key, 0)  # the next lines then call nothing, so no signal is handled there
+            log.by_group[key] += 1
+            number = log.by_group[key]
+            call = Call(number, operation, op, _layout(value), group, site, key)
+            log.calls.append(call)
         return call
 
     def compare(
@@ -238,6 +249,11 @@ def table(rows: Sequence[Sequence[str]], before: tuple[str, ...] = ()) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
+
+
+def key_of_ranks(ranks: Sequence[int]) -> str:
+    """What tells a group from others where there is one of the same ranks."""
+    return ",".join(map(str, ranks))
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

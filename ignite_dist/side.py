@@ -55,7 +55,7 @@ class Side:
         self.server = server
         self._store = store
         self._connections = threading.local()
-        self._rounds: Counter[tuple[int, tuple[int, ...]]] = Counter()
+        self._rounds: Counter[tuple[int, str]] = Counter()
         self._lock = threading.Lock()
 
     def connection(self) -> Store:
@@ -67,11 +67,11 @@ class Side:
             self._connections.store = found
         return found
 
-    def next_round(self, rank: int, ranks: tuple[int, ...]) -> int:
-        """How many barriers of ``ranks`` this is for ``rank``, from 1."""
+    def next_round(self, rank: int, name: str) -> int:
+        """How many barriers of the group of that name this is for ``rank``, from 1."""
         with self._lock:
-            self._rounds[rank, ranks] += 1
-            return self._rounds[rank, ranks]
+            self._rounds[rank, name] += 1
+            return self._rounds[rank, name]
 
 
 _sides: WeakKeyDictionary[ComputationModel, Side] = WeakKeyDictionary()
@@ -126,7 +126,8 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
             "has none. Call idist.watch() once on every rank before."
         )
     rank, store = model.get_rank(), side.connection()
-    key = f"barrier/{_name(group, model.get_world_size())}/{side.next_round(rank, group.ranks)}"
+    name = _name(model.group_key(group))
+    key = f"barrier/{name}/{side.next_round(rank, name)}"
     end = f"{key}/end"
     store.set(f"{key}/{rank}", "")
     if store.add(f"{key}/come", 1) == len(group.ranks):
@@ -149,11 +150,9 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
             store.delete_key(f"{key}/{name}")
 
 
-def _name(group: Group, world_size: int) -> str:
+def _name(group_key: str) -> str:
     """A short name that is the group's alone: every rank sends it with every request."""
-    if len(group.ranks) == world_size:
-        return "all"
-    return hashlib.sha1(repr(group.ranks).encode(), usedforsecurity=False).hexdigest()
+    return hashlib.sha1(group_key.encode(), usedforsecurity=False).hexdigest() if group_key else "all"
 
 
 def _missed(store: Store, missing: list[int], timeout: str, group: Group, rank: int) -> MissingRanksError:

@@ -169,8 +169,7 @@ class Watchdog:
             return
         others = [rank for rank in ranks if rank not in self._recorder.logs]
         reports = ask(self._side.connection(), others)
-        group = _key(call.group)
-        made = {rank: report["numbers"].get(group, 0) for rank, report in reports.items()}
+        made = {rank: report["numbers"].get(call.key, 0) for rank, report in reports.items()}
         behind = [rank for rank in others if made.get(rank, 0) < call.number]
         if behind:
             raise missing_ranks(behind, f"did not come to {call}", reports) from error
@@ -257,13 +256,9 @@ def _report(log: recorder.Log, seconds: float) -> dict[str, Any]:
         "last": str(log.calls[-1]) if log.calls else "",
         "error": log.error,
         "compares": log.comparison is not None,
-        "numbers": {_key(group): number for group, number in dict(log.by_group).items()},
+        "numbers": dict(log.by_group),
         "calls": [call.row() for call in list(log.calls)],
     }
-
-
-def _key(group: tuple[int, ...]) -> str:
-    return ",".join(map(str, group))
 
 
 def _stack(frame: FrameType) -> str:

@@ -7,10 +7,11 @@ as lists, objects as bytes, the topology of the hosts) is the same for every bac
 from __future__ import annotations
 
 import socket
+import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
@@ -55,6 +56,14 @@ class Group(NamedTuple):
         return found if found < len(self.ranks) and self.ranks[found] == rank else None
 
 
+class _FirstUse:
+    """A lock, and the thread that has it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.thread: int | None = None
+
+
 class ComputationModel(ABC):
     """One way to run several processes together.
 
@@ -89,6 +98,7 @@ class ComputationModel(ABC):
     def __init__(self, undo: Callable[[], None] | None = None) -> None:
         self._undo = undo
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._first_uses: dict[Hashable, _FirstUse] = {}
         self._everyone: Group | None = None
         self.plans: dict[
             Any, Any
@@ -168,9 +178,9 @@ class ComputationModel(ABC):
         if self.recorder is not None:
             self.recorder.close()
         self._groups.clear()
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
 
     def store(self) -> Store | None:
         """A key-value store of all ranks, beside the collectives, if the backend has one."""
@@ -242,15 +252,20 @@ class ComputationModel(ABC):
         """The global ranks on this node, by local rank. The first call may be an exchange."""
         self._topology()
         if self._found_node_ranks is None:  # the environment has said where this rank is, and no more
-            self._exchange_places(f"node {self.get_node_rank()}", self.get_local_rank())
-            assert self._found_node_ranks is not None
+            with self._first_use("the ranks on this node", self.get_rank()):
+                if self._found_node_ranks is None:
+                    self._exchange_places(f"node {self.get_node_rank()}", self.get_local_rank())
+        assert self._found_node_ranks is not None
         return self._found_node_ranks
 
     def _topology(self) -> Topology:
         found = self.known_topology()
         if found is None:
-            found = self._exchange_places(socket.gethostname(), self.known_local_rank())
-            self._found_topology = found
+            with self._first_use("the topology", self.get_rank()):
+                found = self.known_topology()
+                if found is None:
+                    found = self._exchange_places(socket.gethostname(), self.known_local_rank())
+                    self._found_topology = found
         return found
 
     def _exchange_places(self, node: str, local_rank: int | None) -> Topology:
@@ -276,6 +291,13 @@ class ComputationModel(ABC):
     def _is_alive(self, handle: Any) -> bool:
         """Whether a handle that ``_new_group`` gave has not been destroyed since."""
         return True
+
+    def group_key(self, group: Group) -> str:
+        """What tells ``group`` from others of the same ranks, the same on all of them; empty for the world.
+
+        By it the ranks know, beside the collectives, of which group a call is. Only members ask.
+        """
+        return "" if group.handle is None else recorder.key_of_ranks(group.ranks)
 
     def world(self) -> Group:
         """The group of all ranks."""
@@ -324,19 +346,43 @@ class ComputationModel(ABC):
             found = self._groups.get(key)
         except TypeError:  # not hashable, so not ranks
             found = None
-        if found is not None:
-            if found.handle is None or self._is_alive(found.handle):
-                return found
-            self._groups = {ranks: other for ranks, other in self._groups.items() if other is not found}
+        if found is not None and (found.handle is None or self._is_alive(found.handle)):
+            return found
         checked = self._check_ranks(key)
         if checked != key:  # only the ascending ranks are kept: one group, whoever names it first and how
             return self.resolve_group(checked)
         if len(checked) == self.get_world_size():
-            found = self.world()
-        else:
-            found = Group(self._new_group(checked), checked)
-        self._groups[key] = found
-        return found
+            self._groups[key] = self.world()
+            return self.world()
+        with self._first_use("the group", key):
+            made = self._groups.get(key)
+            if made is None or made is found:  # else another thread has made it meanwhile
+                made = self._groups[key] = Group(self._new_group(checked), checked)
+            return made
+
+    @contextmanager
+    def _first_use(self, what: str, key: Hashable) -> Iterator[None]:
+        """Let one thread of a rank do what its other threads, which wait here meanwhile, then find done.
+
+        It may wait for other ranks, so nobody waits here but for the same ``what`` and ``key``.
+
+        Raises:
+            RuntimeError: the thread is doing it already: this call comes from a signal handler or ``__del__``
+                that has interrupted it, and would have to wait for what it has interrupted.
+        """
+        use = self._first_uses.setdefault((what, key), _FirstUse())
+        if use.thread == threading.get_ident():
+            raise RuntimeError(
+                f"This call, of a signal handler or __del__, has interrupted the first use of {what} "
+                f"{list(key) if isinstance(key, tuple) else ''}, and needs it too. Use it once before the "
+                "handler may run."
+            )
+        with use.lock:
+            use.thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                use.thread = None
 
     def _check_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:
         world_size = self.get_world_size()
@@ -369,7 +415,8 @@ class ComputationModel(ABC):
         rank, is_world = self.get_rank(), group.handle is None
         if not is_world and group.position(rank) is None and not self.groups_need_everyone:
             return
-        call = self.recorder.record(rank, operation, () if is_world else group.ranks, value, op)
+        key = self.group_key(group)
+        call = self.recorder.record(rank, operation, group.ranks if key else (), value, op, key)
         if len(group.ranks) > 1:
             self.recorder.compare(rank, call, group.ranks, lambda sent: self.gather_objects(sent, group))
 

@@ -33,9 +33,14 @@ _ONE_ROUND_BYTES = 1 << 20
 _MAX_STREAMS = 32
 # Up to this size allocating what is exchanged costs more than the exchange of it.
 _SCRATCH_BYTES = 8 << 10
-_MAX_SCRATCH_BUFFERS = 64
+_MAX_LAYOUTS = 64
+# Of each layout: as many as there are calls at once.
+_MAX_FREE = 16
 
-_EXCHANGE = AllToAllOptions()
+_EXCHANGE = AllToAllOptions()  # gloo only reads it, so calls share it
+
+# What is sent, what is received, and the rows of the latter.
+_Buffer = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 # What gloo's threads may still hold; what was lent before that many others, they do not.
 _lent: deque[weakref.ref[Tensor]] = deque(maxlen=4 * _MAX_STREAMS)
@@ -52,8 +57,15 @@ def tidy_at_exit() -> None:
 
 def _tidy() -> None:
     until = time.monotonic() + _TIDY_SECONDS
-    while any(lent() is not None for lent in tuple(_lent)) and time.monotonic() < until:
+    while _holds_some() and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)  # which gives them the interpreter
+
+
+def _holds_some() -> bool:
+    try:
+        return any(lent() is not None for lent in tuple(_lent))
+    except RuntimeError:  # a daemon thread goes on and has lent another one meanwhile
+        return True
 
 
 def lend(tensor: Tensor) -> Tensor:
@@ -98,26 +110,40 @@ class ScratchBuffers:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[object, tuple[Tensor, Tensor, tuple[Tensor, ...]]] = {}
+        # Buffers that no call uses, by layout. A call takes one out for as long as it is under way. Another
+        # thread, or a signal handler, __del__ or hook in the middle of that call, finds another buffer. There
+        # is no lock: pop(), append() and setdefault() are atomic.
+        self._free: dict[object, list[_Buffer]] = {}
 
     def all_reduce(self, group: ProcessGroup, tensor: Tensor, op: str, group_size: int) -> None:
         """Reduce the contiguous ``tensor`` in place."""
-        sent, received, rows = self._for(tensor, group_size)
+        # Nothing is kept in a buffer between calls, so groups of one size share them.
+        key = (group_size, tensor.dtype, tensor.shape)
+        free = self._free.get(key)
+        try:
+            buffer = free.pop() if free else _new_buffer(tensor, group_size)
+        except IndexError:  # another thread has taken the last one
+            buffer = _new_buffer(tensor, group_size)
+        sent, received, rows = buffer
         sent.copy_(tensor)
         exchange(group, sent, received)
         reduce_rows(rows, op, out=tensor)
+        # Not after an exception: gloo's threads may still read and write the buffer.
+        if free is not None:
+            if len(free) < _MAX_FREE:
+                free.append(buffer)
+        elif tensor.nbytes <= _SCRATCH_BYTES:
+            self._keep(key, buffer)
 
-    def _for(self, tensor: Tensor, group_size: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        # Nothing is kept in a buffer between calls, so groups of one size share it.
-        key = (group_size, tensor.dtype, tensor.shape)
-        found = self._buffers.get(key)
-        if found is None:
-            with torch.inference_mode(False):  # else the buffer could be written to there alone
-                sent = torch.empty((group_size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-                received = torch.empty_like(sent)
-                found = sent, received, received.unbind()
-            if tensor.nbytes <= _SCRATCH_BYTES:
-                if len(self._buffers) >= _MAX_SCRATCH_BUFFERS:
-                    self._buffers.clear()
-                self._buffers[key] = found
-        return found
+    def _keep(self, key: object, buffer: _Buffer) -> None:
+        """Keep the first buffer of a layout for the next call."""
+        if len(self._free) >= _MAX_LAYOUTS:
+            self._free = {}  # calls under way have the lists that they have begun with
+        self._free.setdefault(key, []).append(buffer)
+
+
+def _new_buffer(tensor: Tensor, group_size: int) -> _Buffer:
+    with torch.inference_mode(False):  # else the buffer could be written to there alone
+        sent = torch.empty((group_size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        received = torch.empty_like(sent)
+        return sent, received, received.unbind()

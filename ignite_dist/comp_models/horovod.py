@@ -13,9 +13,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
+from itertools import count
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -111,14 +112,18 @@ class HorovodModel(ComputationModel):
         )
         self._rank: int = hvd.rank()
         self._world_size: int = hvd.size()
-        self._found_ranks = (ctypes.c_int * self._world_size)()
+        self._found_ranks = (ctypes.c_int * self._world_size)()  # threads share it: nobody reads it
         self._local_rank: int = hvd.local_rank()
         self._spin_seconds = _SPIN_SECONDS if hvd.local_size() <= devices.num_cores() else 0.0
         self._ops = {"SUM": hvd.Sum, "PRODUCT": hvd.Product, "MIN": hvd.Min, "MAX": hvd.Max}
         if hvd.mpi_built():
             self._ops["ADASUM"] = hvd.Adasum
-        self._num_optimizers = 0
-        self._exchange: Exchange | None = None  # of their gradients
+        self._exchange: Exchange | None = None  # of the optimizers' gradients
+        self._optimizer_numbers = count(1)
+        self._handle_numbers: dict[tuple[int, ...], Iterator[int]] = {}
+        # Guards Horovod's table of process sets. Horovod reads it in several steps, and numbers the sets of
+        # each rank in the order in which they come, although a set needs the same number on all ranks.
+        self._changing_sets = threading.RLock()
         self._takes_gpu = hvd.cuda_built() or hvd.rocm_built()
         self._fixed_device = None if torch.cuda.is_available() else torch.device("cpu")
 
@@ -275,22 +280,41 @@ class HorovodModel(ComputationModel):
 
     def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
         check_keywords("new_group", options, ())
-        hvd = self._hvd
+        with self._first_use("the process set", ranks):
+            process_set_id = self._known_process_set(ranks)
+            if process_set_id is not None:  # Horovod refuses to add it once more
+                handle = self._hvd.ProcessSet(list(ranks))
+                handle.process_set_id = process_set_id
+            else:
+                handle = self._new_process_set(ranks)
+        # Handles of the same ranks are one process set. This number tells their calls apart. It is the same
+        # on all of these ranks, because they make their groups in the same order.
+        handle.ignite_dist_number = next(self._handle_numbers.setdefault(ranks, count(1)))
+        return handle
+
+    def _known_process_set(self, ranks: tuple[int, ...]) -> int | None:
         if len(ranks) == self._world_size:
-            return hvd.global_process_set
-        known = self._mpi_ops._basics._get_process_set_ids_and_ranks()
-        for process_set_id, members in known.items():
-            if tuple(members) == ranks:  # the user's own: Horovod refuses to add it once more
-                found = hvd.ProcessSet(list(ranks))
-                found.process_set_id = process_set_id
-                return found
+            return 0
+        with self._changing_sets:
+            known = self._mpi_ops._basics._get_process_set_ids_and_ranks()
+        return next((number for number, members in known.items() if tuple(members) == ranks), None)
+
+    def _new_process_set(self, ranks: tuple[int, ...]) -> Any:
+        hvd = self._hvd
         patience = threading.Timer(
             _PATIENCE_SECONDS, _logger.warning, (_WAITING_FOR_GROUP, self._rank, list(ranks))
         )
         patience.daemon = True
         patience.start()
         try:
-            return hvd.add_process_set(list(ranks))
+            # Local: the set of all ranks is there already, so this raises what the addition of another would.
+            self._mpi_ops._basics._add_process_set_impl(range(self._world_size))
+            # Other threads may add other sets. So all ranks come first, then rank 0 says which set is next.
+            self._tell_all("come", ranks)
+            with self._changing_sets if self._rank == 0 else nullcontext():
+                self._tell_all("next", ranks)
+                with self._changing_sets:
+                    return hvd.add_process_set(list(ranks))
         except ValueError as error:
             if _DYNAMIC_SETS not in str(error):
                 raise RuntimeError(f"The group {list(ranks)} was not made: {error}") from error
@@ -301,6 +325,23 @@ class HorovodModel(ComputationModel):
             ) from error
         finally:
             patience.cancel()
+
+    def _tell_all(self, what: str, ranks: tuple[int, ...]) -> None:
+        """A barrier of all ranks that make this process set; the caller says why it may take long."""
+        tensor = torch.zeros(1)
+        submit = partial(self._hvd.allreduce_async_, tensor, op=self._hvd.Sum)
+        self._call(submit, f"new_group.{ranks}.{what}", tensor, self.world(), is_told=True)
+
+    def group_key(self, group: Group) -> str:
+        number = self._number_of(group)
+        if number == 0 and (group.handle is None or group.handle.process_set_id == 0):
+            return ""
+        return f"{super().group_key(group)}/{number}"
+
+    def _number_of(self, group: Group) -> int:
+        """Which of the handles of its ranks it is; 0 for the world and for the user's own process sets."""
+        number: int = getattr(group.handle, "ignite_dist_number", 0)
+        return number
 
     def _group_ranks(self, handle: Any) -> tuple[int, ...]:
         if handle is None:
@@ -351,29 +392,34 @@ class HorovodModel(ComputationModel):
         tensor = torch.zeros(1)
         self._call(partial(self._hvd.allreduce_async_, tensor, op=self._hvd.Sum), "barrier", tensor, group)
 
-    def _call(self, submit: Callable[..., int], name: str, tensor: Tensor, group: Group) -> Tensor:
+    def _call(
+        self, submit: Callable[..., int], name: str, tensor: Tensor, group: Group, is_told: bool = False
+    ) -> Tensor:
         """Submit a call under a name that all ranks give it, and wait for its result."""
         if not self._is_running():
             raise self._mpi_ops.HorovodInternalError(_SHUT_DOWN)
         process_set = self._hvd.global_process_set if group.handle is None else group.handle
+        if process_set.process_set_id == 0:  # ADASUM takes no copy of the set of all ranks
+            process_set = self._hvd.global_process_set
         layout = f"{tensor.dtype}.{tuple(tensor.shape)}"
-        full_name = f"ignite_dist.{process_set.process_set_id}.{name}.{layout}"
+        number = self._number_of(group)
+        full_name = f"ignite_dist.{process_set.process_set_id}.{number}.{name}.{layout}"
         try:
             handle = submit(name=full_name, process_set=process_set)
-            self._wait(handle, full_name)
+            self._wait(handle, full_name, inf if is_told else _PATIENCE_SECONDS)
             result: Tensor = self._hvd.synchronize(handle)
         except ValueError as error:  # the only one that is not about arguments, which were checked above
             raise RuntimeError(
                 "Such a call is under way in this process already: of another thread, or interrupted before "
-                f"its end. Collectives of one process are called one after the other. ({error})"
+                "its end. Collectives of one group are called one after the other; give each thread a group "
+                f"of its own, by new_group. ({error})"
             ) from error
         return result
 
-    def _wait(self, handle: int, name: str) -> None:
+    def _wait(self, handle: int, name: str, patience: float) -> None:
         # hvd.synchronize() alone would spin to the end, which keeps a core from the thread that does the work
         # (three ranks on two cores: 4 bytes in 9 ms instead of 2), and would not let a Ctrl-C through.
         start = time.perf_counter()
-        patience = _PATIENCE_SECONDS
         while not self._hvd.poll(handle):
             waited = time.perf_counter() - start
             if waited < self._spin_seconds:
@@ -408,10 +454,9 @@ class HorovodModel(ComputationModel):
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
         from ignite_dist.comp_models import horovod_optim
 
-        self._num_optimizers += 1
         if self._exchange is None:
             self._exchange = horovod_optim.Exchange(self._wait)
-        name = f"optimizer{self._num_optimizers}"
+        name = f"optimizer{next(self._optimizer_numbers)}"
         wrapped = horovod_optim.distribute(optimizer, name, self._exchange, **kwargs)
         if self._world_size > 1:
             sent, failure = b"", None
@@ -453,7 +498,7 @@ class HorovodModel(ComputationModel):
     def check_forced(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             op, process_set = getattr(optimizer, "op", None), getattr(optimizer, "process_set", None)
-            if op not in (None, self._hvd.Average) or process_set not in (None, self._hvd.global_process_set):
+            if op not in (None, self._hvd.Average) or getattr(process_set, "process_set_id", 0) != 0:
                 raise ValueError(
                     "FORCED_SYNC takes the mean over all ranks; this optimizer has an op= or process_set= "
                     "of its own: use another strategy."

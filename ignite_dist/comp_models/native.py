@@ -8,15 +8,16 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GroupMember, ProcessGroup, Store, distributed_c10d
+from torch.distributed import DistError, GroupMember, ProcessGroup, Store, distributed_c10d
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -116,7 +117,10 @@ class NativeModel(ComputationModel):
         self._fixed_device = None if devices.accelerator_in(self._backends) else torch.device("cpu")
         self._environment = environment or _environment_of(self._rank, self._world_size)
         self._local_rank = self._environment.local_rank if self._environment else _local_rank_alone()
-        self._generations: dict[tuple[int, ...], int] = {}
+        # How many groups of the same ranks this rank has made; and connections to the store, over which
+        # nobody makes a group at present. There is no lock: next(), pop() and append() are atomic.
+        self._generations: dict[tuple[int, ...], Iterator[int]] = {}
+        self._free_connections: list[Store] = []
         self._scratch = gloo.ScratchBuffers()
         gloo.tidy_at_exit()
 
@@ -275,6 +279,10 @@ class NativeModel(ComputationModel):
         distributed_c10d._abort_process_group()
         self.left_behind()
 
+    def left_behind(self) -> None:
+        self._free_connections.clear()
+        super().left_behind()
+
     def store(self) -> Store | None:
         _, store = distributed_c10d._world.pg_map[self._world]
         return store if isinstance(store, Store) else None
@@ -352,12 +360,14 @@ class NativeModel(ComputationModel):
     def _new_group_by_name(self, ranks: tuple[int, ...]) -> Any:
         # torch names a group after the number of groups that this rank has made, so ranks with different
         # histories would wait for each other for ever. A name made of the ranks alone needs the members only.
-        generation = self._generations[ranks] = self._generations.get(ranks, 0) + 1
+        generation = next(self._generations.setdefault(ranks, count(1)))
         digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
-        backend, store = distributed_c10d._world.pg_map[self._world]
+        backend, worlds_store = distributed_c10d._world.pg_map[self._world]
+        is_member = self._rank in ranks
+        store = self._connection(worlds_store) if is_member else worlds_store
         handle, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
-            ranks.index(self._rank) if self._rank in ranks else None,
+            ranks.index(self._rank) if is_member else None,
             list(ranks),
             backend,
             store,
@@ -366,9 +376,21 @@ class NativeModel(ComputationModel):
             group_desc=f"ignite_dist:{describe_ranks(ranks)}",
         )
         if handle is not GroupMember.NON_GROUP_MEMBER:
+            self._free_connections.append(store)  # not after an error: it may have been left in an answer
             positions = {rank: position for position, rank in enumerate(ranks)}
             distributed_c10d._world.pg_group_ranks[handle] = positions
         return handle
+
+    def _connection(self, worlds_store: Any) -> Any:
+        """A connection to the store, over which no other thread makes a group at the same time.
+
+        A thread that waits for the other members of its group keeps the connection to itself. If another
+        thread needed it too, and another rank waited for that thread first, both would wait for ever.
+        """
+        try:
+            return self._free_connections.pop()
+        except IndexError:
+            return _connected_again(worlds_store)
 
     def _timeout(self, backend: str) -> timedelta:
         """The world's own timeout, which torch would not pass on to a group."""
@@ -391,6 +413,10 @@ class NativeModel(ComputationModel):
             raise ValueError(
                 "This ProcessGroup was destroyed, or belongs to a context that has ended."
             ) from None
+
+    def group_key(self, group: Group) -> str:
+        handle = group.handle
+        return "" if handle is None or handle is self._world else handle.group_name
 
     # --- tensor primitives -----------------------------------------------------------------------------
 
@@ -547,6 +573,18 @@ def _world() -> ProcessGroup:
     world = distributed_c10d._world.default_pg
     assert world is not None
     return world
+
+
+def _connected_again(store: Any) -> Any:
+    """Another connection to ``store``, if it can make one: MPI has none, and users may bring their own."""
+    if store is None:
+        return None
+    try:
+        return store.clone()
+    except DistError:  # the store is gone
+        raise
+    except RuntimeError:  # a store written in Python does not say how
+        return store
 
 
 def _by_device(backends: dist.BackendConfig | str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import HashStore, Store, distributed_c10d
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from ignite_dist import wire
 from ignite_dist.arguments import check_counts, check_keywords
@@ -30,6 +30,7 @@ from ignite_dist.comp_models import xla_replicas, xla_views
 from ignite_dist.comp_models.base import ComputationModel, Group
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.errors import EnvironmentVariablesError, RankFailedError
+from ignite_dist.samplers import loader_class
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -286,7 +287,7 @@ class XlaModel(ComputationModel):
         return tensor
 
     def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
-        if len(group.ranks) == 1 or not tensor.numel():
+        if len(group.ranks) <= 1 or not tensor.numel():
             rows = tensor.unsqueeze(0).expand(len(group.ranks), *tensor.shape).clone()
         else:
             # Groups of a partition would have to be of one size for this.
@@ -300,7 +301,7 @@ class XlaModel(ComputationModel):
         return rows if out is None else out.copy_(rows)
 
     def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
-        if len(group.ranks) == 1 or not tensor.numel():
+        if len(group.ranks) <= 1 or not tensor.numel():
             return tensor
         # A sum of which all but one are zero, and of ints, so that no bit is lost. Which one is data: a graph
         # with the rank in it would be another one on each replica, and they could not meet in it.
@@ -375,15 +376,15 @@ class XlaModel(ComputationModel):
         if self._meeting.size > 1:  # torch's own draws in between would be another replica's, too
             seed = torch.initial_seed() + self.get_rank()
             kwargs.setdefault("generator", torch.Generator().manual_seed(seed))
-        return DeviceLoader(DataLoader(dataset, **kwargs), self.device())
+        return DeviceLoader(loader_class(dataset, None)(dataset, **kwargs), self.device())
 
 
 # --- calls -------------------------------------------------------------------------------------------
 
 
 def _is_one_of_more(group: Group) -> bool:
-    """Whether it is a group of one rank, which needs nobody; not so a world of one, which may be asked to."""
-    return group.handle is not None and len(group.ranks) == 1
+    """Whether it is a group of one rank or none, which needs nobody; a world of one may be asked to."""
+    return group.handle is not None and len(group.ranks) <= 1
 
 
 def _describe(call: str, tensor: Tensor, group: Group) -> str:

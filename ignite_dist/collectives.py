@@ -153,9 +153,8 @@ def _reduce_leaves(
         tensors = [leaf for leaf in values if isinstance(leaf, Tensor)]
         structure += f" {numbers} {[(one.dtype, tuple(one.shape), one.device.type) for one in tensors]}"
     packs = _packs(values)
-    is_inline = (
-        op != "ADASUM" and sum(values[place].nbytes for pack in packs for place in pack) <= _INLINE_BYTES
-    )
+    nbytes = sum(values[position].nbytes for positions in packs for position in positions)
+    is_inline = nbytes <= _INLINE_BYTES and op != "ADASUM"
     flats = [_flat(values, positions) for positions in packs] if is_inline else []
     sent = [values[position] for position in numbers]
     rows = _gather_equals(model, sent, structure, op, group, to_message(flats))
@@ -164,7 +163,7 @@ def _reduce_leaves(
         totals = reduction.reduce_numbers([row for row, _ in rows], op)
         for position, total in zip(numbers, totals, strict=True):
             reduced[position] = total
-    small = iter(reduce_messages([message for _, message in rows], flats, op) if is_inline else ())
+    small = iter(reduce_messages([message for _, message in rows], flats, op) if flats else ())
     for positions in packs:
         if is_inline:
             flat = next(small)
@@ -463,7 +462,7 @@ def barrier(group: Any = None, timeout: timedelta | None = None) -> None:
             side.barrier(model, members, timeout)
         return
     model.announce("barrier", members)
-    if _is_member(model, members) or model.groups_need_everyone:
+    if _is_member(model, members) or (model.groups_need_everyone and members.ranks):
         model._barrier(members)
 
 

@@ -100,10 +100,8 @@ def plain_number(value: Any) -> Any:
         return value
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
-        if value.dtype.kind not in "biufc":  # texts and times, of which timedelta64 says that it is a number
-            return value
-        plain = value.item()
-        if not isinstance(plain, numpy.generic):
+        plain = value.item() if value.dtype.kind in "biufc" else value  # a timedelta64 says it is a number
+        if not isinstance(plain, numpy.generic) or not isinstance(plain, Number):
             return plain
     elif isinstance(value, float):
         return float(value)

@@ -104,7 +104,7 @@ def _ordered(keys: Collection[Any], is_local: bool = True) -> list[Any]:
         else:
             raise TypeError(
                 f"The key {key!r} of a dict is a {type(key).__name__}. Ranks pair the values of a dict by "
-                "keys that are str, int, bool, members of an enum, or tuples of these. Use such keys, or a list."
+                "keys that are str, int, bool, members of an enum, or tuples of these. Use such keys."
             )
     known.sort(key=itemgetter(0))
     if not is_local:

@@ -287,7 +287,7 @@ class XlaModel(ComputationModel):
         return tensor
 
     def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
-        if len(group.ranks) <= 1 or not tensor.numel():
+        if len(group.ranks) == 1 or not tensor.numel():
             rows = tensor.unsqueeze(0).expand(len(group.ranks), *tensor.shape).clone()
         else:
             # Groups of a partition would have to be of one size for this.
@@ -301,7 +301,7 @@ class XlaModel(ComputationModel):
         return rows if out is None else out.copy_(rows)
 
     def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
-        if len(group.ranks) <= 1 or not tensor.numel():
+        if len(group.ranks) == 1 or not tensor.numel():
             return tensor
         # A sum of which all but one are zero, and of ints, so that no bit is lost. Which one is data: a graph
         # with the rank in it would be another one on each replica, and they could not meet in it.
@@ -383,8 +383,8 @@ class XlaModel(ComputationModel):
 
 
 def _is_one_of_more(group: Group) -> bool:
-    """Whether it is a group of one rank or none, which needs nobody; a world of one may be asked to."""
-    return group.handle is not None and len(group.ranks) <= 1
+    """Whether it is a group of one rank, which needs nobody; not so a world of one, which may be asked to."""
+    return group.handle is not None and len(group.ranks) == 1
 
 
 def _describe(call: str, tensor: Tensor, group: Group) -> str:

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import ignite_dist as idist
 from ignite_dist.samplers import DistributedProxySampler, Shard, ShardLoader, _seeded
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 

@@ -33,7 +33,7 @@ TREES = [
     OrderedDict([("z", 1), ("a", 2)]),
     Counter({"hits": 3, "misses": 1}),
     Metrics(a=1, b=Row([2, 3])),
-    {1: "one", "1": "text", (2, 3): "tuple", True: "one too"},
+    {1: "one", "1": "text", (2, 3): "tuple", False: "no"},
 ]
 
 

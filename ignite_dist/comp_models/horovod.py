@@ -280,6 +280,8 @@ class HorovodModel(ComputationModel):
 
     def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
         check_keywords("new_group", options, ())
+        if not ranks:
+            return self._hvd.ProcessSet([])  # never added: Horovod takes none without members
         with self._first_use("the process set", ranks):
             process_set_id = self._known_process_set(ranks)
             if process_set_id is not None:  # Horovod refuses to add it once more
@@ -348,12 +350,12 @@ class HorovodModel(ComputationModel):
             return self.world().ranks
         if not isinstance(handle, self._hvd.ProcessSet):
             raise ValueError(f"A group is a list of ranks or a horovod.torch.ProcessSet, got {handle!r}.")
-        if handle.process_set_id is None:
+        if not self._is_alive(handle):
             raise ValueError("This ProcessSet was removed, or never added.")
         return tuple(handle.ranks)
 
     def _is_alive(self, handle: Any) -> bool:
-        return handle.process_set_id is not None
+        return handle.process_set_id is not None or handle.ranks == []
 
     # --- tensor primitives -----------------------------------------------------------------------------
 

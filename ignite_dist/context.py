@@ -15,6 +15,7 @@ from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, 
 from ignite_dist.comp_models.serial import WatchfulSerialModel
 from ignite_dist.environments import Environment
 from ignite_dist.errors import DistributedError
+from ignite_dist.tracing import eagerly, resolved_while_tracing, traced, traced_as
 
 __all__ = [
     "abort",
@@ -38,6 +39,7 @@ __all__ = [
     "is_global_zero",
     "is_local_zero",
     "model_name",
+    "model_of_the_graph",
     "set_local_rank",
     "show_config",
     "sync",
@@ -51,6 +53,30 @@ _model: ComputationModel = SerialModel()
 # --- resolving ---------------------------------------------------------------------------------------
 
 
+@resolved_while_tracing
+def _look_while_tracing() -> None:
+    current_model()
+
+
+@traced
+def model_of_the_graph() -> ComputationModel:
+    """:func:`current_model` for a graph that is being traced, which is made again when a guard fails."""
+    _look_while_tracing()
+    model = _model  # what is read of it is guarded
+    model.is_current_by_guards()
+    return model
+
+
+@traced
+def _guarded_model() -> ComputationModel:
+    model = model_of_the_graph()
+    if model.is_current_by_guards():
+        return model
+    found: ComputationModel = eagerly(current_model)
+    return found
+
+
+@traced_as(_guarded_model)
 def current_model() -> ComputationModel:
     """The computation model of the live context. Never communicates."""
     model = _model
@@ -211,16 +237,19 @@ def abort() -> None:
 # --- this process ------------------------------------------------------------------------------------
 
 
+@traced
 def get_rank() -> int:
     """Rank of this process, in [0, world_size). Never communicates."""
     return current_model().get_rank()
 
 
+@traced
 def get_world_size() -> int:
     """Number of processes of the context; 1 without one. Never communicates."""
     return current_model().get_world_size()
 
 
+@traced
 def get_local_rank() -> int:
     """Rank of this process among those of its node.
 
@@ -230,26 +259,31 @@ def get_local_rank() -> int:
     return current_model().get_local_rank()
 
 
+@traced
 def get_nproc_per_node() -> int:
     """Number of processes on this node. The first call may be an exchange, as in :func:`get_local_rank`."""
     return current_model().get_nproc_per_node()
 
 
+@traced
 def get_nnodes() -> int:
     """Number of nodes. The first call may be an exchange, as in :func:`get_local_rank`."""
     return current_model().get_nnodes()
 
 
+@traced
 def get_node_rank() -> int:
     """Rank of this node, in [0, nnodes). The first call may be an exchange, as in :func:`get_local_rank`."""
     return current_model().get_node_rank()
 
 
+@traced
 def is_global_zero() -> bool:
     """Whether this process is the first of all. Never communicates."""
     return current_model().get_rank() == 0
 
 
+@traced
 def is_local_zero() -> bool:
     """Whether this process is the first of its node. The first call may be an exchange, as above."""
     return current_model().get_local_rank() == 0
@@ -265,16 +299,19 @@ def world_group() -> Any:
     return current_model().world_handle()
 
 
+@traced
 def device() -> torch.device:
     """The device to put a model and its data on: this rank's accelerator, else ``torch.device("cpu")``."""
     return current_model().device()
 
 
+@traced
 def backend() -> str | None:
     """``"gloo"``, ``"nccl"``, ...; None without a context. Of one backend per device, the accelerator's."""
     return current_model().backend()
 
 
+@traced
 def model_name() -> str:
     """The computation model: ``"serial"``, ``"native-dist"``, ..."""
     return current_model().name

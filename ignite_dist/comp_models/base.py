@@ -22,7 +22,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from ignite_dist import recorder, wire
+from ignite_dist import recorder, tracing, wire
 from ignite_dist.arguments import keywords_of
 from ignite_dist.comp_models.topology import Topology, read_places, write_place
 from ignite_dist.samplers import EpochLoader
@@ -35,6 +35,13 @@ __all__ = ["NO_OPTIMIZER", "ComputationModel", "Group"]
 NO_OPTIMIZER = (
     "No optimizer of auto_optim has parameters of this model, and with this backend it is the optimizer that "
     "averages the gradients: call auto_optim first."
+)
+
+# What a graph of torch.compile may hold of a model: getters, which read what guards look at again.
+_TRACED = frozenset(
+    {"is_current", "is_current_by_guards", "get_rank", "get_world_size", "device", "backend", "_topology"}
+    | {"get_local_rank", "get_nproc_per_node", "get_nnodes", "get_node_rank"}
+    | {"known_local_rank", "known_topology"}
 )
 
 
@@ -85,6 +92,10 @@ class ComputationModel(ABC):
 
     groups_need_everyone: ClassVar[bool] = False
     """Whether a group's collectives are calls that every rank of the world makes, members or not."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        tracing.untrace_class(cls, _TRACED)
 
     def __init__(self, undo: Callable[[], None] | None = None) -> None:
         self._undo = undo
@@ -146,6 +157,13 @@ class ComputationModel(ABC):
     @abstractmethod
     def is_current(self) -> bool:
         """Whether the context that made this model is still the live one. Called by every facade function."""
+
+    def is_current_by_guards(self) -> bool:
+        """Whether guards of ``torch.compile`` can tell that this context is the live one, and it is.
+
+        Traced: what is read here of Python's objects is looked at again at each call of a compiled function.
+        """
+        return False
 
     def gives_way_to(self, model: type[ComputationModel]) -> bool:
         """Whether ``initialize`` may make a context of ``model`` although this one is live."""
@@ -546,3 +564,6 @@ class ComputationModel(ABC):
         """The loader of this rank's share of ``dataset``, which ``kwargs`` say."""
         tells_epochs = hasattr(kwargs.get("sampler"), "advance_epoch")
         return (EpochLoader if tells_epochs else DataLoader)(dataset, **kwargs)
+
+
+tracing.untrace_class(ComputationModel, _TRACED)

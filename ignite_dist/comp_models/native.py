@@ -257,6 +257,9 @@ class NativeModel(ComputationModel):
     def is_current(self) -> bool:
         return distributed_c10d._world.default_pg is self._world
 
+    def is_current_by_guards(self) -> bool:
+        return self.is_current()
+
     def finalize(self) -> None:
         try:
             # Nobody may close its connections while another still waits for data from them.

@@ -62,6 +62,10 @@ class SerialModel(ComputationModel):
         # that have not been imported cannot have made a context.
         return distributed_c10d._world.default_pg is None and len(sys.modules) == self._num_modules
 
+    def is_current_by_guards(self) -> bool:
+        # Not the modules: any guard on them has the graph made again after each import.
+        return distributed_c10d._world.default_pg is None
+
     def gives_way_to(self, model: type[ComputationModel]) -> bool:
         return True
 
@@ -162,6 +166,9 @@ class WatchfulSerialModel(SerialModel):
     def __init__(self, num_modules: int, others: Sequence[type[ComputationModel]]) -> None:
         super().__init__(num_modules)
         self._others = others
+
+    def is_current_by_guards(self) -> bool:
+        return False
 
     def is_current(self) -> bool:
         return super().is_current() and all(other.create_from_context() is None for other in self._others)

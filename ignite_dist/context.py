@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 from typing import Any
 
 import torch
 
-from ignite_dist import elastic, environments
+from ignite_dist import elastic, environments, forks
 from ignite_dist.arguments import did_you_mean
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
 from ignite_dist.comp_models.serial import WatchfulSerialModel
@@ -93,6 +94,7 @@ def _resolve() -> ComputationModel:
     for candidate in loaded:
         found = candidate.create_from_context()
         if found is not None:
+            forks.note_inherited(found)
             _model = found
             return found
     # Every serial model watches torch.distributed by itself, and whether anything else has been imported.
@@ -101,6 +103,14 @@ def _resolve() -> ComputationModel:
     serial = WatchfulSerialModel(num_modules, others) if others else SerialModel(num_modules)
     _model = serial
     return serial
+
+
+def _after_fork_in_child() -> None:
+    forks.after_fork(_model)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def sync(temporary: bool = False) -> None:

@@ -190,6 +190,19 @@ class ComputationModel(ABC):
             self._undo()
             self._undo = None
 
+    def context_mark(self) -> object | None:
+        """What stands for this context, another object for another context; None where a fork does no harm."""
+        return None
+
+    @classmethod
+    def keep_through_fork(cls) -> object | None:
+        """The :meth:`context_mark` of the context that this forked child has inherited, if there is one.
+
+        Called in the child, where the context's threads are not. Nothing that the child does at its end may
+        wait for them, nor end the parent's context.
+        """
+        return None
+
     def store(self) -> Store | None:
         """A key-value store of all ranks, beside the collectives, if the backend has one."""
         return None

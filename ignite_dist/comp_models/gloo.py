@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import AllToAllOptions
 from ignite_dist import links
 from ignite_dist.reduction import reduce_rows
 
-__all__ = ["ScratchBuffers", "exchange", "in_one_round", "lend", "stream", "tidy_at_exit"]
+__all__ = ["ScratchBuffers", "exchange", "forget_lent", "in_one_round", "lend", "stream", "tidy_at_exit"]
 
 # An all-to-all exchange is one step. Up to this size over all ranks it beats both rings, by 2 to 5 times.
 _ONE_ROUND_BYTES = 1 << 20
@@ -54,6 +54,11 @@ def _tidy() -> None:
     until = time.monotonic() + _TIDY_SECONDS
     while any(lent() is not None for lent in tuple(_lent)) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)  # which gives them the interpreter
+
+
+def forget_lent() -> None:
+    """In a forked child, where gloo's threads are not."""
+    _lent.clear()
 
 
 def lend(tensor: Tensor) -> Tensor:

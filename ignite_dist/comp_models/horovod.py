@@ -5,6 +5,7 @@ Horovod itself, and what of this package only its users need, is imported inside
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
@@ -233,6 +234,19 @@ class HorovodModel(ComputationModel):
         # The first rank that shuts down ends it for all: what the others wait for fails, and says so.
         self._hvd.shutdown()
         self.left_behind()
+
+    def context_mark(self) -> object:
+        return self._epoch
+
+    @classmethod
+    def keep_through_fork(cls) -> object | None:
+        hvd = sys.modules["horovod.torch"]
+        is_initialized = getattr(hvd, "is_initialized", None)
+        if is_initialized is None or not is_initialized():
+            return None
+        atexit.unregister(hvd.mpi_ops._basics.shutdown)  # it would wait for Horovod's thread
+        mark: object = hvd.mpi_ops._handle_map
+        return mark
 
     def side_store(self) -> Store | None:
         return rendezvous.launchers_store()

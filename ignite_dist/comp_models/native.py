@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import os
@@ -277,6 +278,17 @@ class NativeModel(ComputationModel):
     def abort(self) -> None:
         distributed_c10d._abort_process_group()
         self.left_behind()
+
+    def context_mark(self) -> object:
+        return self._world
+
+    @classmethod
+    def keep_through_fork(cls) -> object | None:
+        gloo.forget_lent()
+        groups = list(distributed_c10d._world.pg_map.items())
+        for one in groups:  # they would wait at their ends for their threads: this list never ends
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+        return distributed_c10d._world.default_pg
 
     def store(self) -> Store | None:
         _, store = distributed_c10d._world.pg_map[self._world]

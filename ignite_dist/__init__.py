@@ -62,10 +62,13 @@ from ignite_dist.safe import safe_objects
 from ignite_dist.samplers import DistributedProxySampler, ExactSampler
 from ignite_dist.seeding import seed_everything, shared_seed
 from ignite_dist.state import load_model_state, load_optimizer_state, model_state, optimizer_state
+from ignite_dist.tracing import untrace_package
 from ignite_dist.uneven import join
 from ignite_dist.watchdog import debug, watch
 
 __version__ = "0.1.0"
+
+untrace_package(__name__)  # by torch.compile
 
 __all__ = [
     "CollectiveMismatchError",

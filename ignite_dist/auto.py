@@ -26,6 +26,7 @@ from ignite_dist.data import auto_dataloader
 from ignite_dist.frozen import watch_frozen
 from ignite_dist.samplers import DistributedProxySampler
 from ignite_dist.tensors import broadcast_tensors
+from ignite_dist.tracing import traced
 
 # Scripts written for pytorch-ignite import the loader and the sampler from here.
 __all__ = [
@@ -264,6 +265,7 @@ def mark_forward_method(model: Module, name: str) -> None:
     setattr(model, name, through_forward)
 
 
+@traced
 def to_device(batch: Any) -> Any:
     """``batch`` with all of its tensors on :func:`device`.
 
@@ -279,6 +281,7 @@ def to_device(batch: Any) -> Any:
     return _moved(batch, current_model().device())
 
 
+@traced
 def _moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         # On the way to the CPU nobody would wait for the copy before the values are read.

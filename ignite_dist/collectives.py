@@ -32,6 +32,7 @@ from ignite_dist.tensors import (
     reduce_tensor,
     to_message,
 )
+from ignite_dist.tracing import traced, traced_as
 
 __all__ = [
     "all_gather",
@@ -53,6 +54,14 @@ _INLINE_BYTES = 448
 # --- all_reduce --------------------------------------------------------------------------------------
 
 
+@traced
+def _all_reduce_in_a_graph(*args: Any, **kwargs: Any) -> Any:
+    from ignite_dist import compiled
+
+    return compiled.all_reduce(*args, **kwargs)
+
+
+@traced_as(_all_reduce_in_a_graph)
 def all_reduce(
     tensor: Any,
     op: str = "SUM",
@@ -228,6 +237,14 @@ def _gather_equals(
 # --- all_gather --------------------------------------------------------------------------------------
 
 
+@traced
+def _all_gather_in_a_graph(*args: Any, **kwargs: Any) -> Any:
+    from ignite_dist import compiled
+
+    return compiled.all_gather(*args, **kwargs)
+
+
+@traced_as(_all_gather_in_a_graph)
 def all_gather(tensor: Any, group: Any = None, *, out: Tensor | None = None, sync_grads: bool = False) -> Any:
     """Every rank's value, on every rank of the group, all of which call it.
 
@@ -373,6 +390,14 @@ def _gather_shapes(
 # --- broadcast ---------------------------------------------------------------------------------------
 
 
+@traced
+def _broadcast_in_a_graph(*args: Any, **kwargs: Any) -> Any:
+    from ignite_dist import compiled
+
+    return compiled.broadcast(*args, **kwargs)
+
+
+@traced_as(_broadcast_in_a_graph)
 def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = None) -> Any:
     """The value of rank ``src``, on every rank of the group, all of which call it.
 
@@ -458,6 +483,14 @@ def broadcast_anything(model: ComputationModel, value: Any, src: int, group: Gro
 # --- barrier and groups ------------------------------------------------------------------------------
 
 
+@traced
+def _barrier_in_a_graph(*args: Any, **kwargs: Any) -> Any:
+    from ignite_dist import compiled
+
+    return compiled.barrier(*args, **kwargs)
+
+
+@traced_as(_barrier_in_a_graph)
 def barrier(group: Any = None, timeout: timedelta | None = None) -> None:
     """Return when every rank of the group has called it.
 

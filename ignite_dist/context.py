@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from ignite_dist import elastic, environments, ignite_bridge
+from ignite_dist import elastic, environments, forks, ignite_bridge
 from ignite_dist.arguments import as_int, did_you_mean
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
 from ignite_dist.comp_models.serial import WatchfulSerialModel
 from ignite_dist.environments import Environment
 from ignite_dist.errors import DistributedError
+from ignite_dist.tracing import eagerly, resolved_while_tracing, traced, traced_as
 
 __all__ = [
     "abort",
@@ -40,6 +41,7 @@ __all__ = [
     "is_global_zero",
     "is_local_zero",
     "model_name",
+    "model_of_the_graph",
     "set_local_rank",
     "show_config",
     "sync",
@@ -54,18 +56,43 @@ _model: ComputationModel = SerialModel()
 _changing = threading.RLock()
 
 
-def _renew_lock() -> None:
-    """In a forked child the thread that had it is not there to give it back."""
+def _after_fork_in_child() -> None:
     global _changing
-    _changing = threading.RLock()
+    _changing = threading.RLock()  # the thread that had it is not there to give it back
+    forks.after_fork(_model)
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 # --- resolving ---------------------------------------------------------------------------------------
 
 
+@resolved_while_tracing
+def _look_while_tracing() -> None:
+    current_model()
+
+
+@traced
+def model_of_the_graph() -> ComputationModel:
+    """:func:`current_model` for a graph that is being traced, which is made again when a guard fails."""
+    _look_while_tracing()
+    model = _model  # what is read of it is guarded
+    model.is_current_by_guards()
+    return model
+
+
+@traced
+def _guarded_model() -> ComputationModel:
+    model = model_of_the_graph()
+    if model.is_current_by_guards():
+        return model
+    found: ComputationModel = eagerly(current_model)
+    return found
+
+
+@traced_as(_guarded_model)
 def current_model() -> ComputationModel:
     """The computation model of the live context. Never communicates."""
     model = _model
@@ -82,6 +109,7 @@ def _resolve() -> ComputationModel:
         # Replicas of XLA are threads, and one of them may end its context before another: what is found here
         # is this thread's, whatever the others make of the module's variable afterwards.
         found = _find()
+        forks.note_inherited(found)
         model = _model
         return model if model.is_current() else _use(found)  # a signal handler may have looked meanwhile
 
@@ -239,16 +267,19 @@ def abort() -> None:
 # --- this process ------------------------------------------------------------------------------------
 
 
+@traced
 def get_rank() -> int:
     """Rank of this process, in [0, world_size). Never communicates."""
     return current_model().get_rank()
 
 
+@traced
 def get_world_size() -> int:
     """Number of processes of the context; 1 without one. Never communicates."""
     return current_model().get_world_size()
 
 
+@traced
 def get_local_rank() -> int:
     """Rank of this process among those of its node.
 
@@ -258,26 +289,31 @@ def get_local_rank() -> int:
     return current_model().get_local_rank()
 
 
+@traced
 def get_nproc_per_node() -> int:
     """Number of processes on this node. The first call may be an exchange, as in :func:`get_local_rank`."""
     return current_model().get_nproc_per_node()
 
 
+@traced
 def get_nnodes() -> int:
     """Number of nodes. The first call may be an exchange, as in :func:`get_local_rank`."""
     return current_model().get_nnodes()
 
 
+@traced
 def get_node_rank() -> int:
     """Rank of this node, in [0, nnodes). The first call may be an exchange, as in :func:`get_local_rank`."""
     return current_model().get_node_rank()
 
 
+@traced
 def is_global_zero() -> bool:
     """Whether this process is the first of all. Never communicates."""
     return current_model().get_rank() == 0
 
 
+@traced
 def is_local_zero() -> bool:
     """Whether this process is the first of its node. The first call may be an exchange, as above."""
     return current_model().get_local_rank() == 0
@@ -293,16 +329,19 @@ def world_group() -> Any:
     return current_model().world_handle()
 
 
+@traced
 def device() -> torch.device:
     """The device to put a model and its data on: this rank's accelerator, else ``torch.device("cpu")``."""
     return current_model().device()
 
 
+@traced
 def backend() -> str | None:
     """``"gloo"``, ``"nccl"``, ...; None without a context. Of one backend per device, the accelerator's."""
     return current_model().backend()
 
 
+@traced
 def model_name() -> str:
     """The computation model: ``"serial"``, ``"native-dist"``, ..."""
     return current_model().name

@@ -20,6 +20,7 @@ from ignite_dist.context import current_model
 from ignite_dist.errors import CollectiveMismatchError, RankFailedError
 from ignite_dist.failures import users_part
 from ignite_dist.tensors import check_dense
+from ignite_dist.tracing import untraced
 
 __all__ = ["all_true", "any_true", "exchange_outcomes", "one_rank_first", "one_rank_only", "raise_together"]
 
@@ -186,7 +187,7 @@ def one_rank_only(
             _check_rank(rank, model.get_world_size())
             return _run_on_one(model, group, rank, lambda: function(*args, **kwargs), broadcast)
 
-        return wrapper  # type: ignore[return-value]
+        return untraced(wrapper)  # type: ignore[return-value]
 
     return decorate
 

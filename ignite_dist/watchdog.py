@@ -377,6 +377,10 @@ def _stop_all() -> None:
         one.stop()
 
 
+if hasattr(os, "register_at_fork"):  # a forked child has no thread to wait for
+    os.register_at_fork(after_in_child=_running.clear)
+
+
 def start_here() -> None:
     """Watch this rank, with the default threshold, if that can be had without asking anybody."""
     model = current_model()

@@ -22,7 +22,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from ignite_dist import recorder, wire
+from ignite_dist import recorder, tracing, wire
 from ignite_dist.arguments import as_int, keywords_of
 from ignite_dist.comp_models.topology import Topology, read_places, write_place
 from ignite_dist.samplers import loader_class
@@ -35,6 +35,13 @@ __all__ = ["NO_OPTIMIZER", "ComputationModel", "Group"]
 NO_OPTIMIZER = (
     "No optimizer of auto_optim has parameters of this model, and with this backend it is the optimizer that "
     "averages the gradients: call auto_optim first."
+)
+
+# What a graph of torch.compile may hold of a model: getters, which read what guards look at again.
+_TRACED = frozenset(
+    {"is_current", "is_current_by_guards", "get_rank", "get_world_size", "device", "backend", "_topology"}
+    | {"get_local_rank", "get_nproc_per_node", "get_nnodes", "get_node_rank"}
+    | {"known_local_rank", "known_topology"}
 )
 
 
@@ -96,6 +103,10 @@ class ComputationModel(ABC):
 
     groups_need_everyone: ClassVar[bool] = False
     """Whether a group's collectives are calls that every rank of the world makes, members or not."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        tracing.untrace_class(cls, _TRACED)
 
     def __init__(self, undo: Callable[[], None] | None = None) -> None:
         self._undo = undo
@@ -159,6 +170,13 @@ class ComputationModel(ABC):
     def is_current(self) -> bool:
         """Whether the context that made this model is still the live one. Called by every facade function."""
 
+    def is_current_by_guards(self) -> bool:
+        """Whether guards of ``torch.compile`` can tell that this context is the live one, and it is.
+
+        Traced: what is read here of Python's objects is looked at again at each call of a compiled function.
+        """
+        return False
+
     def gives_way_to(self, model: type[ComputationModel]) -> bool:
         """Whether ``initialize`` may make a context of ``model`` although this one is live."""
         return False
@@ -183,6 +201,19 @@ class ComputationModel(ABC):
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
+
+    def context_mark(self) -> object | None:
+        """What stands for this context, another object for another context; None where a fork does no harm."""
+        return None
+
+    @classmethod
+    def keep_through_fork(cls) -> object | None:
+        """The :meth:`context_mark` of the context that this forked child has inherited, if there is one.
+
+        Called in the child, where the context's threads are not. Nothing that the child does at its end may
+        wait for them, nor end the parent's context.
+        """
+        return None
 
     def store(self) -> Store | None:
         """A key-value store of all ranks, beside the collectives, if the backend has one."""
@@ -620,3 +651,6 @@ class ComputationModel(ABC):
     def make_dataloader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
         """The loader of this rank's share of ``dataset``, which ``kwargs`` say."""
         return loader_class(dataset, kwargs.get("sampler"))(dataset, **kwargs)
+
+
+tracing.untrace_class(ComputationModel, _TRACED)

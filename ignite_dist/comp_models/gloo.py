@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import AllToAllOptions
 from ignite_dist import links
 from ignite_dist.reduction import reduce_rows
 
-__all__ = ["ScratchBuffers", "exchange", "in_one_round", "lend", "stream", "tidy_at_exit"]
+__all__ = ["ScratchBuffers", "exchange", "forget_lent", "in_one_round", "lend", "stream", "tidy_at_exit"]
 
 # An all-to-all exchange is one step. Up to this size over all ranks it beats both rings, by 2 to 5 times.
 _ONE_ROUND_BYTES = 1 << 20
@@ -66,6 +66,11 @@ def _holds_some() -> bool:
         return any(lent() is not None for lent in tuple(_lent))
     except RuntimeError:  # a daemon thread goes on and has lent another one meanwhile
         return True
+
+
+def forget_lent() -> None:
+    """In a forked child, where gloo's threads are not."""
+    _lent.clear()
 
 
 def lend(tensor: Tensor) -> Tensor:

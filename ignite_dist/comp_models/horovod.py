@@ -5,6 +5,7 @@ Horovod itself, and what of this package only its users need, is imported inside
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
@@ -241,6 +242,19 @@ class HorovodModel(ComputationModel):
         self._hvd.shutdown()
         self.left_behind()
 
+    def context_mark(self) -> object:
+        return self._epoch
+
+    @classmethod
+    def keep_through_fork(cls) -> object | None:
+        hvd = sys.modules["horovod.torch"]
+        is_initialized = getattr(hvd, "is_initialized", None)
+        if is_initialized is None or not is_initialized():
+            return None
+        atexit.unregister(hvd.mpi_ops._basics.shutdown)  # it would wait for Horovod's thread
+        mark: object = hvd.mpi_ops._handle_map
+        return mark
+
     def side_store(self) -> Store | None:
         return rendezvous.launchers_store()
 
@@ -457,7 +471,7 @@ class HorovodModel(ComputationModel):
         from ignite_dist.comp_models import horovod_optim
 
         if self._exchange is None:
-            self._exchange = horovod_optim.Exchange(self._wait)
+            self._exchange = horovod_optim.Exchange(partial(self._wait, patience=_PATIENCE_SECONDS))
         name = f"optimizer{next(self._optimizer_numbers)}"
         wrapped = horovod_optim.distribute(optimizer, name, self._exchange, **kwargs)
         if self._world_size > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import inspect
@@ -263,6 +264,9 @@ class NativeModel(ComputationModel):
     def is_current(self) -> bool:
         return distributed_c10d._world.default_pg is self._world
 
+    def is_current_by_guards(self) -> bool:
+        return self.is_current()
+
     def finalize(self) -> None:
         try:
             # Nobody may close its connections while another still waits for data from them.
@@ -284,6 +288,17 @@ class NativeModel(ComputationModel):
     def left_behind(self) -> None:
         self._free_connections.clear()
         super().left_behind()
+
+    def context_mark(self) -> object:
+        return self._world
+
+    @classmethod
+    def keep_through_fork(cls) -> object | None:
+        gloo.forget_lent()
+        groups = list(distributed_c10d._world.pg_map.items())
+        for one in groups:  # they would wait at their ends for their threads: this list never ends
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+        return distributed_c10d._world.default_pg
 
     def store(self) -> Store | None:
         _, store = distributed_c10d._world.pg_map[self._world]

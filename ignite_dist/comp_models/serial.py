@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.data import get_worker_info
 
 from ignite_dist import environments
 from ignite_dist.comp_models.base import ComputationModel, Group
@@ -62,6 +63,10 @@ class SerialModel(ComputationModel):
         # that have not been imported cannot have made a context.
         return distributed_c10d._world.default_pg is None and len(sys.modules) == self._num_modules
 
+    def is_current_by_guards(self) -> bool:
+        # Not the modules: any guard on them has the graph made again after each import.
+        return distributed_c10d._world.default_pg is None
+
     def gives_way_to(self, model: type[ComputationModel]) -> bool:
         return True
 
@@ -90,8 +95,8 @@ class SerialModel(ComputationModel):
 
     def resolve_group(self, group: Any) -> Group:
         if not self._launch_checked:
+            _check_launch()
             self._launch_checked = True
-            _warn_if_launched_with_others()
         return super().resolve_group(group)
 
     def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
@@ -169,6 +174,9 @@ class WatchfulSerialModel(SerialModel):
         super().__init__(num_modules)
         self._others = others
 
+    def is_current_by_guards(self) -> bool:
+        return False
+
     def is_current(self) -> bool:
         return super().is_current() and all(other.create_from_context() is None for other in self._others)
 
@@ -176,20 +184,32 @@ class WatchfulSerialModel(SerialModel):
 _warned = False
 
 
-def _warn_if_launched_with_others() -> None:
-    """Say once that several processes were started and each of them believes that it is alone."""
+def _check_launch() -> None:
+    """Say once that several processes were started and each of them believes that it is alone.
+
+    Raises:
+        RuntimeError: it is a worker of a DataLoader, whose main process is one of them.
+    """
     global _warned
-    if _warned:
+    is_worker = get_worker_info() is not None
+    if _warned and not is_worker:
         return
     try:
         environment = environments.current()
     except EnvironmentVariablesError:
         return  # initialize() says what is wrong, if anybody wants a context
-    if environment.world_size > 1:
-        _warned = True
-        warnings.warn(
-            f"This is one of {environment.world_size} processes ({environment.reason}), but it runs as a "
-            "world of one: no distributed context was made. Call idist.initialize(backend) first, or use "
-            "idist.Parallel(backend=...).",
-            stacklevel=4,
+    if environment.world_size == 1:
+        return
+    if is_worker:
+        raise RuntimeError(
+            f"This is a worker of a DataLoader, and has no context: its main process is one of "
+            f"{environment.world_size} ({environment.reason}). Make collectives there; what a worker has to "
+            "know (the rank, say) is an argument of the data set."
         )
+    _warned = True
+    warnings.warn(
+        f"This is one of {environment.world_size} processes ({environment.reason}), but it runs as a "
+        "world of one: no distributed context was made. Call idist.initialize(backend) first, or use "
+        "idist.Parallel(backend=...).",
+        stacklevel=4,
+    )

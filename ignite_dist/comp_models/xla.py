@@ -199,6 +199,14 @@ class XlaModel(ComputationModel):
             warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=3)
         self._end()
 
+    def context_mark(self) -> object:
+        return XlaModel
+
+    @classmethod
+    def keep_through_fork(cls) -> object | None:
+        xlac = getattr(sys.modules["torch_xla"], "_XLAC", None)
+        return None if xlac is None or not xlac._xla_runtime_is_initialized() else XlaModel
+
     def abort(self) -> None:
         kind, error, _ = sys.exc_info()
         text = "".join(traceback.format_exception(error)) if error else ""

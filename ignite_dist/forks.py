@@ -1,0 +1,69 @@
+"""A context in a forked child: another process's, of which only the getters still work.
+
+The threads that carry the collectives are not in the child, and its connections are the parent's, which what
+the child sends would confuse. So the child makes no collective, and its end leaves the context alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NoReturn
+
+from torch.utils.data import get_worker_info
+
+from ignite_dist.comp_models import ComputationModel, registered_computation_models
+
+__all__ = ["after_fork", "note_inherited"]
+
+# Whatever communicates, ends the context or makes another one.
+_REFUSED = (
+    *("resolve_group", "new_group", "check_not_joining", "gives_way_to", "_exchange_places", "_new_group"),
+    *("_all_reduce", "_all_gather", "_broadcast", "_barrier"),
+    *("gather_objects", "gather_bytes", "broadcast_object", "broadcast_bytes"),
+    *("wrap_model", "wrap_optimizer", "shard_model", "shard_optimizer", "join"),
+)
+
+# What stands for the contexts that this process had when it was forked; the pid of its parent.
+_inherited: list[object] = []
+_parent = 0
+
+
+def note_inherited(model: ComputationModel) -> None:
+    """If this process has inherited the context of ``model``, only its getters work from here on.
+
+    The instance is marked, not the class, so that a process that was not forked pays nothing.
+    """
+    mark = model.context_mark()
+    if mark is None or not any(mark is one for one in _inherited):
+        return
+    for name in _REFUSED:
+        setattr(model, name, _refuse)
+    for name in ("finalize", "abort", "left_behind"):
+        setattr(model, name, _nothing)
+    model.recorder = None  # its thread is not here
+
+
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    what = "a worker of a DataLoader" if get_worker_info() is not None else "a forked child"
+    raise RuntimeError(
+        f"This process ({os.getpid()}) is {what} of the process that has the context ({_parent}): a collective "
+        "would wait for ever here, and a context cannot begin or end. Do that in the main process. get_rank(), "
+        "get_world_size() and the other getters work here too."
+    )
+
+
+def _nothing() -> None:
+    pass
+
+
+def after_fork(model: ComputationModel) -> None:
+    """In a forked child: note what it has inherited. ``model`` is that of the facade."""
+    global _parent
+    for kind in registered_computation_models:
+        if kind.library in sys.modules:
+            mark = kind.keep_through_fork()
+            if mark is not None:
+                _inherited.append(mark)
+                _parent = os.getppid()
+    note_inherited(model)

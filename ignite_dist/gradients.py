@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ignite_dist.accumulation import scale_gradients
 from ignite_dist.averaged import mark_averaged, parameters_of
 from ignite_dist.averaging import agree_on_gradients, average_gradients, average_now
 from ignite_dist.comp_models import ComputationModel
@@ -111,7 +112,8 @@ def grad_sync(
         with _forced(live, model, found, is_final_microbatch):
             yield
     elif is_final_microbatch or (strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and live.averages_in_backward):
-        yield
+        with live.average_in_block(model):
+            yield
     else:
         with live.accumulate_locally(model, found):
             yield
@@ -272,7 +274,8 @@ def _weighed(
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(total)
-    with _gradients_times(factor, model), synced(is_final_microbatch=is_final):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with scale_gradients(trained, factor), synced(is_final_microbatch=is_final):
         yield
 
 
@@ -290,24 +293,6 @@ def _mean_over_ranks(weight: float) -> float:
     if not any(everyones):
         raise ValueError("The weights of all microbatches of this step, on all ranks, are zero.")
     return sum(everyones) / len(everyones)
-
-
-@contextmanager
-def _gradients_times(factor: float, model: Module) -> Iterator[None]:
-    """In the block ``factor`` times as much is added to each gradient, before DDP sees it."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    handles = []
-    for parameter in trained if factor != 1.0 else ():
-        # What counts nothing may be NaN: the mean of no samples.
-        handle = parameter.register_hook(  # type: ignore[no-untyped-call]
-            lambda gradient: gradient * factor if factor else torch.zeros_like(gradient)
-        )
-        handles.append(handle)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # --- clipping ----------------------------------------------------------------------------------------

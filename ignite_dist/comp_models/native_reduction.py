@@ -144,11 +144,15 @@ def _watching(module: DistributedDataParallel) -> Iterator[_Reduction]:
 
 
 class _Standin(Module):
-    """In the place of the model inside of DDP: a forward pass that gives a tensor which is there already."""
+    """In the place of the model inside of DDP: a forward pass that gives a tensor which is there already.
 
-    def __init__(self, output: Tensor) -> None:
+    Its buffers are those of the model, which DDP's forward pass broadcasts.
+    """
+
+    def __init__(self, output: Tensor, model: Module) -> None:
         super().__init__()
         self.output = output
+        self.named_buffers = model.named_buffers  # type: ignore[method-assign]
 
     def forward(self, _: None) -> Tensor:
         return self.output
@@ -163,9 +167,8 @@ def _backward_of_zeros(module: DistributedDataParallel, reduction: _Reduction) -
     if reduction.was_prepared:  # this rank has taken part in the broadcast of the buffers already
         module.require_forward_param_sync = False
     parameters, gradients = _through_which(module, reduction)
-    standin = _Standin(add_gradients(parameters, lambda: gradients))
     inside = module.module
-    module.module = standin
+    module.module = _Standin(add_gradients(parameters, lambda: gradients), inside)
     try:
         with torch.enable_grad():
             output = DistributedDataParallel.forward(module, None)  # on a GPU it looks at a first argument

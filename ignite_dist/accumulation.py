@@ -57,7 +57,7 @@ def empty_gradient(parameter: Parameter, sparse_dim: int = 1) -> Tensor:
     """A sparse gradient of zeros for ``parameter``, without any entry."""
     positions = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
     values = parameter.detach().new_empty(0, *parameter.shape[sparse_dim:])
-    return torch.sparse_coo_tensor(positions, values, parameter.shape)
+    return torch.sparse_coo_tensor(positions, values, parameter.shape, check_invariants=False)
 
 
 class _AddGradients(Function):
@@ -74,6 +74,6 @@ class _AddGradients(Function):
 
 
 def add_gradients(parameters: list[Parameter], make: Callable[[], list[Tensor | None]]) -> Tensor:
-    """A tensor whose backward pass adds to the gradients of ``parameters`` what ``make()`` gives, None too."""
+    """A tensor whose backward pass adds what ``make()`` gives (None: nothing) to those of ``parameters``."""
     with torch.enable_grad():
         return _AddGradients.apply(make, *parameters)  # type: ignore[no-any-return, no-untyped-call]

@@ -241,17 +241,17 @@ def _moved(batch: Any, device: torch.device) -> Any:
 def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optimizer:
     """``optimizer``, ready for the live context: itself, but under Horovod and with ``zero``.
 
-    On every backend the loss that a closure returns is averaged over the ranks, each time that it has run, so
-    that an optimizer that decides by it (the line search of ``torch.optim.LBFGS``) decides alike on all ranks.
-    Each rank's step returns that mean.
+    On every backend the loss that a closure returns is averaged over the ranks, each time that it has run.
+    An optimizer that decides by it (the line search of ``torch.optim.LBFGS``) decides alike on all ranks, and
+    ``step`` returns that mean.
 
     Where a model's wrapper averages the gradients nothing else is to do. With XLA, and with a computation
     model that has no wrapper, a step hook does it: before the step, and with a closure each time that it has
-    run. A parameter that this rank has not used counts as one with a zero gradient,
-    and keeps None if no rank has used it (not so where a replica of XLA has a process of its own).
+    run. A parameter that this rank has not used counts as one with a zero gradient, and keeps None if no
+    rank has used it (not so where a replica of XLA has a process of its own).
 
     Under Horovod it becomes a ``hvd.DistributedOptimizer`` that starts from the state of rank 0 (Adam's
-    moments after a resume) and averages the gradients before each step, and the loss that a closure returns.
+    moments after a resume) and averages the gradients before each step.
     Schedulers, ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as without it.
     Between ``backward`` and ``step`` gradients are being averaged, and are not to be looked at before
     :func:`clip_grad_norm` has waited for that.

@@ -102,9 +102,13 @@ def _average_sparse(live: ComputationModel, parameters: Sequence[Parameter], gro
         )
         if values.dtype in (torch.float16, torch.bfloat16):
             all_values = all_values.float()  # one rounding, after the sum
-        total = torch.sparse_coo_tensor(all_positions.t(), all_values, gradient.shape).coalesce()
+        total = torch.sparse_coo_tensor(
+            all_positions.t(), all_values, gradient.shape, check_invariants=False
+        ).coalesce()
         mean = (total.values() / len(group.ranks)).to(values.dtype)
-        parameter.grad = torch.sparse_coo_tensor(total.indices(), mean, gradient.shape, is_coalesced=True)
+        parameter.grad = torch.sparse_coo_tensor(
+            total.indices(), mean, gradient.shape, check_invariants=False, is_coalesced=True
+        )
 
 
 # --- in the step, where neither a model's wrapper nor an optimizer of the backend's averages --------------

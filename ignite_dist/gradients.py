@@ -35,16 +35,17 @@ class DDPSyncStrategy(Enum):
 
     Attributes:
         SINGLE_AUTO_SYNC: once, in the last microbatch's backward pass (Horovod, XLA: in the step). The
-            fastest, and right if every last microbatch uses every parameter, or with
-            ``find_unused_parameters=True``. Without that ``DistributedDataParallel`` averages nothing in a
-            step whose last microbatch leaves a parameter out, and says so only in the next forward pass.
+            fastest. A rank may leave that backward pass out, or parameters in it, with
+            ``DistributedDataParallel`` too: at the end of the block it then takes part with what it has
+            accumulated. Without ``find_unused_parameters=True`` a parameter that no rank has used in the
+            whole step then has a gradient of zeros, not None.
         MULTI_AUTO_SYNC: in each microbatch's backward pass: with ``find_unused_parameters=True`` the
             single-process gradients, whatever each microbatch uses, at the price of an all-reduce for each.
             Horovod and XLA: once, in the step, which is as right there.
         FORCED_SYNC: once, after the last microbatch's block: the ranks agree on which parameters have a
             gradient on any of them, and average these in buckets. The single-process gradients, whatever each
             microbatch uses on each rank, without ``find_unused_parameters``; but nothing overlaps with the
-            backward pass. If a block raises on one rank, the others raise ``RankFailedError``, and no
+            backward pass. Sparse gradients (of an embedding) stay sparse. If a block raises on one rank, the others raise ``RankFailedError``, and no
             gradient is touched.
     """
 
@@ -92,7 +93,10 @@ def grad_sync(
     """Context manager around a microbatch's forward and backward pass.
 
     After the block of the final microbatch, and at the latest in the step, the gradients are the means over
-    the ranks of their sums over the microbatches.
+    the ranks of their sums over the microbatches. Every rank enters that block; a rank may skip what is in
+    it, the backward pass or the forward pass too, and then takes part with what it has accumulated. Otherwise
+    it makes as many passes there as the other ranks. Under ``torch.no_grad()`` nothing is averaged. With
+    FSDP2 no rank can skip a pass, because the others wait for its shards.
 
     Args:
         model: what :func:`auto_model` returned, or what contains it.
@@ -102,6 +106,8 @@ def grad_sync(
 
     Raises:
         RankFailedError: FORCED_SYNC, and the block of another rank has raised.
+        RuntimeError: a parameter was frozen after ``DistributedDataParallel`` was made, which waits for its
+            gradient (not with FORCED_SYNC); or ``model`` contains several of them and this rank has used none.
         ValueError: as :func:`no_sync`.
     """
     live = current_model()
@@ -190,7 +196,9 @@ def accumulate(
     The last step of a pass may have fewer than ``steps``, and each rank makes as many steps as the others.
     Where their numbers of microbatches in a step differ say ``weight=lambda batch: 1`` to have them counted;
     with MULTI_AUTO_SYNC, and for a model with buffers, they are equal. A step begins with gradients of None
-    or zero: what is there is taken for a part of the sum. What ``loader`` or ``weight`` raises is that rank's
+    or zero: what is there is taken for a part of the sum. A rank may skip what is in the block of a
+    microbatch, which then counts with a gradient of zero; it enters the block of the last one. Gradients that
+    ``torch.autograd.grad`` returns in a block are left alone. What ``loader`` or ``weight`` raises is that rank's
     alone.
 
     Args:

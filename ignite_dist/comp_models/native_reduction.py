@@ -171,7 +171,8 @@ def _backward_of_zeros(module: DistributedDataParallel, reduction: _Reduction) -
     module.module = _Standin(add_gradients(parameters, lambda: gradients), inside)
     try:
         with torch.enable_grad():
-            output = DistributedDataParallel.forward(module, None)  # on a GPU it looks at a first argument
+            # With an argument, because on a GPU DDP moves the first one.
+            output = DistributedDataParallel.forward(module, None)  # type: ignore[no-untyped-call]
     finally:
         module.module = inside
     output.backward()
@@ -183,7 +184,9 @@ def _through_which(
     """The parameters of a backward pass of zeros, and the gradients that it adds."""
     trained = [parameter for parameter in reduction.parameters if parameter.requires_grad]
     if module.static_graph:  # it has to be as the others
-        usual = [parameter for number, parameter in enumerate(reduction.parameters) if number in reduction.usual]
+        usual = [
+            parameter for number, parameter in enumerate(reduction.parameters) if number in reduction.usual
+        ]
         through = usual or trained
     elif module.find_unused_parameters:
         through = [parameter for parameter in trained if parameter.grad is not None]
@@ -196,5 +199,7 @@ def _through_which(
 
 def _sparse_parameters(module: Module) -> set[int]:
     """The ids of the parameters for which DDP expects sparse gradients."""
-    embeddings = [one for one in module.modules() if isinstance(one, (Embedding, EmbeddingBag)) and one.sparse]
+    embeddings = [
+        one for one in module.modules() if isinstance(one, (Embedding, EmbeddingBag)) and one.sparse
+    ]
     return {id(one.weight) for one in embeddings}

@@ -21,7 +21,16 @@ from torch.optim import Optimizer
 from ignite_dist.arguments import check_keywords
 from ignite_dist.averaged import parameters_of
 
-__all__ = ["accumulating", "check_optimizer", "group_of", "joined", "shard_model", "shard_optimizer", "were_averaged", "wrap_model"]
+__all__ = [
+    "accumulating",
+    "check_optimizer",
+    "group_of",
+    "joined",
+    "shard_model",
+    "shard_optimizer",
+    "were_averaged",
+    "wrap_model",
+]
 
 
 _LOCAL = "_ignite_dist_local"  # on a module of FSDP2 that does not synchronise gradients

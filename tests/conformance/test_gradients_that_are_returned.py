@@ -1,4 +1,4 @@
-"""``torch.autograd.grad`` in the blocks of ``accumulate``: what it returns is the caller's, and not scaled."""
+"""``torch.autograd.grad`` inside of ``accumulate``: what it returns is the caller's, and not scaled."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Steps in which ranks leave out a part of the last microbatch, against one process that leaves out the same."""
+"""Steps whose last microbatch some ranks skip, or a part of it, against one process that skips the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,17 @@ from torch.optim import Optimizer
 
 import ignite_dist as idist
 from ignite_dist import DDPSyncStrategy
-from test_gradients import WIDTH, adapted, always, assert_equal, here, make_optimizer, of_all_ranks, samples
-from test_gradients import Sample, step_of_one_process
+from test_gradients import (
+    WIDTH,
+    Sample,
+    adapted,
+    assert_equal,
+    here,
+    make_optimizer,
+    of_all_ranks,
+    samples,
+    step_of_one_process,
+)
 from worlds import on_every_rank
 
 STRATEGIES = [strategy.value for strategy in DDPSyncStrategy]
@@ -80,7 +88,9 @@ def test_the_last_microbatch_of_a_step_is_skipped(who: str, how: str, strategy: 
         return number % STEPS == STEPS - 1 and number != 2 * STEPS - 1 and WHO[who](rank)
 
     data = [samples(number, rank).to(idist.device()) for number in range(3 * STEPS)]
-    for number, (x, sync) in enumerate(idist.accumulate(data, model, STEPS, strategy=DDPSyncStrategy(strategy))):
+    for number, (x, sync) in enumerate(
+        idist.accumulate(data, model, STEPS, strategy=DDPSyncStrategy(strategy))
+    ):
         with sync:
             if skips(number, rank):
                 if how == "forward only":

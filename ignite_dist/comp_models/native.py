@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from ignite_dist import devices, environments, links, nodes, processes, rendezvous, roll_call, wire
 from ignite_dist.arguments import as_int, check_keywords, check_nodes, check_timeout
-from ignite_dist.comp_models import gloo, narrow, native_wrap
+from ignite_dist.comp_models import gloo, narrow, native_reduction, native_wrap
 from ignite_dist.comp_models.base import ComputationModel, Group
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.environments import Environment, spawned, variables
@@ -547,6 +547,11 @@ class NativeModel(ComputationModel):
             model, self.device(), self.backend(), sync_bn, wrapper, comm_hook, buffer_hook, kwargs
         )
 
+    def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+        if self._world_size > 1:
+            native_wrap.check_optimizer(optimizer)
+        return optimizer
+
     def check_sharding(self) -> None:
         pass
 
@@ -574,6 +579,9 @@ class NativeModel(ComputationModel):
         self, model: Module, optimizers: Sequence[Optimizer]
     ) -> AbstractContextManager[None]:
         return native_wrap.accumulating(model)
+
+    def average_in_block(self, model: Module) -> AbstractContextManager[None]:
+        return native_reduction.completing(model)
 
     def join(
         self, model: Module, optimizer: Optimizer | None, **kwargs: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from ignite_dist.arguments import did_you_mean
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
 from ignite_dist.comp_models.serial import WatchfulSerialModel
 from ignite_dist.environments import Environment
-from ignite_dist.errors import DistributedError
+from ignite_dist.errors import DistributedError, RankFailedError
+from ignite_dist.recorder import END_OF_CONTEXT
 
 __all__ = [
     "abort",
     "available_backends",
     "backend",
+    "begun",
     "conclude",
     "current_model",
     "device",
@@ -46,6 +49,9 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 _model: ComputationModel = SerialModel()
+
+begun: list[Callable[[ComputationModel], None]] = []
+"""What is called with each context that :func:`initialize` has made: of floors above this one."""
 
 
 # --- resolving ---------------------------------------------------------------------------------------
@@ -162,6 +168,8 @@ def initialize(backend: str, **kwargs: Any) -> None:
             "idist uses the one that exists without any call; or end it first with idist.finalize()."
         )
     _model = model.create_from_backend(backend, **kwargs)
+    for begin in begun:
+        begin(_model)
 
 
 def is_context_of(backend: str) -> bool:
@@ -173,8 +181,15 @@ def is_context_of(backend: str) -> bool:
 def finalize() -> None:
     """End the context: a barrier, then the end of all of its groups. Without a context it does nothing.
 
+    It waits for the others as long as they take. If one of them waits in a collective that this rank has not
+    made, both get an error within seconds, and the context ends.
+
     Called while an exception is being handled (in a ``finally``, say) it ends this rank's part at once and
     waits for nobody: the other ranks get an error from their next collective instead of waiting for ever.
+
+    Raises:
+        RankFailedError: another rank waits in a collective that this one has not made (torch's backends and
+            workers of :func:`spawn`).
     """
     if sys.exc_info()[0] is None:
         conclude()
@@ -187,11 +202,18 @@ def conclude() -> None:
     global _model
     model = current_model()
     try:
-        model.announce("the end of the context", model.world())
+        model.announce(END_OF_CONTEXT, model.world())
     except DistributedError:  # the ranks are not in step; the context goes on
         raise
     except RuntimeError:
         pass  # a rank is gone: finalize() meets the same, and says so
+    try:
+        model.meet_at_end()
+    except RankFailedError as error:
+        with elastic.recorded(error):
+            model.abort()
+        _model = SerialModel()
+        raise
     model.finalize()
     _model = SerialModel()
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -23,8 +24,8 @@ from torch.optim import Optimizer
 
 from ignite_dist import devices, environments, links, nodes, processes, rendezvous, roll_call, wire
 from ignite_dist.arguments import check_keywords, check_nodes, check_timeout
-from ignite_dist.comp_models import gloo, native_wrap
-from ignite_dist.comp_models.base import ComputationModel, Group
+from ignite_dist.comp_models import gloo, native_waits, native_wrap
+from ignite_dist.comp_models.base import ComputationModel, Group, WaitedFor
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.environments import Environment, spawned, variables
 from ignite_dist.errors import EnvironmentVariablesError
@@ -118,6 +119,7 @@ class NativeModel(ComputationModel):
         self._local_rank = self._environment.local_rank if self._environment else _local_rank_alone()
         self._generations: dict[tuple[int, ...], int] = {}
         self._scratch = gloo.ScratchBuffers()
+        self._to_all, self._to_groups = links.Connections(), links.Connections()  # gloo's, of own contexts
         gloo.tidy_at_exit()
 
     # --- lifecycle ---------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class NativeModel(ComputationModel):
         more = {} if brings_ranks else {**rendezvous.interfaces(place, init_method), **rendezvous.ASK_ONCE}
         rendezvous.set_missing(place, more)
         connecting = nullcontext if rendezvous.on_one_machine(place, init_method) else links.watched
-        hook = sys.excepthook
+        hook, to_all = sys.excepthook, links.Connections()
         try:
             devices.select_device(backend, place)
             if timeout is not None:
@@ -174,7 +176,8 @@ class NativeModel(ComputationModel):
                 if not brings_ranks:
                     store = rendezvous.join_store(place, init_method, timeout)
                     kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
-                with links.wait_told(lambda: roll_call.waiting(place, "connections to the others")):
+                waiting = links.wait_told(lambda: roll_call.waiting(place, "connections to the others"))
+                with to_all.noted(), waiting:
                     dist.init_process_group(backend, **kwargs)
         except BaseException:
             variables.give_back()
@@ -188,6 +191,8 @@ class NativeModel(ComputationModel):
                 sys.excepthook = hook
 
         model = cls(_world(), undo, place, connecting)
+        if "gloo" in model._backends.values():
+            model._to_all = to_all
         if model.device().type != "cpu":
             model._barrier(model.world())  # makes the communicator now, on the device that was selected
         return model
@@ -263,8 +268,7 @@ class NativeModel(ComputationModel):
             self._barrier(self.world())
         except RuntimeError as error:
             warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=3)
-        if self.recorder is not None:
-            self.recorder.close()  # before the rank that serves the store goes
+        self.stop_watching()  # before the rank that serves the store goes
         # A DistributedDataParallel is a reference cycle that holds the group. Left to the end of the
         # interpreter, the group's threads now and then abort the process: raw torch 2.13, 2 of 20 runs.
         gc.collect()
@@ -273,7 +277,21 @@ class NativeModel(ComputationModel):
 
     def abort(self) -> None:
         distributed_c10d._abort_process_group()
+        self.end_waits()  # the other ranks', too: a DistributedDataParallel would keep the connections
         self.left_behind()
+
+    def calls_begun(self) -> dict[str, int]:
+        return native_waits.calls_begun()
+
+    def waited_for(self, frame: FrameType) -> WaitedFor:
+        return native_waits.waited_for(frame, self._world)
+
+    def is_broken(self) -> bool | None:
+        return self._to_all.one_is_gone() if "gloo" in self._backends.values() else None
+
+    def end_waits(self) -> None:
+        self._to_all.cut()
+        self._to_groups.cut()
 
     def store(self) -> Store | None:
         _, store = distributed_c10d._world.pg_map[self._world]
@@ -346,7 +364,7 @@ class NativeModel(ComputationModel):
         return self._world
 
     def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
-        with self._connecting():
+        with self._connecting(), self._to_groups.noted():
             return dist.new_group(list(ranks), **options) if options else self._new_group_by_name(ranks)
 
     def _new_group_by_name(self, ranks: tuple[int, ...]) -> Any:
@@ -458,10 +476,12 @@ class NativeModel(ComputationModel):
         return tensor
 
     def _barrier(self, group: Group) -> None:
-        if "cpu" in self._backends:
-            dist.barrier(group=group.handle)
-        else:  # NCCL guesses a device unless it is told one
-            dist.barrier(group=group.handle, device_ids=[self.device().index])
+        # NCCL guesses a device unless it is told one.
+        devices_used = {} if "cpu" in self._backends else {"device_ids": [self.device().index]}
+        try:
+            dist.barrier(group=group.handle, **devices_used)
+        except RuntimeError as error:
+            links.raise_explained(error)
 
     # --- adaptation ------------------------------------------------------------------------------------
 

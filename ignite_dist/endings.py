@@ -90,7 +90,7 @@ class Endings:
             outcome = self._outcome(store)
         except DistError:  # the rank that serves the store is gone; the backend will say so
             return
-        if outcome is not None:
+        if outcome is not None and self._told is None:  # else this rank has heard of it where it waited
             reason = f"{outcome['text']} So rank {rank} has ended its context without the others."
             raise RankFailedError(outcome["rank"], MissingRanksError.__name__, outcome["text"], reason)
 

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from ignite_dist.arguments import as_int, did_you_mean
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
 from ignite_dist.comp_models.serial import WatchfulSerialModel
 from ignite_dist.environments import Environment
-from ignite_dist.errors import DistributedError
+from ignite_dist.errors import DistributedError, RankFailedError
+from ignite_dist.recorder import END_OF_CONTEXT
 from ignite_dist.tracing import eagerly, resolved_while_tracing, traced, traced_as
 
 __all__ = [
     "abort",
     "available_backends",
     "backend",
+    "begun",
     "conclude",
     "current_model",
     "device",
@@ -51,6 +54,8 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 _model: ComputationModel = SerialModel()
 
+begun: list[Callable[[ComputationModel], None]] = []
+"""What is called with each context that :func:`initialize` has made: of floors above this one."""
 # Guards the change of _model: threads that notice a context at once have to get one model of it, because that
 # model has the groups. Never held while other ranks are waited for. Who only reads _model needs no lock.
 _changing = threading.RLock()
@@ -217,7 +222,10 @@ def initialize(backend: str, **kwargs: Any) -> None:
             f"A context of backend {live.backend()!r} exists already, so a second one cannot be initialised. "
             "idist uses the one that exists without any call; or end it first with idist.finalize()."
         )
-    ignite_bridge.context_began(_use(model.create_from_backend(backend, **kwargs)))
+    made = _use(model.create_from_backend(backend, **kwargs))
+    ignite_bridge.context_began(made)
+    for begin in begun:
+        begin(made)
 
 
 def is_context_of(backend: str) -> bool:
@@ -229,8 +237,15 @@ def is_context_of(backend: str) -> bool:
 def finalize() -> None:
     """End the context: a barrier, then the end of all of its groups. Without a context it does nothing.
 
+    It waits for the others as long as they take. If one of them waits in a collective that this rank has not
+    made, both get an error within seconds, and the context ends.
+
     Called while an exception is being handled (in a ``finally``, say) it ends this rank's part at once and
     waits for nobody: the other ranks get an error from their next collective instead of waiting for ever.
+
+    Raises:
+        RankFailedError: another rank waits in a collective that this one has not made (torch's backends and
+            workers of :func:`spawn`).
     """
     if sys.exc_info()[0] is None:
         conclude()
@@ -242,14 +257,20 @@ def conclude() -> None:
     """End the context after success: what :func:`finalize` does when no exception is being handled."""
     model = current_model()
     try:
-        model.announce("the end of the context", model.world())
+        model.announce(END_OF_CONTEXT, model.world())
     except DistributedError:  # the ranks are not in step; the context goes on
         raise
     except RuntimeError:
         pass  # a rank is gone: finalize() meets the same, and says so
+    try:
+        model.meet_at_end()
+    except RankFailedError as error:
+        with elastic.recorded(error):
+            model.abort()
+        _ended()
+        raise
     model.finalize()
-    _use(SerialModel())
-    ignite_bridge.context_ended()
+    _ended()
 
 
 def abort() -> None:
@@ -260,6 +281,10 @@ def abort() -> None:
     """
     with elastic.recorded(sys.exc_info()[1]):
         current_model().abort()
+    _ended()
+
+
+def _ended() -> None:
     _use(SerialModel())
     ignite_bridge.context_ended()
 

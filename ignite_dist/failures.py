@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ignite_dist import links, wire
-from ignite_dist.errors import HostLostError, RankFailedError, WorkerExitedError, WorkerRaisedError
+from ignite_dist.errors import HostLostError, MissingRanksError, RankFailedError, WorkerExitedError, WorkerRaisedError
 
 __all__ = [
     "Failed",
@@ -99,8 +99,10 @@ def outcome_of(sent: bytes | Callable[..., Any], local_rank: int) -> bytes | Fai
 def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
     """What the launcher is told of an exception."""
     now = time.time()
-    error = links.explained(error)
-    text = "".join(traceback.format_exception(type(error), error, users_part(error.__traceback__)))
+    trace, error = error.__traceback__, links.explained(error)
+    if error.__cause__ is not None:  # which has the traceback
+        trace = error.__traceback__
+    text = "".join(traceback.format_exception(type(error), error, users_part(trace)))
     summary = "".join(traceback.format_exception_only(error)).strip()  # survives a __str__ that raises
     return Failure(now, type(error).__name__, _cut(summary), _cut(text), exit_code, is_consequence(error))
 
@@ -157,7 +159,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in seen:
         yield link
         seen.add(id(link))
-        link = link.__cause__ or link.__context__
+        if isinstance(link, MissingRanksError) and link.__suppress_context__:
+            link = link.__cause__  # the connection was closed because of the missing ranks
+        else:
+            link = link.__cause__ or link.__context__
 
 
 # --- in the launcher ---------------------------------------------------------------------------------
@@ -293,6 +298,8 @@ def _order(one: Failed) -> tuple[bool, float]:
 def _failed_or_needed(failed: Sequence[Failed]) -> list[Failed]:
     """Those that failed; and those that left by ``sys.exit(0)``, if that is what the others failed of."""
     real = [one for one in failed if not one.failure.is_exit_0]
+    if not real:
+        return list(failed)
     if is_cause_known(real):
         return real
     began = min(one.failure.time for one in real)

@@ -15,16 +15,20 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 from torch.distributed import Work
 
 from ignite_dist.environments.base import read_int
-from ignite_dist.errors import EnvironmentVariablesError, HostLostError
+from ignite_dist.errors import DistributedError, EnvironmentVariablesError, HostLostError
 
 __all__ = [
     "SECONDS_WITHOUT_A_WORD",
+    "Connections",
     "explained",
+    "explainers",
     "listen",
+    "raise_explained",
     "seconds_of_silence",
     "wait",
     "wait_told",
@@ -116,19 +120,50 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
         sock.detach()
 
 
+class Connections:
+    """The connections that a library has opened, found by what is open after a block and was not before."""
+
+    def __init__(self) -> None:
+        self._found: set[tuple[int, int]] = set()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the connections that are opened in the block and still open behind it."""
+        before = _open_sockets()
+        yield
+        for fd, inode in _open_sockets() - before:
+            with suppress(OSError), _borrowed(fd) as sock:
+                sock.getpeername()  # refused where nothing is connected
+                self._found.add((fd, inode))
+
+    def one_is_gone(self) -> bool:
+        """Whether one of them is closed: the library does so when the other end has gone."""
+        return not self._found <= _open_sockets()
+
+    def cut(self) -> None:
+        """End those that are open, at both ends. What waits for them fails; the library closes them itself."""
+        for fd, _ in self._found & _open_sockets():
+            with suppress(OSError), _borrowed(fd) as sock:
+                sock.shutdown(socket.SHUT_RDWR)
+
+
 # How gloo and torch's store put it that a machine is silent.
 _SILENCE = re.compile(
     r"\[([0-9a-f.:]+)\]:\d+: (?:connection timed out|no route to host|network is unreachable)", re.IGNORECASE
 )
 
 
+explainers: list[Callable[[RuntimeError], BaseException | None]] = []
+"""What may know more of a backend's error: each gives a better error for it, with its cause, or None."""
+
+
 def explained(error: BaseException) -> BaseException:
-    """``error``; or, if a backend says in it that a machine has gone silent, one that names the machine."""
-    if not isinstance(error, RuntimeError) or isinstance(error, HostLostError):
+    """``error``; or, where it is known which machine or rank it is about, an error that names that."""
+    if not isinstance(error, RuntimeError) or isinstance(error, DistributedError):
         return error
     found = _SILENCE.search(str(error))
     if found is None:
-        return error
+        return next(filter(None, (explain(error) for explain in explainers)), error)
     address = found[1].removeprefix("::ffff:")
     lost = HostLostError(_name_of(address), address)
     lost.__cause__ = error
@@ -153,10 +188,15 @@ def wait(work: Work) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        lost = explained(error)
-        if lost is error:
-            raise
-        raise lost from error
+        raise_explained(error)
+
+
+def raise_explained(error: RuntimeError) -> NoReturn:
+    """Raise what is known of ``error``, which is being handled; see :func:`explained`."""
+    better = explained(error)
+    if better is error:
+        raise error
+    raise better from better.__cause__
 
 
 def _name_of(address: str) -> str:

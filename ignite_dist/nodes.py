@@ -368,13 +368,15 @@ class Nodes:
 
     def error_of(self, failed: Sequence[Failed], about_sigkill: str) -> RankFailedError:
         """The error of the job: about the rank that failed first, or the machine that was lost before it."""
-        if not self._lost or is_cause_known(failed):
+        # Who left by sys.exit(0) has neither failed nor brought a machine down.
+        real = [one for one in failed if not one.failure.is_exit_0]
+        if not self._lost or is_cause_known(real):
             return error_of(failed, about_sigkill)
         node, why = self._lost[0]
         first = sum(other.nproc_per_node for other in self.nodes[: node.rank])
         last = first + node.nproc_per_node - 1
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-        after = "".join(f"\nRank {one.rank} failed after it: {in_a_line(one.failure)}" for one in failed)
+        after = "".join(f"\nRank {one.rank} failed after it: {in_a_line(one.failure)}" for one in real)
         message = f"N{str(node)[1:]} with {ranks} cannot be reached: {why}.{after}"
         return RankFailedError(first, "HostLostError", "", message, node.host)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError
 
 __all__ = [
+    "END_OF_CONTEXT",
     "Call",
     "Comparison",
     "Log",
@@ -33,6 +34,7 @@ __all__ = [
     "for_new_context",
     "is_library",
     "key_of_ranks",
+    "local_of",
     "site_of",
     "table",
     "users_frame",
@@ -44,6 +46,9 @@ _NUM_KEPT = 20  # calls of each rank
 _MAX_SITE, _MAX_VALUE = 90, 120
 
 _VARIABLE = "IGNITE_DIST_DEBUG"
+
+END_OF_CONTEXT = "the end of the context"
+"""What a rank calls that ends its context: it is compared like a collective."""
 
 
 class Call(NamedTuple):
@@ -122,6 +127,13 @@ class Watchdog(Protocol):
 
     def explain(self, error: RuntimeError, call: Call, ranks: Sequence[int]) -> None:
         """Raise what is behind ``error`` of ``call``, if it is known that ranks are missing."""
+
+    def meet_at_end(self, rank: int) -> None:
+        """Return when all ranks have come to the end of the context, or cannot; ``rank`` has.
+
+        Raises:
+            RankFailedError: another rank waits in a collective that ``rank`` has not made.
+        """
 
     def stop(self) -> None:
         """End the thread."""
@@ -313,6 +325,16 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def local_of(frame: FrameType | None, *names: str) -> Any:
+    """The first variable of one of these names in the library's innermost frames; None if there is none."""
+    while frame is not None and is_library(frame.f_code.co_filename):
+        for name in names:
+            if (found := frame.f_locals.get(name)) is not None:
+                return found
+        frame = frame.f_back
+    return None
 
 
 def site_of(frame: FrameType | None) -> str:

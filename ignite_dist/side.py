@@ -67,6 +67,14 @@ class Side:
             self._connections.store = found
         return found
 
+    @property
+    def is_served(self) -> bool:
+        """Whether a process serves the store: one in a file grows with each request."""
+        store = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return isinstance(store, TCPStore)
+
     def next_round(self, rank: int, name: str) -> int:
         """How many barriers of the group of that name this is for ``rank``, from 1."""
         with self._lock:

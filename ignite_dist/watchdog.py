@@ -24,10 +24,11 @@ from weakref import WeakSet
 
 from torch.distributed import DistError, Store
 
-from ignite_dist import recorder
+from ignite_dist import links, recorder
 from ignite_dist.arguments import check_timeout
 from ignite_dist.comp_models import ComputationModel
-from ignite_dist.context import current_model
+from ignite_dist.context import begun, current_model
+from ignite_dist.endings import Endings
 from ignite_dist.recorder import Call, Comparison, Recorder, describe_ranks, is_library, site_of, table
 from ignite_dist.side import SILENT, Side, ask, exchanged_side, missing_ranks, side_of, sides_lock
 
@@ -35,8 +36,8 @@ __all__ = ["debug", "start_here", "watch"]
 
 _logger = logging.getLogger(__name__)
 
-DEFAULT_THRESHOLD = timedelta(minutes=5)
-"""How long a collective may wait without a word. Longer than most evaluations on one rank alone."""
+DEFAULT_THRESHOLD = timedelta(seconds=60)
+"""How long a collective may wait without a word."""
 _WHILE_COMPARING = timedelta(seconds=30)
 
 # How often a rank looks at itself, and whether somebody asks for it. More ranks share one store.
@@ -54,9 +55,14 @@ def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
 
     What is printed: the stack that most ranks share, the stacks of the others, and the last 20 collectives of
     each rank. It covers what other libraries call (a ``DistributedDataParallel``, ``torch.distributed``
-    itself) as well. Workers of :func:`spawn` are watched from their start, with five minutes; call it there
-    to change that. Every rank of the world calls it. It goes through a store, never through the backend: the
-    one that the context was made with, else one that rank 0 serves from this call on.
+    itself) as well. Workers of :func:`spawn` are watched from their start, with 60 seconds; call it there to
+    change that. So are ranks of gloo and NCCL after :func:`initialize` or in :class:`Parallel` (without a
+    ``file://``), but their last collectives are kept only from this call on. Every rank of the world calls
+    it. It goes through a store, never through the backend: the one that the context was made with, else one
+    that rank 0 serves from this call on.
+
+    A rank that waits for another which has come to the end of its context, or whose process has ended, gets
+    a ``MissingRanksError`` within 10 seconds, whatever the threshold.
 
     Args:
         threshold: a ``datetime.timedelta``.
@@ -145,12 +151,31 @@ class Watchdog:
         self._recorder = record
         self._side = side
         self._world_size = model.get_world_size()
+        self._endings = Endings(model, record, side)
         self._num_answered = side.connection().add("asked", 0)
         self._waits: dict[int, _Wait] = {}
         self._stopped = threading.Event()
+        self._leaves = False
         self._thread = threading.Thread(target=self._run, name="ignite_dist's watchdog", daemon=True)
         self._thread.start()
         _running.add(self)
+
+    def meet_at_end(self, rank: int) -> None:
+        """Return when all ranks have come to the end of the context, or cannot; ``rank`` has.
+
+        Raises:
+            RankFailedError: another rank waits in a collective that ``rank`` has not made.
+        """
+        self._endings.meet(rank)
+
+    def explained(self, error: RuntimeError) -> BaseException | None:
+        """What is behind an error of the backend, if it is that a rank has ended."""
+        return self._endings.explained(error)
+
+    def leave(self) -> None:
+        """End the thread with the process, and say so to the other ranks."""
+        self._leaves = True
+        self.stop()
 
     def stop(self) -> None:
         """End the thread."""
@@ -181,6 +206,8 @@ class Watchdog:
             while not self._stopped.wait(min(period, self.threshold.total_seconds() / 4)):
                 self._answer(store)
                 self._look(store)
+            for rank in self._recorder.logs if self._leaves else ():
+                self._endings.leave(rank)
         except DistError:  # the store is gone, and the rank that serves it
             return
 
@@ -209,7 +236,10 @@ class Watchdog:
             wait = self._waits.get(rank)
             if wait is None or wait.progress != progress:
                 self._waits[rank] = _Wait(progress, now)
-            elif not wait.is_told and now - wait.since > self._patience(log):
+                continue
+            frame = next(iter(_innermost_frames(log, waits=True)), None)
+            self._endings.look(store, rank, log, waits_in, f"{_operation(frame)} at {_site(frame)}")
+            if not wait.is_told and now - wait.since > self._patience(log):
                 self._tell(store, rank)
 
     def _patience(self, log: recorder.Log) -> float:
@@ -228,7 +258,7 @@ class Watchdog:
         own = self._reports()
         reports = ask(store, range(self._world_size), own)
         self._num_answered = max(self._num_answered, number + 1)
-        _logger.error("%s", _explanation(reports, self._world_size))
+        _logger.warning("%s", _explanation(reports, self._world_size))
 
     def _waits_are_told(self) -> None:
         for wait in self._waits.values():
@@ -236,8 +266,12 @@ class Watchdog:
 
     def _reports(self) -> dict[int, dict[str, Any]]:
         now = time.monotonic()
+        keeps = self._model.recorder is self._recorder
         return {
-            rank: _report(log, now - self._waits[rank].since if rank in self._waits else 0.0)
+            rank: {
+                **_report(log, now - self._waits[rank].since if rank in self._waits else 0.0),
+                "keeps": keeps,
+            }
             for rank, log in list(self._recorder.logs.items())
         }
 
@@ -251,7 +285,7 @@ def _report(log: recorder.Log, seconds: float) -> dict[str, Any]:
         "host": socket.gethostname(),
         "waits_in": "" if waits_in is None else _operation(frame),
         "seconds": seconds,
-        "site": site_of(recorder.users_frame(frame)) if frame is not None else "?",
+        "site": _site(frame),
         "stack": _stack(frame) if frame is not None else "",
         "last": str(log.calls[-1]) if log.calls else "",
         "error": log.error,
@@ -259,6 +293,10 @@ def _report(log: recorder.Log, seconds: float) -> dict[str, Any]:
         "numbers": dict(log.by_group),
         "calls": [call.row() for call in list(log.calls)],
     }
+
+
+def _site(frame: FrameType | None) -> str:
+    return site_of(recorder.users_frame(frame))
 
 
 def _stack(frame: FrameType) -> str:
@@ -331,7 +369,7 @@ def _explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
         places.setdefault(report["stack"], []).append(rank)
     by_size = sorted(places.items(), key=lambda one: (-len(one[1]), one[1]))
     longest = max(report["seconds"] for report in reports.values())
-    parts = [f"A collective has waited for {longest:.0f} s. Where the {world_size} ranks are:"]
+    parts = [f"A collective has waited for {longest:.0f} s, and goes on waiting. Where the {world_size} ranks are:"]
     for stack, ranks in by_size:
         first = reports[ranks[0]]
         waits = f"waits in {first['waits_in']}" if first["waits_in"] else "is not in a collective"
@@ -362,6 +400,8 @@ def _history(reports: Mapping[int, dict[str, Any]]) -> str:
         who = describe_ranks(ranks)
         history = f"The last {len(calls)} collectives of {who}, the newest below:\n{table(calls)}"
         parts.append(history if calls else f"No call of idist by {who} yet.")
+    if not all(report["keeps"] for report in reports.values()):
+        return "idist.watch() on every rank keeps the last collectives, to show them here."
     return "\n\n".join(parts)
 
 
@@ -374,7 +414,15 @@ _running: WeakSet[Watchdog] = WeakSet()
 def _stop_all() -> None:
     """A thread that is inside a store while Python ends would now and then abort the process."""
     for one in list(_running):
-        one.stop()
+        one.leave()
+
+
+def _explained(error: RuntimeError) -> BaseException | None:
+    """See ``links.explainers``."""
+    return next(filter(None, (one.explained(error) for one in list(_running))), None)
+
+
+links.explainers.append(_explained)
 
 
 if hasattr(os, "register_at_fork"):  # a forked child has no thread to wait for
@@ -389,14 +437,26 @@ def start_here() -> None:
         start(model, DEFAULT_THRESHOLD, side)
 
 
-def start(model: ComputationModel, threshold: timedelta, side: Side | None) -> None:
+def _watch_ends(model: ComputationModel) -> None:
+    """Watch this rank of a context that was just made, without keeping its calls, if its store can be asked."""
+    side = side_of(model) if model.get_world_size() > 1 else None
+    if side is not None and side.is_served:
+        start(model, DEFAULT_THRESHOLD, side, keep_calls=False)
+
+
+begun.append(_watch_ends)
+
+
+def start(model: ComputationModel, threshold: timedelta, side: Side | None, keep_calls: bool = True) -> None:
     """Watch the caller's rank; without a side (a world of one) only its calls are kept."""
     with sides_lock:
-        if model.recorder is None:
-            model.recorder = recorder.for_new_context() or Recorder()
-        model.recorder.log_of(model.get_rank()).thread = threading.get_ident()
-        watchdog = model.recorder.watchdog
+        if model.watching is None:
+            model.watching = model.recorder or recorder.for_new_context() or Recorder()
+        if keep_calls:
+            model.recorder = model.watching
+        model.watching.log_of(model.get_rank()).thread = threading.get_ident()
+        watchdog = model.watching.watchdog
         if isinstance(watchdog, Watchdog):
             watchdog.threshold = threshold
         elif side is not None:
-            model.recorder.watchdog = Watchdog(model, model.recorder, side, threshold)
+            model.watching.watchdog = Watchdog(model, model.watching, side, threshold)

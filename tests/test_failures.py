@@ -511,3 +511,9 @@ def test_a_forked_worker_starts_workers_of_its_own() -> None:
     others = idist.spawn("gloo", time.sleep, (60,), nproc_per_node=1, join=False)  # from a fork server
     assert idist.spawn("gloo", _nested, nproc_per_node=1, start_method="fork") == [[0]]
     others.terminate()
+
+
+def test_a_rank_that_left_and_a_launch_without_a_failure() -> None:
+    """Nobody has failed: a machine was lost, say, and the rank that left is all that is known."""
+    error = error_of([_failed(1, _left(0), 1.0)])
+    assert (error.rank, error.exit_code) == (1, 0)  # type: ignore[attr-defined]

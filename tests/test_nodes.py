@@ -250,6 +250,20 @@ def test_a_launcher_that_goes_without_a_word(pair: tuple[nodes.Nodes, nodes.Node
     assert here.error_of([consequence, cause], "").rank == 1  # whose launcher left because of it
 
 
+def test_a_machine_is_lost_when_a_rank_has_left(pair: tuple[nodes.Nodes, nodes.Nodes]) -> None:
+    """By ``sys.exit(0)``, which is no failure: the machine is what the others failed of."""
+    here, there = pair
+    there.leave()
+    read(here, here.have_failed)
+    left = Failed(1, 1, 4242, "hostx", Failure(1.0, "SystemExit", "SystemExit: 0", "its traceback", 0))
+    for known in ([left], [left, failed(0, is_consequence=True)]):
+        error = here.error_of(known, "")
+        assert (error.rank, error.host) == (2, "host1")
+        assert "cannot be reached: its launcher has ended" in str(error)
+        assert "Rank 1" not in str(error)
+    assert here.error_of([left, failed(0)], "").rank == 0
+
+
 def test_node_0_goes_when_it_is_through_but_others_are_not() -> None:
     jobs = meeting(hello(0, 3), hello(1, 3), hello(2, 3))
     jobs[0].tell([], is_done=True)

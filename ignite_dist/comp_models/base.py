@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -30,7 +31,7 @@ from ignite_dist.samplers import loader_class
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["NO_OPTIMIZER", "ComputationModel", "Group"]
+__all__ = ["NO_OPTIMIZER", "ComputationModel", "Group", "WaitedFor"]
 
 NO_OPTIMIZER = (
     "No optimizer of auto_optim has parameters of this model, and with this backend it is the optimizer that "
@@ -71,6 +72,21 @@ class _FirstUse:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.thread: int | None = None
+
+
+class WaitedFor(NamedTuple):
+    """What a rank waits for.
+
+    Attributes:
+        ranks: those of the group whose call it is, or, if the call is not known, those that are in each of
+            the groups that it may be of.
+        name: the group's in :meth:`ComputationModel.calls_begun`; empty if it is not known.
+        is_known: whether it is known which call it is.
+    """
+
+    ranks: tuple[int, ...] = ()
+    name: str = ""
+    is_known: bool = False
 
 
 class ComputationModel(ABC):
@@ -118,7 +134,8 @@ class ComputationModel(ABC):
         ] = {}  # what the collectives have worked out from carries(), by their own keys
         self.optimizers: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()  # auto_optim's, by id
         self.is_joining = False  # inside of join()
-        self.recorder = recorder.for_new_context()  # None: nobody watches
+        self.recorder = recorder.for_new_context()  # None: nobody keeps the calls
+        self.watching: recorder.Recorder | None = None  # of the watchdog, which may keep no calls
         self._found_topology: Topology | None = None
         self._found_node_ranks: dict[int, int] | None = None
 
@@ -193,10 +210,25 @@ class ComputationModel(ABC):
     def abort(self) -> None:
         """End the context after a failure on this rank. Waits for nobody."""
 
+    def meet_at_end(self) -> None:
+        """Wait until all ranks have come to the end of the context, if a watchdog can tell; then finalize().
+
+        Raises:
+            RankFailedError: another rank waits in a collective that this one has not made.
+        """
+        watchdog = self.watching.watchdog if self.watching is not None else None
+        if watchdog is not None and self.get_world_size() > 1:
+            watchdog.meet_at_end(self.get_rank())
+
+    def stop_watching(self) -> None:
+        """End the watchdog of this context."""
+        for one in (self.recorder, self.watching):
+            if one is not None:
+                one.close()
+
     def left_behind(self) -> None:
         """The context has ended, whoever ended it: take back what this model did to the process for it."""
-        if self.recorder is not None:
-            self.recorder.close()
+        self.stop_watching()
         self._groups.clear()
         undo, self._undo = self._undo, None
         if undo is not None:
@@ -229,6 +261,21 @@ class ComputationModel(ABC):
     def num_collectives(self) -> int:
         """How many collectives the backend has begun, whoever asked for them; 0 where it does not count."""
         return 0
+
+    def calls_begun(self) -> dict[str, int]:
+        """How many calls the backend has begun in each of this rank's groups, by names equal on all ranks."""
+        return {}
+
+    def waited_for(self, frame: FrameType) -> WaitedFor:
+        """What a rank waits for whose innermost waiting frame is ``frame``. Called in another thread."""
+        return WaitedFor()
+
+    def is_broken(self) -> bool | None:
+        """Whether another rank of the world is gone, as far as the backend knows; None if it cannot tell."""
+        return None
+
+    def end_waits(self) -> None:  # noqa: B027  # not abstract: not every backend can
+        """Let the collectives that this process waits in fail. Called in another thread."""
 
     # --- identity: local, never communicates ---------------------------------------------------------
 

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from itertools import count
 from math import inf
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -28,9 +29,9 @@ from torch.distributed import Store
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ignite_dist import devices, environments, rendezvous
+from ignite_dist import devices, environments, links, recorder, rendezvous
 from ignite_dist.arguments import check_counts, check_keywords
-from ignite_dist.comp_models.base import NO_OPTIMIZER, ComputationModel, Group
+from ignite_dist.comp_models.base import NO_OPTIMIZER, ComputationModel, Group, WaitedFor
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.environments import variables
 from ignite_dist.errors import EnvironmentVariablesError
@@ -258,6 +259,17 @@ class HorovodModel(ComputationModel):
     def side_store(self) -> Store | None:
         return rendezvous.launchers_store()
 
+    def waited_for(self, frame: FrameType) -> WaitedFor:
+        group = recorder.local_of(frame, "group")
+        if isinstance(group, Group):  # of this package's own call
+            return WaitedFor(group.ranks, is_known=True)
+        sets = self._mpi_ops._basics._get_process_set_ids_and_ranks().values()
+        members = [ranks for ranks in sets if self._rank in ranks and len(ranks) > 1]
+        return WaitedFor(tuple(set(range(self._world_size)).intersection(*members)))
+
+    def is_broken(self) -> bool | None:
+        return not self._is_running()
+
     # --- identity ------------------------------------------------------------------------------------
 
     def get_rank(self) -> int:
@@ -413,7 +425,7 @@ class HorovodModel(ComputationModel):
     ) -> Tensor:
         """Submit a call under a name that all ranks give it, and wait for its result."""
         if not self._is_running():
-            raise self._mpi_ops.HorovodInternalError(_SHUT_DOWN)
+            links.raise_explained(self._mpi_ops.HorovodInternalError(_SHUT_DOWN))
         process_set = self._hvd.global_process_set if group.handle is None else group.handle
         if process_set.process_set_id == 0:  # ADASUM takes no copy of the set of all ranks
             process_set = self._hvd.global_process_set
@@ -430,6 +442,8 @@ class HorovodModel(ComputationModel):
                 "its end. Collectives of one group are called one after the other; give each thread a group "
                 f"of its own, by new_group. ({error})"
             ) from error
+        except self._mpi_ops.HorovodInternalError as error:
+            links.raise_explained(error)
         return result
 
     def _wait(self, handle: int, name: str, patience: float) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import count
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,8 +27,8 @@ from torch.optim import Optimizer
 
 from ignite_dist import devices, environments, links, nodes, processes, rendezvous, roll_call, wire
 from ignite_dist.arguments import as_int, check_keywords, check_nodes, check_timeout
-from ignite_dist.comp_models import gloo, narrow, native_reduction, native_wrap
-from ignite_dist.comp_models.base import ComputationModel, Group
+from ignite_dist.comp_models import gloo, narrow, native_reduction, native_waits, native_wrap
+from ignite_dist.comp_models.base import ComputationModel, Group, WaitedFor
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.environments import Environment, spawned, variables
 from ignite_dist.errors import EnvironmentVariablesError
@@ -124,6 +125,7 @@ class NativeModel(ComputationModel):
         self._generations: dict[tuple[int, ...], Iterator[int]] = {}
         self._free_connections: list[Store] = []
         self._scratch = gloo.ScratchBuffers()
+        self._to_all, self._to_groups = links.Connections(), links.Connections()  # gloo's, of own contexts
         gloo.tidy_at_exit()
 
     # --- lifecycle ---------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ class NativeModel(ComputationModel):
         more = {} if brings_ranks else {**rendezvous.interfaces(place, init_method), **rendezvous.ASK_ONCE}
         rendezvous.set_missing(place, more)
         connecting = nullcontext if rendezvous.on_one_machine(place, init_method) else links.watched
-        hook = sys.excepthook
+        hook, to_all = sys.excepthook, links.Connections()
         try:
             devices.select_device(backend, place)
             if timeout is not None:
@@ -181,7 +183,8 @@ class NativeModel(ComputationModel):
                 if not brings_ranks:
                     store = rendezvous.join_store(place, init_method, timeout)
                     kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
-                with links.wait_told(lambda: roll_call.waiting(place, "connections to the others")):
+                waiting = links.wait_told(lambda: roll_call.waiting(place, "connections to the others"))
+                with to_all.noted(), waiting:
                     dist.init_process_group(backend, **kwargs)
         except BaseException:
             variables.give_back()
@@ -195,6 +198,8 @@ class NativeModel(ComputationModel):
                 sys.excepthook = hook
 
         model = cls(_world(), undo, place, connecting)
+        if "gloo" in model._backends.values():
+            model._to_all = to_all
         if model.device().type != "cpu":
             model._barrier(model.world())  # makes the communicator now, on the device that was selected
         return model
@@ -273,8 +278,7 @@ class NativeModel(ComputationModel):
             self._barrier(self.world())
         except RuntimeError as error:
             warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=3)
-        if self.recorder is not None:
-            self.recorder.close()  # before the rank that serves the store goes
+        self.stop_watching()  # before the rank that serves the store goes
         # A DistributedDataParallel is a reference cycle that holds the group. Left to the end of the
         # interpreter, the group's threads now and then abort the process: raw torch 2.13, 2 of 20 runs.
         gc.collect()
@@ -283,6 +287,7 @@ class NativeModel(ComputationModel):
 
     def abort(self) -> None:
         distributed_c10d._abort_process_group()
+        self.end_waits()  # the other ranks', too: a DistributedDataParallel would keep the connections
         self.left_behind()
 
     def left_behind(self) -> None:
@@ -299,6 +304,19 @@ class NativeModel(ComputationModel):
         for one in groups:  # they would wait at their ends for their threads: this list never ends
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
         return distributed_c10d._world.default_pg
+
+    def calls_begun(self) -> dict[str, int]:
+        return native_waits.calls_begun()
+
+    def waited_for(self, frame: FrameType) -> WaitedFor:
+        return native_waits.waited_for(frame, self._world)
+
+    def is_broken(self) -> bool | None:
+        return self._to_all.one_is_gone() if "gloo" in self._backends.values() else None
+
+    def end_waits(self) -> None:
+        self._to_all.cut()
+        self._to_groups.cut()
 
     def store(self) -> Store | None:
         _, store = distributed_c10d._world.pg_map[self._world]
@@ -374,7 +392,7 @@ class NativeModel(ComputationModel):
         if not ranks:  # which torch would take for all
             inspect.signature(dist.new_group).bind([], **options)
             return GroupMember.NON_GROUP_MEMBER
-        with self._connecting():
+        with self._connecting(), self._to_groups.noted():
             return dist.new_group(list(ranks), **options) if options else self._new_group_by_name(ranks)
 
     def _new_group_by_name(self, ranks: tuple[int, ...]) -> Any:
@@ -525,10 +543,12 @@ class NativeModel(ComputationModel):
         return tensor
 
     def _barrier(self, group: Group) -> None:
-        if "cpu" in self._backends:
-            dist.barrier(group=group.handle)
-        else:  # NCCL guesses a device unless it is told one
-            dist.barrier(group=group.handle, device_ids=[self.device().index])
+        # NCCL guesses a device unless it is told one.
+        devices_used = {} if "cpu" in self._backends else {"device_ids": [self.device().index]}
+        try:
+            dist.barrier(group=group.handle, **devices_used)
+        except RuntimeError as error:
+            links.raise_explained(error)
 
     # --- adaptation ------------------------------------------------------------------------------------
 

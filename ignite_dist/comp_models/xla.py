@@ -192,9 +192,12 @@ class XlaModel(ComputationModel):
             return False
         return isinstance(self, model) or self._world_size == 1
 
+    def meet_at_end(self) -> None:
+        pass  # replicas see it where they meet
+
     def finalize(self) -> None:
         try:
-            self._meet("the end of its context, by finalize() or because its function has returned")
+            self._meet(xla_replicas.END)
         except RankFailedError as error:
             warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=3)
         self._end()
@@ -217,8 +220,8 @@ class XlaModel(ComputationModel):
         rank = self.get_rank()
         self._meeting.ended.add(rank)
         self._initialized.discard(rank)
-        if self.recorder is not None and len(self._meeting.ended) == self._meeting.size:
-            self.recorder.close()
+        if len(self._meeting.ended) == self._meeting.size:
+            self.stop_watching()
 
     # --- identity ------------------------------------------------------------------------------------
 

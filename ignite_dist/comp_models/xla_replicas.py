@@ -21,10 +21,11 @@ from torch import Tensor
 
 from ignite_dist import processes, tree, wire
 from ignite_dist.devices import num_cores
-from ignite_dist.errors import CollectiveMismatchError, DistributedError, RankFailedError
+from ignite_dist.errors import CollectiveMismatchError, DistributedError, MissingRanksError, RankFailedError
 from ignite_dist.failures import Failure
+from ignite_dist.recorder import describe_ranks
 
-__all__ = ["Meeting", "counts_here", "meeting_here", "start"]
+__all__ = ["END", "Meeting", "counts_here", "meeting_here", "start"]
 
 _logger = logging.getLogger(__name__)
 
@@ -43,6 +44,10 @@ _ENDED = (
 )
 
 
+END = "the end of its context, by finalize() or because its function has returned"
+"""The call of a replica that ends its context."""
+
+
 # --- meeting -----------------------------------------------------------------------------------------
 
 
@@ -52,6 +57,11 @@ class _Round:
     def __init__(self) -> None:
         self.calls: dict[int, str] = {}
         self.failure: tuple[int, str, str] | None = None
+
+    def ended(self) -> list[int]:
+        """Those that have come to the end of their contexts while others make a collective."""
+        ended = [rank for rank, call in self.calls.items() if call == END]
+        return sorted(ended) if len(ended) < len(self.calls) else []
 
 
 class Meeting:
@@ -74,6 +84,8 @@ class Meeting:
         """Return when all replicas of this process have come with the same ``call``.
 
         Raises:
+            MissingRanksError: some have come to the end of their contexts, and others make a collective;
+                raised on all that have come.
             CollectiveMismatchError: they came with different calls; raised on all of them.
             RankFailedError: another one has failed, and will not come.
             DistributedError: another one has ended without a word.
@@ -86,11 +98,11 @@ class Meeting:
                     "called one after the other."
                 )
             here.calls[rank] = call
-            if len(here.calls) == self.size and here.failure is None:
+            if here.ended() or (len(here.calls) == self.size and here.failure is None):
                 self._round = _Round()
                 self._changed.notify_all()
             warn_at = time.monotonic() + _PATIENCE_SECONDS
-            while len(here.calls) < self.size and here.failure is None:
+            while len(here.calls) < self.size and here.failure is None and not here.ended():
                 if self._changed.wait(_LOOK_SECONDS) or self._round is not here:
                     continue
                 if 0 < _num_running() < self.size:  # (none: they were started in a way of their own)
@@ -101,6 +113,14 @@ class Meeting:
                     _logger.warning(_WAITING, rank, _PATIENCE_SECONDS, call, sorted(here.calls))
         if here.failure is not None:
             raise RankFailedError(*here.failure)
+        if ended := here.ended():
+            waiting = "; ".join(f"rank {one}: {what}" for one, what in sorted(here.calls.items()) if what != END)
+            raise MissingRanksError(
+                f"{describe_ranks(ended).capitalize()} came to {END}, and will not come to what others wait in. "
+                f"{waiting[0].upper()}{waiting[1:]}.",
+                ended,
+                dict.fromkeys(ended, END),
+            )
         if len(set(here.calls.values())) > 1:
             described = "; ".join(f"rank {rank}: {call}" for rank, call in sorted(here.calls.items()))
             raise CollectiveMismatchError(f"The ranks made different calls. {described}. {_RULE}")

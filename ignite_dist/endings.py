@@ -1,0 +1,270 @@
+"""The ranks' end: all of them come to it, and none of them waits for a rank that has.
+
+A rank that comes to the end of its context says so in a store, with the number of calls that it has made in
+each group, and waits there until all have come. The watchdog of a rank that waits in a collective looks
+there. If the collective needs a rank that has ended without it, the wait can never end: the watchdog lets it
+fail, and tells the rank that has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from torch.distributed import DistError, Store
+
+from ignite_dist import failures
+from ignite_dist.comp_models import ComputationModel
+from ignite_dist.comp_models.base import WaitedFor
+from ignite_dist.errors import MissingRanksError, RankFailedError
+from ignite_dist.recorder import END_OF_CONTEXT, Log, Recorder, describe_ranks, key_of_ranks, site_of, users_frame
+from ignite_dist.side import Side, ask
+
+__all__ = ["Endings"]
+
+_logger = logging.getLogger(__name__)
+
+# In the store: how many have come; who was the n-th; and "all", or which wait cannot end.
+_COME, _NTH, _OUTCOME = "end/come", "end/{}", "end/outcome"
+
+# How long a rank has to have waited since another came to its end. What is under way then takes milliseconds.
+_SECONDS_TO_BE_SURE = 2.0
+# Where it is not known which call a rank waits in.
+_SECONDS_TO_BE_SURER = 4.0
+
+# How often a rank at its end looks whether all have come: soon at first, then less often. More ranks share
+# one store.
+_FIRST_LOOK_SECONDS, _LOOK_SECONDS, _LOOKS_PER_SECOND = 0.0005, 0.1, 10_000
+# How often the others are asked whether they are still there, if the backend would not notice.
+_ASK_SECONDS = 300.0
+# How long a failed collective waits for what the store knows of it.
+_ANSWER_SECONDS = 2.0
+
+
+@dataclass
+class _Ended:
+    """A rank that has come to its end: what it said, and when that was seen here."""
+
+    rank: int
+    has_left: bool  # without finalize(), with its process
+    calls: Mapping[str, int]
+    numbers: Mapping[str, int]
+    where: str
+    seen: float = field(default_factory=time.monotonic)
+
+
+class Endings:
+    """The end of the ranks in one context, as the ranks of this process see it."""
+
+    def __init__(self, model: ComputationModel, record: Recorder, side: Side) -> None:
+        self._model = model
+        self._recorder = record
+        self._side = side
+        self._world_size = model.get_world_size()
+        self._here: set[int] = set()  # ranks of this process that have come to their end
+        self._ended: list[_Ended] = []
+        self._told: dict[str, Any] | None = None  # of a wait that cannot end
+        self._cpu_times: dict[int, str] = {}
+
+    # --- in a rank that comes to its end ---------------------------------------------------------------
+
+    def meet(self, rank: int) -> None:
+        """Return when all ranks have come to their end, or one of them is gone.
+
+        Raises:
+            RankFailedError: another rank waits in a collective that this one has not made.
+        """
+        try:
+            store = self._side.connection()
+            self._say(store, rank, has_left=False)
+            outcome = self._outcome(store)
+        except DistError:  # the rank that serves the store is gone; the backend will say so
+            return
+        if outcome is not None and self._told is None:  # else this rank has heard of it where it waited
+            reason = f"{outcome['text']} So rank {rank} has ended its context without the others."
+            raise RankFailedError(outcome["rank"], MissingRanksError.__name__, outcome["text"], reason)
+
+    def leave(self, rank: int) -> None:
+        """Say that the process of a rank ends, which has not called ``finalize()``."""
+        if rank not in self._here:
+            with suppress(DistError):
+                self._say(self._side.connection(), rank, has_left=True)
+
+    def _say(self, store: Store, rank: int, has_left: bool) -> None:
+        self._here.add(rank)
+        position = store.add(_COME, 1)
+        frame = users_frame(sys._getframe(1))
+        is_users = frame is not None and not frame.f_code.co_filename.startswith("<")  # none started by spawn
+        at = f" at {site_of(frame)}" if is_users and not has_left else ""
+        how = "its process has ended" if has_left else f"it has come to the end of its context{at}"
+        log = self._recorder.log_of(rank)
+        said = {
+            "rank": rank,
+            "has_left": has_left,
+            "calls": self._model.calls_begun(),
+            "numbers": _numbers(log),
+            "where": f"{how} (pid {os.getpid()} on {socket.gethostname()})",
+        }
+        store.set(_NTH.format(position), json.dumps(said))
+        if position == self._world_size:
+            store.compare_set(_OUTCOME, "", "all")
+
+    def _outcome(self, store: Store) -> dict[str, Any] | None:
+        """Which wait cannot end; None if all have come, or one is gone."""
+        if not self._has_outcome(store):
+            return None
+        text = store.get(_OUTCOME)
+        found: dict[str, Any] | None = None if text == b"all" else json.loads(text)
+        return found
+
+    def _has_outcome(self, store: Store) -> bool:
+        # A wait of torch's hears of no Ctrl-C, and warns when it has been in vain.
+        started = asked = time.monotonic()
+        while not store.check([_OUTCOME]):
+            is_broken = self._model.is_broken()
+            if is_broken:
+                return store.check([_OUTCOME])  # the others may have left after it
+            now = time.monotonic()
+            if is_broken is None and now - asked > _ASK_SECONDS:
+                if not self._all_answer(store):
+                    return False
+                asked = now
+            least = max(_FIRST_LOOK_SECONDS, self._world_size / _LOOKS_PER_SECOND)
+            time.sleep(max(least, min(_LOOK_SECONDS, (now - started) / 10)))
+        return True
+
+    def _all_answer(self, store: Store) -> bool:
+        self._read(store)
+        come = {one.rank for one in self._ended}
+        others = [rank for rank in range(self._world_size) if rank not in come]
+        return len(ask(store, others)) == len(others)
+
+    # --- in the watchdog of a rank that waits ------------------------------------------------------------
+
+    def look(self, store: Store, rank: int, log: Log, frame: FrameType, waiting: str) -> None:
+        """See whether what ``rank`` waits for can still come.
+
+        Args:
+            store: this thread's connection.
+            rank: has waited for a while.
+            log: what is known of it.
+            frame: where it waits.
+            waiting: the same in words.
+        """
+        if self._told is not None or rank in self._here:
+            return
+        self._read(store)
+        if not self._ended:
+            return
+        wanted = self._model.waited_for(frame)
+        is_idle = self._is_idle(log)
+        patience = _SECONDS_TO_BE_SURE if wanted.is_known else _SECONDS_TO_BE_SURER
+        now = time.monotonic()
+        missing = [
+            one
+            for one in self._ended
+            if now - one.seen > patience and one.rank in wanted.ranks and self._lacks(one, wanted, log, is_idle)
+        ]
+        if missing:
+            self._tell(store, rank, missing, waiting)
+
+    def _read(self, store: Store) -> None:
+        """Take what other ranks have said since."""
+        num_come = store.add(_COME, 0)
+        while len(self._ended) < num_come:
+            key = _NTH.format(len(self._ended) + 1)
+            if not store.check([key]):  # it is about to
+                return
+            self._ended.append(_Ended(**json.loads(store.get(key))))
+
+    def _lacks(self, ended: _Ended, wanted: WaitedFor, log: Log, is_idle: bool) -> bool:
+        """Whether a rank has ended without the call that is waited for."""
+        begun = self._model.calls_begun()
+        if not begun:  # only this package's own calls are counted
+            numbers = _numbers(log)
+            key = "" if len(wanted.ranks) == self._world_size else key_of_ranks(wanted.ranks)
+            return not wanted.is_known or numbers.get(key, 0) > ended.numbers.get(key, 0)
+        if wanted.is_known:
+            return begun.get(wanted.name, 1) > ended.calls.get(wanted.name, 0)
+        return is_idle and any(
+            number > ended.calls[name] for name, number in begun.items() if name in ended.calls
+        )
+
+    def _is_idle(self, log: Log) -> bool:
+        """Whether the rank's thread has not computed since the last look, as far as this system tells."""
+        native_ids = [one.native_id for one in threading.enumerate() if one.ident == log.thread]
+        try:
+            with open(f"/proc/self/task/{native_ids[0]}/stat", encoding="utf-8") as file:
+                used = " ".join(file.read().rpartition(")")[2].split()[11:13])
+        except (OSError, IndexError):
+            return True
+        before, self._cpu_times[log.thread] = self._cpu_times.get(log.thread), used
+        return before == used
+
+    def _tell(self, store: Store, rank: int, missing: list[_Ended], waiting: str) -> None:
+        """Tell the ranks that have ended, and this one, which then waits no longer."""
+        ranks = sorted(one.rank for one in missing)
+        where = {one.rank: one.where for one in missing}
+        hows = "; ".join(f"rank {one}: {where[one]}" if len(ranks) > 1 else where[one] for one in ranks)
+        text = f"{describe_ranks(ranks).capitalize()} did not come to {waiting}, where rank {rank} waits: {hows}."
+        told = {"rank": rank, "ranks": ranks, "where": where, "text": text}
+        store.compare_set(_OUTCOME, "", json.dumps(told))
+        self._told = told
+        _logger.error("%s", text)
+        self._model.end_waits()
+
+    # --- in a rank whose collective has failed -----------------------------------------------------------
+
+    def explained(self, error: RuntimeError) -> BaseException | None:
+        """What is behind an error of the backend, if it is that a rank has ended."""
+        if not failures.is_consequence(error):
+            return None
+        told = self._told or self._ask_store()
+        if told is None:
+            return None
+        where = {int(rank): how for rank, how in told["where"].items()}
+        found = MissingRanksError(told["text"], told["ranks"], where)
+        # A rank that is at its end has lost nothing: what failed here is the cause, and not the connection.
+        found.__cause__ = error if told.get("has_left") else None
+        return found
+
+    def _ask_store(self) -> dict[str, Any] | None:
+        """What the store knows, in a thread of its own: it may be at a machine that does not answer."""
+        answers: list[dict[str, Any]] = []
+
+        def look() -> None:
+            with suppress(DistError):
+                store = self._side.connection()
+                if store.check([_OUTCOME]) and (text := store.get(_OUTCOME)) != b"all":
+                    answers.append(json.loads(text))
+                    return
+                self._read(store)
+                left = [one for one in self._ended if one.has_left]
+                if left:
+                    ranks = sorted(one.rank for one in left)
+                    where = {one.rank: one.where for one in left}
+                    text = f"{describe_ranks(ranks).capitalize()} did not come: {'; '.join(where.values())}."
+                    answers.append({"ranks": ranks, "where": where, "text": text, "has_left": True})
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        thread.join(_ANSWER_SECONDS)
+        return answers[0] if answers else None
+
+
+def _numbers(log: Log) -> dict[str, int]:
+    """How many calls a rank has made in each group; its end is none that another could wait for."""
+    numbers = dict(log.by_group)
+    if log.calls and log.calls[-1].operation == END_OF_CONTEXT:
+        numbers[""] -= 1
+    return numbers

@@ -527,6 +527,10 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
     The same holds for the first use of a list. With Horovod all ranks make their groups in the same order.
     With XLA making one costs nothing, and every collective of it is a call of every rank of the world.
 
+    Threads of one rank may make collectives at once if each uses groups of its own (not with XLA, whose ranks
+    are threads). Two handles of the same ranks are two groups; make them in the same order on all ranks, so
+    before the threads begin. A list of ranks is no third one: it means the handle that was made last.
+
     Args:
         ranks: distinct global ranks; the group's order is ascending. Of none it is a group without members,
             which every rank is outside of.

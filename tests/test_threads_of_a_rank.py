@@ -99,8 +99,9 @@ def test_a_handler_that_needs_the_group_that_it_has_kept_from_being_made() -> No
     assert spawn("gloo", _interrupted_first_use) == [22, 21, 12]
 
 
-def _one_connection(_: int) -> int:
-    """Groups that are made one after the other take one connection to the store, however many they are."""
+def _one_connection() -> int:
+    """How many connections to the store five groups take that are made one after the other."""
+    dist.init_process_group("gloo")
 
     def store_connections() -> int:
         port = int(os.environ["MASTER_PORT"])
@@ -113,7 +114,7 @@ def _one_connection(_: int) -> int:
 
 
 def test_groups_that_are_made_one_after_the_other_share_a_connection() -> None:
-    assert spawn("gloo", _one_connection, nproc_per_node=2) == [1, 1]
+    assert run_ranks(_one_connection) == [1, 1]
 
 
 # --- the context -------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ NARROW_FLOATS = frozenset(
         torch.float8_e5m2fnuz,
     }
 )
-"""Floats of so few bits that a sum of three is easily off by one of them, or infinite where it should not be."""
+"""Floats of so few bits that a sum of three is easily off by one of them, or infinite without need."""
 
 BYTES = frozenset({torch.float8_e8m0fnu, torch.float4_e2m1fn_x2})
 """What torch keeps and copies, and does not compute with: bytes for us."""
@@ -94,9 +94,7 @@ def check_reducible(dtype: torch.dtype) -> None:
         TypeError: says what to do instead.
     """
     if dtype is torch.float8_e8m0fnu:
-        raise TypeError(
-            f"all_reduce takes no {dtype}: it has no sign and no zero, so results would not fit. Use tensor.float()."
-        )
+        raise TypeError(f"all_reduce takes no {dtype}, which has no sign and no zero. Use tensor.float().")
     if dtype not in _REDUCED:
         raise TypeError(f"all_reduce takes no {dtype}, which has no arithmetic. Use all_gather.")
 
@@ -234,14 +232,16 @@ _BLOCK = 1 << 15
 def reduce_rows(rows: Iterable[Tensor], op: str, out: Tensor) -> Tensor:
     """Reduce ``rows``, each of the shape and dtype of ``out``, into ``out`` in their order.
 
-    Every rank that holds the same rows gets the same bits. Narrow floats, and these alone, take "AVERAGE" too:
-    see :func:`_reduce_narrow`.
+    Every rank that holds the same rows gets the same bits. Narrow floats are rounded once, and they alone
+    take "AVERAGE" too.
     """
     first, *others = rows
     if not others:
         return out.copy_(first)
     if is_rounded(op, out.dtype):
-        for *parts, result in zip(*(row.view(-1).split(_BLOCK) for row in (first, *others, out)), strict=True):
+        for *parts, result in zip(
+            *(torch.split(row.view(-1), _BLOCK) for row in (first, *others, out)), strict=True
+        ):
             result.copy_(_reduce_narrow(parts[0], parts[1:], op))
         return out
     combine = _ROW_OPS[op]
@@ -255,12 +255,12 @@ def reduce_rows(rows: Iterable[Tensor], op: str, out: Tensor) -> Tensor:
 def _reduce_narrow(first: Tensor, others: Sequence[Tensor], op: str) -> Tensor:
     """Narrow floats reduced in float64 and rounded once, to what their dtype holds or a little finer.
 
-    The sum of float16 or float8 is exact there for thousands of ranks: they are multiples of 2**-24 below
-    2**16. bfloat16 reaches from 2**-133 to 2**128, so a sum in float64 loses what is 2**-45 of its largest part,
-    and does not overflow on the way; in float32 it would.
+    A sum of float16 or float8 is exact in float64 for thousands of ranks: these numbers are multiples of
+    2**-24 below 2**16. bfloat16 reaches from 2**-133 to 2**128. Its sums lose only what is smaller than 2**-44
+    of the largest number, and do not overflow on the way, as they would in float32.
     """
     if len(others) == 1 and op != "AVERAGE":
-        # float32 has more than twice the bits of either, so rounding to it and then once more changes nothing.
+        # float32 has more than twice the bits of either: to round to it first changes nothing.
         return _ROW_OPS[op](first.float(), others[0].float())
     combine = torch.mul if op == "PRODUCT" else torch.add
     total = first.float().double()  # float16 to float64 at once takes twice as long
@@ -274,9 +274,9 @@ def _reduce_narrow(first: Tensor, others: Sequence[Tensor], op: str) -> Tensor:
 def _rounded_to_odd(wide: Tensor) -> Tensor:
     """float64 with no more bits than float32 has, such that rounding that once more is rounding ``wide``.
 
-    torch converts float64 to a narrow float by way of float32. A value next to the middle of two narrow floats
-    would be taken for that middle. So what float32 cannot hold goes to the odd one of its two neighbours, which
-    is never such a middle. (It may be one below 2**-126, in some of the smallest numbers of bfloat16.)
+    torch converts float64 to a narrow float by way of float32, and would take a value next to the middle of
+    two narrow floats for that middle. So what float32 cannot hold goes to the odd one of its two neighbours,
+    which is never such a middle. (It may be one below 2**-126, in some of the smallest numbers of bfloat16.)
     """
     bits = wide.view(torch.int64)
     odd = bits & _BEYOND_FLOAT32
@@ -339,8 +339,9 @@ def find_carrier(
     None means that no reduction of the backend will do, so the values have to be gathered and reduced on
     each rank. Only legal combinations (:func:`check_op`) may be asked for.
 
-    Sums and products of narrow floats never go as themselves, whatever the backend carries: it would round after
-    each rank. They go as float64, or float32 where there is no float64. Unless they need not be ``exact``.
+    Sums and products of narrow floats never go as themselves, whatever the backend carries: it would round
+    after each rank. They go as float64, or as float32 where there is no float64. They do go as themselves if
+    they need not be ``exact``.
     """
     if op in ("MIN", "MAX") and dtype.is_floating_point:
         return _ordered_carrier(op, dtype, carries)

@@ -82,18 +82,16 @@ def plan_reduction(model: ComputationModel, op: str, tensor: Tensor, exact: bool
                 f"ADASUM needs Horovod built with MPI; backend {model.backend()!r} does not have it."
             )
         device = _carrying_device(model, tensor)
-        rounds_once = (
-            exact and reduction.is_rounded(op, tensor.dtype) and model.rounds_once(tensor.dtype, device)
-        )
+        is_rounded = exact and reduction.is_rounded(op, tensor.dtype)
+        rounds_once = is_rounded and model.rounds_once(tensor.dtype, device)
+
+        def carries(sent: str, dtype: torch.dtype) -> bool:
+            return model.carries("all_reduce", sent, dtype, device)
+
         carrier = (
             reduction.as_itself(op, tensor.dtype)
             if rounds_once
-            else reduction.find_carrier(
-                op,
-                tensor.dtype,
-                lambda sent, dtype: model.carries("all_reduce", sent, dtype, device),
-                exact,
-            )
+            else reduction.find_carrier(op, tensor.dtype, carries, exact)
         )
         moves = device != tensor.device
         in_place = not moves and carrier is not None and carrier.dtype is tensor.dtype
@@ -118,7 +116,7 @@ def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, 
             reduced = reduction.reduce_gathered(gather_rows(model, local, group), op)
         elif carrier.dtype.itemsize > local.itemsize and local.numel() > _piece_numel(carrier):
             reduced = local  # in pieces, because all of it at once would be as large as several tensors
-            for piece in local.view(-1).split(_piece_numel(carrier)):
+            for piece in torch.split(local.view(-1), _piece_numel(carrier)):
                 piece.copy_(_reduce_encoded(model, piece, op, carrier, plan, group))
         else:
             reduced = _reduce_encoded(model, local, op, carrier, plan, group)
@@ -131,12 +129,7 @@ def _piece_numel(carrier: reduction.Carrier) -> int:
 
 
 def _reduce_encoded(
-    model: ComputationModel,
-    tensor: Tensor,
-    op: str,
-    carrier: reduction.Carrier,
-    plan: Plan,
-    group: Group,
+    model: ComputationModel, tensor: Tensor, op: str, carrier: reduction.Carrier, plan: Plan, group: Group
 ) -> Tensor:
     """The reduction of ``tensor``, which is dense and where it is sent from."""
     carried = carrier.encode(tensor).contiguous()
@@ -187,9 +180,8 @@ def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tens
             return _moved(rows, tensor.device)
         if into_out:
             _note_change(out)
-        else:
-            out.detach().copy_(_moved(rows, out.device).view(out.shape))
-        return rows
+            return rows
+        return out.detach().copy_(_moved(rows, out.device).view(out.shape)).view(rows_shape)
 
 
 def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: Group) -> Tensor:
@@ -283,13 +275,13 @@ def _carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
 
 
 def _note_change(tensor: Tensor) -> None:
-    """Tell autograd what every operation of torch's in place tells it, for a library that writes to memory."""
+    """Tell autograd of a change in place that a library has made in memory."""
     if not tensor.is_inference():  # which no graph holds
         increment_version(tensor)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors of one device overlap; on XLA's nothing does, where each has its value."""
+    """Whether two contiguous tensors of one device overlap. On an XLA device none do."""
     if one.device.type == "xla":
         return False
     begin, other_begin = one.data_ptr(), other.data_ptr()
@@ -433,8 +425,8 @@ def check_dense(function: str, tensor: Any) -> None:
     is_wrapper = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # keeps its values in other tensors
     if is_wrapper and tensor.device.type != "xla" and not tensor.data_ptr():
         raise TypeError(
-            f"{function} takes plain tensors, got a {kind.__name__}, which has no memory of its own. Pass the "
-            "tensors that it is made of."
+            f"{function} takes plain tensors, got a {kind.__name__}, which has no memory of its own. "
+            "Pass the tensors that it is made of."
         )
 
 
@@ -456,7 +448,9 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     if not tensor.numel():
         return False
     extent = 0  # of the dimensions looked at so far: how far their last element is from the first
-    dimensions = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    dimensions = [
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ]
     for stride, size in sorted(dimensions):
         if stride == 0:
             return True

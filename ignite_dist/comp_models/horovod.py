@@ -407,7 +407,10 @@ class HorovodModel(ComputationModel):
         if not tensor.numel():
             return tensor.new_empty((len(group.ranks), *tensor.shape)) if out is None else out
         submit = partial(self._hvd.allgather_async, tensor.unsqueeze(0))
-        rows = self._call(submit, "all_gather", tensor, group)
+        with torch.inference_mode(
+            False
+        ):  # Horovod's own thread, outside of the mode, resizes what is made here
+            rows = self._call(submit, "all_gather", tensor, group)
         return rows if out is None else out.copy_(rows)
 
     def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:

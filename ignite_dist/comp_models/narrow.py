@@ -1,8 +1,8 @@
 """Narrow floats reduced with one rounding, at the cost of the bytes that they have themselves.
 
-A library's own all-reduce adds one rank's values after the other in the dtype that it sends. So it would have to
-send float64, four times float16. Here each rank gets everybody's values of its own part, reduces that, and gives
-the narrow result to the others: what is sent is what an all-reduce in a ring sends.
+A library's own all-reduce computes in the dtype that it sends. So it would have to send float64, four times
+float16. Here each rank gets all ranks' values of one part, reduces them, and sends the narrow result to the
+others. Altogether that sends as many bytes as an all-reduce of narrow floats in a ring.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def reduce_in_parts(
             ``i``-th rank, and its part for this rank comes back in its place.
         gather: as in :func:`reduce_rows_of_all`.
     """
-    for piece in tensor.view(-1).split(group_size * max(1, _PIECE_BYTES // group_size // tensor.itemsize)):
+    piece_numel = group_size * max(1, _PIECE_BYTES // group_size // tensor.itemsize)
+    for piece in torch.split(tensor.view(-1), piece_numel):
         part_numel = -(-piece.numel() // group_size)
         parts = piece
         if part_numel * group_size != piece.numel():  # the last one
@@ -66,7 +67,7 @@ def reduce_in_parts(
             parts[: piece.numel()].copy_(piece)
         received = torch.empty_like(parts)
         exchange(as_bytes(parts), as_bytes(received))
-        own = reduce_rows(received.split(part_numel), op, out=piece.new_empty(part_numel))
+        own = reduce_rows(torch.split(received, part_numel), op, out=piece.new_empty(part_numel))
         gather(as_bytes(own), as_bytes(parts))
         if parts is not piece:
             piece.copy_(parts[: piece.numel()])

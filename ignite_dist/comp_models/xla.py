@@ -39,7 +39,16 @@ __all__ = ["XlaModel"]
 
 _OPS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}
 _REDUCED = frozenset(
-    {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    }
 )
 # PJRT's CPU has no all-reduce for bfloat16. TPUs have one, and none for float64, which they emulate: "While
 # rewriting computation to not contain X64 element types, XLA encountered ... all-reduce".

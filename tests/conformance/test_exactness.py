@@ -20,7 +20,7 @@ SIZES = [1, 2, 3, 1_000, 300_001, 2_500_003]
 
 
 def rounded(exact: Fraction, dtype: torch.dtype) -> float:
-    """The number of ``dtype`` next to ``exact``: the even one of two that are as near. By halving the range."""
+    """The number of ``dtype`` next to ``exact``: the even one of two that are as near."""
     info = torch.finfo(dtype)
     digits = {torch.float16: 11, torch.bfloat16: 8, torch.float8_e4m3fn: 4, torch.float8_e5m2: 3}[dtype]
     size = abs(exact)
@@ -102,7 +102,9 @@ def test_trees_strided_tensors_gradients_and_complex_halves_are_rounded_once() -
         pair = torch.view_as_complex(torch.stack([complexes, -complexes], 1))
         half = float(torch.tensor(2048.0 + world_size - 1).half())
         idist.all_reduce(pair)
-        assert (torch.view_as_real(pair)[:, 0] == half).all() and (torch.view_as_real(pair)[:, 1] == -half).all()
+        assert (torch.view_as_real(pair)[:, 0] == half).all() and (
+            torch.view_as_real(pair)[:, 1] == -half
+        ).all()
         product = torch.full((3,), 45.0 + 0j).to(torch.complex32)
         idist.all_reduce(product, "PRODUCT")
         assert product[0].to(torch.complex64).item() == rounded(Fraction(45) ** world_size, torch.float16)

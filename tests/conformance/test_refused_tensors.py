@@ -1,4 +1,4 @@
-"""Tensors that have no dense memory, or no arithmetic: one sentence, before anything is sent, on every model."""
+"""Tensors without dense memory or arithmetic: one sentence before anything is sent, on every model."""
 
 from __future__ import annotations
 
@@ -145,7 +145,9 @@ def test_subclasses_with_memory_are_tensors() -> None:
             assert tensor[-1].item() == sum(range(1, world_size + 1))
             assert idist.all_reduce({"t": tensor})["t"][-1].item() == tensor[-1].item() * world_size
             tensor.fill_(rank)
-            assert idist.broadcast(tensor, src=world_size - 1) is tensor and tensor[0].item() == world_size - 1
+            assert (
+                idist.broadcast(tensor, src=world_size - 1) is tensor and tensor[0].item() == world_size - 1
+            )
     buffer = torch.nn.Buffer(torch.ones(3, device=idist.device()))
     parameter = torch.nn.Parameter(torch.ones(3, device=idist.device()))
     for one in (buffer, parameter):

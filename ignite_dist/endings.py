@@ -173,7 +173,9 @@ class Endings:
         missing = [
             one
             for one in self._ended
-            if now - one.seen > patience and one.rank in wanted.ranks and self._lacks(one, wanted, log, is_idle)
+            if one.rank in wanted.ranks
+            and now - one.seen > patience
+            and self._lacks(one, wanted, log, is_idle)
         ]
         if missing:
             self._tell(store, rank, missing, waiting)
@@ -216,7 +218,8 @@ class Endings:
         ranks = sorted(one.rank for one in missing)
         where = {one.rank: one.where for one in missing}
         hows = "; ".join(f"rank {one}: {where[one]}" if len(ranks) > 1 else where[one] for one in ranks)
-        text = f"{describe_ranks(ranks).capitalize()} did not come to {waiting}, where rank {rank} waits: {hows}."
+        who = describe_ranks(ranks).capitalize()
+        text = f"{who} did not come to {waiting}, where rank {rank} waits: {hows}."
         told = {"rank": rank, "ranks": ranks, "where": where, "text": text}
         store.compare_set(_OUTCOME, "", json.dumps(told))
         self._told = told
@@ -245,8 +248,8 @@ class Endings:
         def look() -> None:
             with suppress(DistError):
                 store = self._side.connection()
-                if store.check([_OUTCOME]) and (text := store.get(_OUTCOME)) != b"all":
-                    answers.append(json.loads(text))
+                if store.check([_OUTCOME]) and (outcome := store.get(_OUTCOME)) != b"all":
+                    answers.append(json.loads(outcome))
                     return
                 self._read(store)
                 left = [one for one in self._ended if one.has_left]

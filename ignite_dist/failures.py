@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ignite_dist import links, wire
-from ignite_dist.errors import HostLostError, MissingRanksError, RankFailedError, WorkerExitedError, WorkerRaisedError
+from ignite_dist.errors import (
+    HostLostError,
+    MissingRanksError,
+    RankFailedError,
+    WorkerExitedError,
+    WorkerRaisedError,
+)
 
 __all__ = [
     "Failed",

@@ -141,7 +141,7 @@ class Connections:
         return not self._found <= _open_sockets()
 
     def cut(self) -> None:
-        """End those that are open, at both ends. What waits for them fails; the library closes them itself."""
+        """End those that are open, at both ends: what waits for them fails. The library closes them."""
         for fd, _ in self._found & _open_sockets():
             with suppress(OSError), _borrowed(fd) as sock:
                 sock.shutdown(socket.SHUT_RDWR)

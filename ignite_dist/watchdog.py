@@ -369,7 +369,9 @@ def _explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
         places.setdefault(report["stack"], []).append(rank)
     by_size = sorted(places.items(), key=lambda one: (-len(one[1]), one[1]))
     longest = max(report["seconds"] for report in reports.values())
-    parts = [f"A collective has waited for {longest:.0f} s, and goes on waiting. Where the {world_size} ranks are:"]
+    parts = [
+        f"A collective has waited for {longest:.0f} s, and goes on waiting. Where the {world_size} ranks are:"
+    ]
     for stack, ranks in by_size:
         first = reports[ranks[0]]
         waits = f"waits in {first['waits_in']}" if first["waits_in"] else "is not in a collective"
@@ -438,7 +440,7 @@ def start_here() -> None:
 
 
 def _watch_ends(model: ComputationModel) -> None:
-    """Watch this rank of a context that was just made, without keeping its calls, if its store can be asked."""
+    """Watch this rank of a context that was just made, if its store can be asked. Its calls are not kept."""
     side = side_of(model) if model.get_world_size() > 1 else None
     if side is not None and side.is_served:
         start(model, DEFAULT_THRESHOLD, side, keep_calls=False)

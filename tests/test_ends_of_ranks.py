@@ -1,4 +1,4 @@
-"""Nothing waits for a rank that has ended: who waits gets an error that names it, and others are left alone."""
+"""Nothing waits for a rank that has ended: who waits gets an error that names it; others are left alone."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def is_named(error: idist.RankFailedError, ended: int, wait: str) -> None:
 def test_a_collective_that_a_rank_has_ended_without(size: int, ended: int, wait: str) -> None:
     error = failure("gloo", waits_for_one, wait, ended, size=size)
     assert error.rank != ended
-    assert f"Rank {ended} did not come to {wait.partition(' ')[0]} at tests/test_ends_of_ranks.py:" in str(error)
+    assert f"Rank {ended} did not come to {wait.partition(' ')[0]} at tests/test_ends_of_ranks.py:" in str(
+        error
+    )
     assert f"Rank {ended} failed after it: " in str(error)
     assert "So rank" not in error.traceback, "it is about the rank that waited"
 
@@ -196,7 +198,9 @@ def go_on_without_rank_2(local_rank: int, what: str) -> int:
     return rank
 
 
-@pytest.mark.parametrize("what", ["a checkpoint", "a group", "a message", "a long backward pass", "a broadcast"])
+@pytest.mark.parametrize(
+    "what", ["a checkpoint", "a group", "a message", "a long backward pass", "a broadcast"]
+)
 def test_ranks_that_need_nobody_else_go_on(what: str) -> None:
     assert idist.spawn("gloo", go_on_without_rank_2, (what,), nproc_per_node=3) == [0, 1, 2]
 
@@ -273,11 +277,13 @@ def test_under_torchrun(how: str, tmp_path: Path) -> None:
     ended = helpers.run_python(*launcher, script, how.split()[0], env=environ)
     assert ended.returncode == 1, ended.stdout
     assert "MissingRanksError: Rank 1 did not come" in ended.stdout
-    expected = "its process has ended" if how == "just returns" else "it has come to the end of its context at"
+    expected = (
+        "its process has ended" if how == "just returns" else "it has come to the end of its context at"
+    )
     assert expected in ended.stdout
 
 
-# --- ends that are none --------------------------------------------------------------------------------------
+# --- ends that are none ------------------------------------------------------------------------------------
 
 
 def leaves(local_rank: int) -> None:

@@ -198,20 +198,36 @@ def test_a_ctrl_c_gets_through_to_a_rank_that_waits() -> None:
         spawn(_interrupted)
 
 
+# What a launch is, the exit status of its launcher, and what that says last.
 ENDINGS = {
-    "nobody joins": "idist.spawn('horovod', time.sleep, (60,), nproc_per_node=2, join=False, daemon=True)",
-    "not picklable": "idist.spawn('horovod', work, (threading.Lock(),), nproc_per_node=2)",
-    "unknown method": "idist.spawn('horovod', work, nproc_per_node=2, start_method='bogus')",
-    "terminated": "w = idist.spawn('horovod', work, nproc_per_node=2, join=False); w.terminate()",
+    "nobody joins": (
+        "idist.spawn('horovod', time.sleep, (60,), nproc_per_node=2, join=False, daemon=True)",
+        0,
+        "",
+    ),
+    "not picklable": (
+        "idist.spawn('horovod', work, (threading.Lock(),), nproc_per_node=2)",
+        1,
+        "TypeError: The function given to spawn",
+    ),
+    "unknown method": (
+        "idist.spawn('horovod', work, nproc_per_node=2, start_method='bogus')",
+        1,
+        "ValueError: Unknown start_method 'bogus'",
+    ),
+    "terminated": ("w = idist.spawn('horovod', work, nproc_per_node=2, join=False); w.terminate()", 0, ""),
     "interrupted": (
         "threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start(); "
-        "idist.spawn('horovod', work, (60,), nproc_per_node=2)"
+        "idist.spawn('horovod', work, (60,), nproc_per_node=2)",
+        -signal.SIGINT,
+        "KeyboardInterrupt",
     ),
 }
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_launcher_ends_however_its_launch_does(ending: str, tmp_path: Path) -> None:
+    launch, status, said = ENDINGS[ending]
     text = f"""
         import os, signal, threading, time
         import ignite_dist as idist
@@ -220,9 +236,11 @@ def test_the_launcher_ends_however_its_launch_does(ending: str, tmp_path: Path) 
             time.sleep(seconds)
 
         if __name__ == "__main__":
-            {ENDINGS[ending]}
+            {launch}
         """
-    helpers.run_python(helpers.write_script(tmp_path, text), seconds=200)
+    ended = helpers.run_python(helpers.write_script(tmp_path, text), seconds=200)
+    assert ended.returncode == status, ended.stdout
+    assert said in ended.stdout
 
 
 # --- through horovod.run ------------------------------------------------------------------------------

@@ -269,19 +269,33 @@ def test_a_context_that_somebody_else_has_made(tmp_path: Path) -> None:
     assert "Ranks 0, 2 wait in all_gather" in message
 
 
-def cycles() -> None:
+def watchdogs() -> int:
+    return [thread.name for thread in threading.enumerate()].count(THREAD)
+
+
+def cycles() -> list[tuple[Any, ...]]:
+    """What is seen in each of three contexts, and after it."""
+    seen = []
     for number in range(3):
         idist.initialize("gloo")
         idist.barrier(timeout=LONG)
         idist.watch(LONG)
-        if number == 1:
-            idist.all_gather("x")
+        gathered = idist.all_gather((number, idist.get_rank())) if number == 1 else None
         idist.barrier(timeout=LONG)
+        record = current_model().recorder
+        assert record is not None
+        calls = [call.operation for call in record.logs[idist.get_rank()].calls]
+        during = watchdogs()
         idist.finalize()
+        seen.append((gathered, calls, during, watchdogs(), idist.backend()))
+    return seen
 
 
 def test_one_context_after_another() -> None:
-    helpers.run_ranks(cycles)
+    """Each has a watchdog, and calls, of its own."""
+    without = (None, [], 1, 0, None)
+    with_a_call = ([(1, 0), (1, 1)], ["all_gather"], 1, 0, None)
+    assert helpers.run_ranks(cycles) == [[without, with_a_call, without]] * 2
 
 
 def test_a_world_of_one_waits_for_nobody() -> None:

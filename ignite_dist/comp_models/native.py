@@ -544,9 +544,9 @@ class NativeModel(ComputationModel):
 
     def _barrier(self, group: Group) -> None:
         # NCCL guesses a device unless it is told one.
-        devices_used = {} if "cpu" in self._backends else {"device_ids": [self.device().index]}
+        device_ids = None if "cpu" in self._backends else [self.device().index]
         try:
-            dist.barrier(group=group.handle, **devices_used)
+            dist.barrier(group=group.handle, device_ids=device_ids)
         except RuntimeError as error:
             links.raise_explained(error)
 

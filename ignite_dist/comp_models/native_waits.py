@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import FrameType
+from typing import Any
 
 from torch.distributed import ProcessGroup, distributed_c10d
 
@@ -19,7 +20,7 @@ _AUTOGRAD = "graph.py"
 
 def calls_begun() -> dict[str, int]:
     """How many calls, also of other libraries, each group of this rank has begun, by the group's name."""
-    groups = list(distributed_c10d._world.pg_map)
+    groups: list[Any] = list(distributed_c10d._world.pg_map)
     try:
         return {group.group_name: group._get_sequence_number_for_group() for group in groups}
     except RuntimeError:  # not every backend counts

@@ -114,10 +114,10 @@ class Meeting:
         if here.failure is not None:
             raise RankFailedError(*here.failure)
         if ended := here.ended():
-            waiting = "; ".join(f"rank {one}: {what}" for one, what in sorted(here.calls.items()) if what != END)
+            others = sorted(set(here.calls) - set(ended))
+            waiting = "; ".join(f"rank {one}: {here.calls[one]}" for one in others)
             raise MissingRanksError(
-                f"{describe_ranks(ended).capitalize()} came to {END}, and will not come to what others wait in. "
-                f"{waiting[0].upper()}{waiting[1:]}.",
+                f"{describe_ranks(ended).capitalize()} came to {END}, and others wait for them: {waiting}.",
                 ended,
                 dict.fromkeys(ended, END),
             )

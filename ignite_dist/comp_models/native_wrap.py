@@ -20,7 +20,15 @@ from torch.optim import Optimizer
 
 from ignite_dist.arguments import check_keywords
 
-__all__ = ["accumulating", "joined", "process_groups", "shard_model", "shard_optimizer", "were_averaged", "wrap_model"]
+__all__ = [
+    "accumulating",
+    "joined",
+    "process_groups",
+    "shard_model",
+    "shard_optimizer",
+    "were_averaged",
+    "wrap_model",
+]
 
 
 _LOCAL = "_ignite_dist_local"  # on a module of FSDP2 that does not synchronise gradients
@@ -101,9 +109,7 @@ def accumulating(model: Module) -> Iterator[None]:
 
 def process_groups(model: Module) -> list[Any]:
     """The process group of each ``DistributedDataParallel`` in ``model``."""
-    return [
-        module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)
-    ]
+    return [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
 def were_averaged(model: Module) -> None:

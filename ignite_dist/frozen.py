@@ -70,6 +70,6 @@ class _Refusal:
                 return
         raise RuntimeError(
             f"{self._name} was frozen when auto_model got the model, so its gradients would be each rank's "
-            "own. Unfreeze it, and then call model = idist.auto_model(idist.unwrap_model(model)), once more if "
-            "need be; make the optimizer after that."
+            "own. Unfreeze it, then call model = idist.auto_model(idist.unwrap_model(model)), a second time too, "
+            "and make the optimizer."
         )

@@ -6,12 +6,12 @@ rank 0 in the next forward pass through it; where nothing is wrapped, nobody doe
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import NamedTuple
 
 from torch import Tensor
@@ -109,11 +109,28 @@ def share_buffers() -> None:
 
 def _share(live: ComputationModel, known: _OfGroup) -> None:
     group = known.group
-    alive = {one.number: module for one in known.models if one.shares_buffers and (module := one.module())}
-    found = {number: _own_buffers(module) for number, module in alive.items()}
-    described = [(number, _digest(buffers)) for number, buffers in found.items()]
     live.announce("exact pass", group)
-    rows = live.gather_objects((_KIND, known.count, described), group)
+    found, different = _compare(live, known)
+    if different:
+        # A model that was dropped may wait for the garbage collector. All ranks see it, so all look again.
+        del found
+        gc.collect()
+        found, different = _compare(live, known)
+    if different:
+        _raise_for_buffers(live, group, *found[different[0]])
+    buffers = {id(buffer): buffer for _, named in found.values() for _, buffer in named}
+    broadcast_tensors(live, buffers.values(), group.ranks[0], group)
+
+
+_Found = dict[int, tuple[Module, list[tuple[str, Tensor]]]]
+
+
+def _compare(live: ComputationModel, known: _OfGroup) -> tuple[_Found, list[int]]:
+    """The models that every rank still has, with their buffers, and the numbers of those that differ."""
+    alive = [(one.number, one.module()) for one in known.models if one.shares_buffers]
+    found = {number: (module, _own_buffers(module)) for number, module in alive if module is not None}
+    digests = [(number, _digest(buffers)) for number, (_, buffers) in found.items()]
+    rows = live.gather_objects((_KIND, known.count, digests), known.group)
     if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
         raise CollectiveMismatchError(
             "Some ranks begin a pass over a loader of auto_dataloader(exact=...), and others make another "
@@ -125,13 +142,9 @@ def _share(live: ComputationModel, known: _OfGroup) -> None:
             f"The ranks have given {counts} models to auto_model: every rank calls it as often as the others."
         )
     everyones = [dict(one) for *_, one in rows]
-    # A model that one rank has dropped may wait for the garbage collector on another.
     numbers = sorted(set(found).intersection(*everyones))
-    for number in numbers:
-        if len({one[number] for one in everyones}) > 1:
-            _raise_for_buffers(live, group, alive[number], found[number])
-    buffers = {id(buffer): buffer for number in numbers for _, buffer in found[number]}
-    broadcast_tensors(live, buffers.values(), group.ranks[0], group)
+    different = [number for number in numbers if len({one[number] for one in everyones}) > 1]
+    return {number: found[number] for number in numbers}, different
 
 
 def _own_buffers(module: Module) -> list[tuple[str, Tensor]]:
@@ -144,25 +157,33 @@ def _own_buffers(module: Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _described(buffers: Sequence[tuple[str, Tensor]]) -> list[str]:
-    return [f"{name!r} ({buffer.dtype}, {tuple(buffer.shape)})" for name, buffer in buffers]
+def _described(buffers: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
+    return {name: f"{buffer.dtype} of shape {tuple(buffer.shape)}" for name, buffer in buffers}
 
 
 def _digest(buffers: Sequence[tuple[str, Tensor]]) -> str:
-    return hashlib.sha1("\n".join(_described(buffers)).encode(), usedforsecurity=False).hexdigest()
+    return hashlib.sha1(repr(_described(buffers)).encode(), usedforsecurity=False).hexdigest()
 
 
 def _raise_for_buffers(
     live: ComputationModel, group: Group, module: Module, buffers: Sequence[tuple[str, Tensor]]
 ) -> None:
     """Say which is the first that differs. Every rank of ``group`` calls it."""
-    everyones: list[list[str]] = live.gather_objects(_described(buffers), group)
-    first = next(row for row in zip_longest(*everyones, fillvalue="none") if len(set(row)) > 1)
-    by_rank = ", ".join(f"rank {rank}: {one}" for rank, one in zip(group.ranks, first, strict=True))
+    everyones: list[dict[str, str]] = live.gather_objects(_described(buffers), group)
+    names = dict.fromkeys(name for one in everyones for name in one)
+    differing = (name for name in names if len({one.get(name) for one in everyones}) > 1)
+    first = next(differing, None)
+    by_rank = [
+        f"rank {rank}: {one.get(first or '')}" for rank, one in zip(group.ranks, everyones, strict=True)
+    ]
     raise CollectiveMismatchError(
-        f"The ranks have different buffers in a {type(module).__name__}, so they cannot evaluate with those of "
-        f"rank {group.ranks[0]}. The first that differs: {by_rank}. Where each rank has buffers of its own, "
-        "call auto_model(..., broadcast_buffers=False)."
+        f"The ranks have different buffers in a {type(module).__name__}, so they cannot evaluate with those "
+        + (
+            f"of rank {group.ranks[0]}: {first!r} is {', '.join(by_rank)}. "
+            if first
+            else "of one: in order. "
+        )
+        + "Where each rank has buffers of its own, call auto_model(..., broadcast_buffers=False)."
     )
 
 

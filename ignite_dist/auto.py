@@ -58,8 +58,17 @@ def auto_model(
     torch.distributed with more than one rank: ``DistributedDataParallel``, or sharded in place with
     ``strategy="fsdp"``. No context and several GPUs: ``DataParallel``. With Horovod and XLA the optimizer
     averages gradients (:func:`auto_optim`), so the module itself comes back; on XLA with new parameters, and
-    the optimizer is made from these. All ranks start from the parameters and buffers of rank 0, unless the
-    module has nothing to train: then it is left as it is, and no rank waits for another.
+    the optimizer is made from these. All ranks start from the parameters and buffers of rank 0 (of the first
+    rank of ``process_group`` or ``mesh``), unless the module has nothing to train: then it is left as it is,
+    and no rank waits for another.
+
+    Unfreeze what is trained before. A backward pass raises ``RuntimeError`` if it computes a gradient that
+    would be this rank's own: of a model that was all frozen here, and with ``DistributedDataParallel`` of a
+    parameter that was. ``auto_model(unwrap_model(model))`` adapts it again.
+
+    While a model is trained, its running statistics (buffers) are each rank's own. Each pass over a loader of
+    ``auto_dataloader(exact=...)`` begins with those of rank 0; in another evaluation call
+    ``broadcast(buffer)`` for each of ``unwrap_model(model).buffers()`` first.
 
     Args:
         model: any module.
@@ -77,7 +86,8 @@ def auto_model(
         kwargs: those of the wrapping class: ``static_graph``, ``bucket_cap_mb``, ...; with ``"fsdp"`` those
             of ``torch.distributed.fsdp.fully_shard``: ``mp_policy``, ``reshard_after_forward``, ...
             Where there is no wrapper they have no meaning and are not looked at, so that a script can keep
-            them. ``find_unused_parameters`` is False, as in torch: with True each backward pass first walks
+            them, but for ``broadcast_buffers``: False leaves buffers as each rank's own, with ``"fsdp"`` too.
+            ``find_unused_parameters`` is False, as in torch: with True each backward pass first walks
             the graph and exchanges a bitmap. It must be True if a pass does not use every parameter, on any
             rank; else that pass raises, or the next one.
 
@@ -86,7 +96,8 @@ def auto_model(
 
     Raises:
         ValueError: an unknown ``strategy`` or ``comm_hook``, ``"bf16"`` without NCCL, ``"fsdp"`` with what
-            belongs to DDP, or with Horovod or XLA. Nothing was sent.
+            belongs to DDP, or with Horovod or XLA. Nothing was sent. Or a model on the meta device: with
+            ``"fsdp"`` raised on every rank, where rank 0 has no values; the others need none.
     """
     live = current_model()
     live.check_not_joining()
@@ -200,7 +211,8 @@ def unwrap_model(model: Module) -> Module:
     ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile`` are taken off, nested in any order, as
     far as they are on the outside. A model that is none of them comes back as it is, one with FSDP2 too: it
     is changed in place and has nothing around it. To save it, to evaluate it without collectives, or to call
-    a method of its own.
+    a method of its own. Never communicates, so one rank may call it alone. After training the module's
+    buffers are this rank's, until a pass over a loader of ``auto_dataloader(exact=...)`` begins.
     """
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # imported by torch.compile, in 0.5 s
     while True:
@@ -327,9 +339,10 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
 
     Args:
         optimizer: any torch optimizer. Its class can be made from parameters alone, as torch's own can.
-        zero: shard its state over the ranks, by torch's ``ZeroRedundancyOptimizer``: for a model in
-            ``DistributedDataParallel``; each rank updates a part of the parameters and sends them to all.
-            In a world of one it changes nothing; Horovod and XLA do not have it.
+        zero: shard its state over all ranks, by torch's ``ZeroRedundancyOptimizer``: for a model in
+            ``DistributedDataParallel`` without a ``process_group``; each rank updates a part of the
+            parameters and sends them to all. In a world of one it changes nothing; Horovod and XLA do not
+            have it.
         kwargs: for Horovod those of ``hvd.DistributedOptimizer``: ``named_parameters``, ``compression``,
             ``backward_passes_per_step``, ...
 
@@ -337,9 +350,9 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         The optimizer to use from now on; schedulers take this one.
 
     Raises:
-        ValueError: ``zero`` where there is no such thing; ``zero``, or a model with ``strategy="fsdp"``, with
-            an optimizer that makes its step from all parameters together (one that cannot do without a
-            closure: LBFGS). Nothing was sent.
+        ValueError: ``zero`` where there is no such thing, or for a model that only some ranks train; ``zero``, or
+            a model with ``strategy="fsdp"``, with an optimizer that makes its step from all parameters together
+            (one that cannot do without a closure: LBFGS). Nothing was sent.
     """
     live = current_model()
     live.check_not_joining()

@@ -81,12 +81,17 @@ def auto_dataloader(
     Ranks get equally many samples, for which some are drawn twice. With ``drop_last=True`` up to
     ``world_size - 1`` samples are left out instead. ``exact=True`` draws each once.
 
+    With ``exact`` every rank begins each pass, also one without samples: where models with buffers are
+    trained (BatchNorm's running statistics), it begins with a collective that gives all ranks those of rank
+    0, in every model of :func:`auto_model`. So ``unwrap_model(model)`` predicts the same on each rank. A copy
+    of a model, such as an average of its weights over time, has buffers of its own: ``broadcast`` each first.
+
     Args:
         dataset: an ``IterableDataset`` is left to give different data on different ranks by itself, but
             with ``shard``.
         exact: for an evaluation, with :func:`gather_in_order`: every sample exactly once, by an
             ``ExactSampler``, and in order unless ``shuffle=True``. Some ranks may have a batch less than
-            others, or none, so the loop over it makes no collective, nor does the model in it:
+            others, or none, so the loop over it makes no further collective, nor does the model in it:
             ``unwrap_model``. With FSDP2, whose every forward pass is a collective, ``"padded"``: all ranks
             have as many, and :func:`gather_in_order` drops what is too much.
         shard: of an ``IterableDataset`` that gives every process the same items, each rank and each worker
@@ -96,7 +101,8 @@ def auto_dataloader(
 
     Returns:
         A ``torch.utils.data.DataLoader``; with XLA an ``MpDeviceLoader`` that has its attributes, whose
-        batches are on :func:`device` already.
+        batches are on :func:`device` already. With ``exact`` a pass raises ``CollectiveMismatchError`` on
+        every rank if their models' buffers differ in kind, and ``RuntimeError`` inside of :func:`join`.
 
     Raises:
         ValueError: ``exact`` with what leaves samples out or has an order of its own (``sampler``,
@@ -223,7 +229,8 @@ def gather_in_order(values: Any, loader: Any) -> Any:
             ``(n, *S)`` for its ``n`` samples; a list with one entry per sample, strings for example; or a
             dict, tuple or named tuple of them. ``(*S)`` and dtype are the same on every rank. What a rank
             without a sample gives is not looked at.
-        loader: of ``auto_dataloader(..., exact=True)``, or any with an ``ExactSampler``.
+        loader: of ``auto_dataloader(..., exact=True)``; or any with an ``ExactSampler``, a pass over which
+            leaves the buffers of models as they are on each rank.
 
     Returns:
         The same kind of value for the ``N`` samples of the data set, on every rank: ``(N, *S)`` on the

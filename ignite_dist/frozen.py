@@ -44,7 +44,9 @@ def watch_frozen(live: ComputationModel, module: Module, wrapped: Module, is_ave
         refusal = _Refusal(live, f"{name!r} of {type(module).__name__}", wrapper)
         parameter.requires_grad_(True)  # torch takes a hook for no other
         try:
-            _watched[parameter] = parameter.register_post_accumulate_grad_hook(refusal)
+            _watched[parameter] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                refusal
+            )
         finally:
             parameter.requires_grad_(False)
 
@@ -68,6 +70,6 @@ class _Refusal:
                 return
         raise RuntimeError(
             f"{self._name} was frozen when auto_model got the model, so its gradients would be each rank's "
-            "own. Unfreeze it first, and then call model = idist.auto_model(idist.unwrap_model(model)), which "
-            "may be called again; make the optimizer after that."
+            "own. Unfreeze it, then call model = idist.auto_model(idist.unwrap_model(model)), which may be the "
+            "second time, and make the optimizer."
         )

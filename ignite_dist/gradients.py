@@ -204,7 +204,8 @@ def accumulate(
 
     Args:
         loader: whose batches are the microbatches; it is one batch ahead.
-        model: what :func:`auto_model` returned, or what contains it; not with ``strategy="fsdp"``.
+        model: what :func:`auto_model` returned, or what contains it; not with ``strategy="fsdp"``. All ranks
+            are those of its ``process_group``, if it has one.
         steps: microbatches per step.
         weight: of a batch, in whatever counts: how many samples, or tokens, its loss is the mean of. Then the
             gradient is that of the mean over all of these, whatever the sizes of the microbatches on each

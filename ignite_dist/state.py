@@ -74,7 +74,7 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
 def _fill_shards(
     live: ComputationModel, own: Mapping[str, Tensor], state: Mapping[str, Tensor], group: Group
 ) -> None:
-    """Fill ``own``, a part of which each rank has, from the whole ``state`` of rank 0; one tensor at a time."""
+    """Fill ``own``, of which each rank has a part, from the ``state`` of rank 0, one tensor at a time."""
     for name, tensor in own.items():
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if state:

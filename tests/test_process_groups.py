@@ -69,7 +69,8 @@ def _weighed(rank: int, strategy: str) -> str:
             with sync:
                 model(batch).mean().backward()
         alone = make()
-        alone(torch.cat([sample(other, number) for other in MEMBERS for number in range(2)])).mean().backward()
+        everyones = torch.cat([sample(other, number) for other in MEMBERS for number in range(2)])
+        alone(everyones).mean().backward()
         torch.testing.assert_close(gradients(model), gradients(alone))
     idist.barrier()
     return "done"

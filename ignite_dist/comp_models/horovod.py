@@ -551,7 +551,7 @@ class HorovodModel(ComputationModel):
                 "divide_by_initial_world_size and throw_on_early_termination as they are."
             )
         if len(self.gradient_group(model, [] if optimizer is None else [optimizer]).ranks) < self._world_size:
-            raise ValueError("Horovod's join() is for all ranks; this optimizer has a process_set= of its own.")
+            raise ValueError("Horovod's join() is for all ranks, and this optimizer has a process_set=.")
         last: list[int] = []
         yield last
         last.append(self._hvd.join())

@@ -20,8 +20,8 @@ Wait = Callable[[Call], Any]
 class Carried:
     """A compression that loses nothing and makes of any gradient one that Horovod takes.
 
-    It takes neither bfloat16 nor complex numbers nor what is not contiguous, and on the CPU rounds float16
-    after every rank.
+    It takes neither bfloat16 nor complex numbers nor what is not contiguous, and rounds float16 after every
+    rank. Halves are added in float32: unlike ``all_reduce``, which adds them in float64, for half the bytes.
     """
 
     @staticmethod

@@ -111,9 +111,7 @@ def accumulating(model: Module) -> Iterator[None]:
 
 def process_groups(model: Module) -> list[Any]:
     """The process group of each ``DistributedDataParallel`` in ``model``."""
-    return [
-        module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)
-    ]
+    return [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
 def _mesh_of(parameter: Parameter) -> Any:

@@ -1,0 +1,32 @@
+"""Passes over an exact loader that need no other rank."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import BatchNorm1d, Linear, Sequential
+
+import ignite_dist as idist
+from ignite_dist.samplers import ExactSampler
+
+
+def _alone(rank: int) -> str:
+    kept = [
+        idist.auto_model(Sequential(BatchNorm1d(2), Linear(2, 2)).requires_grad_(False)),  # a teacher
+        idist.auto_model(Linear(2, 2)),  # without buffers
+        idist.auto_model(Sequential(BatchNorm1d(2), Linear(2, 2)), broadcast_buffers=False),
+    ]
+    if rank == 0:
+        kept.append(idist.auto_model(BatchNorm1d(2).requires_grad_(False)))
+        assert len(list(idist.auto_dataloader(list(range(4)), exact=True))) == 2
+    idist.barrier()
+    kept.append(idist.auto_model(BatchNorm1d(2)))
+    if rank == 0:  # a loader of one's own says nothing to other ranks
+        data = list(range(4))
+        own = torch.utils.data.DataLoader(data, sampler=ExactSampler(data, **idist.sampler_kwargs()))
+        assert len(list(own)) == 2
+    idist.barrier()
+    return "done"
+
+
+def test_without_buffers_to_share_a_rank_may_make_a_pass_alone() -> None:
+    assert idist.spawn("gloo", _alone, nproc_per_node=2) == ["done"] * 2

@@ -46,8 +46,8 @@ class DDPSyncStrategy(Enum):
         FORCED_SYNC: once, after the last microbatch's block: the ranks agree on which parameters have a
             gradient on any of them, and average these in buckets. The single-process gradients, whatever each
             microbatch uses on each rank, without ``find_unused_parameters``; but nothing overlaps with the
-            backward pass. Sparse gradients (of an embedding) stay sparse. If a block raises on one rank, the others raise ``RankFailedError``, and no
-            gradient is touched.
+            backward pass. Sparse gradients (of an embedding) stay sparse. If a block raises on one rank, the
+            others raise ``RankFailedError``, and no gradient is touched.
     """
 
     SINGLE_AUTO_SYNC = "single_auto_sync"
@@ -107,8 +107,8 @@ def grad_sync(
 
     Raises:
         RankFailedError: FORCED_SYNC, and the block of another rank has raised.
-        RuntimeError: a parameter was frozen after ``DistributedDataParallel`` was made, which waits for its
-            gradient (not with FORCED_SYNC); or ``model`` contains several of them and this rank has used none.
+        RuntimeError: not with FORCED_SYNC: a parameter was frozen after ``DistributedDataParallel`` was made,
+            which waits for its gradient; or ``model`` contains several, and this rank has used none of them.
         ValueError: as :func:`no_sync`.
     """
     live = current_model()
@@ -199,8 +199,8 @@ def accumulate(
     with MULTI_AUTO_SYNC, and for a model with buffers, they are equal. A step begins with gradients of None
     or zero: what is there is taken for a part of the sum. A rank may skip what is in the block of a
     microbatch, which then counts with a gradient of zero; it enters the block of the last one. Gradients that
-    ``torch.autograd.grad`` returns in a block are left alone. What ``loader`` or ``weight`` raises is that rank's
-    alone.
+    ``torch.autograd.grad`` returns in a block are left alone. What ``loader`` or ``weight`` raises is that
+    rank's alone.
 
     Args:
         loader: whose batches are the microbatches; it is one batch ahead.

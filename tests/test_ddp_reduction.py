@@ -150,8 +150,8 @@ def _hooked(_: int) -> None:
     assert calls == ["inside", "outside"] * (2 if idist.get_rank() == 1 else 4)
     for hook in own:
         hook.remove()
-    copied = copy.deepcopy(inner)
-    assert all(one.equal(other) for one, other in zip(copied.parameters(), inner.parameters(), strict=True))
+    copied_ddp = copy.deepcopy(model)
+    assert_alike(trained(copied_ddp, 2, last_of_rank_one), wanted(2, last_of_rank_one))
     assert list(dict(model.named_modules())) == ["", "module", "module.first", "module.second"]
 
 

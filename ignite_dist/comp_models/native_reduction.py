@@ -8,10 +8,9 @@ backward pass of zeros through the parameters that are missing. DDP sends what t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_dist.accumulation import accumulation_node, add_gradients, empty_gradient, note_arrival
 
 __all__ = ["completing"]
+
+_REDUCTION = "_ignite_dist_reduction"  # on a DistributedDataParallel, for good: what it has reduced
 
 
 @contextmanager
@@ -36,18 +37,20 @@ def completing(model: Module) -> Iterator[None]:
     """
     wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     with ExitStack() as stack:
-        reductions = [stack.enter_context(_watching(module)) for module in wrapped]
+        reductions = {module: stack.enter_context(_watching(module)) for module in wrapped}
         yield
     if not torch.is_grad_enabled():  # an evaluation
         return
     if len(reductions) > 1:
         reductions = _those_in_use(reductions)
-    for reduction in reductions:
-        reduction.complete()
+    for module, reduction in reductions.items():
+        reduction.complete(module)
 
 
-def _those_in_use(reductions: Sequence[_Reduction]) -> list[_Reduction]:
-    used = [one for one in reductions if one.was_prepared or one.holds_gradients()]
+def _those_in_use(
+    reductions: dict[DistributedDataParallel, _Reduction],
+) -> dict[DistributedDataParallel, _Reduction]:
+    used = {module: one for module, one in reductions.items() if one.was_prepared or one.holds_gradients()}
     if not used:
         raise RuntimeError(
             f"The model contains {len(reductions)} DistributedDataParallel, and this rank has used none of "
@@ -79,7 +82,9 @@ class _Reduction:
         self.nodes = [accumulation_node(parameter) for parameter in self.parameters]
         for number, node in enumerate(self.nodes):
             note_arrival(node, number, self.arrived)
-        self.module: DistributedDataParallel | None = None  # only in a block: it is a key of _known
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the module has other nodes, and makes its own
 
     def holds_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self.parameters)
@@ -90,11 +95,9 @@ class _Reduction:
             self.was_prepared = True
             self.arrived.clear()
 
-    def complete(self) -> None:
+    def complete(self, module: DistributedDataParallel) -> None:
         """Take part in what this rank has not reduced."""
-        module = self.module
-        self.module = None
-        if module is None or not self.parameters or not module.require_backward_grad_sync:  # within no_sync()
+        if not self.parameters or not module.require_backward_grad_sync:  # within no_sync()
             return
         # Or it was called before the block: then DDP itself notes whether it is to synchronise.
         is_prepared = self.was_prepared or module.require_forward_param_sync
@@ -124,16 +127,13 @@ class _Reduction:
         return parameter.detach().new_zeros(()).expand_as(parameter)  # takes no memory
 
 
-_known: WeakKeyDictionary[DistributedDataParallel, _Reduction] = WeakKeyDictionary()
-
-
 @contextmanager
 def _watching(module: DistributedDataParallel) -> Iterator[_Reduction]:
     """In the block it is noted what ``module`` reduces."""
-    reduction = _known.get(module)
+    reduction: _Reduction | None = vars(module).get(_REDUCTION)
     if reduction is None:
-        reduction = _known[module] = _Reduction(module)
-    reduction.module, reduction.was_prepared = module, False
+        reduction = vars(module)[_REDUCTION] = _Reduction(module)
+    reduction.was_prepared = False
     reduction.arrived.clear()
     # Not for good: a model with hooks of ours could not be copied or pickled.
     handle = module.register_forward_hook(reduction.note_call)

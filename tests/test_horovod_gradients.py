@@ -401,7 +401,8 @@ def _shared(num_ranks: int, order: list[int]) -> list[Any]:
     for number in range(4):
         net.zero_grad(set_to_none=number % 2 == 0)
         backward(
-            num_ranks, lambda rank, number=number: net(data(rank, number), ["abc", "a", "b"][(rank + number) % 3])
+            num_ranks,
+            lambda rank, number=number: net(data(rank, number), ["abc", "a", "b"][(rank + number) % 3]),
         )
         for index in order:
             optimizers[index].step()
@@ -645,7 +646,9 @@ def _summed(num_ranks: int, passes: int) -> list[Any]:
     for number in range(3):
         for one in range(passes):
             factor = 1 if idist.get_world_size() > 1 else num_ranks
-            backward(num_ranks, lambda rank, n=2 * number + one, factor=factor: factor * net(data(rank, n), "ab"))
+            backward(
+                num_ranks, lambda rank, n=2 * number + one, factor=factor: factor * net(data(rank, n), "ab")
+            )
         optimizer.step()
         optimizer.zero_grad()
     return values(net)

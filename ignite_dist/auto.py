@@ -246,7 +246,7 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
     whose loss is averaged too. A parameter that this rank has not used counts as one with a zero gradient,
     and keeps None if no rank has used it (not so where a replica of XLA has a process of its own).
 
-    Under Horovod it becomes an optimizer as ``hvd.DistributedOptimizer`` makes it, which starts from the state
+    Under Horovod it becomes an optimizer as ``hvd.DistributedOptimizer`` makes it, and starts from the state
     of rank 0 (Adam's moments after a resume). ``backward`` returns when the gradients are averages, so a
     ``GradScaler``, clipping, and whatever else reads or writes them before the step, works as with
     ``DistributedDataParallel``. A rank may use other parameters than the others, in several backward passes

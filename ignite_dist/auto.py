@@ -331,14 +331,18 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
     run. A parameter that this rank has not used counts as one with a zero gradient, and keeps None if no
     rank has used it (not so where a replica of XLA has a process of its own).
 
-    Under Horovod it becomes a ``hvd.DistributedOptimizer`` that starts from the state of rank 0 (Adam's
-    moments after a resume) and averages the gradients before each step.
-    Schedulers, ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as without it.
-    Between ``backward`` and ``step`` gradients are being averaged, and are not to be looked at before
-    :func:`clip_grad_norm` has waited for that.
+    Under Horovod it becomes an optimizer as ``hvd.DistributedOptimizer`` makes it, and starts from the state
+    of rank 0 (Adam's moments after a resume). ``backward`` returns when the gradients are averages, so a
+    ``GradScaler``, clipping, and whatever else reads or writes them before the step, works as with
+    ``DistributedDataParallel``. A rank may use other parameters than the others, in several backward passes
+    too; but all ranks make as many, or none makes more than ``backward_passes_per_step``, else
+    ``CollectiveMismatchError``. Gradients that no backward pass has made are averaged in the step.
+    Schedulers, ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as without it, and
+    parameters may be frozen and unfrozen at any time. Where optimizers share a parameter, the one that was
+    adapted last says how its gradient is averaged.
 
     Args:
-        optimizer: any torch optimizer. Its class can be made from parameters alone, as torch's own can.
+        optimizer: any torch optimizer.
         zero: shard its state over all ranks, by torch's ``ZeroRedundancyOptimizer``: for a model in
             ``DistributedDataParallel`` without a ``process_group``; each rank updates a part of the
             parameters and sends them to all. In a world of one it changes nothing; Horovod and XLA do not

@@ -1,8 +1,9 @@
 """Gradients that are averaged by Horovod while a backward pass computes them, and are there when it ends.
 
-A *round* is what the ranks of a process set do together: they tell each other which gradients have changed on
-any rank, and average these. A round is made at the end of each backward pass of an optimizer's parameters, and
-in the step of an optimizer that has had none. What a backward pass has finished is sent while it goes on.
+A *round* is what the ranks of a process set do together: they tell each other which gradients have changed,
+and average those that have on any rank. A round is made at the end of each backward pass of an optimizer's
+parameters, and in the step of an optimizer that has had none. Gradients are sent as soon as the backward pass
+has computed them.
 
 Ranks may use different parameters and different optimizers in a pass: each rank takes part with what it has.
 """
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ignite_dist.comp_models.horovod_reduction import Call, Reduction, make_units
+from ignite_dist.comp_models.horovod_reduction import Call, Reduction
+from ignite_dist.comp_models.horovod_units import Unit, Units
 from ignite_dist.errors import CollectiveMismatchError
 
 __all__ = ["Exchange", "Gradients", "Rounds"]
 
-# What a rank has to say about a parameter in a round; the greatest of all ranks counts.
-_NOTHING, _SPARSE, _DENSE, _AGAIN = range(4)
+# What a rank has to say about a gradient in a round; the greatest of all ranks counts.
+_NOTHING, _SPARSE, _DENSE = range(3)
 
 _LIMIT = 1 << 30
 
@@ -40,7 +42,7 @@ _NOT_LINEAR = (
 )
 _CREATES_GRAPH = (
     "backward(create_graph=True) leaves gradients with a graph, which averaging over the ranks would not "
-    "follow. Take them by torch.autograd.grad(loss, parameters, create_graph=True), or inside idist.no_sync()."
+    "follow. Take them by torch.autograd.grad(loss, parameters, create_graph=True), or in idist.no_sync()."
 )
 
 
@@ -198,20 +200,17 @@ class Gradients:
         self.is_local = False  # while backward passes leave gradients as each rank's own
         self._exchange = exchange
         self._name = f"ignite_dist.{name}"
-        self._reduction = reduction
-        self._groups = groups
+        self._is_average = reduction.is_average
         self._rounds = exchange.rounds(reduction.process_set)
         self.number = self._rounds.add(self)
         self._heirs: dict[int, Gradients] = {}  # which average some of these gradients now
-        self._parameters: list[weakref.ref[Tensor] | None] = []
-        self._names: list[str] = []
+        self._units = Units(reduction, groups)
         self._hooks: list[Any] = []
-        self._units: list[tuple[int, ...]] = []  # of each parameter: those that are sent as one
         self._counts: dict[int, int] = {}  # passes that have added to each gradient since its average
         self._latest: int | None = None
-        self._submitted: dict[tuple[int, ...], _Submitted] = {}
         self._needs: Call = (0, "")
-        self._agreed: list[int] = []
+        self._agreed: list[int] = []  # of each gradient: _NOTHING, _SPARSE or _DENSE
+        self._sent_again: list[int] = []  # of each gradient: whether some rank sends it a second time
         self._has_results = False  # of a round since the last step
         # The gradients that hold an average, and their versions when the step after it ended.
         self._averaged: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
@@ -220,22 +219,19 @@ class Gradients:
 
     def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Average the gradients of these parameters from now on; no other optimizer does any more."""
-        first = len(self._parameters)
         self._exchange.hand_over((parameter for _, parameter in named), self)
-        for index, (name, parameter) in enumerate(named, first):
-            self._parameters.append(weakref.ref(parameter))
-            self._names.append(name)
+        for index, (_, parameter) in enumerate(named, len(self._units)):
             self._hooks.append(self._watch(index, parameter))
-        self._units += make_units(self._groups, [parameter for _, parameter in named], first)
+        self._units.add(named)
 
     def leave(self, parameters: set[int], heir: Gradients) -> None:
         """Average no more what is among ``parameters``, by ``id``; ``heir`` does."""
-        for index in range(len(self._parameters)):
-            parameter = self._parameter(index)
+        for index in range(len(self._units)):
+            parameter = self._units.parameter(index)
             if parameter is not None and id(parameter) in parameters:
                 if self._hooks[index] is not None:
                     self._hooks[index].remove()
-                self._parameters[index] = None
+                self._units.remove(index)
                 self._counts.pop(index, None)
                 self._averaged.pop(index, None)
                 self._heirs[id(heir)] = heir
@@ -266,10 +262,6 @@ class Gradients:
             if is_frozen:
                 parameter.requires_grad_(False)
 
-    def _parameter(self, index: int) -> Parameter | None:
-        reference = self._parameters[index]
-        return None if reference is None else reference()  # type: ignore[return-value]
-
     # --- the backward pass -----------------------------------------------------------------------------
 
     def _add_pass(self, index: int, parameter: Tensor) -> None:
@@ -288,13 +280,13 @@ class Gradients:
         # One behind: the user's hooks of this very gradient may come after this one, and change it.
         latest, self._latest = self._latest, index
         if latest is not None:
-            self._submit_if_complete(self._units[latest])
+            self._submit_if_complete(self._units.unit_of(latest))
 
-    def _submit_if_complete(self, unit: tuple[int, ...]) -> None:
-        if unit in self._submitted:
+    def _submit_if_complete(self, unit: Unit) -> None:
+        if self._units.is_under_way(unit):
             return
         for index in unit:
-            parameter = self._parameter(index)
+            parameter = self._units.parameter(index)
             if parameter is None:
                 return
             if parameter.requires_grad and self._counts.get(index, -1) < self.passes:
@@ -302,29 +294,28 @@ class Gradients:
             gradient = parameter.grad
             if gradient.is_sparse if gradient is not None else parameter.requires_grad:
                 return  # whether it is dense on other ranks, or None, is known at the end
-        self._submit(unit)
+        self._units.submit(unit)
 
     # --- a round ---------------------------------------------------------------------------------------
 
     def submit_needs(self) -> None:
         """Begin to tell the other ranks which gradients have changed here."""
         if self._latest is not None:
-            self._submit_if_complete(self._units[self._latest])
+            self._submit_if_complete(self._units.unit_of(self._latest))
             self._latest = None
-        self._needs = self._rounds.exchange_greatest(self._own_needs(), f"{self._name}.needs")
+        # Those that were sent and have changed since: in a pass within a pass, or after one that has failed.
+        changed = self._units.changed()
+        again = [int(index in changed) for index in range(len(self._units))]
+        self._needs = self._rounds.exchange_greatest([*self._own_needs(), *again], f"{self._name}.needs")
 
     def _own_needs(self) -> list[int]:
-        changed = {index for unit in self._submitted for index in unit if self._has_changed(unit)}
-        under_way = {index for unit in self._submitted for index in unit}
         needs = []
-        for index in range(len(self._parameters)):
-            parameter = self._parameter(index)
+        for index in range(len(self._units)):
+            parameter = self._units.parameter(index)
             gradient = None if parameter is None else parameter.grad
-            if index in changed:
-                needs.append(_AGAIN)
-            elif gradient is None or parameter is None:
+            if gradient is None or parameter is None:
                 needs.append(_NOTHING)
-            elif index in under_way or index in self._counts or self._is_new(index, parameter):
+            elif index in self._counts or self._is_new(index, parameter):
                 needs.append(_SPARSE if gradient.is_sparse else _DENSE)
             else:
                 needs.append(_NOTHING)
@@ -340,98 +331,52 @@ class Gradients:
             return True
         return version is not None and version != gradient._version
 
-    def _has_changed(self, unit: tuple[int, ...]) -> bool:
-        """Whether what was sent is no more what is there: a pass within a pass, or one that has failed."""
-        for index, (gradient, version) in zip(unit, self._submitted[unit].sent, strict=True):
-            parameter = self._parameter(index)
-            now = None if parameter is None else parameter.grad
-            if now is not gradient or (now is not None and now._version != version):
-                return True
-        return False
-
     def submit_missing(self) -> None:
         """Begin to average what has changed on any rank, as far as this rank has not."""
-        self._agreed = self._rounds.result(self._needs).tolist()
-        if not self._reduction.is_average:
+        agreed = self._rounds.result(self._needs).tolist()
+        self._agreed, self._sent_again = agreed[: len(self._units)], agreed[len(self._units) :]
+        if not self._is_average:
             self._check_no_result_is_reduced_again()
-        for unit in self._units_agreed(_NOTHING + 1):
-            if unit not in self._submitted:
-                self._submit(unit)
+        for unit in self._units:
+            if self._units.is_under_way(unit):
+                continue
+            if any(self._sent_again[index] for index in unit):
+                self._units.submit(unit)
+            elif any(self._agreed[index] for index in unit):
+                self._units.submit(unit, self._sparse())
 
     def submit_changed(self) -> None:
         """Average once more what has changed on any rank since it was sent."""
-        for unit in self._units_agreed(_AGAIN):
-            self._results(unit)
-            self._submit(unit)
+        for unit in self._units:
+            if any(self._sent_again[index] for index in unit):
+                self._units.results(unit, self._rounds.result)
+                self._units.submit(unit, self._sparse())
+
+    def _sparse(self) -> set[int]:
+        return {index for index, kind in enumerate(self._agreed) if kind == _SPARSE}
 
     def receive(self) -> None:
         """Put the averages where the gradients are; what has none on any rank keeps None."""
         with torch.no_grad():
-            for unit in list(self._submitted):
-                for index, average in self._results(unit):
-                    if self._agreed[index]:
+            for unit in self._units:
+                if self._units.is_under_way(unit):
+                    for index, average in self._units.results(unit, self._rounds.result):
                         self._write(index, average)
-        self._agreed = []
         self._counts.clear()
         self._has_results = True
 
-    def _units_agreed(self, least: int) -> list[tuple[int, ...]]:
-        units = dict.fromkeys(self._units)
-        return [unit for unit in units if any(self._agreed[index] >= least for index in unit)]
+    def _write(self, index: int, average: Tensor) -> None:
+        if self._agreed[index] == _NOTHING:
+            return
+        self._units.write(index, average, is_sparse=self._agreed[index] == _SPARSE)
+        gradient = self._units.gradient(index)
+        if gradient is not None:
+            self._averaged[index] = weakref.ref(gradient), None
 
     def _check_no_result_is_reduced_again(self) -> None:
-        for index, need in enumerate(self._agreed):
-            parameter = self._parameter(index)
-            reference, version = self._averaged.get(index, (None, None))
-            if need and parameter is not None and reference is not None and version is None:
-                if parameter.grad is not None and reference() is parameter.grad:
-                    raise RuntimeError(_NOT_LINEAR)
-
-    # --- what is sent, and what comes back -------------------------------------------------------------
-
-    def _submit(self, unit: tuple[int, ...]) -> None:
-        here = [index for index in unit if self._parameter(index) is not None]
-        sent = []
-        for index in unit:
-            gradient = getattr(self._parameter(index), "grad", None)
-            sent.append((gradient, None if gradient is None else gradient._version))
-        sparse = [index for index in here if self._agreed and self._agreed[index] == _SPARSE]
-        calls = []
-        for index in sparse if not self._reduction.sparse_as_dense else ():
-            gradient = getattr(self._parameter(index), "grad", None)
-            call = self._reduction.begin_sparse(self._names[index], gradient, self._parameter(index))
-            calls.append(([index], call))
-        dense = [index for index in here if index not in sparse or self._reduction.sparse_as_dense]
-        if dense:
-            values = [self._value(index) for index in dense]
-            calls.append((dense, self._reduction.begin(self._names[dense[0]], values)))
-        self._submitted[unit] = _Submitted(calls, sent)
-
-    def _value(self, index: int) -> Tensor:
-        parameter = self._parameter(index)
-        assert parameter is not None
-        gradient = parameter.grad
-        if gradient is None:
-            return torch.zeros_like(parameter)
-        return gradient.to_dense() if gradient.is_sparse else gradient.detach()
-
-    def _results(self, unit: tuple[int, ...]) -> list[tuple[int, Tensor]]:
-        found: list[tuple[int, Tensor]] = []
-        for indices, finish in self._submitted.pop(unit).calls:
-            found += zip(indices, finish(self._rounds.result), strict=True)
-        return found
-
-    def _write(self, index: int, average: Tensor) -> None:
-        parameter = self._parameter(index)
-        if parameter is None:
-            return
-        if self._agreed[index] == _SPARSE:
-            parameter.grad = average if average.is_sparse else average.to_sparse(1)
-        else:
-            if parameter.grad is None or parameter.grad.is_sparse:
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(average)  # not set_(): it may be a view of a buffer of the user's
-        self._averaged[index] = weakref.ref(parameter.grad), None
+        for index, (_, version) in self._averaged.items():
+            if self._agreed[index] and version is None and self._is_there(index):
+                raise RuntimeError(_NOT_LINEAR)
 
     # --- the optimizer ---------------------------------------------------------------------------------
 
@@ -450,9 +395,8 @@ class Gradients:
         return bool(self._averaged) and not any(self._is_there(index) for index in self._averaged)
 
     def _is_there(self, index: int) -> bool:
-        parameter = self._parameter(index)
         gradient = self._averaged[index][0]()
-        return parameter is not None and gradient is not None and parameter.grad is gradient
+        return gradient is not None and self._units.gradient(index) is gradient
 
     def begin(self) -> None:
         """Have :meth:`finish` make a round if no backward pass does from now on."""
@@ -476,15 +420,3 @@ class Gradients:
                 del self._averaged[index]
             else:
                 self._averaged[index] = reference, gradient._version
-
-
-class _Submitted:
-    """What has been sent for a unit: the calls under way, the gradients then and their versions."""
-
-    def __init__(
-        self,
-        calls: list[tuple[list[int], Callable[..., list[Tensor]]]],
-        sent: list[tuple[Tensor | None, int | None]],
-    ) -> None:
-        self.calls = calls
-        self.sent = sent

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Call", "Carried", "Reduction", "make_units"]
+__all__ = ["Call", "Carried", "Reduction", "Wait"]
 
 Call = tuple[int, str]  # a handle of Horovod, and the name of the call
 
@@ -134,36 +133,3 @@ class Reduction:
             return [torch.sparse_coo_tensor(summed.indices(), reduced, parameter.shape, is_coalesced=True)]
 
         return finish
-
-
-def make_units(
-    groups: int | Sequence[Sequence[Tensor]] | None, parameters: Sequence[Tensor], first: int
-) -> list[tuple[int, ...]]:
-    """Of each parameter, numbered from ``first`` on, the numbers of those that are sent together with it.
-
-    Args:
-        groups: how many, or which; see ``hvd.DistributedOptimizer``. Who is in none is alone.
-        parameters: all that there are.
-        first: the number of the first of them.
-    """
-    trained = {id(one): number for number, one in enumerate(parameters, first) if one.requires_grad}
-    numbers = list(trained.values())
-    if groups is None:
-        parts: list[list[int]] = []
-    elif isinstance(groups, int):
-        size, longer = divmod(len(numbers), groups)
-        ends = [number * size + min(number, longer) for number in range(groups + 1)]
-        parts = [numbers[start:end] for start, end in pairwise(ends)]
-    else:
-        parts = [[trained[id(one)] for one in group if id(one) in trained] for group in groups]
-    units: dict[int, tuple[int, ...]] = {
-        number: (number,) for number in range(first, first + len(parameters))
-    }
-    for part in parts:
-        alike: dict[Any, list[int]] = {}  # Horovod reduces one dtype of one device at a time
-        for number in part:
-            one = parameters[number - first]
-            alike.setdefault((one.dtype, one.device), []).append(number)
-        for together in alike.values():
-            units.update(dict.fromkeys(together, tuple(together)))
-    return list(units.values())

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterator
 from copy import copy
 from typing import Any
 
+from ignite_dist.tracing import traced
+
 __all__ = ["flatten", "map_children", "rebuild"]
 
 
@@ -50,6 +52,7 @@ def rebuild(value: Any, leaves: Iterator[Any], atom: type | tuple[()] = ()) -> A
     return next(leaves)
 
 
+@traced
 def map_children(function: Callable[[Any], Any], value: Any) -> Any:
     """A dict, list or tuple of the type of ``value``, of what ``function`` makes of each of its children.
 

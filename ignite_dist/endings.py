@@ -27,7 +27,15 @@ from ignite_dist import failures
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.base import WaitedFor
 from ignite_dist.errors import MissingRanksError, RankFailedError
-from ignite_dist.recorder import END_OF_CONTEXT, Log, Recorder, describe_ranks, key_of_ranks, site_of, users_frame
+from ignite_dist.recorder import (
+    END_OF_CONTEXT,
+    Log,
+    Recorder,
+    describe_ranks,
+    key_of_ranks,
+    site_of,
+    users_frame,
+)
 from ignite_dist.side import Side, ask
 
 __all__ = ["Endings"]

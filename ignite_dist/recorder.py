@@ -322,7 +322,7 @@ def is_library(path: str) -> bool:
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame, from ``frame`` on outwards, that is the user's own code."""
-    while frame is not None and is_library(frame.f_code.co_filename):
+    while frame is not None and (is_library(frame.f_code.co_filename) or _is_generated(frame)):
         frame = frame.f_back
     return frame
 
@@ -335,6 +335,12 @@ def local_of(frame: FrameType | None, *names: str) -> Any:
                 return found
         frame = frame.f_back
     return None
+
+
+def _is_generated(frame: FrameType) -> bool:
+    """Whether torch.compile wrote the code: under a name, or into a file, that is each rank's own."""
+    module = frame.f_globals.get("__name__", "")
+    return frame.f_code.co_filename.startswith("<eval_with_key>") or module.startswith("torch._inductor.")
 
 
 def site_of(frame: FrameType | None) -> str:

@@ -44,6 +44,7 @@ def untraced(function: _Function) -> _Function:
     """Decorator: in a compiled function a call is a graph break, and runs as without a compiler."""
     _runs_alone(function)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "ignite_dist runs it outside of the graph"  # type: ignore[attr-defined]
     return function
 
 

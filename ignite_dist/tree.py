@@ -16,6 +16,8 @@ from itertools import pairwise
 from operator import index, itemgetter
 from typing import Any
 
+from ignite_dist.tracing import traced
+
 __all__ = ["flatten", "map_children", "rebuild"]
 
 _Meaning = tuple[str, Any]  # the kind of a key, and what orders keys of one kind
@@ -63,6 +65,7 @@ def rebuild(value: Any, leaves: Iterator[Any], atom: type | tuple[()] = ()) -> A
     return next(leaves)
 
 
+@traced
 def map_children(function: Callable[[Any], Any], value: Any) -> Any:
     """A dict, list or tuple of the type of ``value``, of what ``function`` makes of each of its children.
 

@@ -355,8 +355,8 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
 
     Raises:
         ValueError: ``zero`` where there is no such thing, or for a model that only some ranks train;
-            ``zero``, or a model with ``strategy="fsdp"``, with an optimizer that makes its step from all parameters
-            together (one that cannot do without a closure: LBFGS). Nothing was sent.
+            ``zero``, or a model with ``strategy="fsdp"``, with an optimizer that makes its step from all
+            parameters together (one that cannot do without a closure: LBFGS). Nothing was sent.
     """
     live = current_model()
     live.check_not_joining()

@@ -212,6 +212,32 @@ def test_halves_are_added_up_as_floats_and_rounded_once(dtype: torch.dtype) -> N
     assert torch.equal(reduction.reduce_rows(rows, "SUM", torch.empty(1, dtype=dtype)), expected)
 
 
+def test_a_sum_next_to_the_middle_of_two_halves_goes_to_the_nearer_one() -> None:
+    """torch's own way from float64 by float32 would take it for the middle."""
+    one, step = 1.0, 2.0**-10
+    for tiny, expected in ((2.0**-24, one + step), (-(2.0**-24), one), (0.0, one)):
+        rows = torch.tensor([[one], [step / 2], [tiny], [0.0]], dtype=torch.float16)
+        assert reduction.reduce_rows(rows, "SUM", torch.empty(1, dtype=torch.float16)).item() == expected
+        assert Backend(torch.float64).all_reduce(list(rows), "SUM").item() == expected
+    assert torch.tensor(one + step / 2 + 2.0**-40, dtype=torch.float64).half() == one, "torch's own way"
+    rows = torch.tensor([[3e38], [3e38], [-3e38]], dtype=torch.bfloat16)
+    assert torch.equal(reduction.reduce_rows(rows, "SUM", torch.empty(1, dtype=torch.bfloat16)), rows[0])
+
+
+@pytest.mark.parametrize("op", ["SUM", "AVERAGE", "PRODUCT"])
+@pytest.mark.parametrize("dtype", [*HALVES, torch.complex32], ids=str)
+def test_halves_never_go_as_themselves(op: str, dtype: torch.dtype) -> None:
+    for others, sent in (((), None), ([torch.float32], torch.float32), (FLOATS, torch.float64)):
+        carrier = reduction.find_carrier(op, dtype, Backend(*HALVES, *others).carries)
+        if dtype is torch.complex32 and op == "PRODUCT":
+            assert carrier is None
+        else:
+            assert (carrier and carrier.dtype) is sent
+    own = reduction.find_carrier("SUM", torch.float16, Backend(*FLOATS).carries, exact=False)
+    assert own is not None
+    assert own.dtype is torch.float16
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float16, torch.float64])
 def test_one_row_is_itself_and_a_new_tensor(dtype: torch.dtype) -> None:
     rows = torch.tensor([[1, 0, 1]]).to(dtype)

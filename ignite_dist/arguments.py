@@ -6,9 +6,36 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
+from operator import index
 from typing import Any
 
-__all__ = ["check_counts", "check_keywords", "check_nodes", "check_timeout", "did_you_mean", "keywords_of"]
+__all__ = [
+    "as_int",
+    "as_port",
+    "check_counts",
+    "check_keywords",
+    "check_nodes",
+    "check_timeout",
+    "did_you_mean",
+    "keywords_of",
+]
+
+
+def as_int(value: Any) -> Any:
+    """An int of numpy's, or another whole number, as an int. All else is returned as it is, a bool too."""
+    if type(value) is int or isinstance(value, bool) or not hasattr(value, "__index__"):
+        return value
+    try:
+        return index(value)
+    except TypeError:  # numpy's bool
+        return value
+
+
+def as_port(value: Any) -> Any:
+    """A port as an int, where it is a text, as of the environment. Otherwise as :func:`as_int`."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 5:
+        return int(value)
+    return as_int(value)
 
 
 def keywords_of(function: Callable[..., Any]) -> set[str]:
@@ -79,10 +106,11 @@ def check_nodes(
     check_counts(nproc_per_node=nproc_per_node, nnodes=nnodes)
     if nnodes > 1 and node_rank is None:
         raise ValueError(f"nnodes={nnodes} needs node_rank, this machine's number in [0, {nnodes}).")
-    if not 0 <= (node_rank or 0) < nnodes:
-        raise ValueError(f"node_rank must be in [0, {nnodes}), the number of nodes; got {node_rank}.")
+    node = 0 if node_rank is None else node_rank
+    if type(node) is not int or not 0 <= node < nnodes:
+        raise ValueError(f"node_rank must be in [0, {nnodes}), the number of nodes; got {node_rank!r}.")
     ports = range(0 if nnodes == 1 else 1, 65536)  # 0: any that is free, which nobody else would know
-    if master_port is not None and (not isinstance(master_port, int) or master_port not in ports):
+    if master_port is not None and (type(master_port) is not int or master_port not in ports):
         raise ValueError(f"master_port must be a port, an int in [{ports[0]}, 65535], got {master_port!r}.")
     if init_method not in (None, "env://"):
         for name, given in (("master_addr", master_addr), ("master_port", master_port)):

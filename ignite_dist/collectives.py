@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ignite_dist import differentiable, reduction, side, tree
-from ignite_dist.arguments import check_timeout
+from ignite_dist.arguments import as_int, check_timeout
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
 from ignite_dist.errors import CollectiveMismatchError
@@ -28,7 +28,9 @@ from ignite_dist.tensors import (
     check_writable,
     gather_rows,
     plan_reduction,
+    reduce_messages,
     reduce_tensor,
+    to_message,
 )
 
 __all__ = [
@@ -44,6 +46,8 @@ __all__ = [
 
 # Tensors of a tree up to this size share a collective: copying them together is cheaper than another one.
 _PACK_BYTES = 1 << 16
+# Tensors of a tree with so many bytes together travel in the header in which the ranks compare their trees.
+_INLINE_BYTES = 448
 
 
 # --- all_reduce --------------------------------------------------------------------------------------
@@ -57,8 +61,10 @@ def all_reduce(
     A tensor is reduced in place and returned: same object, device, dtype and memory layout, whatever the
     backend. A number, or a tree (dict, list, tuple, named tuple) of numbers and tensors, comes back new:
     all of a tree's numbers take one collective, in rank order and with Python's own arithmetic, so ints are
-    exact at any size and every rank gets the same bits. Nothing is rounded on the way: a dtype that the
-    backend does not carry is sent as a wider one. Without a gradient, but with ``sync_grads``.
+    exact at any size and every rank gets the same bits. A number of numpy's counts as Python's own, which is
+    what comes back. The values of a dict are paired by its keys: str, int, bool, members of enums, or tuples
+    of these. Nothing is rounded on the way: a dtype that the backend does not carry is sent as a wider one.
+    Without a gradient, but with ``sync_grads``.
 
     Args:
         tensor: shape ``(*S)`` on every rank, any dtype but quantized and sparse ones; or a number; or a tree.
@@ -75,11 +81,14 @@ def all_reduce(
         ``(*S)``, of the type that was given.
 
     Raises:
-        TypeError: a value or dtype that cannot be reduced, or not by ``op``. Nothing was sent.
+        TypeError: a value or dtype that cannot be reduced, or not by ``op``; a dict with other keys. Nothing
+            was sent.
         ValueError: an unknown ``op`` or group, memory that overlaps itself; ``sync_grads`` with another
             ``op``, or with XLA and a part of the ranks. Nothing was sent.
-        CollectiveMismatchError: ranks gave different trees, or another ``op``; raised on all of them.
-            Tensors, and trees of nothing but tensors, are not compared: it would cost another collective.
+        CollectiveMismatchError: ranks gave trees with different keys, shapes or dtypes, or another ``op``;
+            raised on all of them. The comparison travels with the numbers of a tree, and with tensors of up
+            to 448 bytes together. A tree of more bytes, and without numbers, takes a small collective more
+            for it, and a GPU is waited for. A tensor by itself is not compared.
 
     Example::
 
@@ -106,7 +115,8 @@ def all_reduce(
                 model, members, tensor, lambda: reduce_tensor(model, _copy(tensor), op, plan, members)
             )
         return reduce_tensor(model, tensor if inplace else _copy(tensor), op, plan, members)
-    values, structure = tree.flatten(tensor)
+    leaves, structure = tree.flatten(tensor)
+    values = [leaf if isinstance(leaf, Tensor) else reduction.plain_number(leaf) for leaf in leaves]
     _check_leaves(model, values, op)
     members = model.resolve_group(group)
     model.announce("all_reduce", members, values, op)
@@ -133,45 +143,66 @@ def _check_leaves(model: ComputationModel, values: list[Any], op: str) -> None:
 def _reduce_leaves(
     model: ComputationModel, values: list[Any], structure: str, op: str, group: Group
 ) -> list[Any]:
-    """The leaves reduced: numbers in one collective, small tensors of one dtype and device in one."""
+    """The leaves reduced, after a look at whether all ranks have such leaves.
+
+    Numbers share the collective in which the ranks compare their trees, and so do tensors that fit in there.
+    Of the other tensors small ones of one dtype and device share one.
+    """
     numbers = [position for position, leaf in enumerate(values) if not isinstance(leaf, Tensor)]
-    if len(numbers) == len(values):
-        return _reduce_numbers(model, values, structure, op, group)
+    if len(numbers) < len(values):
+        tensors = [leaf for leaf in values if isinstance(leaf, Tensor)]
+        structure += f" {numbers} {[(one.dtype, tuple(one.shape), one.device.type) for one in tensors]}"
+    packs = _packs(values)
+    nbytes = sum(values[position].nbytes for positions in packs for position in positions)
+    is_inline = nbytes <= _INLINE_BYTES and op != "ADASUM"
+    flats = [_flat(values, positions) for positions in packs] if is_inline else []
+    sent = [values[position] for position in numbers]
+    rows = _gather_equals(model, sent, structure, op, group, to_message(flats))
     reduced = list(values)
     if numbers:
-        sent = [values[position] for position in numbers]
-        tensors = [(leaf.dtype, tuple(leaf.shape)) for leaf in values if isinstance(leaf, Tensor)]
-        results = _reduce_numbers(model, sent, f"{structure} {numbers} {tensors}", op, group)
-        for position, result in zip(numbers, results, strict=True):
-            reduced[position] = result
+        totals = reduction.reduce_numbers([row for row, _ in rows], op)
+        for position, total in zip(numbers, totals, strict=True):
+            reduced[position] = total
+    small = iter(reduce_messages([message for _, message in rows], flats, op) if flats else ())
+    for positions in packs:
+        if is_inline:
+            flat = next(small)
+        else:
+            flat = _flat(values, positions)
+            flat = reduce_tensor(model, flat, op, plan_reduction(model, op, flat), group)
+        parts = torch.split(flat, [values[position].numel() for position in positions])
+        for position, part in zip(positions, parts, strict=True):
+            reduced[position] = part.view(values[position].shape)
+    return reduced
+
+
+def _packs(values: list[Any]) -> list[list[int]]:
+    """Which tensors share a collective, by their positions in ``values``."""
     packs: dict[Any, list[int]] = {}
     for position, leaf in enumerate(values):
         if isinstance(leaf, Tensor):
             # Only what is equal on all ranks may decide what is packed: a device's type is, its index is not.
             small = leaf.nbytes <= _PACK_BYTES
             packs.setdefault((leaf.dtype, leaf.device.type) if small else position, []).append(position)
-    for positions in packs.values():
-        flat = torch.cat([values[position].detach().reshape(-1) for position in positions])
-        plan = plan_reduction(model, op, flat)
-        reduced_flat = reduce_tensor(model, flat, op, plan, group)
-        parts = torch.split(reduced_flat, [values[position].numel() for position in positions])
-        for position, part in zip(positions, parts, strict=True):
-            reduced[position] = part.view(values[position].shape)
-    return reduced
+    return list(packs.values())
 
 
-def _reduce_numbers(
-    model: ComputationModel, numbers: list[Any], structure: str, op: str, group: Group
-) -> list[Any]:
-    """The numbers of a tree, whose ``structure`` has to be the same on every rank, in one collective."""
+def _flat(values: list[Any], positions: list[int]) -> Tensor:
+    return torch.cat([values[position].detach().reshape(-1) for position in positions])
+
+
+def _gather_equals(
+    model: ComputationModel, numbers: list[Any], structure: str, op: str, group: Group, message: bytes = b""
+) -> list[tuple[list[Any], bytes]]:
+    """Every rank's ``numbers`` and ``message`` of a tree whose ``structure`` is the same on all of them."""
     check = zlib.crc32(f"{op} {structure}".encode())
-    gathered = model.gather_objects((check, numbers), group)
+    gathered = model.gather_objects((check, numbers, message), group)
     if any(type(one) is not tuple or one[:1] != (check,) for one in gathered):
         raise CollectiveMismatchError(
             "The ranks of one all_reduce gave different values or operations; this one: "
             f"{op} of {structure[:500]}"
         )
-    return reduction.reduce_numbers([row for _, row in gathered], op)
+    return [(row, sent) for _, row, sent in gathered]
 
 
 # --- all_gather --------------------------------------------------------------------------------------
@@ -351,6 +382,7 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
         idist.broadcast(tensor if rank == 0 else None, safe_mode=True)  # that tensor on every rank
     """
     model = current_model()
+    src = as_int(src)
     is_src = model.get_rank() == src
     if tensor is None and (is_src or not safe_mode):
         raise ValueError(
@@ -380,7 +412,7 @@ def _broadcast(model: ComputationModel, value: Any, src: int, group: Group, safe
 
 
 def _check_src(src: int, group: Group, world_size: int) -> None:
-    if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < world_size:
+    if type(src) is not int or not 0 <= src < world_size:
         raise ValueError(f"src is a global rank in [0, {world_size}), got {src!r}.")
     if group.ranks and group.position(src) is None:
         raise ValueError(f"src is a global rank of the group, which has {list(group.ranks)}; got {src}.")
@@ -430,7 +462,7 @@ def barrier(group: Any = None, timeout: timedelta | None = None) -> None:
             side.barrier(model, members, timeout)
         return
     model.announce("barrier", members)
-    if _is_member(model, members) or model.groups_need_everyone:
+    if _is_member(model, members) or (model.groups_need_everyone and members.ranks):
         model._barrier(members)
 
 
@@ -443,12 +475,14 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
     With XLA making one costs nothing, and every collective of it is a call of every rank of the world.
 
     Args:
-        ranks: distinct global ranks; the group's order is ascending.
+        ranks: distinct global ranks; the group's order is ascending. Of none it is a group without members,
+            which every rank is outside of.
         kwargs: options of ``torch.distributed.new_group``: ``backend``, ``timeout``, ``pg_options``, ...
 
     Returns:
         What the backend calls a group: for torch a ``ProcessGroup``, and
         ``GroupMember.NON_GROUP_MEMBER`` on a rank outside; for Horovod a ``ProcessSet``; for XLA the ranks.
+        Each of them, and a list of the ranks, is a ``group=``.
 
     Raises:
         ValueError: ranks that are not ints, given twice or out of range.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ignite_dist import elastic, environments
-from ignite_dist.arguments import did_you_mean
+from ignite_dist.arguments import as_int, did_you_mean
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
 from ignite_dist.comp_models.serial import WatchfulSerialModel
 from ignite_dist.environments import Environment
@@ -309,7 +309,8 @@ def set_local_rank(index: int) -> None:
     Args:
         index: the local rank; what the environment says goes before it.
     """
-    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+    index = as_int(index)
+    if type(index) is not int or index < 0:
         raise ValueError(f"A local rank is an int from 0 on, got {index!r}.")
     NativeModel.hint_local_rank(index)
     current_model().set_local_rank(index)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from ignite_dist import wire
+from ignite_dist.arguments import as_int
 from ignite_dist.collectives import all_reduce, broadcast_anything
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context import current_model
@@ -113,7 +114,7 @@ def raise_together(group: Any = None) -> Iterator[None]:
     model = current_model()
     members = model.resolve_group(group)
     is_outside = members.handle is not None and members.position(model.get_rank()) is None
-    if is_outside and not model.groups_need_everyone:
+    if is_outside and not (model.groups_need_everyone and members.ranks):
         yield
         return
     with _shared_outcome(model, members):
@@ -159,7 +160,7 @@ def one_rank_only(
 
     Raises:
         RankFailedError: with ``with_barrier`` or ``broadcast``, on every other rank if the function raises.
-        ValueError: with either of them, a ``rank`` that is not in the world.
+        ValueError: a ``rank`` that is not an int; with either of them, one that is not in the world.
 
     Example::
 
@@ -171,6 +172,9 @@ def one_rank_only(
     """
     if callable(rank):
         raise TypeError("one_rank_only is called before it decorates: write @one_rank_only().")
+    rank = as_int(rank)
+    if type(rank) is not int:
+        raise ValueError(f"rank must be an int, got {rank!r}.")
 
     def decorate(function: _Function) -> _Function:
         @wraps(function)
@@ -234,7 +238,7 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     """
     model = current_model()
     group = model.resolve_group(None)
-    first = rank
+    first = rank = as_int(rank)
     if local:
         on_node = model.node_ranks()
         _check_rank(rank, len(on_node))
@@ -251,5 +255,5 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
 
 
 def _check_rank(rank: int, size: int) -> None:
-    if not 0 <= rank < size:
-        raise ValueError(f"rank must be in [0, {size}), got {rank}.")
+    if type(rank) is not int or not 0 <= rank < size:
+        raise ValueError(f"rank must be in [0, {size}), got {rank!r}.")

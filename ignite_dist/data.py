@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,13 +70,15 @@ def auto_dataloader(
 
     - ``batch_size`` is the batch of all ranks together and is divided by the world size; a warning says so if
       that leaves a remainder, or if it is smaller than the world size and therefore kept per rank;
-    - ``num_workers`` is that of all processes of a node and is divided by their number, rounded up;
+    - ``num_workers`` is that of all processes of a node and is divided by their number, rounded up: each has
+      one at least, if there are any;
     - ``sampler`` may be left out (each rank then gets its share, shuffled unless ``shuffle=False``), be a
       ``DistributedSampler`` (used as it is) or any other (its draws are shared out);
     - each full pass is a new epoch for the shuffling, until ``loader.sampler.set_epoch`` is called;
     - ``pin_memory`` is on by default where the device is a GPU.
 
-    Ranks get equally many samples, for which some are drawn twice; ``exact=True`` draws each once.
+    Ranks get equally many samples, for which some are drawn twice. With ``drop_last=True`` up to
+    ``world_size - 1`` samples are left out instead. ``exact=True`` draws each once.
 
     Args:
         dataset: an ``IterableDataset`` is left to give different data on different ranks by itself, but
@@ -87,7 +89,8 @@ def auto_dataloader(
             ``unwrap_model``. With FSDP2, whose every forward pass is a collective, ``"padded"``: all ranks
             have as many, and :func:`gather_in_order` drops what is too much.
         shard: of an ``IterableDataset`` that gives every process the same items, each rank and each worker
-            takes its share: rank ``r`` of ``n`` every ``n``-th item. Ranks may differ by one item.
+            takes its share: rank ``r`` of ``n`` every ``n``-th item. Ranks may differ by one item, so by one
+            batch; with ``drop_last=True`` they do not, where they have as many workers.
         kwargs: those of ``torch.utils.data.DataLoader``.
 
     Returns:
@@ -102,13 +105,15 @@ def auto_dataloader(
     model = current_model()
     kwargs.setdefault("pin_memory", model.device().type == "cuda")
     if shard:
-        dataset = _sharded(dataset)
+        dataset = _sharded(dataset, bool(kwargs.get("drop_last")))
     if exact:
         _check_exact(exact, dataset, kwargs)
         shuffle = bool(kwargs.pop("shuffle", False))
         padded = exact == "padded"
         kwargs["sampler"] = ExactSampler(dataset, **sampler_kwargs(), shuffle=shuffle, padded=padded)
     if model.get_world_size() == 1:
+        if kwargs.get("shuffle") and _is_empty(dataset):  # torch's sampler would refuse to shuffle nothing
+            kwargs["shuffle"] = False
         return model.make_dataloader(dataset, **kwargs)
     if "batch_size" in kwargs:
         kwargs["batch_size"] = _per_rank_batch_size(kwargs["batch_size"], model.get_world_size())
@@ -123,6 +128,7 @@ def auto_dataloader(
             kwargs.pop("shuffle", None),
             model.get_world_size(),
             model.get_rank(),
+            bool(kwargs.get("drop_last")),
         )
     return model.make_dataloader(dataset, **kwargs)
 
@@ -148,17 +154,29 @@ def _per_rank_batch_size(batch_size: int | None, world_size: int) -> int | None:
 
 
 def _per_process_workers(num_workers: int, nproc_per_node: int) -> int:
-    return -(-num_workers // nproc_per_node) if num_workers >= nproc_per_node else num_workers
+    return -(-num_workers // nproc_per_node) if num_workers > 0 else num_workers  # which torch refuses
 
 
-def _share(dataset: Dataset[Any], sampler: Any, shuffle: bool | None, world_size: int, rank: int) -> Any:
+def _is_empty(dataset: Dataset[Any]) -> bool:
+    return not isinstance(dataset, IterableDataset) and isinstance(dataset, Sized) and len(dataset) == 0
+
+
+def _share(
+    dataset: Dataset[Any], sampler: Any, shuffle: bool | None, world_size: int, rank: int, drop_last: bool
+) -> Any:
     if sampler is None:
         # Shuffled unless told otherwise, as scripts written for pytorch-ignite rely on.
-        return EpochSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle is not False)
+        return EpochSampler(
+            dataset,
+            num_replicas=world_size,
+            rank=rank,
+            shuffle=shuffle is not False,
+            drop_last=drop_last,
+        )
     if shuffle:
         raise ValueError("sampler and shuffle=True exclude each other, as in torch's DataLoader.")
     if not isinstance(sampler, DistributedSampler):
-        return DistributedProxySampler(sampler, num_replicas=world_size, rank=rank)
+        return DistributedProxySampler(sampler, num_replicas=world_size, rank=rank, drop_last=drop_last)
     if (sampler.rank, sampler.num_replicas) != (rank, world_size):
         warnings.warn(
             f"The DistributedSampler was made for rank {sampler.rank} of {sampler.num_replicas}, but this is "
@@ -168,13 +186,13 @@ def _share(dataset: Dataset[Any], sampler: Any, shuffle: bool | None, world_size
     return sampler
 
 
-def _sharded(dataset: Dataset[Any]) -> Shard:
+def _sharded(dataset: Dataset[Any], drop_last: bool) -> Shard:
     if not isinstance(dataset, IterableDataset):
         raise ValueError(
             f"shard=True is for an IterableDataset, got {type(dataset).__name__}, which has a length and is "
             "shared out by its sampler."
         )
-    return Shard(dataset, **sampler_kwargs())
+    return Shard(dataset, **sampler_kwargs(), drop_last=drop_last)
 
 
 def _check_exact(exact: bool | str, dataset: Dataset[Any], kwargs: dict[str, Any]) -> None:
@@ -212,6 +230,8 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     Raises:
         ValueError: the loader has no ``ExactSampler``; or a rank's values are not as many as its samples, or
             the ranks' samplers differ: raised on every rank, with what each has.
+        TypeError: other values, raised on every rank; or a dict with other keys than :func:`all_reduce`
+            takes, on this rank before anything was sent.
         CollectiveMismatchError: ranks gave different structures, shapes or dtypes; raised on every rank.
 
     Example::
@@ -234,8 +254,9 @@ def gather_in_order(values: Any, loader: Any) -> Any:
             f"{model.get_rank()} of {len(members.ranks)}."
         )
     order, counts = sampler.order(), [sampler.num_drawn_by(rank) for rank in members.ranks]
-    leaves, _ = tree.flatten(values, list)
-    described = tree.rebuild(values, map(_Column.of, leaves), list)
+    own = values if sampler.num_samples else None  # what a rank without a sample gives is not looked at
+    leaves, _ = tree.flatten(own, list)
+    described = tree.rebuild(own, map(_Column.of, leaves), list)
     model.announce("gather_in_order", members)
     gathered = model.gather_objects((sampler.meant(), described), members)
     if any(meant != gathered[0][0] for meant, _ in gathered):
@@ -255,7 +276,7 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     merged = [
         _merge_lists(next(gathered_lists), sizes, order)
         if isinstance(leaf, list)
-        else _merge_rows(_gather_padded(model, leaf, counts[0], members), sizes, order)
+        else _gather_rows_in_order(model, leaf, counts[0], sizes, order, members)
         for leaf in leaves
     ]
     return tree.rebuild(template, iter(merged))
@@ -317,6 +338,31 @@ def _agree(described: list[Any], counts: list[int]) -> Any:
                 f"{first} has {found}, rank {rank} {layout}."
             )
     return None if found is None else template
+
+
+# The dtypes that torch has no index_select() for, as those of the same size that it has one for.
+_INDEXED_AS = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.float4_e2m1fn_x2: torch.int8,
+}
+
+
+def _gather_rows_in_order(
+    model: ComputationModel,
+    rows: Tensor,
+    count: int,
+    sizes: Sequence[int],
+    order: range | Tensor,
+    group: Group,
+) -> Tensor:
+    """``(n, *S)``, with ``n`` up to ``count`` on each rank ``-> (N, *S)`` in the order of the data set."""
+    indexed_as = _INDEXED_AS.get(rows.dtype)
+    if indexed_as is None:
+        return _merge_rows(_gather_padded(model, rows, count, group), sizes, order)
+    gathered = _gather_padded(model, rows.view(indexed_as), count, group)
+    return _merge_rows(gathered, sizes, order).view(rows.dtype)
 
 
 def _gather_padded(model: ComputationModel, rows: Tensor, count: int, group: Group) -> Tensor:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ignite_dist import context, recorder, watchdog
-from ignite_dist.arguments import check_keywords, keywords_of
+from ignite_dist.arguments import as_int, as_port, check_keywords, keywords_of
 from ignite_dist.environments import spawned, tpu_pod
 from ignite_dist.errors import EnvironmentVariablesError
 
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["Parallel", "spawn"]
 
 _logger = logging.getLogger(__name__)
+
+
+_PLAIN = {"nproc_per_node": as_int, "nnodes": as_int, "node_rank": as_int, "master_port": as_port}
+
+
+def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` with numbers as ints: they may be numpy's, and a port may be a text."""
+    return {name: _PLAIN[name](value) if name in _PLAIN else value for name, value in given.items()}
 
 
 class _Entry:
@@ -97,7 +105,7 @@ def spawn(
         raise TypeError(f"spawn calls a function in each worker, got {type(fn).__name__}.")
     check_keywords("spawn", kwargs, model.spawn_keywords() | {"nproc_per_node"})
     entry = _Entry(backend, fn, tuple(args), dict(kwargs_dict or {}))
-    return model.spawn(entry, backend=backend, nproc_per_node=nproc_per_node, **kwargs)
+    return model.spawn(entry, backend=backend, **_plain({"nproc_per_node": nproc_per_node, **kwargs}))
 
 
 def _compare_with_launcher(nproc_per_node: int | None, nnodes: int) -> None:
@@ -140,7 +148,7 @@ class Parallel:
         nnodes: number of machines; 1 if not given.
         node_rank: this machine's number, in [0, nnodes); needed if ``nnodes > 1``.
         master_addr: address of the machine with ``node_rank=0``; needed if ``nnodes > 1``.
-        master_port: a free port there; needed if ``nnodes > 1``.
+        master_port: a free port there, as an int or a text; needed if ``nnodes > 1``.
         init_method: ``"file://..."``, for example, in the place of address and port.
         spawn_kwargs: further keywords of :func:`spawn`.
 
@@ -161,7 +169,7 @@ class Parallel:
         nnodes: int | None = None,
         node_rank: int | None = None,
         master_addr: str | None = None,
-        master_port: int | None = None,
+        master_port: int | str | None = None,
         init_method: str | None = None,
         **spawn_kwargs: Any,
     ) -> None:
@@ -171,6 +179,7 @@ class Parallel:
             "master_addr": master_addr,
             "master_port": master_port,
         }
+        places, nproc_per_node, nnodes = _plain(places), as_int(nproc_per_node), as_int(nnodes)
         self.backend = backend
         self._initialize_kwargs: dict[str, Any] = {}
         self._spawn_kwargs: dict[str, Any] | None = None

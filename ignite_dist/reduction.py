@@ -7,8 +7,10 @@ that a backend cannot do as it stands is sent as one that it can, without roundi
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from numbers import Integral, Number, Rational
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ __all__ = [
     "check_op",
     "find_carrier",
     "normalize_op",
+    "plain_number",
     "reduce_gathered",
     "reduce_numbers",
     "reduce_rows",
@@ -82,6 +85,36 @@ _NUMBER_OPS: dict[str, Callable[[Any, Any], Any]] = {
     "AND": operator.and_,
     "OR": operator.or_,
 }
+
+
+def plain_number(value: Any) -> Any:
+    """A number as Python's own of the same value: an int, a float, a complex, a bool or a fraction.
+
+    What is no number is returned as it is.
+
+    Raises:
+        TypeError: a number that has no such value (a ``longdouble``), or whose sums are rounded by a setting
+            that each rank has for itself (a ``Decimal``).
+    """
+    if type(value) in (int, float, bool, complex):
+        return value
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        plain = value.item() if value.dtype.kind in "biufc" else value  # a timedelta64 says it is a number
+        if not isinstance(plain, numpy.generic) or not isinstance(plain, Number):
+            return plain
+    elif isinstance(value, float):
+        return float(value)
+    elif isinstance(value, complex):
+        return complex(value)
+    elif isinstance(value, Integral):
+        return operator.index(value)
+    elif isinstance(value, Rational) or not isinstance(value, Number):
+        return value
+    raise TypeError(
+        "all_reduce takes numbers that are int, float, complex, bool, Fraction, or numpy's of such values; "
+        f"got {value!r} of type {type(value).__name__}. Convert it first: to a Fraction, for example."
+    )
 
 
 def check_number_op(op: str, number: Any) -> None:

@@ -5,6 +5,8 @@ And the data loader that tells its sampler when a pass is over.
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
@@ -16,7 +18,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["DistributedProxySampler", "EpochLoader", "EpochSampler", "ExactSampler", "Pass", "Shard", "part"]
+__all__ = [
+    "DistributedProxySampler",
+    "EpochLoader",
+    "EpochSampler",
+    "ExactSampler",
+    "Pass",
+    "Shard",
+    "loader_class",
+    "part",
+]
 
 
 # The global random state is one per process, and replicas of XLA may be threads of one.
@@ -111,27 +122,46 @@ class ExactSampler(DistributedSampler[Any]):
 class Shard(IterableDataset[Any]):
     """Each rank's share of a stream, and in a data loader's worker that worker's share of it.
 
-    Worker ``w`` of ``m`` on rank ``r`` of ``n`` takes every ``n * m``-th item, from ``r * m + w`` on.
+    The stream is dealt out in rounds of ``n`` items, one for each of ``n`` ranks. Of ``m`` workers on a rank
+    each takes every ``m``-th round. So the shares of ranks differ by one item at most, whatever ``m`` is.
 
     Args:
         dataset: gives the same items in the same order to every process that iterates over it.
         num_replicas: number of ranks.
         rank: this rank.
+        drop_last: leave the last round out if it has no item for every rank. Ranks get equally many then,
+            and so do the workers of one number.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], num_replicas: int, rank: int) -> None:
+    def __init__(
+        self, dataset: IterableDataset[Any], num_replicas: int, rank: int, drop_last: bool = False
+    ) -> None:
         self.dataset = dataset
         self.num_replicas = num_replicas
         self.rank = rank
+        self.drop_last = drop_last
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         num_workers, number = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        first, step = self.rank * num_workers + number, self.num_replicas * num_workers
+        if self.drop_last:
+            return self._of_whole_rounds(num_workers, number)
+        first, step = number * self.num_replicas + self.rank, num_workers * self.num_replicas
         return islice(self.dataset, first, None, step)
 
+    def _of_whole_rounds(self, num_workers: int, number: int) -> Iterator[Any]:
+        own = None
+        for position, item in enumerate(self.dataset):
+            turn, rank = divmod(position, self.num_replicas)
+            if turn % num_workers == number:
+                own = item if rank == self.rank else own
+                if rank == self.num_replicas - 1:
+                    yield own
+
     def __len__(self) -> int:
-        return len(range(len(self.dataset))[self.rank :: self.num_replicas])  # type: ignore[arg-type]
+        """How many items this rank has, in all of its workers together."""
+        rank = self.num_replicas - 1 if self.drop_last else self.rank
+        return len(range(len(self.dataset))[rank :: self.num_replicas])  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         """The data set's own: ``loader.dataset.set_epoch(...)``."""
@@ -143,22 +173,29 @@ class Shard(IterableDataset[Any]):
 class DistributedProxySampler(_AutoEpoch):
     """Each rank's share of what another sampler draws.
 
-    Every rank draws the same indices, seeded by the epoch; the global random state is left as it was. A
-    sampler that draws from a generator of its own must be seeded equally on all ranks. Where replicas of XLA
-    are threads of one process, a sampler that is not torch's and a data set must not both draw from the
-    global random state, which they share.
+    Every rank draws the same indices: torch's generator of the CPU, Python's ``random`` and the generator
+    behind ``numpy.random.rand()`` and its like are seeded by the epoch, and left as they were. A sampler that
+    draws from a generator of its own (``random.Random()``, ``numpy.random.default_rng()``) must be seeded
+    equally on all ranks: nothing here can see it, and ranks do not compare what they have drawn. Where
+    replicas of XLA are threads of one process, a sampler that is not torch's and a data set must not both
+    draw from the global random state, which they share.
 
     Args:
         sampler: any sampler of constant length that is not distributed already.
         num_replicas: number of ranks; the default process group's size if not given.
         rank: this rank; that of the default process group if not given.
+        drop_last: leave out what does not divide by the number of ranks. Else the first draws are repeated.
 
     Raises:
         TypeError: not a sampler, one without a length, or a ``DistributedSampler``.
     """
 
     def __init__(
-        self, sampler: Sampler[Any], num_replicas: int | None = None, rank: int | None = None
+        self,
+        sampler: Sampler[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        drop_last: bool = False,
     ) -> None:
         if not isinstance(sampler, Sampler):
             raise TypeError(f"sampler must be a torch Sampler, got {type(sampler).__name__}.")
@@ -167,13 +204,12 @@ class DistributedProxySampler(_AutoEpoch):
         if not isinstance(sampler, Sized):
             raise TypeError(f"sampler must have a length, and {type(sampler).__name__} has none.")
         as_dataset: Dataset[Any] = sampler  # type: ignore[assignment]  # only its length is used
-        super().__init__(as_dataset, num_replicas=num_replicas, rank=rank, shuffle=False)
+        super().__init__(as_dataset, num_replicas=num_replicas, rank=rank, shuffle=False, drop_last=drop_last)
         self.sampler = sampler
 
     def __iter__(self) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(self.epoch)
-        with _one_at_a_time, torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.epoch)
+        with _one_at_a_time, _seeded(self.epoch):
             indices: list[Any] = []
             while len(indices) < self.total_size:
                 with _drawing_from(generator, self.sampler):
@@ -182,6 +218,25 @@ class DistributedProxySampler(_AutoEpoch):
                     raise ValueError(f"{type(self.sampler).__name__} has a length, but draws nothing.")
                 indices += drawn
         return iter(indices[self.rank : self.total_size : self.num_replicas])
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """In the block the global generators of torch, Python and numpy draw by ``seed``; then they go on."""
+    numpy: Any = sys.modules.get("numpy")
+    own = random.getstate()
+    numpys = None if numpy is None else numpy.random.get_state(legacy=False)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            if numpys is not None and numpys["bit_generator"] == "MT19937":  # no other can be seeded again
+                numpy.random.seed(seed % (1 << 32))
+            yield
+    finally:
+        random.setstate(own)
+        if numpys is not None:
+            numpy.random.set_state(numpys)
 
 
 @contextmanager
@@ -201,6 +256,28 @@ def _drawing_from(generator: torch.Generator, sampler: Any) -> Iterator[None]:
         yield
     finally:
         sampler.generator = None
+
+
+def loader_class(dataset: Dataset[Any], sampler: Any) -> type[DataLoader[Any]]:
+    """The data loader for ``dataset``, whose draws ``sampler`` makes if there is one."""
+    if isinstance(dataset, Shard):
+        return ShardLoader
+    return EpochLoader if hasattr(sampler, "advance_epoch") else DataLoader
+
+
+class ShardLoader(DataLoader[Any]):
+    """A data loader of a :class:`Shard` that knows how many batches its workers make, each of its own items.
+
+    torch's own divides the number of all items by ``batch_size``.
+    """
+
+    def __len__(self) -> int:
+        items, num_workers = range(len(self.dataset)), max(self.num_workers, 1)  # type: ignore[arg-type]
+        size = self.batch_size
+        if size is None:
+            return len(items)
+        of_workers = [len(items[worker::num_workers]) for worker in range(num_workers)]
+        return sum(num_items // size if self.drop_last else -(-num_items // size) for num_items in of_workers)
 
 
 class EpochLoader(DataLoader[Any]):

@@ -14,17 +14,19 @@ from ignite_dist.context import current_model
 __all__ = ["seed_everything", "shared_seed"]
 
 _SEED_BITS = 63
+_SHARED_BITS = 32
 
 
 def shared_seed() -> int:
-    """A fresh random seed in [0, 2**63), the same on every rank; every rank calls it.
+    """A fresh random seed in [0, 2**32), the same on every rank; every rank calls it.
 
-    It is rank 0's, from the operating system: no generator is drawn from.
+    It is rank 0's, from the operating system: no generator is drawn from. Every generator takes it,
+    ``numpy.random.seed`` too, which takes no more bits.
     """
     model = current_model()
     world = model.resolve_group(None)
     model.announce("shared_seed", world)
-    seed: int = model.broadcast_object(secrets.randbits(_SEED_BITS), 0, world)
+    seed: int = model.broadcast_object(secrets.randbits(_SHARED_BITS), 0, world)
     return seed
 
 

@@ -161,7 +161,7 @@ def _check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
 
 def _gathered(state: Any) -> Any:
     """Copies of a tree's tensors, whole and on the CPU, on rank 0; ``{}`` elsewhere."""
-    leaves, _ = tree.flatten(state)
+    leaves, _ = tree.flatten(state, is_local=True)
     whole = [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
     if current_model().get_rank() != 0:
         return {}

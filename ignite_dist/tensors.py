@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ignite_dist import reduction
+from ignite_dist import reduction, wire
 from ignite_dist.comp_models import ComputationModel, Group
 
 __all__ = [
@@ -24,8 +24,10 @@ __all__ = [
     "gather_rows",
     "is_sharded",
     "plan_reduction",
+    "reduce_messages",
     "reduce_tensor",
     "sent_dtype",
+    "to_message",
 ]
 
 # Large enough that a collective's own time does not count, small enough for a second copy.
@@ -276,6 +278,26 @@ def sent_dtype(model: ComputationModel, collective: str, tensor: Tensor, op: str
 def _as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, as a view of it."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def to_message(tensors: Sequence[Tensor]) -> bytes:
+    """The bytes of contiguous ``tensors``, one after the other, to send them as a part of an object."""
+    message = bytearray(sum(tensor.nbytes for tensor in tensors))
+    if message:
+        parts = [_as_bytes(_moved(tensor, torch.device("cpu"))) for tensor in tensors]
+        wire.as_tensor(message).copy_(torch.cat(parts))
+    return bytes(message)
+
+
+def reduce_messages(messages: Sequence[bytes], tensors: Sequence[Tensor], op: str) -> list[Tensor]:
+    """Every rank's :func:`to_message` of such ``tensors`` reduced in rank order, where ``tensors`` are."""
+    rows = wire.as_tensor(bytearray(b"".join(messages))).view(len(messages), len(messages[0]))
+    reduced = []
+    for part, tensor in zip(torch.split(rows, [one.nbytes for one in tensors], dim=1), tensors, strict=True):
+        aligned = part.clone(memory_format=torch.contiguous_format).view(-1)
+        values = aligned.view(tensor.dtype).view(len(messages), *tensor.shape)
+        reduced.append(_moved(reduction.reduce_gathered(values, op), tensor.device))
+    return reduced
 
 
 def is_sharded(tensor: Any) -> bool:

@@ -33,7 +33,7 @@ TREES = [
     OrderedDict([("z", 1), ("a", 2)]),
     Counter({"hits": 3, "misses": 1}),
     Metrics(a=1, b=Row([2, 3])),
-    {1: "one", "1": "text", (2, 3): "tuple", None: "none", 1.5: "float"},
+    {1: "one", "1": "text", (2, 3): "tuple", False: "no"},
 ]
 
 
@@ -75,7 +75,7 @@ def test_the_attributes_of_a_dict_of_ones_own_are_kept() -> None:
 
 
 def test_leaves_come_in_one_order_whatever_the_order_of_insertion() -> None:
-    for one in ({"b": 1, "a": 2}, {"b": 1, "a": 2, 3: 3, None: 4, (1, 2): 5}):
+    for one in ({"b": 1, "a": 2}, {"b": 1, "a": 2, 3: 3, (1, 2): 5}):
         other = dict(reversed(one.items()))
         assert tree.flatten(one) == tree.flatten(other)
         copy = tree.rebuild(other, iter(leaves_of(one)))

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -20,12 +19,12 @@ from torch import Tensor
 from torch.distributed import Store
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from ignite_dist import recorder, wire
-from ignite_dist.arguments import keywords_of
+from ignite_dist.arguments import as_int, keywords_of
 from ignite_dist.comp_models.topology import Topology, read_places, write_place
-from ignite_dist.samplers import EpochLoader
+from ignite_dist.samplers import loader_class
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,6 +35,9 @@ NO_OPTIMIZER = (
     "No optimizer of auto_optim has parameters of this model, and with this backend it is the optimizer that "
     "averages the gradients: call auto_optim first."
 )
+
+
+_INTS = frozenset({int})
 
 
 class Group(NamedTuple):
@@ -263,7 +265,10 @@ class ComputationModel(ABC):
 
     @abstractmethod
     def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
-        """A handle for the ascending global ``ranks``. Without options only the members have to call it."""
+        """A handle for the ascending global ``ranks``. Without options only the members have to call it.
+
+        There may be none: then it is any handle but None, on which no collective is made.
+        """
 
     @abstractmethod
     def _group_ranks(self, handle: Any) -> tuple[int, ...]:
@@ -320,10 +325,9 @@ class ComputationModel(ABC):
         if not isinstance(group, (list, tuple, range)):
             return Group(group, self._group_ranks(group))
         key = tuple(group)
-        try:
-            found = self._groups.get(key)
-        except TypeError:  # not hashable, so not ranks
-            found = None
+        if not _INTS.issuperset(map(type, key)):  # a float or a bool that is equal to a rank would be found
+            key = self._check_ranks(key)
+        found = self._groups.get(key)
         if found is not None:
             if found.handle is None or self._is_alive(found.handle):
                 return found
@@ -341,10 +345,15 @@ class ComputationModel(ABC):
     def _check_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:
         world_size = self.get_world_size()
         try:
-            checked = tuple(sorted(index(rank) for rank in ranks))
-        except TypeError:
-            raise ValueError(f"Ranks of a group are a list of ints, got {ranks!r}.") from None
-        if not checked or len(set(checked)) != len(checked) or checked[0] < 0 or checked[-1] >= world_size:
+            plain = [as_int(rank) for rank in ranks]
+        except TypeError:  # nothing to iterate over
+            plain = [None]
+        if not _INTS.issuperset(map(type, plain)):
+            raise ValueError(f"Ranks of a group are a list of ints, got {ranks!r}.")
+        checked = tuple(sorted(plain))
+        if not checked:
+            return checked
+        if len(set(checked)) != len(checked) or checked[0] < 0 or checked[-1] >= world_size:
             raise ValueError(
                 f"Ranks of a group are distinct and in [0, {world_size}), the world size; got {list(ranks)}."
             )
@@ -544,5 +553,4 @@ class ComputationModel(ABC):
 
     def make_dataloader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
         """The loader of this rank's share of ``dataset``, which ``kwargs`` say."""
-        tells_epochs = hasattr(kwargs.get("sampler"), "advance_epoch")
-        return (EpochLoader if tells_epochs else DataLoader)(dataset, **kwargs)
+        return loader_class(dataset, kwargs.get("sampler"))(dataset, **kwargs)

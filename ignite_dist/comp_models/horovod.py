@@ -274,6 +274,8 @@ class HorovodModel(ComputationModel):
     def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
         check_keywords("new_group", options, ())
         hvd = self._hvd
+        if not ranks:
+            return hvd.ProcessSet([])  # never added: Horovod takes none without members
         if len(ranks) == self._world_size:
             return hvd.global_process_set
         known = self._mpi_ops._basics._get_process_set_ids_and_ranks()
@@ -305,12 +307,12 @@ class HorovodModel(ComputationModel):
             return self.world().ranks
         if not isinstance(handle, self._hvd.ProcessSet):
             raise ValueError(f"A group is a list of ranks or a horovod.torch.ProcessSet, got {handle!r}.")
-        if handle.process_set_id is None:
+        if not self._is_alive(handle):
             raise ValueError("This ProcessSet was removed, or never added.")
         return tuple(handle.ranks)
 
     def _is_alive(self, handle: Any) -> bool:
-        return handle.process_set_id is not None
+        return handle.process_set_id is not None or handle.ranks == []
 
     # --- tensor primitives -----------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import inspect
 import os
 import socket
 import sys
@@ -22,7 +23,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ignite_dist import devices, environments, links, nodes, processes, rendezvous, roll_call, wire
-from ignite_dist.arguments import check_keywords, check_nodes, check_timeout
+from ignite_dist.arguments import as_int, check_keywords, check_nodes, check_timeout
 from ignite_dist.comp_models import gloo, native_wrap
 from ignite_dist.comp_models.base import ComputationModel, Group
 from ignite_dist.comp_models.topology import Topology
@@ -158,6 +159,7 @@ class NativeModel(ComputationModel):
         **kwargs: Any,
     ) -> Self:
         """See ``idist.initialize``; ``kwargs`` go to ``torch.distributed.init_process_group``."""
+        world_size, rank = as_int(world_size), as_int(rank)
         _check_initialize(backend, init_method, world_size, rank, timeout, kwargs)
         place = rendezvous.find_place(init_method, rank, world_size)
         brings_ranks = backend == dist.Backend.MPI  # and needs no store
@@ -346,6 +348,9 @@ class NativeModel(ComputationModel):
         return self._world
 
     def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
+        if not ranks:  # which torch would take for all
+            inspect.signature(dist.new_group).bind([], **options)
+            return GroupMember.NON_GROUP_MEMBER
         with self._connecting():
             return dist.new_group(list(ranks), **options) if options else self._new_group_by_name(ranks)
 
@@ -553,6 +558,9 @@ def _check_initialize(
     check_keywords("initialize", kwargs, allowed)
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank and world_size go together, got rank={rank} and world_size={world_size}.")
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if value is not None and type(value) is not int:
+            raise ValueError(f"{name} must be an int, got {value!r}.")
     if init_method is None and rank is not None:
         raise ValueError(
             "rank and world_size need an init_method ('env://', 'tcp://...', 'file://...'); without one they "

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import HashStore, Store, distributed_c10d
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from ignite_dist import wire
 from ignite_dist.arguments import check_counts, check_keywords
@@ -30,6 +30,7 @@ from ignite_dist.comp_models import xla_replicas, xla_views
 from ignite_dist.comp_models.base import ComputationModel, Group
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.errors import EnvironmentVariablesError, RankFailedError
+from ignite_dist.samplers import loader_class
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -375,7 +376,7 @@ class XlaModel(ComputationModel):
         if self._meeting.size > 1:  # torch's own draws in between would be another replica's, too
             seed = torch.initial_seed() + self.get_rank()
             kwargs.setdefault("generator", torch.Generator().manual_seed(seed))
-        return DeviceLoader(DataLoader(dataset, **kwargs), self.device())
+        return DeviceLoader(loader_class(dataset, None)(dataset, **kwargs), self.device())
 
 
 # --- calls -------------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ def _result_on_cpu(sent: Any, local_rank: int) -> Any:
     """What the call returns, with tensors on the CPU: the launcher has no XLA device to put them on."""
     call = wire.decode(sent) if isinstance(sent, bytes) else sent
     result = call(local_rank)
-    leaves, _ = tree.flatten(result)
+    leaves, _ = tree.flatten(result, is_local=True)
     is_moved = [isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in leaves]
     if not any(is_moved):
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy
 import torch
 
 import ignite_dist as idist
@@ -46,7 +47,8 @@ def test_a_fresh_seed_that_is_the_same_on_every_rank() -> None:
     before = torch.random.get_rng_state(), random.getstate()
     one, other = idist.shared_seed(), idist.shared_seed()
     assert idist.all_gather(one) == [one] * idist.get_world_size()
-    assert one != other and 0 <= one < 1 << 63
+    assert one != other and 0 <= one < 1 << 32
+    numpy.random.RandomState(one)  # which takes no more bits
     if current_model().ranks_in_process() == 1:
         assert torch.random.get_rng_state().equal(before[0]) and random.getstate() == before[1]
 

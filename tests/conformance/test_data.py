@@ -225,3 +225,76 @@ def test_a_sampler_of_ones_own() -> None:
     assert idist.sampler_kwargs() == {"num_replicas": idist.get_world_size(), "rank": idist.get_rank()}
     sampler = idist.ExactSampler(range(5), **idist.sampler_kwargs())
     assert sorted(chain(*idist.all_gather(list(sampler)))) == list(range(5))
+
+
+@pytest.mark.parametrize("exact", [True, "padded"])
+@on_every_rank
+def test_values_of_every_dtype_come_in_order(exact: bool | str) -> None:
+    wide = (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.int32, torch.int64)
+    narrow = (
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.bool,
+        torch.complex32,
+    )
+    unsigned = (torch.uint16, torch.uint32, torch.uint64)
+    float8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+    is_xla = idist.model_name() == "xla-dist"
+    loader = exact_loader(5, batch_size=2, shuffle=True, exact=exact)
+    drawn = one_pass(loader)
+    for dtype in (*wide, *narrow, *unsigned, *float8):
+        if is_xla and dtype in (torch.complex32, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+            continue  # which torch_xla has not
+        for columns in (1, 3):
+            values: Any = None
+            if drawn is not None:
+                rows = (
+                    drawn.cpu()[:, None].repeat(1, columns) % 2
+                    if dtype is torch.bool
+                    else drawn.cpu()[:, None]
+                )
+                values = rows.expand(-1, columns).to(dtype).squeeze(1)
+                values = values if is_xla and dtype.is_complex else values.to(idist.device())
+            gathered = idist.gather_in_order({"a": values} if drawn is not None else None, loader)["a"]
+            wanted = torch.arange(5)[:, None].expand(-1, columns)
+            wanted = (wanted % 2 if dtype is torch.bool else wanted).to(dtype).squeeze(1)
+            assert gathered.dtype is dtype and gathered.shape == wanted.shape
+            same = gathered.cpu().view(torch.uint8), wanted.contiguous().view(torch.uint8)
+            assert same[0].equal(same[1]), dtype
+
+
+@on_every_rank
+def test_what_a_rank_without_a_sample_gives_is_not_looked_at() -> None:
+    loader = exact_loader(1)
+    drawn = one_pass(loader)
+    values = {"a": drawn} if drawn is not None else {None: object(), 1.5: 2}
+    assert idist.gather_in_order(values, loader)["a"].tolist() == [0]
+
+
+@on_every_rank
+def test_with_drop_last_ranks_draw_equally_many_and_nothing_twice() -> None:
+    data = list(range(4 * idist.get_world_size() + 3))
+    for kwargs in ({}, {"sampler": SequentialSampler(data)}, {"shuffle": False}):
+        loader = idist.auto_dataloader(data, batch_size=idist.get_world_size(), drop_last=True, **kwargs)
+        shares = idist.all_gather([int(number) for batch in loader for number in batch])
+        drawn = list(chain(*shares))
+        assert {len(share) for share in shares} == {len(data) // idist.get_world_size()}
+        assert len(set(drawn)) == len(drawn)
+    size = idist.get_world_size()
+    stream = idist.auto_dataloader(Stream(len(data)), batch_size=size, shard=True, drop_last=True)
+    shares = idist.all_gather([int(number) for batch in stream for number in batch])
+    assert sorted(chain(*shares)) == data[: len(data) // size * size]
+
+
+@on_every_rank
+def test_nothing_to_shuffle_is_an_empty_loader() -> None:
+    for kwargs in (
+        {"shuffle": True},
+        {},
+        {"shuffle": True, "drop_last": True},
+        {"exact": True, "shuffle": True},
+    ):
+        assert list(idist.auto_dataloader([], **kwargs)) == []

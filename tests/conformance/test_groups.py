@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import psutil
 import torch
 
 import ignite_dist as idist
 from ignite_dist.context import current_model
-from worlds import on_every_rank, raises
+from worlds import count_collectives, on_every_rank, raises
 
 
 def some_groups() -> list[list[int]]:
@@ -106,7 +108,7 @@ def test_a_handle_is_found_again_by_its_ranks() -> None:
 @on_every_rank
 def test_wrong_groups() -> None:
     world_size = idist.get_world_size()
-    for wrong in ([0, 0], [world_size], [-1], [], [0.5], ["0"], [[0]]):
+    for wrong in ([0, 0], [world_size], [-1], [0.5], ["0"], [[0]]):
         with raises(ValueError, "Ranks of a group"):
             idist.all_reduce(torch.ones(1), group=wrong)
         with raises(ValueError, "Ranks of a group"):
@@ -118,3 +120,50 @@ def test_wrong_groups() -> None:
         with raises(ValueError, "of the group"):
             idist.broadcast("text", src=1, group=[0])
     assert idist.all_reduce(1) == world_size
+
+
+@on_every_rank
+def test_a_group_without_members_is_one_that_every_rank_is_outside_of() -> None:
+    rank, world_size = idist.get_rank(), idist.get_world_size()
+    handles = [[], (), range(0), idist.new_group([]), idist.new_group(range(world_size, world_size))]
+    if world_size == 1:
+        handles.append(idist.new_group(range(1, world_size)))
+    device = idist.device()
+    with count_collectives() as counted:
+        for group in [*handles, *handles]:
+            tensor = torch.full((3,), float(rank), device=device)
+            assert idist.all_reduce(tensor, group=group) is tensor and tensor.tolist() == [rank] * 3
+            assert idist.all_reduce(tensor, group=group, sync_grads=True) is tensor
+            assert idist.all_reduce(rank, "MAX", group) == rank
+            tree = {"a": tensor, "b": 0.5}
+            assert idist.all_reduce(tree, group=group) is tree
+            assert idist.all_gather(tensor, group) is tensor
+            assert idist.all_gather("text", group) == "text"
+            assert idist.all_gather_ragged(tensor, group)[0] is tensor
+            assert idist.all_gather_tensors_with_shapes(tensor, [], group)[0] is tensor
+            assert idist.broadcast(tensor, group=group) is tensor and tensor.tolist() == [rank] * 3
+            assert idist.broadcast(rank, world_size - 1, group=group) == rank
+            if rank:
+                assert idist.broadcast(None, safe_mode=True, group=group) is None
+            idist.barrier(group)
+            idist.barrier(group, timeout=timedelta(seconds=60))
+            assert idist.any_true(rank == 0, group) is (rank == 0)
+            assert idist.all_true(rank == 0, group) is (rank == 0)
+            with idist.raise_together(group):
+                pass
+            with raises(LookupError, "mine"), idist.raise_together(group):
+                raise LookupError("mine")
+    assert counted.count == 0
+    assert idist.all_gather(rank) == list(range(world_size))  # and the world is what it was
+
+
+@on_every_rank
+def test_the_options_of_a_group_without_members_are_those_of_any_other() -> None:
+    if idist.model_name() == "serial":  # which takes those of any backend
+        return
+    if idist.model_name() == "native-dist":
+        assert idist.all_reduce(1, group=idist.new_group([], timeout=timedelta(seconds=60))) == 1
+    with raises(TypeError):
+        idist.new_group([0], no_such_option=1)
+    with raises(TypeError):
+        idist.new_group([], no_such_option=1)

@@ -70,6 +70,6 @@ class _Refusal:
                 return
         raise RuntimeError(
             f"{self._name} was frozen when auto_model got the model, so its gradients would be each rank's "
-            "own. Unfreeze it, then call model = idist.auto_model(idist.unwrap_model(model)), which may be "
-            "the second time, and make the optimizer."
+            "own. Unfreeze it, then call model = idist.auto_model(idist.unwrap_model(model)) (it may be "
+            "called again), and make the optimizer."
         )

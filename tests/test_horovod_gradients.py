@@ -805,3 +805,29 @@ def _replaced(num_ranks: int) -> list[Any]:
 
 def test_an_optimizer_that_is_replaced() -> None:
     same_as_one_process(_replaced)
+
+
+def _horovods_own(num_ranks: int) -> list[Any]:
+    """An optimizer that the script has wrapped itself stays as it is, and may accumulate."""
+    net = idist.auto_model(Net("ab"))
+    plain = SGD(net.parameters(), lr=0.5)
+    if idist.get_world_size() > 1:
+        import horovod.torch as hvd
+
+        block = idist.grad_sync(net, plain, is_final_microbatch=False)
+        with pytest.raises(ValueError, match="take what auto_optim returned"), block:
+            pass
+        plain = hvd.DistributedOptimizer(plain)
+    optimizer = idist.auto_optim(plain)
+    assert optimizer is plain
+    for number in range(2):
+        with idist.no_sync(net):
+            backward(num_ranks, lambda rank, number=number: net(data(rank, number), "ab"))
+        backward(num_ranks, lambda rank, number=number: net(data(rank, number + 2), "ab"))
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(net)
+
+
+def test_an_optimizer_that_the_script_has_wrapped_itself() -> None:
+    same_as_one_process(_horovods_own)

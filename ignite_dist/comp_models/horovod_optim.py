@@ -248,7 +248,7 @@ def _is_local(gradients: Gradients) -> Iterator[None]:
 
 @contextmanager
 def _out_of_reach(optimizer: Any) -> Iterator[None]:
-    """Have an optimizer that Horovod has made count no passes: it sends when it has counted enough of them."""
+    """Have Horovod's own optimizer send nothing: it sends when it has counted enough passes."""
     known = dict(optimizer._allreduce_delay)
     optimizer._allreduce_delay.update(dict.fromkeys(known, _NEVER))
     try:

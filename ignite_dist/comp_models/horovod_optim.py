@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +22,8 @@ from ignite_dist.comp_models.horovod_gradients import Exchange, Gradients
 from ignite_dist.comp_models.horovod_reduction import Carried, Reduction
 
 __all__ = ["Exchange", "accumulating", "distribute", "load_state", "state_as_bytes"]
+
+_NEVER = 1 << 60  # backward passes until Horovod's own optimizer sends
 
 
 def distribute(optimizer: Optimizer, name: str, exchange: Exchange, **kwargs: Any) -> Optimizer:
@@ -217,16 +219,46 @@ def _checked_groups(groups: Any) -> Any:
 
 @contextmanager
 def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
-    """Leave the gradients of the block's backward passes as each rank's own."""
-    inner = [optimizer._gradients for optimizer in optimizers]
-    before = [one.is_local for one in inner]
-    for one in inner:
-        one.is_local = True
+    """Leave the gradients of the block's backward passes as each rank's own.
+
+    Raises:
+        ValueError: one of ``optimizers`` is neither :func:`distribute`'s nor Horovod's.
+    """
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            if hasattr(optimizer, "_gradients"):
+                stack.enter_context(_is_local(optimizer._gradients))
+            elif hasattr(optimizer, "_allreduce_delay"):
+                stack.enter_context(_out_of_reach(optimizer))
+            else:
+                raise ValueError(
+                    f"This {type(optimizer).__name__} averages no gradients: take what auto_optim returned."
+                )
+        yield
+
+
+@contextmanager
+def _is_local(gradients: Gradients) -> Iterator[None]:
+    before, gradients.is_local = gradients.is_local, True
     try:
         yield
     finally:
-        for one, was_local in zip(inner, before, strict=True):
-            one.is_local = was_local
+        gradients.is_local = before
+
+
+@contextmanager
+def _out_of_reach(optimizer: Any) -> Iterator[None]:
+    """Have Horovod's own optimizer send nothing: it sends when it has counted enough passes."""
+    known = dict(optimizer._allreduce_delay)
+    optimizer._allreduce_delay.update(dict.fromkeys(known, _NEVER))
+    try:
+        yield
+    finally:
+        optimizer._allreduce_delay.update(known)
+        # What its hooks have noted without sending it; its synchronize() sends what has no note.
+        for parameter, (handle, _) in list(optimizer._handles.items()):
+            if handle is None:
+                del optimizer._handles[parameter]
 
 
 def _mean(loss: Any, name: str, process_set: Any) -> Any:

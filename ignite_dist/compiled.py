@@ -4,7 +4,8 @@ An operator of the graph is the eager call itself, so it has the same checks bef
 bits and the same errors. The compiler cannot look into it.
 
 The compiler must not drop, merge or reorder collectives: a rank that does not use a result would leave out a
-call that the others wait for. So each operator writes to one tensor, the token, that is an input of the graph.
+call that the others wait for. So each operator writes to one tensor, the token, which is an input of the
+graph.
 """
 
 from __future__ import annotations
@@ -55,9 +56,7 @@ def all_gather(tensor: Any, group: Any = None, **options: Any) -> Any:
     if options.get("sync_grads", False):
         rank = model.get_rank()
         position = rank if ranks is None else ranks.index(rank)
-        return _kept(
-            torch.ops.ignite_dist.all_gather_with_grad(tensor, _token, ranks, group_size, position)
-        )
+        return _kept(torch.ops.ignite_dist.all_gather_with_grad(tensor, _token, ranks, group_size, position))
     return torch.ops.ignite_dist.all_gather(tensor.detach(), _token, ranks, group_size)
 
 
@@ -77,7 +76,7 @@ def barrier(group: Any = None, timeout: Any = None, **options: Any) -> Any:
 
 
 def _is_plain(tensor: Any, is_changed: bool) -> bool:
-    """Whether a graph can hold the collective of ``tensor``; where it cannot, the eager call says what is wrong.
+    """Whether a graph can hold the collective of ``tensor``; else the eager call takes or refuses it.
 
     Args:
         tensor: the value that was given.
@@ -103,7 +102,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _can_hold(group: Any) -> bool:
-    """Whether a graph can hold a collective of ``group``: the world, or a list of ranks with this one in it."""
+    """Whether a graph can hold a collective of ``group``: the world, or ranks with this one among them."""
     model = model_of_the_graph()
     if model.groups_need_everyone:  # ranks may be threads, which share a graph
         return False
@@ -178,8 +177,8 @@ def _gather(tensor: Tensor, ranks: list[int] | None, group_size: int, **options:
     gathered: Tensor = eager_functions["all_gather"](tensor, ranks, **options)
     if gathered.shape != _gathered_shape(tensor, group_size):
         raise RuntimeError(
-            f"This graph was compiled in a context where the group had {group_size} ranks, and another context "
-            "has begun since, which torch.compile could not notice. Call torch.compiler.reset()."
+            f"This graph was compiled in a context where the group had {group_size} ranks. Another context has "
+            "begun since, which torch.compile could not notice. Call torch.compiler.reset()."
         )
     return gathered
 

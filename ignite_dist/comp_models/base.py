@@ -191,7 +191,7 @@ class ComputationModel(ABC):
             self._undo = None
 
     def context_mark(self) -> object | None:
-        """What stands for this context, another object for another context; None where a fork does no harm."""
+        """What stands for this context, and for no other; None where a forked child may go on with it."""
         return None
 
     @classmethod

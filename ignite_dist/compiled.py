@@ -177,8 +177,8 @@ def _gather(tensor: Tensor, ranks: list[int] | None, group_size: int, **options:
     gathered: Tensor = eager_functions["all_gather"](tensor, ranks, **options)
     if gathered.shape != _gathered_shape(tensor, group_size):
         raise RuntimeError(
-            f"This graph was compiled in a context where the group had {group_size} ranks. Another context has "
-            "begun since, which torch.compile could not notice. Call torch.compiler.reset()."
+            f"This graph was compiled in a context where the group had {group_size} ranks. Another context "
+            "has begun since, which torch.compile could not notice. Call torch.compiler.reset()."
         )
     return gathered
 

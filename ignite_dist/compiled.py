@@ -76,7 +76,7 @@ def barrier(group: Any = None, timeout: Any = None, **options: Any) -> Any:
 
 
 def _is_plain(tensor: Any, is_changed: bool) -> bool:
-    """Whether a graph can hold the collective of ``tensor``; else the eager call says what is wrong.
+    """Whether a graph can hold the collective of ``tensor``; else the eager call takes or refuses it.
 
     Args:
         tensor: the value that was given.
@@ -102,7 +102,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _can_hold(group: Any) -> bool:
-    """Whether a graph can hold a collective of ``group``: the world, or ranks with this one in it."""
+    """Whether a graph can hold a collective of ``group``: the world, or ranks with this one among them."""
     model = model_of_the_graph()
     if model.groups_need_everyone:  # ranks may be threads, which share a graph
         return False

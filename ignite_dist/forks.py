@@ -48,8 +48,8 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     what = "a worker of a DataLoader" if get_worker_info() is not None else "a forked child"
     raise RuntimeError(
         f"This process ({os.getpid()}) is {what} of the process that has the context ({_parent}). A "
-        "collective would wait for ever here, and a context cannot begin or end. Do that in the main "
-        "process. get_rank(), get_world_size() and the other getters work here too."
+        "collective would wait for ever here, and no context can begin. Make both in the main process. "
+        "get_rank(), get_world_size() and the other getters work here too."
     )
 
 

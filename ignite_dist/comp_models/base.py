@@ -235,7 +235,7 @@ class ComputationModel(ABC):
             undo()
 
     def context_mark(self) -> object | None:
-        """What stands for this context, another object for each; None where a fork does no harm."""
+        """What stands for this context, and for no other; None where a forked child may go on with it."""
         return None
 
     @classmethod

@@ -223,8 +223,8 @@ def _reduce_narrow(first: Tensor, others: Sequence[Tensor], op: str) -> Tensor:
     """Narrow floats reduced in float64, and then such that the caller's conversion is the only rounding.
 
     A sum of float16 or float8 is exact in float64 for thousands of ranks: these numbers are multiples of
-    2**-24 below 2**16. bfloat16 reaches from 2**-133 to 2**128. Its sums lose only what is smaller than 2**-44
-    of the largest one, and do not overflow on the way, as they would in float32.
+    2**-24 below 2**16. bfloat16 reaches from 2**-133 to 2**128. Its sums lose only what is smaller than
+    2**-44 of the largest one, and do not overflow on the way, as they would in float32.
     """
     if len(others) == 1 and op != "AVERAGE":
         # float32 has more than twice the bits of either: to round to it first changes nothing.

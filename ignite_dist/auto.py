@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_dist import tree
-from ignite_dist.averaging import average_in_step
+from ignite_dist.averaging import average_in_step, average_losses
 from ignite_dist.context import current_model
 from ignite_dist.data import auto_dataloader
 from ignite_dist.samplers import DistributedProxySampler
@@ -239,15 +239,19 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optimizer:
-    """``optimizer``, ready for the live context: itself, but under Horovod.
+    """``optimizer``, ready for the live context: itself, but under Horovod and with ``zero``.
 
-    Where a model's wrapper averages the gradients nothing is to do. With XLA, and with a computation model
-    that has no wrapper, a step hook does it: before the step, and with a closure each time that it has run,
-    whose loss is averaged too. A parameter that this rank has not used counts as one with a zero gradient,
-    and keeps None if no rank has used it (not so where a replica of XLA has a process of its own).
+    On every backend the loss that a closure returns is averaged over the ranks, each time that it has run.
+    An optimizer that decides by it (the line search of ``torch.optim.LBFGS``) decides alike on all ranks, and
+    ``step`` returns that mean.
+
+    Where a model's wrapper averages the gradients nothing else is to do. With XLA, and with a computation
+    model that has no wrapper, a step hook does it: before the step, and with a closure each time that it has
+    run. A parameter that this rank has not used counts as one with a zero gradient, and keeps None if no
+    rank has used it (not so where a replica of XLA has a process of its own).
 
     Under Horovod it becomes a ``hvd.DistributedOptimizer`` that starts from the state of rank 0 (Adam's
-    moments after a resume) and averages the gradients before each step, and the loss that a closure returns.
+    moments after a resume) and averages the gradients before each step.
     Schedulers, ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as without it.
     Between ``backward`` and ``step`` gradients are being averaged, and are not to be looked at before
     :func:`clip_grad_norm` has waited for that.
@@ -264,7 +268,9 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         The optimizer to use from now on; schedulers take this one.
 
     Raises:
-        ValueError: ``zero`` where there is no such thing.
+        ValueError: ``zero`` where there is no such thing; ``zero``, or a model with ``strategy="fsdp"``, with
+            an optimizer that makes its step from all parameters together (one that cannot do without a
+            closure: LBFGS). Nothing was sent.
     """
     live = current_model()
     live.check_not_joining()
@@ -274,4 +280,6 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
     live.optimizers[id(wrapped)] = wrapped
     if not live.averages_gradients and live.get_world_size() > 1:
         average_in_step(wrapped)
+    elif live.averages_in_backward and live.get_world_size() > 1:
+        average_losses(wrapped)
     return wrapped

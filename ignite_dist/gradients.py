@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ignite_dist.accumulation import scale_gradients
 from ignite_dist.averaged import mark_averaged, parameters_of
 from ignite_dist.averaging import agree_on_gradients, average_gradients, average_now
 from ignite_dist.comp_models import ComputationModel
@@ -34,17 +35,18 @@ class DDPSyncStrategy(Enum):
 
     Attributes:
         SINGLE_AUTO_SYNC: once, in the last microbatch's backward pass (Horovod, XLA: in the step). The
-            fastest, and right if every last microbatch uses every parameter, or with
-            ``find_unused_parameters=True``. Without that ``DistributedDataParallel`` averages nothing in a
-            step whose last microbatch leaves a parameter out, and says so only in the next forward pass.
+            fastest. A rank may leave that backward pass out, or parameters in it, with
+            ``DistributedDataParallel`` too: at the end of the block it then takes part with what it has
+            accumulated. Without ``find_unused_parameters=True`` a parameter that no rank has used in the
+            whole step then has a gradient of zeros, not None.
         MULTI_AUTO_SYNC: in each microbatch's backward pass: with ``find_unused_parameters=True`` the
             single-process gradients, whatever each microbatch uses, at the price of an all-reduce for each.
             Horovod and XLA: once, in the step, which is as right there.
         FORCED_SYNC: once, after the last microbatch's block: the ranks agree on which parameters have a
             gradient on any of them, and average these in buckets. The single-process gradients, whatever each
             microbatch uses on each rank, without ``find_unused_parameters``; but nothing overlaps with the
-            backward pass. If a block raises on one rank, the others raise ``RankFailedError``, and no
-            gradient is touched.
+            backward pass. Sparse gradients (of an embedding) stay sparse. If a block raises on one rank, the
+            others raise ``RankFailedError``, and no gradient is touched.
     """
 
     SINGLE_AUTO_SYNC = "single_auto_sync"
@@ -91,7 +93,10 @@ def grad_sync(
     """Context manager around a microbatch's forward and backward pass.
 
     After the block of the final microbatch, and at the latest in the step, the gradients are the means over
-    the ranks of their sums over the microbatches.
+    the ranks of their sums over the microbatches. Every rank enters that block; a rank may skip what is in
+    it, the backward pass or the forward pass too, and then takes part with what it has accumulated. Otherwise
+    it makes as many passes there as the other ranks. Under ``torch.no_grad()`` nothing is averaged. With
+    FSDP2 no rank can skip a pass, because the others wait for its shards.
 
     Args:
         model: what :func:`auto_model` returned, or what contains it.
@@ -101,6 +106,8 @@ def grad_sync(
 
     Raises:
         RankFailedError: FORCED_SYNC, and the block of another rank has raised.
+        RuntimeError: not with FORCED_SYNC: a parameter was frozen after ``DistributedDataParallel`` was made,
+            which waits for its gradient; or ``model`` contains several, and this rank has used none of them.
         ValueError: as :func:`no_sync`.
     """
     live = current_model()
@@ -111,7 +118,8 @@ def grad_sync(
         with _forced(live, model, found, is_final_microbatch):
             yield
     elif is_final_microbatch or (strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and live.averages_in_backward):
-        yield
+        with live.average_in_block(model):
+            yield
     else:
         with live.accumulate_locally(model, found):
             yield
@@ -188,8 +196,10 @@ def accumulate(
     The last step of a pass may have fewer than ``steps``, and each rank makes as many steps as the others.
     Where their numbers of microbatches in a step differ say ``weight=lambda batch: 1`` to have them counted;
     with MULTI_AUTO_SYNC, and for a model with buffers, they are equal. A step begins with gradients of None
-    or zero: what is there is taken for a part of the sum. What ``loader`` or ``weight`` raises is that rank's
-    alone.
+    or zero: what is there is taken for a part of the sum. A rank may skip what is in the block of a
+    microbatch, which then counts with a gradient of zero; it enters the block of the last one. Gradients that
+    ``torch.autograd.grad`` returns in a block are left alone. What ``loader`` or ``weight`` raises is that
+    rank's alone.
 
     Args:
         loader: whose batches are the microbatches; it is one batch ahead.
@@ -272,7 +282,8 @@ def _weighed(
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(total)
-    with _gradients_times(factor, model), synced(is_final_microbatch=is_final):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with scale_gradients(trained, factor), synced(is_final_microbatch=is_final):
         yield
 
 
@@ -290,24 +301,6 @@ def _mean_over_ranks(weight: float) -> float:
     if not any(everyones):
         raise ValueError("The weights of all microbatches of this step, on all ranks, are zero.")
     return sum(everyones) / len(everyones)
-
-
-@contextmanager
-def _gradients_times(factor: float, model: Module) -> Iterator[None]:
-    """In the block ``factor`` times as much is added to each gradient, before DDP sees it."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    handles = []
-    for parameter in trained if factor != 1.0 else ():
-        # What counts nothing may be NaN: the mean of no samples.
-        handle = parameter.register_hook(  # type: ignore[no-untyped-call]
-            lambda gradient: gradient * factor if factor else torch.zeros_like(gradient)
-        )
-        handles.append(handle)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # --- clipping ----------------------------------------------------------------------------------------

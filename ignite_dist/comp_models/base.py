@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.distributed import Store
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
@@ -528,6 +528,18 @@ class ComputationModel(ABC):
             optimizers: those of :meth:`wrap_optimizer` that have its parameters.
         """
         return nullcontext()
+
+    def average_in_block(self, model: Module) -> AbstractContextManager[None]:
+        """After the block the gradients of ``model`` are averaged, where backward passes do that.
+
+        Backward passes in the block average them. At its end this rank takes part in what it has left out:
+        the whole reduction of a rank without a backward pass, or that of the parameters it has not used.
+        """
+        return nullcontext()
+
+    def group_of(self, parameters: Iterable[Parameter]) -> Group:
+        """The ranks over which the gradients of ``parameters`` are averaged."""
+        return self.world()
 
     def check_forced(self, model: Module, optimizers: Sequence[Optimizer]) -> None:  # noqa: B027
         """Refuse what an average over all ranks, apart from backward pass and step, would not get right."""

@@ -8,22 +8,23 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GroupMember, ProcessGroup, Store, distributed_c10d
 from torch.distributed.distributed_c10d import default_pg_timeout
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from ignite_dist import devices, environments, links, nodes, processes, rendezvous, roll_call, wire
 from ignite_dist.arguments import check_keywords, check_nodes, check_timeout
-from ignite_dist.comp_models import gloo, native_wrap
+from ignite_dist.comp_models import gloo, native_reduction, native_wrap
 from ignite_dist.comp_models.base import ComputationModel, Group
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.environments import Environment, spawned, variables
@@ -118,6 +119,7 @@ class NativeModel(ComputationModel):
         self._local_rank = self._environment.local_rank if self._environment else _local_rank_alone()
         self._generations: dict[tuple[int, ...], int] = {}
         self._scratch = gloo.ScratchBuffers()
+        self._wrapped: WeakSet[Module] = WeakSet()  # what wrap_model has returned
         gloo.tidy_at_exit()
 
     # --- lifecycle ---------------------------------------------------------------------------------
@@ -476,9 +478,16 @@ class NativeModel(ComputationModel):
     ) -> Module:
         if self._world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        return native_wrap.wrap_model(
+        wrapped = native_wrap.wrap_model(
             model, self.device(), self.backend(), sync_bn, wrapper, comm_hook, buffer_hook, kwargs
         )
+        self._wrapped.add(wrapped)
+        return wrapped
+
+    def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+        if self._world_size > 1:
+            native_wrap.check_optimizer(optimizer)
+        return optimizer
 
     def check_sharding(self) -> None:
         pass
@@ -496,6 +505,13 @@ class NativeModel(ComputationModel):
         self, model: Module, optimizers: Sequence[Optimizer]
     ) -> AbstractContextManager[None]:
         return native_wrap.accumulating(model)
+
+    def average_in_block(self, model: Module) -> AbstractContextManager[None]:
+        return native_reduction.completing(model)
+
+    def group_of(self, parameters: Iterable[Parameter]) -> Group:
+        group = native_wrap.group_of(parameters, self._wrapped)
+        return self.world() if group is None else self.resolve_group(group)
 
     def join(
         self, model: Module, optimizer: Optimizer | None, **kwargs: Any

@@ -8,19 +8,29 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_dist.arguments import check_keywords
+from ignite_dist.averaged import parameters_of
 
-__all__ = ["accumulating", "joined", "shard_model", "shard_optimizer", "were_averaged", "wrap_model"]
+__all__ = [
+    "accumulating",
+    "check_optimizer",
+    "group_of",
+    "joined",
+    "shard_model",
+    "shard_optimizer",
+    "were_averaged",
+    "wrap_model",
+]
 
 
 _LOCAL = "_ignite_dist_local"  # on a module of FSDP2 that does not synchronise gradients
@@ -99,6 +109,27 @@ def accumulating(model: Module) -> Iterator[None]:
         yield
 
 
+def group_of(parameters: Iterable[Parameter], wrapped: Iterable[Module]) -> Any:
+    """The group over which DDP, in one of ``wrapped``, or FSDP2 averages the gradients of ``parameters``.
+
+    It is a handle or a list of ranks; None if neither has them.
+    """
+    given = list(parameters)
+    for parameter in given:
+        mesh = _mesh_of(parameter)
+        if mesh is not None:
+            return mesh.mesh.flatten().tolist()
+    for module in list(wrapped):
+        if isinstance(module, DistributedDataParallel) and not set(module.parameters()).isdisjoint(given):
+            return module.process_group
+    return None
+
+
+def _mesh_of(parameter: Parameter) -> Any:
+    """The devices over which FSDP2 has sharded ``parameter``, or None."""
+    return getattr(parameter, "device_mesh", None)
+
+
 def were_averaged(model: Module) -> None:
     """Let the next forward pass take rank 0's buffers, as it does after a backward pass that averages."""
     for module in model.modules():
@@ -131,6 +162,30 @@ def joined(model: Module, optimizer: Optimizer | None, kwargs: dict[str, Any]) -
 # --- shards ------------------------------------------------------------------------------------------
 
 
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that FSDP2's shards of parameters would make another one.
+
+    Raises:
+        ValueError: its parameters are sharded, and it treats them as one vector.
+    """
+    if any(_mesh_of(parameter) is not None for parameter in parameters_of(optimizer)):
+        _check_separable(optimizer, "strategy='fsdp' shards its parameters")
+
+
+def _check_separable(optimizer: Optimizer, how: str) -> None:
+    """Refuse an optimizer whose step on a part of the parameters is not that part of its step on all.
+
+    Which these are no attribute says. Those that cannot do without a closure are: it is for a line search,
+    and makes the number of its calls depend on the part.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} needs a closure and makes its steps from all parameters together, "
+            f"and {how} over the ranks. Leave that out, or take an optimizer that works on each parameter."
+        )
+
+
 def shard_model(model: Module, device: torch.device, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
     """``model``, each of its modules of the classes ``wrap`` and then the rest sharded by FSDP2, in place."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -151,6 +206,7 @@ def shard_optimizer(optimizer: Optimizer) -> Optimizer:
 
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer
+    _check_separable(optimizer, "zero=True shards its state")
     # `defaults` may hold more than can be given: AdamW's names what it has fixed for Adam.
     accepted = inspect.signature(type(optimizer).__init__).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in accepted}

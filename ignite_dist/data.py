@@ -263,10 +263,10 @@ def gather_in_order(values: Any, loader: Any) -> Any:
             f"The loader was made for rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
             f"{model.get_rank()} of {len(members.ranks)}."
         )
+    own = values if sampler.num_samples else None  # what a rank without a sample gives is not looked at
+    leaves, _ = tree.flatten(own, list)  # refuses keys, so before the pass, which may have a collective, ends
     sampler.end_pass()
     order, counts = sampler.order(), [sampler.num_drawn_by(rank) for rank in members.ranks]
-    own = values if sampler.num_samples else None  # what a rank without a sample gives is not looked at
-    leaves, _ = tree.flatten(own, list)
     described = tree.rebuild(own, map(_Column.of, leaves), list)
     model.announce("gather_in_order", members)
     gathered = model.gather_objects((sampler.meant(), described), members)

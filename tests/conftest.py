@@ -4,10 +4,12 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from conformance.table import ResultsWriter
 from helpers import is_launcher_variable
 
 # What the tests under @pytest.mark.stress have counted: printed at the end of a run with --stress.
@@ -16,6 +18,8 @@ _tally = pytest.StashKey[Counter[str]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--stress", action="store_true", help="the long form of the tests that repeat things")
+    kept = "keep what the conformance suite sees, as JSON"
+    parser.addoption("--conformance-results", type=Path, metavar="FILE", help=kept)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,6 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Where nothing is buffered (images of containers often say so), print() writes a line and its end one
     # after the other: those of two ranks that share a file get between each other.
     os.environ.pop("PYTHONUNBUFFERED", None)
+    path = config.getoption("--conformance-results")
+    if path is not None and not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
+        config.pluginmanager.register(ResultsWriter(path))
 
 
 @pytest.fixture(autouse=True)

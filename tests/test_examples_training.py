@@ -16,7 +16,6 @@ ROWS = {
     ("MULTI_AUTO_SYNC", True),
     ("FORCED_SYNC", False),
 }
-TRAP = ("SINGLE_AUTO_SYNC", False)
 ROUNDING = 1e-5
 
 TWO = ("--nproc-per-node", 2)
@@ -37,7 +36,7 @@ def run(name: str, *options: Any, seconds: float = 280, **environ: str) -> str:
 
 def table(output: str) -> dict[tuple[str, bool], tuple[str, float]]:
     """By strategy and ``find_unused_parameters``: milliseconds per step, as printed, and the error."""
-    found = re.findall(r"^([A-Z_]+) +(True|False) +(-|\d+\.\d) +(\S+)$", output, re.MULTILINE)
+    found = re.findall(r"^([A-Z_]+) +(True|False) +(\d+\.\d) +(\S+)$", output, re.MULTILINE)
     assert len(output.splitlines()) == 1 + len(found) == 1 + len(ROWS), output
     rows = {(name, unused == "True"): (time, float(error)) for name, unused, time, error in found}
     assert set(rows) == ROWS, output
@@ -53,22 +52,18 @@ def test_one_process_accumulates_the_same_with_each_strategy() -> None:
     assert_all_right(run("accumulate.py", "--epochs", 1))
 
 
-def test_gloo_shows_the_trap() -> None:
-    rows = table(run("accumulate.py", "--epochs", 1, *TWO))
-    time, error = rows.pop(TRAP)
-    assert time == "-" and error > 0.1, rows
-    for time, error in rows.values():
-        assert float(time) > 0 and error < ROUNDING, rows
+def test_two_processes_accumulate_the_same_with_each_strategy() -> None:
+    assert_all_right(run("accumulate.py", "--epochs", 1, *TWO))
 
 
 @pytest.mark.horovod
-def test_horovod_has_no_trap() -> None:
+def test_horovod_accumulates_the_same_with_each_strategy() -> None:
     assert_all_right(run("accumulate.py", "--epochs", 1, "--backend", "horovod", *TWO))
 
 
 @pytest.mark.xla
 @pytest.mark.parametrize("options", [(), TWO], ids=["alone", "2-replicas"])
-def test_xla_has_no_trap(options: tuple[Any, ...]) -> None:
+def test_xla_accumulates_the_same_with_each_strategy(options: tuple[Any, ...]) -> None:
     assert_all_right(run("accumulate.py", "--epochs", 1, "--backend", "xla-tpu", *options, **WITH_XLA))
 
 

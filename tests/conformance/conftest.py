@@ -1,27 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from table import ResultsWriter
 from worlds import SerialWorld, SpawnedWorld, XlaWorld
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--conformance-results", type=Path, metavar="FILE", help="keep what was seen there, as JSON"
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    path = config.getoption("--conformance-results", None)
-    if path is not None and not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
-        config.pluginmanager.register(ResultsWriter(path))
-
 
 _FACTORIES = {
     "serial": SerialWorld,

@@ -177,7 +177,7 @@ def _average_loss(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     closure = _closure_of(args, kwargs)
-    if closure is None:
+    if closure is None or current_model().is_joining:  # there ranks make different numbers of steps
         return None
 
     def averaging_closure() -> Any:

@@ -78,10 +78,10 @@ def all_reduce(
     all of a tree's numbers take one collective, in rank order and with Python's own arithmetic, so ints are
     exact at any size and every rank gets the same bits. A number of numpy's counts as Python's own, which is
     what comes back. The values of a dict are paired by its keys: str, int, bool, members of enums, or tuples
-    of these. Nothing is rounded on the way: a dtype that the backend does not carry is sent as a wider one,
-    and float16, bfloat16 and float8 are added and multiplied in float64 and rounded once (on TPUs, which have
-    no float64, in float32). Without a gradient, but with ``sync_grads``. Autograd counts the result as a
-    change in place: a backward pass that needs the old value raises.
+    of these. A dtype that the backend does not carry is sent as a wider one, so nothing is lost on the way.
+    float16, bfloat16 and float8 are added and multiplied in float64 (on TPUs in float32) and rounded once.
+    Without a gradient, but with ``sync_grads``. Autograd counts the result as a change in place: a backward
+    pass that needs the old value raises.
 
     Args:
         tensor: shape ``(*S)`` on every rank, a dense tensor of any dtype that has arithmetic; or a number; or
@@ -186,7 +186,8 @@ def _reduce_leaves(
     is_inline = nbytes <= _INLINE_BYTES and op != "ADASUM"
     flats = [_flat(values, positions) for positions in packs] if is_inline else []
     sent = [values[position] for position in numbers]
-    rows = _gather_equals(model, sent, structure, op, group, to_message(flats))
+    compared = structure if exact else f"{structure} exact=False"
+    rows = _gather_equals(model, sent, compared, op, group, to_message(flats))
     reduced = list(values)
     if numbers:
         totals = reduction.reduce_numbers([row for row, _ in rows], op)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ignite_dist import differentiable
+from ignite_dist import differentiable, reduction
 from ignite_dist.context import current_model, model_of_the_graph
 from ignite_dist.tracing import eager_functions, eagerly
 
@@ -33,7 +33,8 @@ def all_reduce(tensor: Any, op: Any = "SUM", group: Any = None, **options: Any) 
     """See ``idist.all_reduce``."""
     inplace, sync_grads = options.get("inplace", True), options.get("sync_grads", False)
     if not (
-        options.keys() <= {"inplace", "sync_grads"}
+        options.keys() <= {"inplace", "sync_grads", "exact"}
+        and options.get("exact", True) is True
         and _is_plain(tensor, inplace and not sync_grads)
         and isinstance(op, str)
         and _can_hold(group)
@@ -49,7 +50,8 @@ def all_reduce(tensor: Any, op: Any = "SUM", group: Any = None, **options: Any) 
 
 def all_gather(tensor: Any, group: Any = None, **options: Any) -> Any:
     """See ``idist.all_gather``."""
-    if not (options.keys() <= {"sync_grads"} and _is_plain(tensor, False) and _can_hold(group)):
+    is_new = options.keys() <= {"sync_grads", "out"} and options.get("out") is None
+    if not (is_new and _is_plain(tensor, False) and _can_hold(group)):
         return eagerly(eager_functions["all_gather"], tensor, group, **options)
     ranks, model = _ranks(group), model_of_the_graph()
     group_size = model.get_world_size() if ranks is None else len(ranks)
@@ -167,7 +169,7 @@ def _all_gather_with_grad(
 def _reduce_gradient(
     gradient: Tensor, token: Tensor, function: str, op: str, ranks: list[int] | None
 ) -> Tensor:
-    model = current_model()
+    model, op = current_model(), reduction.normalize_op(op)
     members = model.resolve_group(ranks)
     model.announce(f"{function}'s backward pass", members, gradient, op)
     return differentiable.reduced(model, gradient, op, members)

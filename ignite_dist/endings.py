@@ -202,7 +202,8 @@ class Endings:
         begun = self._model.calls_begun()
         if not begun:  # only this package's own calls are counted
             numbers = _numbers(log)
-            key = "" if len(wanted.ranks) == self._world_size else key_of_ranks(wanted.ranks)
+            is_world = len(wanted.ranks) == self._world_size
+            key = wanted.name or ("" if is_world else key_of_ranks(wanted.ranks))
             return not wanted.is_known or numbers.get(key, 0) > ended.numbers.get(key, 0)
         if wanted.is_known:
             return begun.get(wanted.name, 1) > ended.calls.get(wanted.name, 0)

@@ -1,7 +1,8 @@
 """A context in a forked child: another process's, of which only the getters still work.
 
-The threads that carry the collectives are not in the child, and its connections are the parent's, which what
-the child sends would confuse. So the child makes no collective, and its end leaves the context alone.
+The threads that carry the collectives are not in the child. Its connections are the parent's: anything that
+the child sends would mix with the parent's data. So the child makes no collective, and its end leaves the
+context alone.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ def note_inherited(model: ComputationModel) -> None:
         return
     for name in _REFUSED:
         setattr(model, name, _refuse)
-    for name in ("finalize", "abort", "left_behind"):
+    for name in ("finalize", "abort", "left_behind", "meet_at_end", "stop_watching"):
         setattr(model, name, _nothing)
-    model.recorder = None  # its thread is not here
+    model.recorder = model.watching = None  # their threads are not here
+    model.forget_first_uses()
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:

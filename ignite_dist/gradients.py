@@ -1,7 +1,8 @@
 """When gradients are synchronised: accumulation, strategies, clipping.
 
-Backends average at different times: ``DistributedDataParallel`` in the backward pass, Horovod and the hook of
-``auto_optim`` in the step. The functions here mean the same everywhere.
+Backends average at different times: ``DistributedDataParallel`` and Horovod in the backward pass (Horovod in
+the step, if a rank has made none), the hook of ``auto_optim`` in the step. The functions here mean the same
+everywhere.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class DDPSyncStrategy(Enum):
     """When the gradients of several microbatches are averaged over the ranks.
 
     Attributes:
-        SINGLE_AUTO_SYNC: once, in the last microbatch's backward pass (Horovod, XLA: in the step). The
+        SINGLE_AUTO_SYNC: once, in the last microbatch's backward pass (XLA: in the step). The
             fastest. A rank may leave that backward pass out, or parameters in it, with
             ``DistributedDataParallel`` too: at the end of the block it then takes part with what it has
             accumulated. Without ``find_unused_parameters=True`` a parameter that no rank has used in the
             whole step then has a gradient of zeros, not None.
         MULTI_AUTO_SYNC: in each microbatch's backward pass: with ``find_unused_parameters=True`` the
             single-process gradients, whatever each microbatch uses, at the price of an all-reduce for each.
-            Horovod and XLA: once, in the step, which is as right there.
+            Horovod: once, in the last backward pass; XLA: once, in the step. Both are as right there.
         FORCED_SYNC: once, after the last microbatch's block: the ranks agree on which parameters have a
             gradient on any of them, and average these in buckets. The single-process gradients, whatever each
             microbatch uses on each rank, without ``find_unused_parameters``; but nothing overlaps with the

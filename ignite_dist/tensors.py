@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -221,7 +222,7 @@ def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: i
             parts = torch.split(sent, [tensor.nbytes for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
                 # A part may begin at any byte, but is looked at as elements only where one begins.
-                tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+                _fill(tensor, part.clone().view(tensor.dtype))
 
 
 def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: Group) -> None:
@@ -238,7 +239,12 @@ def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: G
             reduce_tensor(model, flat, "AVERAGE", plan_reduction(model, "AVERAGE", flat), group)
             parts = torch.split(flat, [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
-                tensor.detach().copy_(part.view(tensor.shape))
+                _fill(tensor, part)
+
+
+def _fill(tensor: Tensor, values: Tensor) -> None:
+    with torch.inference_mode() if tensor.is_inference() else nullcontext():  # the only place where it may be
+        tensor.detach().copy_(values.view(tensor.shape))
 
 
 def _checked(function: str, tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -70,7 +70,7 @@ class _FirstUse:
     """A lock, and the thread that has it."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal handler may come between the lock and the line after it
         self.thread: int | None = None
 
 
@@ -219,6 +219,10 @@ class ComputationModel(ABC):
         watchdog = self.watching.watchdog if self.watching is not None else None
         if watchdog is not None and self.get_world_size() > 1:
             watchdog.meet_at_end(self.get_rank())
+
+    def forget_first_uses(self) -> None:
+        """In a forked child the thread that was in one of them is not there to end it."""
+        self._first_uses.clear()
 
     def stop_watching(self) -> None:
         """End the watchdog of this context."""
@@ -483,7 +487,7 @@ class ComputationModel(ABC):
             )
         return checked
 
-    # --- for who watches -------------------------------------------------------------------------------
+    # --- for the watchdog ------------------------------------------------------------------------------
 
     def announce(self, operation: str, group: Group, value: Any = "", op: str = "") -> None:
         """Note the collective that comes next, and compare it with those of the others, where that is wanted.

@@ -42,7 +42,7 @@ _EXCHANGE = AllToAllOptions()  # gloo only reads it, so calls share it
 # What is sent, what is received, and the rows of the latter.
 _Buffer = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
-# What gloo's threads may still hold; what was lent before that many others, they do not.
+# Tensors that gloo's threads may still reference. Older ones have been released.
 _lent: deque[weakref.ref[Tensor]] = deque(maxlen=4 * _MAX_STREAMS)
 _POLL_SECONDS = 1e-4
 # A busy machine may take as long to give each thread a turn; a thread that is stuck is not waited for.

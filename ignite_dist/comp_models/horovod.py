@@ -50,6 +50,9 @@ _logger = logging.getLogger(__name__)
 _SPIN_SECONDS = 1.2e-3
 _SLEEP_SECONDS = 200e-6
 
+# How long the watchdog waits for a change of the process sets.
+_LOCK_SECONDS = 0.1
+
 # How long a rank waits without a word.
 _PATIENCE_SECONDS = 10.0
 _WAITING = (
@@ -262,8 +265,13 @@ class HorovodModel(ComputationModel):
     def waited_for(self, frame: FrameType) -> WaitedFor:
         group = recorder.local_of(frame, "group")
         if isinstance(group, Group):  # of this package's own call
-            return WaitedFor(group.ranks, is_known=True)
-        sets = self._mpi_ops._basics._get_process_set_ids_and_ranks().values()
+            return WaitedFor(group.ranks, self.group_key(group), is_known=True)
+        if not self._changing_sets.acquire(timeout=_LOCK_SECONDS):  # it may be this change that is waited for
+            return WaitedFor()
+        try:
+            sets = self._mpi_ops._basics._get_process_set_ids_and_ranks().values()
+        finally:
+            self._changing_sets.release()
         members = [ranks for ranks in sets if self._rank in ranks and len(ranks) > 1]
         return WaitedFor(tuple(set(range(self._world_size)).intersection(*members)))
 

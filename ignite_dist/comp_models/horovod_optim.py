@@ -11,6 +11,7 @@ import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from numbers import Number
 from typing import Any, ClassVar
 
 import torch
@@ -265,7 +266,8 @@ def _mean(loss: Any, name: str, process_set: Any) -> Any:
     """The mean of a loss, a number or a tensor of one, over the ranks of ``process_set``."""
     import horovod.torch as hvd
 
-    if loss is None or not process_set.included() or process_set.size() == 1:
+    is_loss = isinstance(loss, Number) or (isinstance(loss, Tensor) and loss.numel() == 1)
+    if not is_loss or not process_set.included() or process_set.size() == 1:
         return loss
     value = loss.detach() if isinstance(loss, Tensor) else loss
     total = torch.tensor([float(value)], dtype=torch.float64)

@@ -422,8 +422,8 @@ class NativeModel(ComputationModel):
     def _connection(self, worlds_store: Any) -> Any:
         """A connection to the store, over which no other thread makes a group at the same time.
 
-        A thread that waits for the other members of its group keeps the connection to itself. If another
-        thread needed it too, and another rank waited for that thread first, both would wait for ever.
+        A thread holds its connection while it waits for the other members. Two threads with one connection
+        would deadlock if two ranks made their groups in opposite orders.
         """
         try:
             return self._free_connections.pop()

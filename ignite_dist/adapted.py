@@ -65,7 +65,7 @@ def remember_model(live: ComputationModel, module: Module, group: Group, shares_
     """
     known = _of_this_rank(live)
     own = known.setdefault(group.ranks, _OfGroup(group))
-    own.group = group  # the handle before may have been destroyed
+    own.group = group  # an earlier handle may have been destroyed
     for other in known.values():
         other.models = [one for one in other.models if one.module() not in (None, module)]
     own.models.append(_Adapted(own.count, weakref.ref(module), shares_buffers))

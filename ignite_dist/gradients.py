@@ -322,8 +322,9 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale the gradients, the means over all ranks, so that their global norm is ``max_norm`` at most.
 
-    It is called between the last backward pass and the step. Where the step averages the gradients (Horovod,
-    XLA) they are averaged now, and the step does not again, so every rank calls it.
+    It is called between the last backward pass and the step. Where they are not averages yet (XLA;
+    Horovod, if this rank has made no backward pass) they are averaged now, and the step does not again, so
+    every rank calls it.
 
     Args:
         model: what :func:`auto_model` returned, or what contains it.

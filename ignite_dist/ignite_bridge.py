@@ -3,7 +3,7 @@
 Ignite's engine, metrics and handlers ask ``ignite.distributed`` which rank this is. That module looks for a
 context by itself, and over torch.distributed its first look is a collective: ``if rank == 0: setup_logger()``
 waits for ever. It does not notice the end of a context either. So it is told of both, without a collective.
-(Not where nothing but a collective would tell which ranks share a node: there its first look is what it was.)
+(Where only a collective can tell which ranks share a node, ignite is not told, and makes its own.)
 
 Only contexts that this package makes are told of, and not those of XLA: its replicas may be threads, and
 ignite has one model per process. (Its release 0.5.5 calls functions that torch_xla 2.9 no longer has.)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import helpers
 import ignite_dist as idist
+from ignite_dist.context import current_model
 
 BACKENDS = ["gloo", pytest.param("horovod", marks=pytest.mark.horovod)]
 REFUSED = "would wait for ever"
@@ -266,3 +267,23 @@ class Reducing(Dataset[Any]):
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_the_workers_of_a_world_of_one_go_on(method: str) -> None:
     assert asked(Reducing(), method) == [0, 1]
+
+
+def _one_child_finalizes(local_rank: int) -> int:
+    """The child of one rank alone comes to its end; that the rank has ended is not said."""
+    if local_rank == 0:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                idist.finalize()
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+    total: int = idist.all_reduce(1)
+    model = current_model()
+    assert model.watching is not None and model.watching.watchdog is not None
+    return total
+
+
+def test_the_end_of_one_child_is_not_that_of_its_rank() -> None:
+    assert idist.spawn("gloo", _one_child_finalizes, nproc_per_node=2) == [2, 2]

@@ -81,7 +81,7 @@ conformance: xla  ## run the conformance suite on every backend, write docs/conf
 
 conformance-results: $(call needs,test examples $(if $(findstring xla,$(VENV)),xla,horovod))
 	@mkdir -p $(dir $(RESULTS))
-	$(PY) -m pytest tests/conformance -m "$(SUITE)" --conformance-results $(RESULTS) $(ARGS)
+	$(PY) -m pytest tests/conformance -m "$(SUITE)" --conformance-results=$(RESULTS) $(ARGS)
 
 # The newest torch has an environment of its own too, and no Horovod: that is built for one torch at a time.
 conformance-newest:  ## run the conformance suite on the newest torch, in .venv-newest (6 GB)

@@ -10,6 +10,7 @@ graph.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from ignite_dist.tracing import eager_functions, eagerly
 
 __all__ = ["all_gather", "all_reduce", "barrier", "broadcast"]
 
+# The compiler keeps graphs on disk, where an operator is known by its name alone. So the number in the name
+# goes up when the arguments of any of them change.
+_ops = torch.ops.ignite_dist_2
+
 with torch.inference_mode(False):  # else it could be written to in that mode alone
     _token = torch.zeros(1, device="cpu")
 
@@ -32,9 +37,11 @@ with torch.inference_mode(False):  # else it could be written to in that mode al
 def all_reduce(tensor: Any, op: Any = "SUM", group: Any = None, **options: Any) -> Any:
     """See ``idist.all_reduce``."""
     inplace, sync_grads = options.get("inplace", True), options.get("sync_grads", False)
+    exact = options.get("exact", True)
     if not (
         options.keys() <= {"inplace", "sync_grads", "exact"}
-        and options.get("exact", True) is True
+        and type(exact) is bool
+        and (exact or not sync_grads)
         and _is_plain(tensor, inplace and not sync_grads)
         and isinstance(op, str)
         and _can_hold(group)
@@ -42,9 +49,9 @@ def all_reduce(tensor: Any, op: Any = "SUM", group: Any = None, **options: Any) 
         return eagerly(eager_functions["all_reduce"], tensor, op, group, **options)
     ranks = _ranks(group)
     if sync_grads:
-        return _kept(torch.ops.ignite_dist.all_reduce_with_grad(tensor, _token, op, ranks))
+        return _kept(_ops.all_reduce_with_grad(tensor, _token, op, ranks))
     reduced = tensor.detach() if inplace else tensor.detach().clone()
-    torch.ops.ignite_dist.all_reduce_(reduced, _token, op, ranks)
+    _ops.all_reduce_(reduced, _token, op, ranks, exact)
     return tensor if inplace else reduced
 
 
@@ -58,15 +65,15 @@ def all_gather(tensor: Any, group: Any = None, **options: Any) -> Any:
     if options.get("sync_grads", False):
         rank = model.get_rank()
         position = rank if ranks is None else ranks.index(rank)
-        return _kept(torch.ops.ignite_dist.all_gather_with_grad(tensor, _token, ranks, group_size, position))
-    return torch.ops.ignite_dist.all_gather(tensor.detach(), _token, ranks, group_size)
+        return _kept(_ops.all_gather_with_grad(tensor, _token, ranks, group_size, position))
+    return _ops.all_gather(tensor.detach(), _token, ranks, group_size)
 
 
 def broadcast(tensor: Any, src: Any = 0, safe_mode: Any = False, group: Any = None, **options: Any) -> Any:
     """See ``idist.broadcast``."""
     if options or safe_mode or not (_is_plain(tensor, True) and type(src) is int and _can_hold(group)):
         return eagerly(eager_functions["broadcast"], tensor, src, safe_mode, group, **options)
-    torch.ops.ignite_dist.broadcast_(tensor.detach(), _token, src, _ranks(group))
+    _ops.broadcast_(tensor.detach(), _token, src, _ranks(group))
     return tensor
 
 
@@ -74,7 +81,7 @@ def barrier(group: Any = None, timeout: Any = None, **options: Any) -> Any:
     """See ``idist.barrier``."""
     if options or timeout is not None or not _can_hold(group):
         return eagerly(eager_functions["barrier"], group, timeout, **options)
-    return torch.ops.ignite_dist.barrier(_token, _ranks(group))
+    return _ops.barrier(_token, _ranks(group))
 
 
 def _is_plain(tensor: Any, is_changed: bool) -> bool:
@@ -124,50 +131,54 @@ def _ranks(group: Any) -> list[int] | None:
 # --- the operators ----------------------------------------------------------------------------------------
 
 
-@custom_op("ignite_dist::all_reduce_", mutates_args=("tensor", "token"))
-def _all_reduce_in_place(tensor: Tensor, token: Tensor, op: str, ranks: list[int] | None) -> None:
-    eager_functions["all_reduce"](tensor, op, ranks)
+@custom_op("ignite_dist_2::all_reduce_", mutates_args=("tensor", "token"))
+def _all_reduce_in_place(
+    tensor: Tensor, token: Tensor, op: str, ranks: list[int] | None, exact: bool
+) -> None:
+    eager_functions["all_reduce"](tensor, op, ranks, exact=exact)
 
 
-@custom_op("ignite_dist::broadcast_", mutates_args=("tensor", "token"))
+@custom_op("ignite_dist_2::broadcast_", mutates_args=("tensor", "token"))
 def _broadcast_in_place(tensor: Tensor, token: Tensor, src: int, ranks: list[int] | None) -> None:
     eager_functions["broadcast"](tensor, src, group=ranks)
 
 
-@custom_op("ignite_dist::all_gather", mutates_args=("token",))
+@custom_op("ignite_dist_2::all_gather", mutates_args=("token",))
 def _all_gather(tensor: Tensor, token: Tensor, ranks: list[int] | None, group_size: int) -> Tensor:
     return _gather(tensor, ranks, group_size)
 
 
-@custom_op("ignite_dist::barrier", mutates_args=("token",))
+@custom_op("ignite_dist_2::barrier", mutates_args=("token",))
 def _barrier(token: Tensor, ranks: list[int] | None) -> None:
     eager_functions["barrier"](ranks)
 
 
 # An operator with a gradient may write to nothing. So these read the token, which puts them behind the
-# collectives before them, and _keep() writes to it for them.
+# collectives before them, and _keep() writes to it for them. A backward pass has no token: autograd would
+# refuse it, because the forward passes in between have written to it. What keeps the compiler from making
+# one call of two alike is that each has a number of its own.
 
 
-@custom_op("ignite_dist::keep", mutates_args=("token",))
+@custom_op("ignite_dist_2::keep", mutates_args=("token",))
 def _keep(token: Tensor, result: Tensor) -> None:
     pass
 
 
-@custom_op("ignite_dist::all_reduce_with_grad", mutates_args=())
+@custom_op("ignite_dist_2::all_reduce_with_grad", mutates_args=())
 def _all_reduce_with_grad(tensor: Tensor, token: Tensor, op: str, ranks: list[int] | None) -> Tensor:
     return eager_functions["all_reduce"](tensor, op, ranks, sync_grads=True)  # type: ignore[no-any-return]
 
 
-@custom_op("ignite_dist::all_gather_with_grad", mutates_args=())
+@custom_op("ignite_dist_2::all_gather_with_grad", mutates_args=())
 def _all_gather_with_grad(
     tensor: Tensor, token: Tensor, ranks: list[int] | None, group_size: int, position: int
 ) -> Tensor:
     return _gather(tensor, ranks, group_size, sync_grads=True)
 
 
-@custom_op("ignite_dist::reduce_gradient", mutates_args=())
+@custom_op("ignite_dist_2::reduce_gradient", mutates_args=())
 def _reduce_gradient(
-    gradient: Tensor, token: Tensor, function: str, op: str, ranks: list[int] | None
+    gradient: Tensor, function: str, op: str, ranks: list[int] | None, number: int
 ) -> Tensor:
     model, op = current_model(), reduction.normalize_op(op)
     members = model.resolve_group(ranks)
@@ -190,7 +201,7 @@ def _gathered_shape(tensor: Tensor, group_size: int) -> tuple[int, ...]:
 
 
 def _kept(result: Tensor) -> Tensor:
-    torch.ops.ignite_dist.keep(_token, result.detach())
+    _ops.keep(_token, result.detach())
     return result
 
 
@@ -217,34 +228,39 @@ def _(tensor: Tensor, token: Tensor, ranks: Any, group_size: int, *args: Any) ->
     return tensor.new_empty(_gathered_shape(tensor, group_size))
 
 
+_numbers = itertools.count()
+
+
+def _reduced(gradient: Tensor, function: str, op: str, ranks: list[int] | None) -> Tensor:
+    reduced: Tensor = _ops.reduce_gradient(gradient, function, op, ranks, next(_numbers))
+    return reduced
+
+
 def _note_reduction(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.token, ctx.op, ctx.ranks = inputs
+    _, _, ctx.op, ctx.ranks = inputs
 
 
 def _reduction_backward(ctx: Any, gradient: Tensor) -> Any:
-    reduce = torch.ops.ignite_dist.reduce_gradient
-    return reduce(gradient, ctx.token, "all_reduce", ctx.op, ctx.ranks), None, None, None
+    return _reduced(gradient, "all_reduce", ctx.op, ctx.ranks), None, None, None
 
 
 def _note_gathering(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensor, ctx.token, ctx.ranks, ctx.group_size, ctx.position = inputs
+    tensor, _, ctx.ranks, ctx.group_size, ctx.position = inputs
     ctx.shape = tensor.shape
 
 
 def _gathering_backward(ctx: Any, gradient: Tensor) -> Any:
-    reduce = torch.ops.ignite_dist.reduce_gradient
-    total = reduce(gradient, ctx.token, "all_gather", "SUM", ctx.ranks)
+    total = _reduced(gradient, "all_gather", "SUM", ctx.ranks)
     own = total.view(ctx.group_size, *ctx.shape)[ctx.position].clone()  # a view would keep all of it
     return own, None, None, None, None
 
 
 def _note_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.token, *ctx.call = inputs
+    _, *ctx.call, _ = inputs
 
 
 def _gradient_backward(ctx: Any, gradient: Tensor) -> Any:
-    again = torch.ops.ignite_dist.reduce_gradient(gradient, ctx.token, *ctx.call)
-    return again, None, None, None, None
+    return _reduced(gradient, *ctx.call), None, None, None, None
 
 
 _all_reduce_with_grad.register_autograd(_reduction_backward, setup_context=_note_reduction)

@@ -62,11 +62,14 @@ IN_A_GRAPH: dict[str, Callable[[Tensor, int], Any]] = {
     "all_reduce of a view": lambda x, size: (idist.all_reduce(x[1:3]), x),
     "all_reduce of a transposed tensor": lambda x, size: (idist.all_reduce(x.T), x),
     "all_reduce with a gradient": lambda x, size: idist.all_reduce(x * 3, sync_grads=True) * 2,
+    "all_reduce, exact by name": lambda x, size: idist.all_reduce(x * 3, exact=True),
+    "all_reduce, at raw speed": lambda x, size: idist.all_reduce(x * 3, exact=False),
     "all_reduce in a group": lambda x, size: idist.all_reduce(x * 3, group=list(range(size))),
     "two in a row": lambda x, size: idist.all_reduce(idist.all_reduce(x) * 0.5, "MIN"),
     "the same twice": lambda x, size: idist.all_gather(x) + idist.all_gather(x),
     "all_gather": lambda x, size: idist.all_gather(x * 3),
     "all_gather of a number": lambda x, size: idist.all_gather(x[1, 2] * 3),
+    "all_gather without out": lambda x, size: idist.all_gather(x * 3, out=None),
     "all_gather with a gradient": lambda x, size: idist.all_gather(x * 3, sync_grads=True) * 2,
     "broadcast": lambda x, size: idist.broadcast(x * 3),
     "broadcast from the last": lambda x, size: idist.broadcast(x, size - 1),
@@ -244,6 +247,26 @@ def test_the_gradient_is_that_of_the_eager_call(collective: str, compiler: str) 
             function(x).backward()
             assert x.grad is not None
             grads.append(x.grad)
+        torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@on_every_rank
+@where_it_compiles
+def test_two_forward_passes_before_two_backward_passes(compiler: str) -> None:
+    """A contrastive loss of two views: each backward pass goes with its own forward pass."""
+
+    def embed(x: Tensor) -> Tensor:
+        return idist.all_gather(x.exp(), sync_grads=True).pow(2)
+
+    with compiling():
+        grads = []
+        for function in (embed, torch.compile(embed, backend=compiler)):
+            views = [(sample() / 100 * factor).requires_grad_() for factor in (1, 2)]
+            first, second = (function(view) for view in views)
+            (second.sum() * (idist.get_rank() + 1)).backward()
+            first.sum().backward()
+            grads.append([view.grad for view in views])
         torch.testing.assert_close(grads[1], grads[0])
 
 

@@ -322,7 +322,8 @@ def _moved(batch: Any, device: torch.device) -> Any:
 def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optimizer:
     """``optimizer``, ready for the live context: itself, but under Horovod and with ``zero``.
 
-    On every backend the loss that a closure returns is averaged over the ranks, each time that it has run.
+    On every backend the loss that a closure returns is averaged, each time that it has run: over the ranks
+    that :func:`auto_model` trains the model on; over all, if it has not seen the model.
     An optimizer that decides by it (the line search of ``torch.optim.LBFGS``) decides alike on all ranks, and
     ``step`` returns that mean.
 

@@ -176,7 +176,7 @@ def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tens
         if route.as_is:
             model._all_gather(local, group, out=rows)
         else:  # bytes lose nothing
-            model._all_gather(_as_bytes(local), group, out=_as_bytes(rows).view(rows_shape[0], -1))
+            model._all_gather(wire.as_bytes(local), group, out=wire.as_bytes(rows).view(rows_shape[0], -1))
         if out is None:
             return _moved(rows, tensor.device)
         if into_out:
@@ -196,7 +196,7 @@ def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: G
     route = _route(model, "broadcast", tensor)
     with torch.no_grad():
         carried = _sendable(model, tensor, route.moves)
-        model._broadcast(carried if route.as_is else _as_bytes(carried), src, group)
+        model._broadcast(carried if route.as_is else wire.as_bytes(carried), src, group)
         if route.moves or not _is_plain(tensor):  # then it was a copy
             tensor.detach().copy_(_moved(carried, tensor.device))
         else:
@@ -217,7 +217,7 @@ def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: i
     for bucket in _buckets(checked, lambda tensor: tensor.device):
         with torch.no_grad():
             device = _carrying_device(model, bucket[0])
-            sent = torch.cat([_as_bytes(_plain(tensor)).to(device) for tensor in bucket])
+            sent = torch.cat([wire.as_bytes(_plain(tensor)).to(device) for tensor in bucket])
             model._broadcast(sent, src, group)
             parts = torch.split(sent, [tensor.nbytes for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
@@ -320,7 +320,7 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.is_complex():
         return torch.view_as_complex(_moved(torch.view_as_real(tensor), device))
     if tensor.is_floating_point():
-        return _as_bytes(tensor).to(device).view(tensor.dtype).view(tensor.shape)
+        return wire.as_bytes(tensor).to(device).view(tensor.dtype).view(tensor.shape)
     return tensor.to(device)
 
 
@@ -357,16 +357,11 @@ def sent_dtype(model: ComputationModel, collective: str, tensor: Tensor, op: str
     return tensor.dtype if _route(model, collective, tensor).as_is else torch.uint8
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, as a view of it."""
-    return tensor.view(-1).view(torch.uint8)
-
-
 def to_message(tensors: Sequence[Tensor]) -> bytes:
     """The bytes of contiguous ``tensors``, one after the other, to send them as a part of an object."""
     message = bytearray(sum(tensor.nbytes for tensor in tensors))
     if message:
-        parts = [_as_bytes(_moved(tensor, torch.device("cpu"))) for tensor in tensors]
+        parts = [wire.as_bytes(_moved(tensor, torch.device("cpu"))) for tensor in tensors]
         wire.as_tensor(message).copy_(torch.cat(parts))
     return bytes(message)
 

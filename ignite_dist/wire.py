@@ -26,6 +26,7 @@ from ignite_dist.errors import CollectiveMismatchError, UnsafeObjectError
 __all__ = [
     "HEADER_BYTES",
     "INLINE_BYTES",
+    "as_bytes",
     "as_tensor",
     "decode",
     "encode",
@@ -151,6 +152,11 @@ def read_header(header: memoryview, rank: int) -> tuple[int, memoryview | None]:
             "and with the same version of ignite_dist."
         )
     return size, header[_START.size : end] if size <= INLINE_BYTES else None
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, as a view of it: libraries need not know its dtype."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def as_tensor(buffer: bytearray) -> Tensor:

@@ -13,16 +13,12 @@ import torch
 from torch import Tensor
 
 from ignite_dist.reduction import reduce_rows
+from ignite_dist.wire import as_bytes
 
-__all__ = ["as_bytes", "reduce_in_parts", "reduce_rows_of_all"]
+__all__ = ["reduce_in_parts", "reduce_rows_of_all"]
 
 # A piece has a copy, and its part one in float64, so this bounds what a large tensor needs beside itself.
 _PIECE_BYTES = 4 << 20
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, as a view of it: libraries need not know its dtype."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def reduce_rows_of_all(

@@ -65,6 +65,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ResultsWriter(path))
 
 
+@pytest.fixture(params=[2, 3])
+def num_ranks(request: pytest.FixtureRequest) -> int:
+    """Of the tests of Horovod's gradients."""
+    return int(request.param)
+
+
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test starts without a launcher's variables and leaves no context behind."""

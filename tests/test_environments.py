@@ -243,7 +243,7 @@ def test_tasks_per_node_that_do_not_fit_the_step_contradict_it(tasks: str) -> No
 
 @pytest.mark.parametrize("tasks", ["2x4", "(x4)", "2(x)", "two", "2,,2"])
 def test_what_is_no_list_of_tasks_is_an_error(tasks: str) -> None:
-    with pytest.raises(EnvironmentVariablesError, match="SLURM_STEP_TASKS_PER_NODE"):
+    with pytest.raises(EnvironmentVariablesError, match="SLURM_STEP_TASKS_PER_NODE must be a list like"):
         detect({**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks})
 
 
@@ -295,10 +295,19 @@ def test_a_batch_script_that_forgets_srun_is_told_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"SLURM_PROCID": "8"}, {"SLURM_PROCID": "x"}, {"SLURM_NODEID": "4"}], ids=str
+    ("wrong", "said"),
+    [
+        ({"SLURM_PROCID": "8"}, "contradict each other: rank 8 with world size 8"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID must be a number, got 'x'"),
+        ({"SLURM_NODEID": "4"}, "contradict .* SLURM_NODEID=4"),
+        (
+            {"SLURM_NODEID": "4", "SLURM_STEP_TASKS_PER_NODE": ""},
+            "contradict each other: node rank 4 with number of nodes 4",
+        ),
+    ],
 )
-def test_slurm_variables_that_cannot_be(wrong: dict[str, str]) -> None:
-    with pytest.raises(EnvironmentVariablesError):
+def test_slurm_variables_that_cannot_be(wrong: dict[str, str], said: str) -> None:
+    with pytest.raises(EnvironmentVariablesError, match=said):
         detect({**SLURM, **wrong})
 
 

@@ -1,7 +1,6 @@
 """Gradients of every kind, and what scripts of Horovod rely on, on the real Horovod.
 
-Each function runs on every rank, with that rank's loss, and once in this very process, with the mean of the
-losses of all ranks. All have to end up with the same numbers.
+As in ``test_horovod_gradients.py`` each function runs on every rank and in this very process.
 """
 
 from __future__ import annotations
@@ -22,11 +21,6 @@ import ignite_dist as idist
 from horovod_training import Net, backward, data, ranks, same_as_one_process, values
 
 pytestmark = pytest.mark.horovod
-
-
-@pytest.fixture(params=[2, 3])
-def num_ranks(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
 
 
 # --- kinds of gradients --------------------------------------------------------------------------------

@@ -20,11 +20,6 @@ from horovod_training import Net, backward, data, ranks, same_as_one_process, va
 pytestmark = pytest.mark.horovod
 
 
-@pytest.fixture(params=[2, 3])
-def num_ranks(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 # --- who reads and writes gradients between the backward pass and the step ---------------------------------
 
 

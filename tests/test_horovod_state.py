@@ -348,6 +348,7 @@ def test_options_are_those_of_horovod_and_others_are_refused() -> None:
         equal(found["mean"], expected)
         equal(found["sum"], [2 * one for one in expected])
         torch.testing.assert_close(found["halves"], expected, rtol=1e-2, atol=1e-3)
+        assert all(torch.equal(one, one.half().double()) for one in found["halves"])  # they were sent as such
 
 
 # --- a world of one -----------------------------------------------------------------------------------
@@ -370,12 +371,15 @@ def test_a_world_of_one() -> None:
     equal_those_of_a_single_process(_alone, nproc_per_node=1)
 
 
+HALVES = torch.tensor([[1.0, 40_000.0], [3.0, 60_032.0]])  # of each rank; with means that are halves too
+
+
 def _halves(_: int) -> list[list[float]]:
     found = []
     for dtype in (torch.bfloat16, torch.float16):
         parameter = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
         optimizer = idist.auto_optim(torch.optim.SGD([parameter], lr=1.0))
-        (parameter * torch.tensor([1.0, 40_000.0]).to(dtype)).sum().backward()
+        (parameter * HALVES[idist.get_rank()].to(dtype)).sum().backward()
         optimizer.step()
         assert parameter.grad is not None and parameter.grad.dtype == dtype
         found.append(parameter.grad.tolist())
@@ -383,9 +387,8 @@ def _halves(_: int) -> list[list[float]]:
 
 
 def test_gradients_in_halves_are_averaged_without_overflow() -> None:
-    """Horovod itself refuses bfloat16, and 2 x 40,000 is more than float16 holds."""
-    large = torch.tensor(40_000.0).bfloat16().item()
-    assert spawn(_halves) == [[[1.0, large], [1.0, 40_000.0]]] * 2
+    """Horovod itself refuses bfloat16, and 40,000 + 60,032 is more than float16 holds."""
+    assert spawn(_halves) == [[[2.0, 49_920.0], [2.0, 50_016.0]]] * 2
 
 
 def _different_data(_: int) -> list[Any]:

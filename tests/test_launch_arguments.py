@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ignite_dist as idist
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+from helpers import free_port
 
 
 def _where(_: int) -> tuple[int, int, str]:

@@ -57,10 +57,14 @@ SCRIPT = """
         assert idist.broadcast(mine, src=size - 1, safe_mode=True) == "mine"
         ends = [0, size - 1]
         assert idist.all_reduce(1, group=ends) == (2 if rank in ends else 1)
-        order = []
         with idist.one_rank_first(local=True):
-            order.append(time.time())
-        idist.barrier()
+            entered = time.monotonic()
+            time.sleep(0.1)
+            left = time.monotonic()  # all machines are this one, and so are their clocks
+        everyones = idist.all_gather((idist.get_node_rank(), idist.get_local_rank(), entered, left))
+        for node, local, when, _ in everyones:
+            (of_first,) = [end for other, first, _, end in everyones if (other, first) == (node, 0)]
+            assert local == 0 or when >= of_first, everyones
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0", os.environ["GLOO_SOCKET_IFNAME"]
 
     if __name__ == "__main__":

@@ -59,7 +59,7 @@ def test_a_registry_is_a_sequence_of_what_was_registered() -> None:
     registry = Registry()
     assert registry.register(StoreModel) is StoreModel
     assert registry.register(StoreModel) is StoreModel
-    assert StoreModel in registry
+    assert list(registry).count(StoreModel) == 1
 
 
 # --- a model of a third party ------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_an_entry_point_that_is_no_model_is_named(value: str, tmp_path: Path) ->
     source = "import ignite_dist as idist; idist.get_rank()"
     code, output = _run_with_entry_point(tmp_path, value, source)
     assert code != 0
-    assert value.partition(":")[0] in output.splitlines()[-1]
+    assert f"Entry point anything = {value}: " in output.splitlines()[-1]
     assert "AttributeError" not in output.splitlines()[-1]
 
 

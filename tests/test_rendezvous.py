@@ -109,7 +109,7 @@ def test_the_workers_of_torchrun_on_one_machine_listen_on_the_loopback_interface
 @linux_tables
 def test_a_world_of_one_listens_on_the_loopback_interface_only() -> None:
     ((addresses, interfaces),) = helpers.run_ranks(_what_listens, world_size=1, environs=[NOT_SAID])
-    assert all(map(helpers.is_loopback, addresses)), addresses
+    assert addresses and all(map(helpers.is_loopback, addresses)), addresses
     assert interfaces == [loopback_interface()] * 2
 
 

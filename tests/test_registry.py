@@ -178,8 +178,10 @@ def test_a_model_that_another_package_declares_as_an_entry_point(tmp_path: Path)
     assert name == "serial"
 
 
-@pytest.mark.parametrize("value", ["json:dumps", "no_such_module:Model"])
+# The last one fails to import, with an error that a text alone does not make.
+@pytest.mark.parametrize("value", ["json:dumps", "no_such_module:Model", "not_utf_8:Model"])
 def test_an_entry_point_that_is_no_model_is_named(value: str, tmp_path: Path) -> None:
+    (tmp_path / "not_utf_8.py").write_text("b'\\xff'.decode()")
     source = "import ignite_dist as idist; idist.get_rank()"
     code, output = _run_with_entry_point(tmp_path, value, source)
     assert code != 0

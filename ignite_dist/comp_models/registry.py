@@ -47,7 +47,8 @@ class Registry(Sequence[type[ComputationModel]]):
                 try:
                     self.register(entry_point.load())
                 except Exception as error:
-                    raise type(error)(
+                    # Not type(error): that of a package may want other arguments than a text.
+                    raise ImportError(
                         f"Entry point {entry_point.name} = {entry_point.value}: {error}"
                     ) from error
         return self._models

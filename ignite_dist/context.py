@@ -142,7 +142,7 @@ def _use(model: ComputationModel) -> ComputationModel:
 
 
 def _look_again(_: Any) -> None:
-    """In a process that multiprocessing has started: what was found before it had its configuration is old."""
+    """In a process that multiprocessing has started, and which now has its configuration: look anew."""
     if isinstance(_model, SerialModel):
         _use(SerialModel())
 

@@ -1,8 +1,8 @@
-"""A context in a worker of a DataLoader that was not forked: its getters say what they say in the main process.
+"""A context in a worker of a DataLoader that was not forked: the getters answer as in its main process.
 
-Such a worker (``multiprocessing_context="spawn"`` or ``"forkserver"``, the default since Python 3.14) is a new
-process, and has only what multiprocessing sends. Each process sends its configuration to all that it starts,
-so a rank notes there who it is. The environment would not do: a fork server has that of its own start.
+Such a worker (``multiprocessing_context="spawn"``, or ``"forkserver"``, the default since Python 3.14) is a
+new process, and has only what multiprocessing sends. Each process sends its configuration to all that it
+starts, so a rank notes there who it is. The environment would not do: a fork server has that of its own start.
 """
 
 from __future__ import annotations
@@ -58,11 +58,14 @@ def _facts(model: ComputationModel) -> dict[str, Any]:
 
 
 def note(model: ComputationModel) -> None:
-    """Note that ``model`` is the one of this process. Several ranks in one process have no workers to tell."""
-    if model.backend() is None or model.get_world_size() == 1 or model.ranks_in_process() > 1:
-        _config().pop(_KEY, None)
-    else:
-        _config()[_KEY] = _Note(model)
+    """Note that ``model`` is the one of this process; not where that would be the note of several ranks."""
+    config = _config()
+    if isinstance(model, WorkerModel):
+        return
+    if model.backend() is not None and model.get_world_size() > 1 and model.ranks_in_process() == 1:
+        config[_KEY] = _Note(model)
+    elif isinstance(config.get(_KEY), _Note):  # what this process was told itself stays
+        del config[_KEY]
 
 
 def when_sent(function: Callable[[Any], None]) -> None:
@@ -96,22 +99,28 @@ class WorkerModel(SerialModel):
         forks.keep_getters(self, facts["pid"])
 
     def is_current_by_guards(self) -> bool:
+        """See ``ComputationModel``: the guards cannot tell."""
         return False
 
     def get_rank(self) -> int:
+        """That of the main process."""
         return self._rank
 
     def get_world_size(self) -> int:
+        """That of the main process."""
         return self._world_size
 
     def backend(self) -> str | None:
+        """That of the main process."""
         found: str = self._facts["backend"]
         return found
 
     def known_local_rank(self) -> int | None:
+        """That of the main process, if it knew it."""
         found: int | None = self._facts["local_rank"]
         return found
 
     def get_local_rank(self) -> int:
+        """That of the main process; refused if it did not know it."""
         found = self.known_local_rank()
         return self._topology().local_rank if found is None else found

@@ -198,7 +198,9 @@ def _ended_without(store: Store, ended: dict[int, str], rank: int) -> MissingRan
     """The error that names them, of which they hear as well."""
     ranks = sorted(ended)
     hows = "; ".join(f"rank {one}: {ended[one]}" if len(ranks) > 1 else ended[one] for one in ranks)
-    text = f"{describe_ranks(ranks).capitalize()} did not come to the barrier, where rank {rank} waits: {hows}."
+    text = (
+        f"{describe_ranks(ranks).capitalize()} did not come to the barrier, where rank {rank} waits: {hows}."
+    )
     store.compare_set(
         END_OUTCOME, "", json.dumps({"rank": rank, "ranks": ranks, "where": ended, "text": text})
     )

@@ -1,4 +1,4 @@
-"""What is said of a job that failed, however its ranks and nodes have ended: a report, never an error of ours."""
+"""However the ranks and nodes of a job end, there is a report of it, and never an error of our own."""
 
 from __future__ import annotations
 
@@ -146,7 +146,9 @@ def test_every_end_of_ranks_has_a_report(failed: list[Failed], about: str) -> No
 @settings(deadline=None, max_examples=400)
 @given(
     failed=failed_ranks(),
-    lost=st.lists(st.tuples(st.integers(0, 1), st.sampled_from(["it was ended", "", "timed out"])), max_size=3),
+    lost=st.lists(
+        st.tuples(st.integers(0, 1), st.sampled_from(["it was ended", "", "timed out"])), max_size=3
+    ),
     is_done=st.booleans(),
 )
 def test_every_end_of_ranks_and_nodes_has_a_report(

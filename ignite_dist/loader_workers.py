@@ -2,7 +2,7 @@
 
 Such a worker (``multiprocessing_context="spawn"``, or ``"forkserver"``, the default since Python 3.14) is a
 new process, and has only what multiprocessing sends. Each process sends its configuration to all that it
-starts, so a rank notes there who it is. The environment would not do: a fork server has that of its own start.
+starts, so a rank notes there who it is. The environment would not do: a fork server has that of its start.
 """
 
 from __future__ import annotations

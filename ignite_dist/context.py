@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ignite_dist import elastic, environments, forks, ignite_bridge
+from ignite_dist import elastic, environments, forks, ignite_bridge, loader_workers
 from ignite_dist.arguments import as_int, did_you_mean
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
 from ignite_dist.comp_models.serial import WatchfulSerialModel
@@ -59,11 +59,14 @@ begun: list[Callable[[ComputationModel], None]] = []
 # Guards the change of _model: threads that notice a context at once have to get one model of it, because that
 # model has the groups. Never held while other ranks are waited for. Who only reads _model needs no lock.
 _changing = threading.RLock()
+# The threads that are in initialize(), and the kind of model that each makes.
+_initializing: dict[int, type[ComputationModel]] = {}
 
 
 def _after_fork_in_child() -> None:
     global _changing
     _changing = threading.RLock()  # the thread that had it is not there to give it back
+    _initializing.clear()
     forks.after_fork(_model)
 
 
@@ -114,16 +117,37 @@ def _resolve() -> ComputationModel:
         # Replicas of XLA are threads, and one of them may end its context before another: what is found here
         # is this thread's, whatever the others make of the module's variable afterwards.
         found = _find()
+        if _is_being_made(found):  # that model would be lost, and its groups with it
+            return _use(SerialModel())
         forks.note_inherited(found)
         model = _model
         return model if model.is_current() else _use(found)  # a signal handler may have looked meanwhile
+
+
+def _is_being_made(model: ComputationModel) -> bool:
+    """Whether ``initialize`` in another thread is about to give the model of this very context."""
+    # Ranks that are threads share one model, which does not come twice.
+    if not _initializing or model.ranks_in_process() > 1:
+        return False
+    here = threading.get_ident()
+    return any(kind is type(model) for thread, kind in list(_initializing.items()) if thread != here)
 
 
 def _use(model: ComputationModel) -> ComputationModel:
     global _model
     with _changing:
         _model = model
+        loader_workers.note(model)
     return model
+
+
+def _look_again(_: Any) -> None:
+    """In a process that multiprocessing has started, and which now has its configuration: look anew."""
+    if isinstance(_model, SerialModel):
+        _use(SerialModel())
+
+
+loader_workers.when_sent(_look_again)
 
 
 def _find() -> ComputationModel:
@@ -136,6 +160,9 @@ def _find() -> ComputationModel:
     # Every serial model watches torch.distributed by itself, and whether anything else has been imported.
     others = [model for model in loaded if model not in (SerialModel, NativeModel)]
     num_modules = len(sys.modules)
+    of_worker = loader_workers.model_of_worker(num_modules)
+    if of_worker is not None:
+        return of_worker
     return WatchfulSerialModel(num_modules, others) if others else SerialModel(num_modules)
 
 
@@ -222,7 +249,12 @@ def initialize(backend: str, **kwargs: Any) -> None:
             f"A context of backend {live.backend()!r} exists already, so a second one cannot be initialised. "
             "idist uses the one that exists without any call; or end it first with idist.finalize()."
         )
-    made = _use(model.create_from_backend(backend, **kwargs))
+    here = threading.get_ident()
+    _initializing[here] = model
+    try:
+        made = _use(model.create_from_backend(backend, **kwargs))
+    finally:
+        _initializing.pop(here, None)
     ignite_bridge.context_began(made)
     for begin in begun:
         begin(made)
@@ -294,7 +326,11 @@ def _ended() -> None:
 
 @traced
 def get_rank() -> int:
-    """Rank of this process, in [0, world_size). Never communicates."""
+    """Rank of this process, in [0, world_size). Never communicates.
+
+    A worker of a DataLoader has the rank of its main process, by whatever method it was started. If it was
+    not forked, it has it once it works: what it imports and unpickles before sees a world of one.
+    """
     return current_model().get_rank()
 
 

@@ -15,10 +15,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from torch.distributed import DistError, Store
@@ -36,14 +35,16 @@ from ignite_dist.recorder import (
     site_of,
     users_frame,
 )
-from ignite_dist.side import Side, ask
+from ignite_dist.side import END_OUTCOME, ENDS_COME, NTH_END, Side, ask
 
 __all__ = ["Endings"]
 
 _logger = logging.getLogger(__name__)
 
 # In the store: how many have come; who was the n-th; and "all", or which wait cannot end.
-_COME, _NTH, _OUTCOME = "end/come", "end/{}", "end/outcome"
+_COME, _NTH, _OUTCOME = ENDS_COME, NTH_END, END_OUTCOME
+# How many ranks wait in a collective while another has ended.
+_WAITING = "end/waiting"
 
 # How long a rank has to have waited since another came to its end. What is under way then takes milliseconds.
 _SECONDS_TO_BE_SURE = 2.0
@@ -83,6 +84,8 @@ class Endings:
         self._ended: list[_Ended] = []
         self._told: dict[str, Any] | None = None  # of a wait that cannot end
         self._cpu_times: dict[int, str] = {}
+        self._waiting: set[int] = set()  # ranks of this process that the store counts among the waiting ones
+        self._all_wait_since: float | None = None
 
     # --- in a rank that comes to its end ---------------------------------------------------------------
 
@@ -159,34 +162,60 @@ class Endings:
 
     # --- in the watchdog of a rank that waits ------------------------------------------------------------
 
-    def look(self, store: Store, rank: int, log: Log, frame: FrameType, waiting: str) -> None:
-        """See whether what ``rank`` waits for can still come.
+    def look(
+        self, store: Store, rank: int, log: Log, thread: int, wanted: WaitedFor, waiting: Callable[[], str]
+    ) -> None:
+        """See whether what a thread of ``rank`` waits for can still come.
 
         Args:
-            store: this thread's connection.
+            store: the watchdog's connection.
             rank: has waited for a while.
             log: what is known of it.
-            frame: where it waits.
-            waiting: the same in words.
+            thread: the identity of the thread that waits.
+            wanted: what it waits for.
+            waiting: gives that in words.
         """
         if self._told is not None or rank in self._here:
             return
         self._read(store)
         if not self._ended:
             return
-        wanted = self._model.waited_for(frame)
-        is_idle = self._is_idle(log)
-        patience = _SECONDS_TO_BE_SURE if wanted.is_known else _SECONDS_TO_BE_SURER
+        is_idle = self._is_idle(thread)
+        all_wait = self._all_wait(store, rank)
+        is_sure = wanted.is_known and not wanted.is_message
+        patience = _SECONDS_TO_BE_SURE if is_sure else _SECONDS_TO_BE_SURER
         now = time.monotonic()
         missing = [
             one
             for one in self._ended
             if one.rank in wanted.ranks
             and now - one.seen > patience
+            and (all_wait or wanted.needs_all)
             and self._lacks(one, wanted, log, is_idle)
         ]
         if missing:
-            self._tell(store, rank, missing, waiting)
+            self._tell(store, rank, missing, waiting())
+
+    def goes_on(self, store: Store, rank: int) -> None:
+        """Note that ``rank`` does not wait any more where it waited."""
+        if rank in self._waiting:
+            self._waiting.remove(rank)
+            store.add(_WAITING, -1)
+
+    def _all_wait(self, store: Store, rank: int) -> bool:
+        """Whether each rank has ended or waits, and has done so for a while; ``rank`` waits.
+
+        Then no rank is left that could do what is waited for.
+        """
+        if rank not in self._waiting:
+            self._waiting.add(rank)
+            store.add(_WAITING, 1)
+        if store.add(_WAITING, 0) + len(self._ended) < self._world_size:
+            self._all_wait_since = None
+            return False
+        now = time.monotonic()
+        self._all_wait_since = self._all_wait_since or now
+        return now - self._all_wait_since > _SECONDS_TO_BE_SURE
 
     def _read(self, store: Store) -> None:
         """Take what other ranks have said since."""
@@ -200,26 +229,30 @@ class Endings:
     def _lacks(self, ended: _Ended, wanted: WaitedFor, log: Log, is_idle: bool) -> bool:
         """Whether a rank has ended without the call that is waited for."""
         begun = self._model.calls_begun()
+        if wanted.is_message or (not wanted.is_known and (wanted.needs_all or not begun)):
+            return True
         if not begun:  # only this package's own calls are counted
             numbers = _numbers(log)
             is_world = len(wanted.ranks) == self._world_size
             key = wanted.name or ("" if is_world else key_of_ranks(wanted.ranks))
-            return not wanted.is_known or numbers.get(key, 0) > ended.numbers.get(key, 0)
+            return numbers.get(key, 0) > ended.numbers.get(key, 0)
+        if wanted.is_known and wanted.name in begun and wanted.name not in ended.calls:
+            return wanted.needs_all  # it has destroyed the group, or never made a call in it
         if wanted.is_known:
             return begun.get(wanted.name, 1) > ended.calls.get(wanted.name, 0)
         return is_idle and any(
             number > ended.calls[name] for name, number in begun.items() if name in ended.calls
         )
 
-    def _is_idle(self, log: Log) -> bool:
-        """Whether the rank's thread has not computed since the last look, as far as this system tells."""
-        native_ids = [one.native_id for one in threading.enumerate() if one.ident == log.thread]
+    def _is_idle(self, thread: int) -> bool:
+        """Whether the thread has not computed since the last look, as far as this system tells."""
+        native_ids = [one.native_id for one in threading.enumerate() if one.ident == thread]
         try:
             with open(f"/proc/self/task/{native_ids[0]}/stat", encoding="utf-8") as file:
                 used = " ".join(file.read().rpartition(")")[2].split()[11:13])
         except (OSError, IndexError):
             return True
-        before, self._cpu_times[log.thread] = self._cpu_times.get(log.thread), used
+        before, self._cpu_times[thread] = self._cpu_times.get(thread), used
         return before == used
 
     def _tell(self, store: Store, rank: int, missing: list[_Ended], waiting: str) -> None:

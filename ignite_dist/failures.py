@@ -108,8 +108,12 @@ def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
     trace, error = error.__traceback__, links.explained(error)
     if error.__cause__ is not None:  # which has the traceback
         trace = error.__traceback__
-    text = "".join(traceback.format_exception(type(error), error, users_part(trace)))
-    summary = "".join(traceback.format_exception_only(error)).strip()  # survives a __str__ that raises
+    summary = links.last_lines(error).strip()
+    try:
+        text = "".join(traceback.format_exception(type(error), error, users_part(trace)))
+    except Exception:  # raised by the exception's own code, or by that of one that it was raised from
+        where = "".join(traceback.format_tb(users_part(trace)))
+        text = f"Traceback (most recent call last):\n{where}{summary}\n"
     return Failure(now, type(error).__name__, _cut(summary), _cut(text), exit_code, is_consequence(error))
 
 
@@ -153,7 +157,7 @@ def _tells_of_another(error: BaseException) -> bool:
         return False
     if isinstance(error, (RankFailedError, HostLostError)) or type(error).__name__ == "HorovodInternalError":
         return True
-    text = "".join(traceback.format_exception_only(error))
+    text = links.last_lines(error)
     of_torch = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in text)
     return of_torch and _LOST.search(text) is not None
 

@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 
 from ignite_dist.comp_models import ComputationModel, registered_computation_models
 
-__all__ = ["after_fork", "note_inherited"]
+__all__ = ["after_fork", "keep_getters", "note_inherited"]
 
 # Whatever communicates, ends the context or makes another one.
 _REFUSED = (
@@ -38,6 +38,13 @@ def note_inherited(model: ComputationModel) -> None:
     mark = model.context_mark()
     if mark is None or not any(mark is one for one in _inherited):
         return
+    keep_getters(model, _parent)
+
+
+def keep_getters(model: ComputationModel, parent: int) -> None:
+    """Let only the getters of ``model`` work here: its context is that of the process ``parent``."""
+    global _parent
+    _parent = parent
     for name in _REFUSED:
         setattr(model, name, _refuse)
     for name in ("finalize", "abort", "left_behind", "meet_at_end", "stop_watching"):

@@ -13,6 +13,7 @@ import re
 import socket
 import stat
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
@@ -27,6 +28,7 @@ __all__ = [
     "Connections",
     "explained",
     "explainers",
+    "last_lines",
     "listen",
     "raise_explained",
     "seconds_of_silence",
@@ -153,6 +155,14 @@ _SILENCE = re.compile(
 )
 
 
+def last_lines(error: BaseException) -> str:
+    """What a traceback ends with, even if the exception's own code fails when it is asked for its words."""
+    try:
+        return "".join(traceback.format_exception_only(error))
+    except Exception:  # of a SyntaxError whose text is none, for example
+        return f"{type(error).__name__}: <its message cannot be formatted>\n"
+
+
 explainers: list[Callable[[RuntimeError], BaseException | None]] = []
 """What may know more of a backend's error: each gives a better error for it, with its cause, or None."""
 
@@ -161,7 +171,7 @@ def explained(error: BaseException) -> BaseException:
     """``error``; or, where it is known which machine or rank it is about, an error that names that."""
     if not isinstance(error, RuntimeError) or isinstance(error, DistributedError):
         return error
-    found = _SILENCE.search(str(error))
+    found = _SILENCE.search(last_lines(error))  # not str(): a subclass of the user's may have one that raises
     if found is None:
         return next(filter(None, (explain(error) for explain in explainers)), error)
     address = found[1].removeprefix("::ffff:")

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +25,9 @@ from ignite_dist.recorder import describe_ranks
 from ignite_dist.rendezvous import serve_store
 
 __all__ = [
+    "ENDS_COME",
+    "END_OUTCOME",
+    "NTH_END",
     "SILENT",
     "Side",
     "ask",
@@ -38,6 +41,11 @@ __all__ = [
 # How long the others may take to say where they are, and how often it is looked whether they have.
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.02
+
+ENDS_COME, NTH_END, END_OUTCOME = "end/come", "end/{}", "end/outcome"
+"""In the store: how many ranks have come to their end; what the n-th has said; and what became of it."""
+# How often who waits in a barrier looks whether a rank has ended.
+_LOOK_SECONDS = 1.0
 
 
 # --- the side: a store beside the collectives ------------------------------------------------------------
@@ -122,7 +130,8 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
     """Return when every rank of ``group`` has come, over the store alone.
 
     Raises:
-        MissingRanksError: ``timeout`` has passed; on every rank that has come, and those that come later.
+        MissingRanksError: ``timeout`` has passed, or a rank has ended without it; on every rank that has
+            come, and those that come later.
         RuntimeError: there is no store.
     """
     if len(group.ranks) == 1:
@@ -140,12 +149,15 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
     store.set(f"{key}/{rank}", "")
     if store.add(f"{key}/come", 1) == len(group.ranks):
         store.compare_set(end, "", "all")
-    if not _comes(store, end, timeout.total_seconds()):
+    ended: dict[str, str] = {}
+    if not _comes(store, end, timeout.total_seconds(), lambda: _find_ended(store, key, group, ended)):
         missing = [one for one in group.ranks if not store.check([f"{key}/{one}"])]
-        store.compare_set(end, "", json.dumps([missing, str(timeout)]) if missing else "all")
+        store.compare_set(end, "", json.dumps([missing, str(timeout), ended]) if missing else "all")
     ending = store.get(end).decode()
     if ending != "all":
-        missing, given_up_after = json.loads(ending)
+        missing, given_up_after, ended = json.loads(ending)
+        if ended:
+            raise _ended_without(store, {int(one): how for one, how in ended.items()}, rank)
         raise _missed(store, missing, given_up_after, group, rank)
     num_left = store.add(f"{key}/left", 1)
     if rank == side.server:  # it may go after this, and the store with it
@@ -172,14 +184,42 @@ def _missed(store: Store, missing: list[int], timeout: str, group: Group, rank: 
     return missing_ranks(missing, what, ask(store, missing))
 
 
-def _comes(store: Store, key: str, seconds: float) -> bool:
-    """Whether ``key`` is there within ``seconds``."""
+def _find_ended(store: Store, key: str, group: Group, ended: dict[str, str]) -> bool:
+    """Find the ranks that have ended their contexts without coming to the barrier; whether there are any."""
+    for number in range(1, store.add(ENDS_COME, 0) + 1):
+        if store.check([NTH_END.format(number)]):
+            said = json.loads(store.get(NTH_END.format(number)))
+            if said["rank"] in group.ranks and not store.check([f"{key}/{said['rank']}"]):
+                ended[str(said["rank"])] = said["where"]
+    return bool(ended)
+
+
+def _ended_without(store: Store, ended: dict[int, str], rank: int) -> MissingRanksError:
+    """The error that names them, of which they hear as well."""
+    ranks = sorted(ended)
+    hows = "; ".join(f"rank {one}: {ended[one]}" if len(ranks) > 1 else ended[one] for one in ranks)
+    text = (
+        f"{describe_ranks(ranks).capitalize()} did not come to the barrier, where rank {rank} waits: {hows}."
+    )
+    store.compare_set(
+        END_OUTCOME, "", json.dumps({"rank": rank, "ranks": ranks, "where": ended, "text": text})
+    )
+    return MissingRanksError(text, ranks, ended)
+
+
+def _comes(store: Store, key: str, seconds: float, is_vain: Callable[[], bool] | None = None) -> bool:
+    """Whether ``key`` is there within ``seconds``, and before ``is_vain`` says that it cannot come."""
     # Looked at again and again: a wait of torch's hears of no Ctrl-C, and warns when it has been in vain.
-    started = time.monotonic()
+    started = looked = time.monotonic()
     while not store.check([key]):
-        waited = time.monotonic() - started
+        now = time.monotonic()
+        waited = now - started
         if waited > seconds:
             return False
+        if is_vain is not None and now - looked > _LOOK_SECONDS:
+            looked = now
+            if is_vain():
+                return False
         time.sleep(min(_POLL_SECONDS, 0.0005 + waited / 10, seconds - waited))
     return True
 

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -27,8 +28,10 @@ from torch.distributed import DistError, Store
 from ignite_dist import links, recorder
 from ignite_dist.arguments import check_timeout
 from ignite_dist.comp_models import ComputationModel
+from ignite_dist.comp_models.base import WaitedFor
 from ignite_dist.context import begun, current_model
 from ignite_dist.endings import Endings
+from ignite_dist.frames import calls_wait
 from ignite_dist.recorder import Call, Comparison, Recorder, describe_ranks, is_library, site_of, table
 from ignite_dist.side import SILENT, Side, ask, exchanged_side, missing_ranks, side_of, sides_lock
 
@@ -153,7 +156,8 @@ class Watchdog:
         self._world_size = model.get_world_size()
         self._endings = Endings(model, record, side)
         self._num_answered = side.connection().add("asked", 0)
-        self._waits: dict[int, _Wait] = {}
+        self._waits: dict[tuple[int, int], _Wait] = {}  # by rank and thread
+        self._has_failed = False
         self._stopped = threading.Event()
         self._leaves = False
         self._thread = threading.Thread(target=self._run, name="ignite_dist's watchdog", daemon=True)
@@ -204,12 +208,30 @@ class Watchdog:
         try:
             store = self._side.connection()
             while not self._stopped.wait(min(period, self.threshold.total_seconds() / 4)):
-                self._answer(store)
-                self._look(store)
+                self._attend(store)
             for rank in self._recorder.logs if self._leaves else ():
                 self._endings.leave(rank)
         except DistError:  # the store is gone, and the rank that serves it
             return
+
+    def _attend(self, store: Store) -> None:
+        """Answer and look, once. A failure is said, and is not the end of the watch.
+
+        Raises:
+            DistError: the store is gone.
+        """
+        try:
+            self._answer(store)
+            self._look(store)
+        except DistError:
+            raise
+        except Exception:
+            if not self._has_failed:
+                self._has_failed = True
+                _logger.exception(
+                    "The watchdog of the ranks %s has failed; it goes on, and says so only once.",
+                    sorted(self._recorder.logs),
+                )
 
     def _answer(self, store: Store) -> None:
         """Say where the ranks of this process are, if somebody asks."""
@@ -224,23 +246,40 @@ class Watchdog:
     def _look(self, store: Store) -> None:
         """See how long the ranks of this process have been where they are."""
         now = time.monotonic()
+        before, self._waits = self._waits, {}
         for rank, log in list(self._recorder.logs.items()):
-            waits_in = _waiting_frame(log)
-            if waits_in is None:
-                self._waits.pop(rank, None)
-                continue
-            # Frames that follow one another may have one address; Horovod's have the number of the call.
-            handle = waits_in.f_locals.get("handle")
-            call = handle if isinstance(handle, int) else id(waits_in)
-            progress = (log.num_calls, self._model.num_collectives(), call, waits_in.f_lasti)
-            wait = self._waits.get(rank)
-            if wait is None or wait.progress != progress:
-                self._waits[rank] = _Wait(progress, now)
-                continue
-            frame = next(iter(_innermost_frames(log, waits=True)), None)
-            self._endings.look(store, rank, log, waits_in, f"{_operation(frame)} at {_site(frame)}")
-            if not wait.is_told and now - wait.since > self._patience(log):
-                self._tell(store, rank)
+            stays = False
+            for thread, frame in _innermost_frames(log, self._is_alone(), waits=True).items():
+                waits_in = _waits_at(frame)
+                assert waits_in is not None
+                wanted = self._model.waited_for(waits_in)
+                progress = self._progress(log, waits_in, wanted)
+                wait = before.get((rank, thread))
+                if wait is None or wait.progress != progress:
+                    self._waits[rank, thread] = _Wait(progress, now)
+                    continue
+                self._waits[rank, thread] = wait
+                stays = True
+                where = partial(_place, frame)
+                self._endings.look(store, rank, log, thread, wanted, where)
+                if not wait.is_told and now - wait.since > self._patience(log):
+                    self._tell(store, rank)
+            if not stays:
+                self._endings.goes_on(store, rank)
+
+    def _progress(self, log: recorder.Log, waits_in: FrameType, wanted: WaitedFor) -> tuple[Any, ...]:
+        """What is different when a thread waits in another call, whatever other threads do meanwhile."""
+        # Frames that follow one another may have one address; Horovod's have the number of the call.
+        handle = waits_in.f_locals.get("handle")
+        call = handle if isinstance(handle, int) else id(waits_in)
+        begun = self._model.calls_begun() if wanted.is_known else {}
+        if wanted.name in begun:
+            return begun[wanted.name], call, waits_in.f_lasti
+        return log.num_calls, self._model.num_collectives(), call, waits_in.f_lasti
+
+    def _is_alone(self) -> bool:
+        """Whether all threads of this process are of one rank."""
+        return self._model.ranks_in_process() == 1
 
     def _patience(self, log: recorder.Log) -> float:
         """Who compares calls looks for what goes wrong, and does not want to wait for it."""
@@ -265,25 +304,30 @@ class Watchdog:
             wait.is_told = True
 
     def _reports(self) -> dict[int, dict[str, Any]]:
-        now = time.monotonic()
         keeps = self._model.recorder is self._recorder
         return {
-            rank: {
-                **_report(log, now - self._waits[rank].since if rank in self._waits else 0.0),
-                "keeps": keeps,
-            }
+            rank: {**self._report(rank, log), "keeps": keeps}
             for rank, log in list(self._recorder.logs.items())
         }
 
+    def _report(self, rank: int, log: recorder.Log) -> dict[str, Any]:
+        """Where a rank is: in the thread that waits longest, if any does."""
+        waiting = _innermost_frames(log, self._is_alone(), waits=True)
+        waits = {thread: wait.since for (one, thread), wait in self._waits.items() if one == rank}
+        now = time.monotonic()
+        if waiting:
+            thread = min(waiting, key=lambda one: waits.get(one, now))  # the first of equals
+            return _report(log, waiting[thread], True, now - waits.get(thread, now))
+        frames = _innermost_frames(log, self._is_alone(), waits=False)
+        return _report(log, next(iter(frames.values()), None), False, 0.0)
 
-def _report(log: recorder.Log, seconds: float) -> dict[str, Any]:
+
+def _report(log: recorder.Log, frame: FrameType | None, waits: bool, seconds: float) -> dict[str, Any]:
     """Where a rank is: plain values, because they travel as JSON."""
-    waits_in = _waiting_frame(log)
-    frame = next(iter(_innermost_frames(log, waits=waits_in is not None)), None)
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "waits_in": "" if waits_in is None else _operation(frame),
+        "waits_in": _operation(frame) if waits else "",
         "seconds": seconds,
         "site": _site(frame),
         "stack": _stack(frame) if frame is not None else "",
@@ -293,6 +337,11 @@ def _report(log: recorder.Log, seconds: float) -> dict[str, Any]:
         "numbers": dict(log.by_group),
         "calls": [call.row() for call in list(log.calls)],
     }
+
+
+def _place(frame: FrameType | None) -> str:
+    """``"all_reduce at folder/file.py:12"``."""
+    return f"{_operation(frame)} at {_site(frame)}"
 
 
 def _site(frame: FrameType | None) -> str:
@@ -315,7 +364,7 @@ def _starts_a_process(frame: FrameType) -> bool:
 
 def _operation(frame: FrameType | None) -> str:
     """The outermost library function that the user's code is in: ``"all_reduce"``."""
-    name = "?"
+    name = "wait" if frame is not None and calls_wait(frame) else "?"
     while frame is not None and is_library(frame.f_code.co_filename):
         if not frame.f_code.co_filename.endswith(("c10d_logger.py", "contextlib.py")):  # around it
             name = frame.f_code.co_name
@@ -332,27 +381,32 @@ _WAITING_FILES = tuple(
         "torch/distributed/distributed_c10d.py",
         "torch/nn/parallel/distributed.py",
         "torch/autograd/graph.py",
+        "torch/distributed/_functional_collectives.py",
         "horovod/torch/mpi_ops.py",
     )
 )
 
 
-def _innermost_frames(log: recorder.Log, waits: bool) -> list[FrameType]:
-    """Of the rank's threads: the one that has made its last call first; of those that wait, if any does."""
+def _innermost_frames(log: recorder.Log, is_alone: bool, waits: bool) -> dict[int, FrameType]:
+    """Of the rank's threads, by their identities: the one that has made its last call first.
+
+    Args:
+        log: what is known of the rank.
+        is_alone: whether all threads of this process are the rank's.
+        waits: give only the threads that wait for other ranks.
+    """
     threads = sys._current_frames()
     # This very frame in its own variable is a cycle, and would keep all that the others' frames hold.
     threads.pop(threading.get_ident(), None)
-    frames = [threads[one] for one in dict.fromkeys((log.thread, log.home)) if one in threads]
-    return [frame for frame in frames if _waits_at(frame) is not None] if waits else frames
-
-
-def _waiting_frame(log: recorder.Log) -> FrameType | None:
-    """The frame in which the rank waits for others; None if it does something else."""
-    frames = _innermost_frames(log, waits=True)
-    return _waits_at(frames[0]) if frames else None
+    others = threads if is_alone else ()
+    frames = {one: threads[one] for one in (log.thread, log.home, *others) if one in threads}
+    return {one: frame for one, frame in frames.items() if _waits_at(frame) is not None} if waits else frames
 
 
 def _waits_at(frame: FrameType | None) -> FrameType | None:
+    """The frame in which a thread with this innermost frame waits for other ranks; None if it does not."""
+    if frame is not None and calls_wait(frame):
+        return frame
     while frame is not None and is_library(path := frame.f_code.co_filename):
         if path.startswith(_WAITING_FOLDER) and not path.endswith("xla_loader.py"):
             return frame

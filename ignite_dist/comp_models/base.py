@@ -82,11 +82,16 @@ class WaitedFor(NamedTuple):
             the groups that it may be of.
         name: the group's in :meth:`ComputationModel.calls_begun`; empty if it is not known.
         is_known: whether it is known which call it is.
+        needs_all: whether no rank can complete the call before all have begun it. In a gather, for example,
+            a rank that has sent its part is through, and what is waited for may be another rank's part.
+        is_message: whether it is a message between two ranks; ``ranks`` is then the other one.
     """
 
     ranks: tuple[int, ...] = ()
     name: str = ""
     is_known: bool = False
+    needs_all: bool = True
+    is_message: bool = False
 
 
 class ComputationModel(ABC):

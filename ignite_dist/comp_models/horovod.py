@@ -124,6 +124,7 @@ class HorovodModel(ComputationModel):
         if hvd.mpi_built():
             self._ops["ADASUM"] = hvd.Adasum
         self._exchange: Exchange | None = None  # of the optimizers' gradients
+        self._num_begun: dict[str, int] = {}  # calls of this package, announced or not, by their groups' tags
         self._optimizer_numbers = count(1)
         self._handle_numbers: dict[tuple[int, ...], Iterator[int]] = {}
         # Guards Horovod's table of process sets. Horovod reads it in several steps, and numbers the sets of
@@ -262,10 +263,13 @@ class HorovodModel(ComputationModel):
     def side_store(self) -> Store | None:
         return rendezvous.launchers_store()
 
+    def calls_begun(self) -> dict[str, int]:
+        return dict(self._num_begun)
+
     def waited_for(self, frame: FrameType) -> WaitedFor:
         group = recorder.local_of(frame, "group")
         if isinstance(group, Group):  # of this package's own call
-            return WaitedFor(group.ranks, self.group_key(group), is_known=True)
+            return WaitedFor(group.ranks, self._tag(group), is_known=True)
         if not self._changing_sets.acquire(timeout=_LOCK_SECONDS):  # it may be this change that is waited for
             return WaitedFor()
         try:
@@ -374,6 +378,11 @@ class HorovodModel(ComputationModel):
             return ""
         return f"{super().group_key(group)}/{number}"
 
+    def _tag(self, group: Group) -> str:
+        """What the names of the group's calls begin with, the same on all of its ranks."""
+        process_set_id = 0 if group.handle is None else group.handle.process_set_id
+        return f"{process_set_id}.{self._number_of(group)}"
+
     def _number_of(self, group: Group) -> int:
         """Which of the handles of its ranks it is; 0 for the world and for the user's own process sets."""
         number: int = getattr(group.handle, "ignite_dist_number", 0)
@@ -441,10 +450,11 @@ class HorovodModel(ComputationModel):
         if process_set.process_set_id == 0:  # ADASUM takes no copy of the set of all ranks
             process_set = self._hvd.global_process_set
         layout = f"{tensor.dtype}.{tuple(tensor.shape)}"
-        number = self._number_of(group)
-        full_name = f"ignite_dist.{process_set.process_set_id}.{number}.{name}.{layout}"
+        tag = self._tag(group)
+        full_name = f"ignite_dist.{tag}.{name}.{layout}"
         try:
             handle = submit(name=full_name, process_set=process_set)
+            self._num_begun[tag] = self._num_begun.get(tag, 0) + 1
             self._wait(handle, full_name, inf if is_told else _PATIENCE_SECONDS)
             result: Tensor = self._hvd.synchronize(handle)
         except ValueError as error:  # the only one that is not about arguments, which were checked above

@@ -120,7 +120,7 @@ def grad_sync(
         with _forced(live, model, found, is_final_microbatch):
             yield
     elif is_final_microbatch or (strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and live.averages_in_backward):
-        with live.average_in_block(model):
+        with live.average_in_block(model, found):
             yield
     else:
         with live.accumulate_locally(model, found):

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from ignite_dist.comp_models.horovod_reduction import Call, Reduction
 from ignite_dist.comp_models.horovod_units import Unit, Units
 from ignite_dist.errors import CollectiveMismatchError
 
-__all__ = ["Exchange", "Gradients", "Rounds"]
+__all__ = ["Calls", "Exchange", "Gradients", "Rounds"]
 
 # What a rank has to say about a gradient in a round; the greatest of all ranks counts.
 _NOTHING, _SPARSE, _DENSE = range(3)
@@ -44,33 +45,83 @@ _CREATES_GRAPH = (
     "backward(create_graph=True) leaves gradients with a graph, which averaging over the ranks would not "
     "follow. Take them by torch.autograd.grad(loss, parameters, create_graph=True), or in idist.no_sync()."
 )
+_REMOVED = (
+    "The process set of the ranks %s, over which auto_optim(..., process_set=...) averages these gradients, was "
+    "removed. Make a new optimizer by auto_optim, with a process set that is there or without one."
+)
+_OF_OTHER_RANKS = (
+    "This optimizer averages over the ranks %s. A later auto_optim has taken its parameters, and averages their "
+    "gradients over other ranks, %s. Use the later optimizer, or give both the same process_set=."
+)
+_OF_ANOTHER_OP = (
+    "A later auto_optim has taken this optimizer's parameters, and reduces their gradients by another op=. Use "
+    "the later optimizer, or give both the same op=."
+)
+
+
+class Calls(Protocol):
+    """What Horovod's context does for the calls that are made here."""
+
+    def explaining(self) -> AbstractContextManager[None]:
+        """Raise what is known of it if Horovod has been shut down, before the block or in it."""
+
+    def result(self, call: Call, process_set: Any) -> Any:
+        """What a call has made, as soon as it has ended."""
+
+    def is_alive(self, process_set: Any) -> bool:
+        """Whether Horovod has this process set, and no other one by its number."""
 
 
 class Exchange:
-    """What the optimizers of a context have in common.
+    """What the optimizers of a context have in common."""
 
-    Args:
-        wait: called with a handle of Horovod and the name of the call; returns when it has ended.
-    """
-
-    def __init__(self, wait: Callable[[int, str], None]) -> None:
-        self._wait = wait
-        self._rounds: dict[int, Rounds] = {}
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._rounds: list[Rounds] = []  # every rank makes them in the same order
+        self._due: set[int] = set()
 
     def rounds(self, process_set: Any) -> Rounds:
-        """Those of a process set."""
-        number = process_set.process_set_id
-        if number not in self._rounds:
-            self._rounds[number] = Rounds(process_set, self._wait)
-        return self._rounds[number]
+        """Those of a process set.
+
+        Raises:
+            ValueError: Horovod has no such set.
+        """
+        if not self._calls.is_alive(process_set):
+            raise ValueError(f"process_set= was removed, or never added; got {process_set}.")
+        for rounds in self._rounds:
+            if rounds.are_of(process_set):
+                return rounds
+        self._rounds.append(Rounds(process_set, self._calls, self, len(self._rounds)))
+        return self._rounds[-1]
 
     def hand_over(self, parameters: Iterable[Tensor], heir: Gradients) -> None:
         """Leave the gradients of ``parameters`` to ``heir`` alone, whoever has averaged them until now."""
         wanted = set(map(id, parameters))
-        for rounds in self._rounds.values():
+        for rounds in self._rounds:
             for one in rounds.members():
                 if one is not heir:
                     one.leave(wanted, heir)
+
+    def run_after_pass(self, rounds: Rounds) -> None:
+        """Make the due one of ``rounds`` when the backward pass that calls this has ended."""
+        self._due.add(rounds.position)
+        # torch has no public function for the end of a backward pass; its own wrappers of models use this
+        # one. Not once per pass: a pass that has failed forgets its callbacks.
+        torch.autograd.Variable._execution_engine.queue_callback(self._run_due)
+
+    def _run_due(self) -> None:
+        # In the same order on each rank: a rank waits in one round before it begins the next.
+        due, self._due = self._due, set()
+        for position in sorted(due):
+            self._rounds[position].run_due()
+
+    def run(self, wanted: Iterable[Gradients]) -> None:
+        """Make a round of each process set that an optimizer among ``wanted`` is of."""
+        by_position: dict[int, list[Gradients]] = {}
+        for one in wanted:
+            by_position.setdefault(one.rounds.position, []).append(one)
+        for position, members in sorted(by_position.items()):
+            self._rounds[position].run(members)
 
 
 class Rounds:
@@ -78,25 +129,47 @@ class Rounds:
 
     Args:
         process_set: Horovod's.
-        wait: see :class:`Exchange`.
+        calls: of the context.
+        exchange: of the context too.
+        position: there.
     """
 
-    def __init__(self, process_set: Any, wait: Callable[[int, str], None]) -> None:
+    def __init__(self, process_set: Any, calls: Calls, exchange: Exchange, position: int) -> None:
         import horovod.torch as hvd
 
         self.hvd = hvd
         self.process_set = process_set
-        self._wait = wait
+        self.position = position
+        self.explaining = calls.explaining
+        self._calls = calls
+        self._exchange = exchange
         self._name = f"ignite_dist.gradients.{process_set.process_set_id}"
         self._members: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
         self._num_members = 0  # until now, the same on each rank; who of them still lives may differ
         self._num_since_step = 0
         self._due: dict[int, Gradients] = {}
 
+    def are_of(self, process_set: Any) -> bool:
+        """Whether it is the set of these rounds, or another handle of it."""
+        own = self.process_set
+        is_same = own.process_set_id == process_set.process_set_id
+        # The number of a set that was removed goes to the next. That of all ranks stays, whoever they are.
+        return is_same and (own.process_set_id == 0 or own.ranks == process_set.ranks)
+
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the process set."""
+        return tuple(self.process_set.ranks)
+
     def is_active(self) -> bool:
-        """Whether there is another rank to average with."""
+        """Whether there is another rank to average with.
+
+        Raises:
+            RuntimeError: the process set was removed.
+        """
         if not self.hvd.is_initialized() or not self.process_set.included():
             return False
+        if not self._calls.is_alive(self.process_set):
+            raise RuntimeError(_REMOVED % list(self.ranks()))
         return bool(self.process_set.size() > 1)
 
     def members(self) -> list[Gradients]:
@@ -118,11 +191,10 @@ class Rounds:
     def run_after_pass(self, member: Gradients) -> None:
         """Make a round for ``member`` when the backward pass that calls this has ended."""
         self._due[member.number] = member
-        # torch has no public function for the end of a backward pass; its own wrappers of models use this
-        # one. Not once per pass: a pass that has failed forgets its callbacks.
-        torch.autograd.Variable._execution_engine.queue_callback(self._run_due)
+        self._exchange.run_after_pass(self)
 
-    def _run_due(self) -> None:
+    def run_due(self) -> None:
+        """Make the round that is due, if it has not been made meanwhile."""
         if self._due:
             due, self._due = self._due, {}
             self.run(due.values())
@@ -132,7 +204,12 @@ class Rounds:
 
         Raises:
             CollectiveMismatchError: another rank has made a step while this one has made another pass.
+            MissingRanksError: another rank has ended.
         """
+        with self.explaining():
+            self._run(wanted)
+
+    def _run(self, wanted: Iterable[Gradients]) -> None:
         own = {one.number: one for one in wanted}
         for number in own:
             self._due.pop(number, None)
@@ -174,8 +251,16 @@ class Rounds:
 
     def result(self, call: Call) -> Any:
         """What the call has made, as soon as it has ended."""
-        self._wait(*call)
-        return self.hvd.synchronize(call[0])
+        return self._calls.result(call, self.process_set)
+
+    def mean(self, value: float, name: str) -> float:
+        """The mean of a number over the ranks."""
+        tensor = torch.tensor([value], dtype=torch.float64)
+        with self.explaining():
+            handle = self.hvd.allreduce_async(
+                tensor, name=name, op=self.hvd.Average, process_set=self.process_set
+            )
+            return float(self.result((handle, name)))
 
 
 class Gradients:
@@ -201,9 +286,11 @@ class Gradients:
         self._exchange = exchange
         self._name = f"ignite_dist.{name}"
         self._is_average = reduction.is_average
-        self._rounds = exchange.rounds(reduction.process_set)
-        self.number = self._rounds.add(self)
-        self._heirs: dict[int, Gradients] = {}  # which average some of these gradients now
+        self._op = reduction.op
+        self.rounds = exchange.rounds(reduction.process_set)
+        self.number = self.rounds.add(self)
+        # Parameters that were this optimizer's, by id, and who has averaged their gradients after it.
+        self._heirs: dict[int, tuple[weakref.ref[Tensor], Gradients]] = {}
         self._units = Units(reduction, groups)
         self._hooks: list[Any] = []
         self._counts: dict[int, int] = {}  # passes that have added to each gradient since its average
@@ -221,6 +308,7 @@ class Gradients:
         """Average the gradients of these parameters from now on; no other optimizer does any more."""
         self._exchange.hand_over((parameter for _, parameter in named), self)
         for index, (_, parameter) in enumerate(named, len(self._units)):
+            self._heirs.pop(id(parameter), None)
             self._hooks.append(self._watch(index, parameter))
         self._units.add(named)
 
@@ -234,21 +322,38 @@ class Gradients:
                 self._units.remove(index)
                 self._counts.pop(index, None)
                 self._averaged.pop(index, None)
-                self._heirs[id(heir)] = heir
+                self._heirs[id(parameter)] = weakref.ref(parameter), heir
 
     def _owners(self) -> list[Gradients]:
         """Who averages the gradients of the optimizer's parameters: this object, or others meanwhile."""
-        found: dict[int, Gradients] = {}
-        ahead = [self]
-        while ahead:
-            one = ahead.pop()
-            if id(one) not in found:
-                found[id(one)] = one
-                ahead += one._heirs.values()
+        found = {id(self): self}
+        for reference, heir in self._heirs.values():
+            parameter = reference()
+            if parameter is not None:
+                owner = heir._owner_of(parameter)
+                found[id(owner)] = owner
         return list(found.values())
 
+    def _owner_of(self, parameter: Tensor) -> Gradients:
+        one = self
+        while (known := one._heirs.get(id(parameter))) is not None and known[0]() is parameter:
+            one = known[1]
+        return one
+
+    def check_heirs(self) -> None:
+        """Refuse gradients that others average as this optimizer would not.
+
+        Raises:
+            RuntimeError: over other ranks, or by another operation.
+        """
+        for one in self._owners():
+            if one.rounds.ranks() != self.rounds.ranks():
+                raise RuntimeError(_OF_OTHER_RANKS % (list(self.rounds.ranks()), list(one.rounds.ranks())))
+            if one._op != self._op:
+                raise RuntimeError(_OF_ANOTHER_OP)
+
     def _watch(self, index: int, parameter: Tensor) -> Any:
-        is_alone = not self._rounds.is_active() and os.environ.get("HOROVOD_ELASTIC") != "1"
+        is_alone = not self.rounds.is_active() and os.environ.get("HOROVOD_ELASTIC") != "1"
         if is_alone or not (parameter.is_floating_point() or parameter.is_complex()):
             return None
         # torch takes hooks of what requires a gradient only. They stay, and run when it is trained later.
@@ -266,7 +371,7 @@ class Gradients:
 
     def _add_pass(self, index: int, parameter: Tensor) -> None:
         """Hook: a backward pass has just added to the gradient."""
-        if not self._counts and not self._rounds.is_active():
+        if not self._counts and not self.rounds.is_active():
             return
         if self.is_local:
             self._counts.setdefault(index, 0)
@@ -276,11 +381,12 @@ class Gradients:
         count = self._counts[index] = self._counts.get(index, 0) + 1
         if count < self.passes:
             return
-        self._rounds.run_after_pass(self)
+        self.rounds.run_after_pass(self)
         # One behind: the user's hooks of this very gradient may come after this one, and change it.
         latest, self._latest = self._latest, index
         if latest is not None:
-            self._submit_if_complete(self._units.unit_of(latest))
+            with self.rounds.explaining():
+                self._submit_if_complete(self._units.unit_of(latest))
 
     def _submit_if_complete(self, unit: Unit) -> None:
         if self._units.is_under_way(unit):
@@ -306,7 +412,7 @@ class Gradients:
         # Those that were sent and have changed since: in a pass within a pass, or after one that has failed.
         changed = self._units.changed()
         again = [int(index in changed) for index in range(len(self._units))]
-        self._needs = self._rounds.exchange_greatest([*self._own_needs(), *again], f"{self._name}.needs")
+        self._needs = self.rounds.exchange_greatest([*self._own_needs(), *again], f"{self._name}.needs")
 
     def _own_needs(self) -> list[int]:
         needs = []
@@ -333,7 +439,7 @@ class Gradients:
 
     def submit_missing(self) -> None:
         """Begin to average what has changed on any rank, as far as this rank has not."""
-        agreed = self._rounds.result(self._needs).tolist()
+        agreed = self.rounds.result(self._needs).tolist()
         self._agreed, self._sent_again = agreed[: len(self._units)], agreed[len(self._units) :]
         if not self._is_average:
             self._check_no_result_is_reduced_again()
@@ -349,7 +455,7 @@ class Gradients:
         """Average once more what has changed on any rank since it was sent."""
         for unit in self._units:
             if any(self._sent_again[index] for index in unit):
-                self._units.results(unit, self._rounds.result)
+                self._units.results(unit, self.rounds.result)
                 self._units.submit(unit, self._sparse())
 
     def _sparse(self) -> set[int]:
@@ -360,7 +466,7 @@ class Gradients:
         with torch.no_grad():
             for unit in self._units:
                 if self._units.is_under_way(unit):
-                    for index, average in self._units.results(unit, self._rounds.result):
+                    for index, average in self._units.results(unit, self.rounds.result):
                         self._write(index, average)
         self._counts.clear()
         self._has_results = True
@@ -382,13 +488,12 @@ class Gradients:
 
     def finish(self) -> None:
         """Average what has not been averaged yet; a round is made if none was since the last step."""
-        if not self._rounds.is_active():
-            return
-        wanted = [one for one in self._owners() if one._needs_round()]
-        if wanted:
-            self._rounds.run(wanted)
+        owners = self._owners()
+        self._exchange.run(one for one in owners if one._needs_round() and one.rounds.is_active())
 
     def _needs_round(self) -> bool:
+        if self._units.are_removed():
+            return False
         if not self._has_results or any(self._own_needs()):
             return True
         # They have been dropped by others than the optimizer, model.zero_grad() for one.
@@ -412,7 +517,7 @@ class Gradients:
     def end_step(self) -> None:
         """The optimizer has made its step."""
         self.begin()
-        self._rounds.end_step()
+        self.rounds.end_step()
         self._counts.clear()
         for index, (reference, _) in list(self._averaged.items()):
             gradient = reference()

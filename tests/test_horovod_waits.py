@@ -1,4 +1,4 @@
-"""Waits for gradients end, with an error that names who is missing, when another rank of Horovod has ended."""
+"""A wait for gradients ends when another rank of Horovod has ended, and the error names that rank."""
 
 from __future__ import annotations
 

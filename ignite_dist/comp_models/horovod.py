@@ -122,7 +122,8 @@ class HorovodModel(ComputationModel):
         )
         self._rank: int = hvd.rank()
         self._world_size: int = hvd.size()
-        # Threads share it: nobody reads it. An optimizer may outlive this context and be used in a larger one.
+        # Threads share it: nobody reads it. An optimizer may outlive this context and be used in a larger
+        # one.
         self._found_ranks = (ctypes.c_int * max(self._world_size, _MOST_RANKS))()
         self._ranks_of_set = ctypes.c_int * (self._world_size + 1)
         self._local_rank: int = hvd.local_rank()
@@ -404,15 +405,15 @@ class HorovodModel(ComputationModel):
             return True
         if number is None or not self.is_current():
             return False
-        # Another handle of these ranks may have been removed. Horovod then has no such number, or has given it
-        # to other ranks.
+        # Another handle of these ranks may have been removed. Horovod then has no such number, or has given
+        # it to other ranks.
         found = self._ranks_of_set(*[-1] * (self._world_size + 1))
         self._process_set_ranks(number, found)
         ranks = [*handle.ranks, -1]
-        return found[: len(ranks)] == ranks
+        return bool(found[: len(ranks)] == ranks)
 
     def is_alive(self, process_set: Any) -> bool:
-        """See :class:`~ignite_dist.comp_models.horovod_gradients.Calls`, also for the next two."""
+        """See :class:`~ignite_dist.comp_models.horovod_rounds.Calls`, also for the next two."""
         return self._is_alive(process_set)
 
     @contextmanager
@@ -425,7 +426,7 @@ class HorovodModel(ComputationModel):
             links.raise_explained(error)
 
     def result(self, call: tuple[int, str], process_set: Any) -> Any:
-        # By `process_set` the watchdog knows which ranks are waited for.
+        # The watchdog finds `process_set` in this frame: its ranks are waited for.
         handle, name = call
         self._wait(handle, name, _PATIENCE_SECONDS)
         return self._hvd.synchronize(handle)

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_dist.averaged import parameters_of, take_mark
-from ignite_dist.comp_models.horovod_gradients import Exchange, Gradients
+from ignite_dist.comp_models.horovod_gradients import Gradients
 from ignite_dist.comp_models.horovod_reduction import Carried, Reduction
+from ignite_dist.comp_models.horovod_rounds import Exchange
 
 __all__ = [
     "Exchange",
@@ -147,8 +148,9 @@ class _Distributed(Optimizer):
         """Average what has not been averaged yet. The step does the same, so this is for who may not wait.
 
         Raises:
-            RuntimeError: a later optimizer averages some of the gradients over other ranks, or reduces them by
-                another operation.
+            RuntimeError: a later optimizer averages some of the gradients over other ranks, or reduces them
+                by another operation; or the process set was removed.
+            MissingRanksError: another rank has ended.
         """
         self._gradients.check_heirs()
         self._gradients.finish()
@@ -267,8 +269,8 @@ def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
 def averaging_in_block(optimizers: Sequence[Any]) -> Iterator[None]:
     """Average the gradients at the end of the block, unless a backward pass in it does.
 
-    So a rank without one does not read what it has accumulated as an average. Horovod's own optimizers average
-    in the step: they would do it again there.
+    A rank may make no backward pass. What it reads after the block is the average all the same. Horovod's own
+    optimizers are left alone: they average in the step, and would do it there again.
     """
     own = [optimizer._gradients for optimizer in optimizers if hasattr(optimizer, "_gradients")]
     if not torch.is_grad_enabled():

@@ -258,7 +258,7 @@ def test_what_reads_gradients_before_the_step_has_the_averages_where_a_rank_skip
 
 @on_every_rank
 def test_a_rank_skips_the_second_of_two_blocks_before_a_step() -> None:
-    """Two losses with a block of their own each; torch's DDP averages the sum of both once more, as Horovod."""
+    """Two losses with a block of their own each."""
     rank, size = idist.get_rank(), idist.get_world_size()
     model, optimizer = plain()
     other = make_model()

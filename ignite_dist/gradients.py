@@ -1,8 +1,8 @@
 """When gradients are synchronised: accumulation, strategies, clipping.
 
-Backends average at different times: ``DistributedDataParallel`` and Horovod in the backward pass (Horovod in
-the step, if a rank has made none), the hook of ``auto_optim`` in the step. The functions here mean the same
-everywhere.
+Backends average at different times: ``DistributedDataParallel`` and Horovod in the backward pass (Horovod
+at the end of :func:`grad_sync`, or in the step, if a rank has made none), the hook of ``auto_optim`` in the
+step. The functions here mean the same everywhere.
 """
 
 from __future__ import annotations
@@ -94,11 +94,12 @@ def grad_sync(
 ) -> Iterator[None]:
     """Context manager around a microbatch's forward and backward pass.
 
-    After the block of the final microbatch, and at the latest in the step, the gradients are the means over
-    the ranks of their sums over the microbatches. Every rank enters that block; a rank may skip what is in
-    it, the backward pass or the forward pass too, and then takes part with what it has accumulated. Otherwise
-    it makes as many passes there as the other ranks. Under ``torch.no_grad()`` nothing is averaged. With
-    FSDP2 no rank can skip a pass, because the others wait for its shards.
+    After the block of the final microbatch the gradients are the means over the ranks of their sums over the
+    microbatches (XLA, and optimizers that Horovod itself has made: in the step). Every rank enters that
+    block; a rank may skip what is in it, the backward pass or the forward pass too, and then takes part with
+    what it has accumulated. Otherwise it makes as many passes there as the other ranks. Under
+    ``torch.no_grad()`` nothing is averaged. With FSDP2 no rank can skip a pass, because the others wait for
+    its shards.
 
     Args:
         model: what :func:`auto_model` returned, or what contains it.
@@ -120,7 +121,7 @@ def grad_sync(
         with _forced(live, model, found, is_final_microbatch):
             yield
     elif is_final_microbatch or (strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and live.averages_in_backward):
-        with live.average_in_block(model):
+        with live.average_in_block(model, found):
             yield
     else:
         with live.accumulate_locally(model, found):

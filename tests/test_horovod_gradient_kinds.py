@@ -409,3 +409,21 @@ def _horovods_own(num_ranks: int) -> list[Any]:
 
 def test_an_optimizer_that_the_script_has_wrapped_itself() -> None:
     same_as_one_process(_horovods_own)
+
+
+def _adasum(_: int) -> str:
+    import horovod.torch as hvd
+
+    net = idist.auto_model(Net("ab"))
+    assert not hvd.mpi_built()
+    with pytest.raises(ValueError) as caught:
+        idist.auto_optim(SGD(net.parameters(), lr=0.5), op=hvd.Adasum)
+    assert idist.all_reduce(1) == idist.get_world_size()  # nothing was sent
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_adasum_needs_horovod_built_with_mpi(size: int) -> None:
+    """As ``all_reduce`` of ADASUM: Horovod itself raises it in the first step, as an internal error."""
+    for said in idist.spawn("horovod", _adasum, nproc_per_node=size):
+        assert "op=hvd.Adasum" in said and "built with MPI" in said and "hvd.Average" in said

@@ -683,11 +683,14 @@ class ComputationModel(ABC):
         """
         return nullcontext()
 
-    def average_in_block(self, model: Module) -> AbstractContextManager[None]:
+    def average_in_block(
+        self, model: Module, optimizers: Sequence[Optimizer]
+    ) -> AbstractContextManager[None]:
         """After the block the gradients of ``model`` are averaged, where backward passes do that.
 
         Backward passes in the block average them. At its end this rank takes part in what it has left out:
         the whole reduction of a rank without a backward pass, or that of the parameters it has not used.
+        Arguments as above.
         """
         return nullcontext()
 

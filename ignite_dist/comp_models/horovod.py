@@ -66,6 +66,11 @@ _SHUT_DOWN = (
     "Horovod has been shut down by another rank: it has called hvd.shutdown() or finalize(), or has failed, "
     "and then its own output says why."
 )
+_REMOVED = (
+    "This ProcessSet was removed, or never added; got %s. Handles of the same ranks are one process set of "
+    "Horovod, so hvd.remove_process_set() of one ends them all: make a new group."
+)
+_MOST_RANKS = 1 << 14
 _DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 # What the torch extension of 0.28.1 has functions for.
 _GATHERED = frozenset(
@@ -117,7 +122,10 @@ class HorovodModel(ComputationModel):
         )
         self._rank: int = hvd.rank()
         self._world_size: int = hvd.size()
-        self._found_ranks = (ctypes.c_int * self._world_size)()  # threads share it: nobody reads it
+        # Threads share it: nobody reads it. An optimizer may outlive this context and be used in a larger
+        # one.
+        self._found_ranks = (ctypes.c_int * max(self._world_size, _MOST_RANKS))()
+        self._ranks_of_set = ctypes.c_int * (self._world_size + 1)
         self._local_rank: int = hvd.local_rank()
         self._spin_seconds = _SPIN_SECONDS if hvd.local_size() <= devices.num_cores() else 0.0
         self._ops = {"SUM": hvd.Sum, "PRODUCT": hvd.Product, "MIN": hvd.Min, "MAX": hvd.Max}
@@ -270,6 +278,9 @@ class HorovodModel(ComputationModel):
         group = recorder.local_of(frame, "group")
         if isinstance(group, Group):  # of this package's own call
             return WaitedFor(group.ranks, self._tag(group), is_known=True)
+        process_set = recorder.local_of(frame, "process_set")
+        if isinstance(process_set, self._hvd.ProcessSet) and process_set.ranks:  # of an optimizer
+            return WaitedFor(tuple(process_set.ranks))
         if not self._changing_sets.acquire(timeout=_LOCK_SECONDS):  # it may be this change that is waited for
             return WaitedFor()
         try:
@@ -394,11 +405,40 @@ class HorovodModel(ComputationModel):
         if not isinstance(handle, self._hvd.ProcessSet):
             raise ValueError(f"A group is a list of ranks or a horovod.torch.ProcessSet, got {handle!r}.")
         if not self._is_alive(handle):
-            raise ValueError("This ProcessSet was removed, or never added.")
+            raise ValueError(_REMOVED % handle)
         return tuple(handle.ranks)
 
     def _is_alive(self, handle: Any) -> bool:
-        return handle.process_set_id is not None or handle.ranks == []
+        number = handle.process_set_id
+        if number == 0 or handle.ranks == []:
+            return True
+        if number is None or not self.is_current():
+            return False
+        # Another handle of these ranks may have been removed. Horovod then has no such number, or has given
+        # it to other ranks.
+        found = self._ranks_of_set(*[-1] * (self._world_size + 1))
+        self._process_set_ranks(number, found)
+        ranks = [*handle.ranks, -1]
+        return bool(found[: len(ranks)] == ranks)
+
+    def is_alive(self, process_set: Any) -> bool:
+        """See :class:`~ignite_dist.comp_models.horovod_rounds.Calls`, also for the next two."""
+        return self._is_alive(process_set)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        try:
+            if not self._is_running():
+                raise self._mpi_ops.HorovodInternalError(_SHUT_DOWN)
+            yield
+        except self._mpi_ops.HorovodInternalError as error:
+            links.raise_explained(error)
+
+    def result(self, call: tuple[int, str], process_set: Any) -> Any:
+        # The watchdog finds `process_set` in this frame: its ranks are waited for.
+        handle, name = call
+        self._wait(handle, name, _PATIENCE_SECONDS)
+        return self._hvd.synchronize(handle)
 
     # --- tensor primitives -----------------------------------------------------------------------------
 
@@ -506,7 +546,7 @@ class HorovodModel(ComputationModel):
         from ignite_dist.comp_models import horovod_optim
 
         if self._exchange is None:
-            self._exchange = horovod_optim.Exchange(partial(self._wait, patience=_PATIENCE_SECONDS))
+            self._exchange = horovod_optim.Exchange(self)
         name = f"optimizer{next(self._optimizer_numbers)}"
         wrapped = horovod_optim.distribute(optimizer, name, self._exchange, **kwargs)
         if self._world_size > 1:
@@ -533,6 +573,13 @@ class HorovodModel(ComputationModel):
         if not optimizers and self._world_size > 1 and any(one.requires_grad for one in model.parameters()):
             raise ValueError(NO_OPTIMIZER)
         return horovod_optim.accumulating(optimizers)
+
+    def average_in_block(
+        self, model: Module, optimizers: Sequence[Optimizer]
+    ) -> AbstractContextManager[None]:
+        from ignite_dist.comp_models import horovod_optim
+
+        return horovod_optim.averaging_in_block(optimizers)
 
     def gradient_group(self, model: Module, optimizers: Sequence[Optimizer]) -> Group:
         sets = [getattr(optimizer, "process_set", None) for optimizer in optimizers]
@@ -575,7 +622,9 @@ class HorovodModel(ComputationModel):
         last.append(self._hvd.join())
 
     def reduce_gradients(self, optimizer: Optimizer) -> None:
-        optimizer.synchronize()  # type: ignore[attr-defined]  # Horovod's
+        from ignite_dist.comp_models import horovod_optim
+
+        horovod_optim.synchronize(optimizer)
 
 
 # --- adaptation --------------------------------------------------------------------------------------

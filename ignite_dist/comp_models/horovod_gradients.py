@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,20 +21,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ignite_dist.comp_models.horovod_reduction import Call, Reduction
+from ignite_dist.comp_models.horovod_rounds import Exchange
 from ignite_dist.comp_models.horovod_units import Unit, Units
-from ignite_dist.errors import CollectiveMismatchError
 
-__all__ = ["Exchange", "Gradients", "Rounds"]
+__all__ = ["Gradients"]
 
 # What a rank has to say about a gradient in a round; the greatest of all ranks counts.
 _NOTHING, _SPARSE, _DENSE = range(3)
 
-_LIMIT = 1 << 30
-
-_UNEVEN = (
-    "The ranks have made different numbers of backward passes since the last step: this rank %s. Either all "
-    "ranks make as many, or none makes more than the backward_passes_per_step=... of auto_optim."
-)
 _NOT_LINEAR = (
     "A second backward pass before the step would count the first one once for each rank, as op= is not "
     "hvd.Average. Pass backward_passes_per_step=... to auto_optim: then the gradients of all passes are "
@@ -44,138 +38,14 @@ _CREATES_GRAPH = (
     "backward(create_graph=True) leaves gradients with a graph, which averaging over the ranks would not "
     "follow. Take them by torch.autograd.grad(loss, parameters, create_graph=True), or in idist.no_sync()."
 )
-
-
-class Exchange:
-    """What the optimizers of a context have in common.
-
-    Args:
-        wait: called with a handle of Horovod and the name of the call; returns when it has ended.
-    """
-
-    def __init__(self, wait: Callable[[int, str], None]) -> None:
-        self._wait = wait
-        self._rounds: dict[int, Rounds] = {}
-
-    def rounds(self, process_set: Any) -> Rounds:
-        """Those of a process set."""
-        number = process_set.process_set_id
-        if number not in self._rounds:
-            self._rounds[number] = Rounds(process_set, self._wait)
-        return self._rounds[number]
-
-    def hand_over(self, parameters: Iterable[Tensor], heir: Gradients) -> None:
-        """Leave the gradients of ``parameters`` to ``heir`` alone, whoever has averaged them until now."""
-        wanted = set(map(id, parameters))
-        for rounds in self._rounds.values():
-            for one in rounds.members():
-                if one is not heir:
-                    one.leave(wanted, heir)
-
-
-class Rounds:
-    """The rounds of one process set. Every rank of it makes each of them.
-
-    Args:
-        process_set: Horovod's.
-        wait: see :class:`Exchange`.
-    """
-
-    def __init__(self, process_set: Any, wait: Callable[[int, str], None]) -> None:
-        import horovod.torch as hvd
-
-        self.hvd = hvd
-        self.process_set = process_set
-        self._wait = wait
-        self._name = f"ignite_dist.gradients.{process_set.process_set_id}"
-        self._members: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
-        self._num_members = 0  # until now, the same on each rank; who of them still lives may differ
-        self._num_since_step = 0
-        self._due: dict[int, Gradients] = {}
-
-    def is_active(self) -> bool:
-        """Whether there is another rank to average with."""
-        if not self.hvd.is_initialized() or not self.process_set.included():
-            return False
-        return bool(self.process_set.size() > 1)
-
-    def members(self) -> list[Gradients]:
-        """Those that still exist, in the order in which they joined."""
-        known = sorted(self._members.items())
-        return [one for _, one in known]
-
-    def add(self, member: Gradients) -> int:
-        """The number of a new member. Each rank adds the same ones in the same order."""
-        number = self._num_members
-        self._members[number] = member
-        self._num_members += 1
-        return number
-
-    def end_step(self) -> None:
-        """Count from here the rounds until the next step."""
-        self._num_since_step = 0
-
-    def run_after_pass(self, member: Gradients) -> None:
-        """Make a round for ``member`` when the backward pass that calls this has ended."""
-        self._due[member.number] = member
-        # torch has no public function for the end of a backward pass; its own wrappers of models use this
-        # one. Not once per pass: a pass that has failed forgets its callbacks.
-        torch.autograd.Variable._execution_engine.queue_callback(self._run_due)
-
-    def _run_due(self) -> None:
-        if self._due:
-            due, self._due = self._due, {}
-            self.run(due.values())
-
-    def run(self, wanted: Iterable[Gradients]) -> None:
-        """Average the gradients of ``wanted``, and of whatever optimizers other ranks want.
-
-        Raises:
-            CollectiveMismatchError: another rank has made a step while this one has made another pass.
-        """
-        own = {one.number: one for one in wanted}
-        for number in own:
-            self._due.pop(number, None)
-        for one in own.values():
-            one.submit_needs()
-        count = self._num_since_step + 1
-        said = [count, _LIMIT - count, *(number in own for number in range(self._num_members))]
-        call = self.exchange_greatest(said, self._name)
-        most, least, *flags = self.result(call).tolist()
-        # A rank that is in hvd.join() says 0 everywhere.
-        if most != _LIMIT - least:
-            raise CollectiveMismatchError(_UNEVEN % f"has made {self._num_since_step}")
-        self._num_since_step += 1
-        members = [self._member(number) for number, flag in enumerate(flags) if flag]
-        for one in members:
-            if one.number not in own:
-                one.submit_needs()
-        for one in members:
-            one.submit_missing()
-        for one in members:
-            one.submit_changed()
-        for one in members:
-            one.receive()
-
-    def _member(self, number: int) -> Gradients:
-        member = self._members.get(number)
-        if member is None:
-            raise CollectiveMismatchError(
-                f"Another rank averages the gradients of optimizer {number + 1}, of which this rank has no "
-                "parameter any more."
-            )
-        return member
-
-    def exchange_greatest(self, values: list[int], name: str) -> Call:
-        """Begin to tell the other ranks; :meth:`result` is the greatest of all ranks at each place."""
-        tensor = torch.tensor(values, dtype=torch.int32)
-        call = self.hvd.allreduce_async(tensor, name=name, op=self.hvd.Max, process_set=self.process_set)
-        return call, name
-
-    def result(self, call: Call) -> Any:
-        """What the call has made, as soon as it has ended."""
-        self._wait(*call)
-        return self.hvd.synchronize(call[0])
+_OF_OTHER_RANKS = (
+    "This optimizer averages over the ranks %s. A later auto_optim has taken its parameters, and averages "
+    "their gradients over other ranks, %s. Use the later optimizer, or give both the same process_set=."
+)
+_OF_ANOTHER_OP = (
+    "A later auto_optim has taken this optimizer's parameters, and reduces their gradients by another op=. "
+    "Use the later optimizer, or give both the same op=."
+)
 
 
 class Gradients:
@@ -201,9 +71,11 @@ class Gradients:
         self._exchange = exchange
         self._name = f"ignite_dist.{name}"
         self._is_average = reduction.is_average
-        self._rounds = exchange.rounds(reduction.process_set)
-        self.number = self._rounds.add(self)
-        self._heirs: dict[int, Gradients] = {}  # which average some of these gradients now
+        self._op = reduction.op
+        self.rounds = exchange.rounds(reduction.process_set)
+        self.number = self.rounds.add(self)
+        # Parameters that were this optimizer's, by id, and who has averaged their gradients after it.
+        self._heirs: dict[int, tuple[weakref.ref[Tensor], Gradients]] = {}
         self._units = Units(reduction, groups)
         self._hooks: list[Any] = []
         self._counts: dict[int, int] = {}  # passes that have added to each gradient since its average
@@ -221,6 +93,7 @@ class Gradients:
         """Average the gradients of these parameters from now on; no other optimizer does any more."""
         self._exchange.hand_over((parameter for _, parameter in named), self)
         for index, (_, parameter) in enumerate(named, len(self._units)):
+            self._heirs.pop(id(parameter), None)
             self._hooks.append(self._watch(index, parameter))
         self._units.add(named)
 
@@ -234,21 +107,38 @@ class Gradients:
                 self._units.remove(index)
                 self._counts.pop(index, None)
                 self._averaged.pop(index, None)
-                self._heirs[id(heir)] = heir
+                self._heirs[id(parameter)] = weakref.ref(parameter), heir
 
     def _owners(self) -> list[Gradients]:
         """Who averages the gradients of the optimizer's parameters: this object, or others meanwhile."""
-        found: dict[int, Gradients] = {}
-        ahead = [self]
-        while ahead:
-            one = ahead.pop()
-            if id(one) not in found:
-                found[id(one)] = one
-                ahead += one._heirs.values()
+        found = {id(self): self}
+        for reference, heir in self._heirs.values():
+            parameter = reference()
+            if parameter is not None:
+                owner = heir._owner_of(parameter)
+                found[id(owner)] = owner
         return list(found.values())
 
+    def _owner_of(self, parameter: Tensor) -> Gradients:
+        one = self
+        while (known := one._heirs.get(id(parameter))) is not None and known[0]() is parameter:
+            one = known[1]
+        return one
+
+    def check_heirs(self) -> None:
+        """Refuse gradients that others average as this optimizer would not.
+
+        Raises:
+            RuntimeError: over other ranks, or by another operation.
+        """
+        for one in self._owners():
+            if one.rounds.ranks() != self.rounds.ranks():
+                raise RuntimeError(_OF_OTHER_RANKS % (list(self.rounds.ranks()), list(one.rounds.ranks())))
+            if one._op != self._op:
+                raise RuntimeError(_OF_ANOTHER_OP)
+
     def _watch(self, index: int, parameter: Tensor) -> Any:
-        is_alone = not self._rounds.is_active() and os.environ.get("HOROVOD_ELASTIC") != "1"
+        is_alone = not self.rounds.is_active() and os.environ.get("HOROVOD_ELASTIC") != "1"
         if is_alone or not (parameter.is_floating_point() or parameter.is_complex()):
             return None
         # torch takes hooks of what requires a gradient only. They stay, and run when it is trained later.
@@ -266,7 +156,7 @@ class Gradients:
 
     def _add_pass(self, index: int, parameter: Tensor) -> None:
         """Hook: a backward pass has just added to the gradient."""
-        if not self._counts and not self._rounds.is_active():
+        if not self._counts and not self.rounds.is_active():
             return
         if self.is_local:
             self._counts.setdefault(index, 0)
@@ -276,11 +166,12 @@ class Gradients:
         count = self._counts[index] = self._counts.get(index, 0) + 1
         if count < self.passes:
             return
-        self._rounds.run_after_pass(self)
+        self.rounds.run_after_pass(self)
         # One behind: the user's hooks of this very gradient may come after this one, and change it.
         latest, self._latest = self._latest, index
         if latest is not None:
-            self._submit_if_complete(self._units.unit_of(latest))
+            with self.rounds.explaining():
+                self._submit_if_complete(self._units.unit_of(latest))
 
     def _submit_if_complete(self, unit: Unit) -> None:
         if self._units.is_under_way(unit):
@@ -306,7 +197,7 @@ class Gradients:
         # Those that were sent and have changed since: in a pass within a pass, or after one that has failed.
         changed = self._units.changed()
         again = [int(index in changed) for index in range(len(self._units))]
-        self._needs = self._rounds.exchange_greatest([*self._own_needs(), *again], f"{self._name}.needs")
+        self._needs = self.rounds.exchange_greatest([*self._own_needs(), *again], f"{self._name}.needs")
 
     def _own_needs(self) -> list[int]:
         needs = []
@@ -333,7 +224,7 @@ class Gradients:
 
     def submit_missing(self) -> None:
         """Begin to average what has changed on any rank, as far as this rank has not."""
-        agreed = self._rounds.result(self._needs).tolist()
+        agreed = self.rounds.result(self._needs).tolist()
         self._agreed, self._sent_again = agreed[: len(self._units)], agreed[len(self._units) :]
         if not self._is_average:
             self._check_no_result_is_reduced_again()
@@ -349,7 +240,7 @@ class Gradients:
         """Average once more what has changed on any rank since it was sent."""
         for unit in self._units:
             if any(self._sent_again[index] for index in unit):
-                self._units.results(unit, self._rounds.result)
+                self._units.results(unit, self.rounds.result)
                 self._units.submit(unit, self._sparse())
 
     def _sparse(self) -> set[int]:
@@ -360,7 +251,7 @@ class Gradients:
         with torch.no_grad():
             for unit in self._units:
                 if self._units.is_under_way(unit):
-                    for index, average in self._units.results(unit, self._rounds.result):
+                    for index, average in self._units.results(unit, self.rounds.result):
                         self._write(index, average)
         self._counts.clear()
         self._has_results = True
@@ -382,13 +273,12 @@ class Gradients:
 
     def finish(self) -> None:
         """Average what has not been averaged yet; a round is made if none was since the last step."""
-        if not self._rounds.is_active():
-            return
-        wanted = [one for one in self._owners() if one._needs_round()]
-        if wanted:
-            self._rounds.run(wanted)
+        owners = self._owners()
+        self._exchange.run(one for one in owners if one._needs_round() and one.rounds.is_active())
 
     def _needs_round(self) -> bool:
+        if self._units.are_removed():
+            return False
         if not self._has_results or any(self._own_needs()):
             return True
         # They have been dropped by others than the optimizer, model.zero_grad() for one.
@@ -412,7 +302,7 @@ class Gradients:
     def end_step(self) -> None:
         """The optimizer has made its step."""
         self.begin()
-        self._rounds.end_step()
+        self.rounds.end_step()
         self._counts.clear()
         for index, (reference, _) in list(self._averaged.items()):
             gradient = reference()

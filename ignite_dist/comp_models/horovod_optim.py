@@ -19,10 +19,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_dist.averaged import parameters_of, take_mark
-from ignite_dist.comp_models.horovod_gradients import Exchange, Gradients
+from ignite_dist.comp_models.horovod_gradients import Gradients
 from ignite_dist.comp_models.horovod_reduction import Carried, Reduction
+from ignite_dist.comp_models.horovod_rounds import Exchange
 
-__all__ = ["Exchange", "accumulating", "distribute", "load_state", "state_as_bytes"]
+__all__ = [
+    "Exchange",
+    "accumulating",
+    "averaging_in_block",
+    "distribute",
+    "load_state",
+    "state_as_bytes",
+    "synchronize",
+]
 
 _NEVER = 1 << 60  # backward passes until Horovod's own optimizer sends
 
@@ -37,6 +46,10 @@ def distribute(optimizer: Optimizer, name: str, exchange: Exchange, **kwargs: An
         name: the same on every rank, and of no other optimizer.
         exchange: of the context.
         kwargs: those of ``hvd.DistributedOptimizer``.
+
+    Raises:
+        ValueError: ``kwargs`` for an optimizer that Horovod has wrapped; or Adasum, and Horovod was built
+            without MPI.
     """
     import horovod.torch as hvd
 
@@ -46,6 +59,11 @@ def distribute(optimizer: Optimizer, name: str, exchange: Exchange, **kwargs: An
                 f"The optimizer is Horovod's already, so {', '.join(kwargs)} would have no effect."
             )
         return optimizer
+    if kwargs.get("op") == hvd.Adasum and not hvd.mpi_built():
+        raise ValueError(
+            "op=hvd.Adasum needs Horovod built with MPI, and this one was built without. Take hvd.Average or "
+            "hvd.Sum, or build Horovod with HOROVOD_WITH_MPI=1."
+        )
     if kwargs.get("op") == hvd.Adasum and hvd.size() > 1:  # its optimizer averages no gradients
         wrapped = hvd.DistributedOptimizer(optimizer, **kwargs)
         _share(optimizer, wrapped)
@@ -127,7 +145,14 @@ class _Distributed(Optimizer):
         self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
-        """Average what has not been averaged yet. The step does the same, so this is for who may not wait."""
+        """Average what has not been averaged yet. The step does the same, so this is for who may not wait.
+
+        Raises:
+            RuntimeError: a later optimizer averages some of the gradients over other ranks, or reduces them
+                by another operation; or the process set was removed.
+            MissingRanksError: another rank has ended.
+        """
+        self._gradients.check_heirs()
         self._gradients.finish()
 
     @contextmanager
@@ -141,6 +166,8 @@ class _Distributed(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step with averaged gradients; of a closure what it makes and returns, at each call."""
+        if self._should_synchronize:
+            self._gradients.check_heirs()
         if closure is None:
             is_averaged = take_mark(self)
             if self._should_synchronize and not is_averaged:
@@ -160,7 +187,7 @@ class _Distributed(Optimizer):
             loss = closure()
             self.synchronize()
             # L-BFGS decides by it how often to call again.
-            return _mean(loss, f"ignite_dist.{self._name}.loss", self.process_set)
+            return _mean(loss, f"ignite_dist.{self._name}.loss", self._gradients)
 
         return averaged
 
@@ -239,6 +266,31 @@ def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
+def averaging_in_block(optimizers: Sequence[Any]) -> Iterator[None]:
+    """Average the gradients at the end of the block, unless a backward pass in it does.
+
+    A rank may make no backward pass. What it reads after the block is the average all the same. Horovod's own
+    optimizers are left alone: they average in the step, and would do it there again.
+    """
+    own = [optimizer._gradients for optimizer in optimizers if hasattr(optimizer, "_gradients")]
+    if not torch.is_grad_enabled():
+        own = []
+    for gradients in own:
+        gradients.begin()
+    yield
+    for gradients in own:
+        gradients.finish()
+
+
+def synchronize(optimizer: Any) -> None:
+    """Average what has not been averaged yet, for whoever steps next with these gradients."""
+    if hasattr(optimizer, "_gradients"):
+        optimizer._gradients.finish()
+    else:
+        optimizer.synchronize()
+
+
+@contextmanager
 def _is_local(gradients: Gradients) -> Iterator[None]:
     before, gradients.is_local = gradients.is_local, True
     try:
@@ -262,17 +314,14 @@ def _out_of_reach(optimizer: Any) -> Iterator[None]:
                 del optimizer._handles[parameter]
 
 
-def _mean(loss: Any, name: str, process_set: Any) -> Any:
-    """The mean of a loss, a number or a tensor of one, over the ranks of ``process_set``."""
-    import horovod.torch as hvd
-
+def _mean(loss: Any, name: str, gradients: Gradients) -> Any:
+    """The mean of a loss, a number or a tensor of one, over the ranks that average ``gradients``."""
     is_loss = isinstance(loss, Number) or (isinstance(loss, Tensor) and loss.numel() == 1)
-    if not is_loss or not process_set.included() or process_set.size() == 1:
+    if not is_loss or not gradients.rounds.is_active():
         return loss
-    value = loss.detach() if isinstance(loss, Tensor) else loss
-    total = torch.tensor([float(value)], dtype=torch.float64)
-    mean = hvd.allreduce(total, op=hvd.Average, name=name, process_set=process_set)
-    return torch.full_like(value, mean.item()) if isinstance(value, Tensor) else mean.item()
+    value: Any = loss.detach() if isinstance(loss, Tensor) else loss
+    mean = gradients.rounds.mean(float(value), name)
+    return torch.full_like(value, mean) if isinstance(value, Tensor) else mean
 
 
 # --- the state, which hvd.broadcast_optimizer_state would change: it makes a step to have one ------------

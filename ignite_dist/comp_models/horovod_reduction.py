@@ -51,6 +51,7 @@ class Reduction:
 
     Attributes:
         is_average: whether the result is the mean.
+        op: Horovod's.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Reduction:
         self.process_set = process_set
         self.sparse_as_dense = sparse_as_dense
         self.is_average = op == hvd.Average
+        self.op = op
         self._compression = compression
         self._kwargs: dict[str, Any] = {"op": op, "process_set": process_set}
         if gradient_predivide_factor != 1.0:

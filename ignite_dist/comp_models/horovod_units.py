@@ -65,6 +65,10 @@ class Units:
         """Have this parameter here no more; the others keep their numbers."""
         self._parameters[number] = None
 
+    def are_removed(self) -> bool:
+        """Whether all parameters that were here have been removed."""
+        return all(one is None for one in self._parameters)
+
     def parameter(self, number: int) -> Parameter | None:
         """The parameter; None if it is gone."""
         reference = self._parameters[number]

@@ -600,7 +600,9 @@ class NativeModel(ComputationModel):
     ) -> AbstractContextManager[None]:
         return native_wrap.accumulating(model)
 
-    def average_in_block(self, model: Module) -> AbstractContextManager[None]:
+    def average_in_block(
+        self, model: Module, optimizers: Sequence[Optimizer]
+    ) -> AbstractContextManager[None]:
         return native_reduction.completing(model)
 
     def join(

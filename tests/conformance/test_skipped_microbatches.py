@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import ignite_dist as idist
 from ignite_dist import DDPSyncStrategy
+from ignite_dist.context import current_model
 from test_gradients import (
     WIDTH,
     Sample,
@@ -211,3 +212,71 @@ def test_buffers_are_those_of_rank_zero_where_a_rank_skips(how: str) -> None:
     values = [parameter.tolist() for parameter in model.parameters()]
     assert idist.all_gather(values) == [values] * idist.get_world_size()
     assert idist.all_reduce(1) == idist.get_world_size()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("who", ["one", "all but one", "all"])
+@on_every_rank
+def test_what_reads_gradients_before_the_step_has_the_averages_where_a_rank_skips(
+    who: str, strategy: str
+) -> None:
+    """A scaler divides them, and looks for infinite ones. XLA averages in the step."""
+    rank, size = idist.get_rank(), idist.get_world_size()
+    model, optimizer = plain()
+    other = make_model()
+    in_step = not current_model().averages_gradients
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def skips(number: int, rank: int) -> bool:
+        return number % STEPS == STEPS - 1 and WHO[who](rank)
+
+    data = [samples(number, rank).to(idist.device()) for number in range(2 * STEPS)]
+    for number, (x, sync) in enumerate(
+        idist.accumulate(data, model, STEPS, strategy=DDPSyncStrategy(strategy))
+    ):
+        with sync:
+            if not skips(number, rank):
+                loss = loss_of(model, x)
+                (loss * 256.0 if in_step else scaler.scale(loss)).backward()
+        if sync.is_final:
+            other.load_state_dict(idist.unwrap_model(model).state_dict())
+            other.zero_grad()
+            for past in range(number - STEPS + 1, number + 1):
+                for one in range(size):
+                    if not skips(past, one):
+                        (loss_of(other, samples(past, one)) / (STEPS * size)).backward()
+            if in_step:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.div_(256.0)
+                optimizer.step()
+            else:
+                scaler.unscale_(optimizer)
+                for found, wanted in zip(model.parameters(), other.parameters(), strict=True):
+                    assert found.grad is not None
+                    torch.testing.assert_close(found.grad.cpu(), wanted.grad, rtol=1e-9, atol=1e-12)
+                scaler.step(optimizer)
+                scaler.update()
+            make_optimizer(other.parameters()).step()
+            is_equal(model, other.state_dict())
+            optimizer.zero_grad()
+    assert idist.all_reduce(1) == size
+
+
+@on_every_rank
+def test_a_rank_skips_the_second_of_two_blocks_before_a_step() -> None:
+    """Two losses with a block of their own each."""
+    rank, size = idist.get_rank(), idist.get_world_size()
+    model, optimizer = plain()
+    other = make_model()
+    for number in range(2):
+        with idist.grad_sync(model, optimizer):
+            if number == 0 or rank == 0:
+                loss_of(model, samples(number, rank).to(idist.device())).backward()
+        for one in range(size):
+            if number == 0 or one == 0:
+                (loss_of(other, samples(number, one)) / size).backward()
+    optimizer.step()
+    make_optimizer(other.parameters()).step()
+    is_equal(model, other.state_dict())
+    assert idist.all_reduce(1) == size

@@ -495,6 +495,8 @@ def _hooked(_: int, comm_hook: Any) -> list[float]:
     for _step in range(3):
         model.zero_grad()
         model(torch.full((1, 8), 0.1 * (idist.get_rank() + 1))).sum().backward()
+    if comm_hook == "powersgd":  # which averages as usual for its first thousand steps
+        assert model._get_ddp_logging_data()["comm_hook"] == "powerSGD_hook"
     gradient = model.module.weight.grad
     return gradient.flatten().tolist()
 

@@ -312,15 +312,19 @@ def test_a_model_is_wrapped_where_it_has_something_to_train() -> None:
         assert message.startswith("test_auto.py:")
 
 
-def _different_starts(_: int) -> list[float]:
-    torch.manual_seed(idist.get_rank())
-    model = idist.auto_model(Linear(3, 1))
-    return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+def _drawn(seed: int) -> Linear:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Linear(3, 1)
+
+
+def _different_starts(_: int) -> list[Any]:
+    model = idist.auto_model(_drawn(idist.get_rank()))
+    return [parameter.tolist() for parameter in model.parameters()]
 
 
 def test_every_rank_starts_from_the_parameters_of_rank_zero() -> None:
-    first, second = on_ranks(_different_starts)
-    assert first == second
+    assert on_ranks(_different_starts) == [[one.tolist() for one in _drawn(0).parameters()]] * 2
 
 
 def test_alone_model_and_optimizer_are_themselves() -> None:
@@ -495,6 +499,8 @@ def _hooked(_: int, comm_hook: Any) -> list[float]:
     for _step in range(3):
         model.zero_grad()
         model(torch.full((1, 8), 0.1 * (idist.get_rank() + 1))).sum().backward()
+    if comm_hook == "powersgd":  # which averages as usual for its first thousand steps
+        assert model._get_ddp_logging_data()["comm_hook"] == "powerSGD_hook"
     gradient = model.module.weight.grad
     return gradient.flatten().tolist()
 

@@ -64,16 +64,12 @@ def test_loaders_know_how_many_batches_they_make(num_workers: int, drop_last: bo
             if drop_last:
                 assert len({len(one) for one in batches}) == 1, "ranks have different numbers of batches"
             for number, loader in enumerate(made):
-                items = (
-                    [int(item) for batch in batches[number] for item in batch.reshape(-1)]
-                    if batch_size
-                    else []
-                )
+                items = [int(item) for batch in batches[number] for item in torch.as_tensor(batch).view(-1)]
                 share = list(range(size))[number::num_replicas]
                 assert set(items) <= set(share)
                 if not drop_last:
                     assert len(loader.dataset) == len(share)  # type: ignore[arg-type]
-                    assert not batch_size or sorted(items) == share
+                    assert sorted(items) == share
                 else:
                     assert len(loader.dataset) == size // num_replicas  # type: ignore[arg-type]
 

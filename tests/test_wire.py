@@ -213,7 +213,10 @@ def test_parameters_and_tensors_that_share_their_memory() -> None:
 )
 def test_numpys_arrays_and_scalars_are_safe(dtype: Any) -> None:
     numpy = pytest.importorskip("numpy")
-    memory = bytearray(b"\1\0\0\0" * 750 * numpy.dtype(dtype).itemsize)
+    size = 750 * numpy.dtype(dtype).itemsize
+    memory = bytearray(
+        b"".join(bytes([number % (2 if dtype == "?" else 97), 0, 0, 0]) for number in range(size))
+    )
     large = numpy.ndarray((3, 1000), dtype, memory)
     for array in (
         large,

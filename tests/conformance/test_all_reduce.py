@@ -144,14 +144,14 @@ def test_zero_dimensions() -> None:
 def test_strided_tensors_are_reduced_as_values(dtype: torch.dtype) -> None:
     """A transposed tensor and every other column: their neighbours in the storage stay as they are."""
     for numel in (6, 2_000):
-        storage = torch.ones(numel, 4, dtype=dtype, device=idist.device())
+        storage = torch.full((numel, 4), idist.get_rank() == 0, dtype=dtype, device=idist.device())
+        before = storage.clone()
         columns = storage[:, ::2]
-        op = "AND" if dtype is torch.bool else "SUM"
+        op = "OR" if dtype is torch.bool else "SUM"
         assert idist.all_reduce(columns, op) is columns
-        reduced = 1 if dtype is torch.bool else idist.get_world_size()
-        assert (columns == reduced).all() and (storage[:, 1::2] == 1).all()
+        assert (columns == 1).all() and (storage[:, 1::2] == before[:, 1::2]).all()
         transposed = torch.arange(6, dtype=torch.float32, device=idist.device()).view(2, 3).t()
-        idist.all_reduce(transposed, "MAX")
+        idist.all_reduce(transposed.sub_(idist.get_rank()), "MAX")
         assert transposed.tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
@@ -196,8 +196,9 @@ def test_nan_and_infinities() -> None:
             for op in ("MIN", "MAX", "SUM"):
                 tensor = torch.tensor(rows, dtype=dtype).repeat(numel).to(idist.device())
                 idist.all_reduce(tensor, op)
-                head = tensor[:4].tolist()
+                head, every = tensor[:4].tolist(), here(tensor).view(numel, 4)
                 assert isnan(head[0]) and isnan(head[1]), (dtype, op, head)
+                assert every.isclose(every[0], rtol=0, atol=0, equal_nan=True).all(), (dtype, op)
                 if op == "MIN":
                     assert head[2] == -inf and head[3] == -0.5 - last
                 if op == "MAX":
@@ -240,8 +241,11 @@ def test_numbers_are_exact() -> None:
     assert idist.all_reduce(0.1) == sum([0.1] * world_size)
     assert idist.all_reduce(rank + 1, "PRODUCT") == torch.arange(1, world_size + 1).prod().item()
     assert idist.all_reduce(rank, "MAX") == world_size - 1 and idist.all_reduce(rank, "MIN") == 0
-    assert idist.all_reduce(rank | 4, "AND") == 4 and type(idist.all_reduce(rank, "OR")) is int
-    assert idist.all_reduce(3, "AVERAGE") == 3.0 and type(idist.all_reduce(3, "AVERAGE")) is float
+    everybody = 2**world_size - 1
+    assert idist.all_reduce(everybody - 2**rank + 16, "AND") == 16
+    assert idist.all_reduce(2**rank, "OR") == everybody and type(idist.all_reduce(rank, "OR")) is int
+    mean = idist.all_reduce(2 * rank, "AVERAGE")
+    assert mean == world_size - 1 and type(mean) is float
     assert idist.all_reduce(1 + 2j) == world_size * (1 + 2j)
     assert idist.all_reduce(Fraction(1, 3)) == Fraction(world_size, 3)
     assert idist.all_reduce(inf) == inf and isnan(idist.all_reduce(nan if rank == 0 else 1.0, "MIN"))
@@ -262,6 +266,8 @@ def test_python_bools() -> None:
     world_size = idist.get_world_size()
     assert idist.all_reduce(True) == world_size and type(idist.all_reduce(True)) is int
     assert idist.all_reduce(True, "AND") is True and idist.all_reduce(False, "OR") is False
+    is_first = idist.get_rank() == 0
+    assert idist.all_reduce(is_first, "AND") is (world_size == 1) and idist.all_reduce(is_first, "OR") is True
     assert idist.all_reduce(idist.get_rank() == 0, "AND") is (world_size == 1)
 
 
@@ -351,11 +357,11 @@ def test_wrong_arguments_on_one_rank_send_nothing() -> None:
     """The rank that was wrong may call again; the others have been waiting for it."""
     tensor = torch.ones(3, device=idist.device())
     if idist.get_rank() == idist.get_world_size() - 1:
-        with raises(ValueError):
+        with raises(ValueError, "'MEAN'"):
             idist.all_reduce(tensor, "MEAN")
-        with raises(TypeError):
+        with raises(TypeError, "torch.bool"):
             idist.all_reduce(tensor > 0, "SUM")
-        with raises(ValueError):
+        with raises(ValueError, "[99]"):
             idist.all_reduce(tensor, group=[99])
     idist.all_reduce(tensor)
     assert tensor.tolist() == [idist.get_world_size()] * 3

@@ -44,7 +44,8 @@ def compiling() -> Iterator[None]:
 def sample(shape: tuple[int, ...] = (4, 3), dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers of this rank's own, of which a sum is rounded."""
     generator = torch.Generator().manual_seed(idist.get_rank() + 1)
-    return (torch.randn(shape, generator=generator) * 100).to(dtype)
+    values = torch.randn(shape, generator=generator) * 100
+    return values > 60 if dtype is torch.bool else values.to(dtype)
 
 
 def half_of_the_ranks() -> list[int]:
@@ -314,6 +315,10 @@ def test_debug_compares_the_calls_of_graphs(compiler: str) -> None:
     with compiling(), idist.debug():
         compiled = torch.compile(lambda x: idist.all_reduce(x * 2) + idist.get_rank(), backend=compiler)
         for _ in range(3):
+            assert compiled(torch.ones(2))[0].item() == 2 * idist.get_world_size() + idist.get_rank()
+        if idist.get_world_size() > 1:
+            with raises(idist.CollectiveMismatchError, "all_reduce"):
+                compiled(torch.ones(2 + (idist.get_rank() == 0)))
             assert compiled(torch.ones(2))[0].item() == 2 * idist.get_world_size() + idist.get_rank()
 
 

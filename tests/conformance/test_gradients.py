@@ -28,17 +28,23 @@ class Broken(Exception):
     """What the failing rank raises."""
 
 
+def drawn(model: Module, scale: float = 1.0) -> Module:
+    """``model`` in double precision, with parameters that are the same in every process."""
+    generator = torch.Generator().manual_seed(5)
+    model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale)
+    return model
+
+
 class Branches(Module):
     """Uses ``extra`` where it is told to, and ``never`` never."""
 
     def __init__(self) -> None:
         super().__init__()
         self.always, self.extra, self.never = (Linear(WIDTH, WIDTH) for _ in range(3))
-        generator = torch.Generator().manual_seed(5)
-        self.double()
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3)
+        drawn(self, scale=1 / 3)
 
     def forward(self, x: Tensor, use_extra: bool) -> Tensor:
         x = self.always(x).tanh()

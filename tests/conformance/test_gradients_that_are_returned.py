@@ -11,19 +11,14 @@ from torch.nn import Linear, Module, Sequential, Tanh
 
 import ignite_dist as idist
 from ignite_dist import DDPSyncStrategy
-from test_gradients import STRATEGIES, WIDTH, make_optimizer, samples
+from test_gradients import STRATEGIES, WIDTH, drawn, make_optimizer, samples
 from worlds import on_every_rank
 
 STEPS = 3
 
 
 def make_model() -> Sequential:
-    model = Sequential(Linear(WIDTH, WIDTH), Tanh(), Linear(WIDTH, 1)).double()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return model
+    return drawn(Sequential(Linear(WIDTH, WIDTH), Tanh(), Linear(WIDTH, 1)))  # type: ignore[return-value]
 
 
 def gradients_of(model: Module, x: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ from test_gradients import (
     Sample,
     adapted,
     assert_equal,
+    drawn,
     here,
     make_optimizer,
     of_all_ranks,
@@ -39,12 +40,7 @@ WHO: dict[str, Who] = {
 
 def make_model() -> Sequential:
     """Each parameter of which every forward pass uses."""
-    model = Sequential(Linear(WIDTH, WIDTH), ReLU(), Linear(WIDTH, 1)).double()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return model
+    return drawn(Sequential(Linear(WIDTH, WIDTH), ReLU(), Linear(WIDTH, 1)))  # type: ignore[return-value]
 
 
 def plain() -> tuple[Module, Optimizer]:
@@ -158,11 +154,8 @@ class Halves(Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (Linear(WIDTH, WIDTH).double() for _ in range(2))
-        generator = torch.Generator().manual_seed(2)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        self.first, self.second = (Linear(WIDTH, WIDTH) for _ in range(2))
+        drawn(self)
 
     def forward(self, x: Tensor, with_first: bool) -> Tensor:
         return self.second(self.first(x) if with_first else x).pow(2).mean()  # type: ignore[no-any-return]
@@ -202,6 +195,7 @@ def test_buffers_are_those_of_rank_zero_where_a_rank_skips(how: str) -> None:
     optimizer = idist.auto_optim(make_optimizer(model.parameters()))
     for step in range(4):
         x = samples(step, rank, size=4).to(idist.device()) + 9 * rank
+        before = [buffer.tolist() for buffer in model.buffers()]
         with idist.grad_sync(model, optimizer):
             if rank != last or step % 2 == 0:
                 model(x).pow(3).mean().backward()
@@ -211,6 +205,9 @@ def test_buffers_are_those_of_rank_zero_where_a_rank_skips(how: str) -> None:
         optimizer.zero_grad()
     values = [parameter.tolist() for parameter in model.parameters()]
     assert idist.all_gather(values) == [values] * idist.get_world_size()
+    of_rank_zero = idist.broadcast(before)
+    if rank == last > 0 and how == "nothing" and current_model().averages_in_backward:
+        assert [buffer.tolist() for buffer in model.buffers()] == of_rank_zero
     assert idist.all_reduce(1) == idist.get_world_size()
 
 

@@ -114,7 +114,7 @@ def test_accumulated_where_a_rank_skips_the_last_microbatch(strategy: str) -> No
 
 @on_every_rank
 def test_halves_are_rounded_once() -> None:
-    """The mean of a large number and of small ones, which bfloat16 would lose one by one."""
+    """The mean of a large number and of small ones, which bfloat16 would lose one by one (of two or more)."""
     if without_sparse_tensors():
         return
     rank, size = idist.get_rank(), idist.get_world_size()
@@ -123,8 +123,8 @@ def test_halves_are_rounded_once() -> None:
     model.weight = weight
     optimizer = idist.auto_optim(SGD(model.parameters(), lr=1.0))
     with idist.grad_sync(model, optimizer, strategy=DDPSyncStrategy.FORCED_SYNC):
-        value = torch.tensor([[256.0 if rank == 0 else 0.5]], dtype=torch.bfloat16)
+        value = torch.tensor([[256.0 if rank == 0 else 1.0]], dtype=torch.bfloat16)
         weight.grad = torch.sparse_coo_tensor(torch.tensor([[2]]), value, (4, 1), check_invariants=True)
     assert weight.grad is not None
-    exact = torch.tensor((256.0 + 0.5 * (size - 1)) / size).to(torch.bfloat16)
+    exact = torch.tensor((256.0 + 1.0 * (size - 1)) / size).to(torch.bfloat16)
     assert weight.grad.to_dense()[2].item() == exact.item()

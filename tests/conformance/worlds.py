@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 import ignite_dist as idist
 from ignite_dist.context import current_model
@@ -173,6 +174,8 @@ def raises(kind: type[BaseException] | tuple[type[BaseException], ...], text: st
 class count_collectives(AbstractContextManager["count_collectives"]):
     """How many collectives this rank runs in the block, by wrapping the primitives of the live model.
 
+    ``dtypes`` are those of the tensors that they sent.
+
     Replicas of XLA share a model: each counts its own calls, through the wrappers that the first has made.
     """
 
@@ -182,6 +185,7 @@ class count_collectives(AbstractContextManager["count_collectives"]):
 
     def __enter__(self) -> count_collectives:
         self.count, self._depth = 0, 0
+        self.dtypes: set[torch.dtype] = set()
         with self._lock:
             self._model = current_model()
             for name in self._primitives if not self._counting else ():
@@ -195,7 +199,9 @@ class count_collectives(AbstractContextManager["count_collectives"]):
             own = cls._counting.get(threading.get_ident())
             if own is None:
                 return primitive(*args, **kwargs)
-            own.count += own._depth == 0
+            if own._depth == 0:
+                own.count += 1
+                own.dtypes.update(one.dtype for one in args[:1] if isinstance(one, torch.Tensor))
             own._depth += 1
             try:
                 return primitive(*args, **kwargs)

@@ -99,7 +99,7 @@ def grad_sync(
     block; a rank may skip what is in it, the backward pass or the forward pass too, and then takes part with
     what it has accumulated. Otherwise it makes as many passes there as the other ranks. Under
     ``torch.no_grad()`` nothing is averaged. With FSDP2 no rank can skip a pass, because the others wait for
-    its shards.
+    its shards; if all skip the last one, its sums stay until the next backward pass.
 
     Args:
         model: what :func:`auto_model` returned, or what contains it.

@@ -407,10 +407,10 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
             tensor of the same shape, dtype and device type where ``src`` has one, which is filled in place
             and returned; anything but None where ``src`` has an object, which is discarded.
         src: a global rank.
-        safe_mode: the other ranks may pass anything, None included, without knowing what ``src`` sends.
-            A tensor of the right shape, dtype and device type is filled in place, if it is dense and no two
-            elements share memory; else a new one comes back, on the CPU if it was there on ``src``, else on
-            :func:`device`. For a tensor it costs one small collective more.
+        safe_mode: the other ranks may pass any dense tensor, or anything else, None included, without
+            knowing what ``src`` sends. A tensor of the right shape, dtype and device type is filled in place,
+            if no two elements share memory; else a new one comes back, on the CPU if it was there on ``src``,
+            else on :func:`device`. For a tensor it costs one small collective more.
         group: as in :func:`all_reduce`, with ``src`` in it. A rank outside gets its value back unchanged.
 
     Returns:
@@ -435,9 +435,10 @@ def broadcast(tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = N
             f"broadcast got None on {'the source rank' if is_src else 'a rank that is not the source'}. "
             "The source needs a value; the others may pass None with safe_mode=True."
         )
-    if isinstance(tensor, Tensor) and (is_src or not safe_mode):
+    if isinstance(tensor, Tensor):
         check_dense("broadcast", tensor)
-        check_writable("broadcast", tensor)
+        if not safe_mode:
+            check_writable("broadcast", tensor)
     members = model.resolve_group(group)
     _check_src(src, members, model.get_world_size())
     kind = "" if safe_mode else tensor if isinstance(tensor, Tensor) else "an object"
@@ -473,20 +474,21 @@ def broadcast_anything(model: ComputationModel, value: Any, src: int, group: Gro
     layout, received = model.broadcast_object(sent if is_src else None, src, group)
     if layout is None:
         return value if is_src else received
+    if is_src:
+        broadcast_tensor(model, value if _is_writable(value) else value.clone(), src, group)
+        return value
     shape, dtype, device_type = layout
-    if not _can_hold(value, layout):
+    fits = isinstance(value, Tensor) and (tuple(value.shape), value.dtype, value.device.type) == layout
+    if not (fits and _is_writable(value)):
         device = torch.device("cpu") if device_type == "cpu" else model.device()
         value = torch.empty(shape, dtype=dtype, device=device)
     return broadcast_tensor(model, value, src, group)
 
 
-def _can_hold(value: Any, layout: tuple[tuple[int, ...], torch.dtype, str]) -> bool:
-    if not isinstance(value, Tensor) or (tuple(value.shape), value.dtype, value.device.type) != layout:
-        return False
+def _is_writable(tensor: Tensor) -> bool:
     try:
-        check_dense("broadcast", value)
-        check_writable("broadcast", value)
-    except (TypeError, ValueError):
+        check_writable("broadcast", tensor)
+    except ValueError:
         return False
     return True
 

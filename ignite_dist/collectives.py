@@ -460,7 +460,7 @@ def _broadcast(model: ComputationModel, value: Any, src: int, group: Group, safe
 
 def _check_src(src: int, group: Group, world_size: int) -> None:
     if type(src) is not int or not 0 <= src < world_size:
-        raise ValueError(f"src is a global rank in [0, {world_size}), got {src!r}.")
+        raise ValueError(f"src is a global rank, an int in [0, {world_size}), got {src!r}.")
     if group.ranks and group.position(src) is None:
         raise ValueError(f"src is a global rank of the group, which has {list(group.ranks)}; got {src}.")
 

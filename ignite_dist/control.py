@@ -257,4 +257,4 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
 
 def _check_rank(rank: int, size: int) -> None:
     if type(rank) is not int or not 0 <= rank < size:
-        raise ValueError(f"rank must be in [0, {size}), got {rank!r}.")
+        raise ValueError(f"rank must be an int in [0, {size}), got {rank!r}.")

@@ -32,7 +32,7 @@ def test_one_rank_only() -> None:
     last = idist.get_world_size() - 1
     assert idist.one_rank_only(rank=last, with_barrier=True)(lambda: "x")() == ("x" if rank == last else None)
     assert idist.one_rank_only(rank=99)(lambda: "x")() is None
-    with raises(ValueError, "rank must be in"):
+    with raises(ValueError, "rank must be an int in"):
         idist.one_rank_only(rank=99, with_barrier=True)(lambda: "x")()
     with raises(TypeError, "@one_rank_only()"):
         idist.one_rank_only(lambda: "x")
@@ -91,7 +91,7 @@ def test_one_rank_first(tmp_path: Path) -> None:
                 path.write_text("data")
             assert path.read_text() == "data"
         for wrong in (-1, last + 1):
-            with raises(ValueError, "rank must be in"), idist.one_rank_first(rank=wrong, local=local):
+            with raises(ValueError, "rank must be an int in"), idist.one_rank_first(rank=wrong, local=local):
                 raise AssertionError("not reached")
 
 

@@ -262,8 +262,8 @@ class Endings:
         hows = "; ".join(f"rank {one}: {where[one]}" if len(ranks) > 1 else where[one] for one in ranks)
         who = describe_ranks(ranks).capitalize()
         text = (
-            f"{who} did not come to {waiting}, where rank {rank} waits: {hows}. What was left out is this call "
-            "or one before it: idist.debug() shows which."
+            f"{who} did not come to {waiting}, where rank {rank} waits: {hows}. What was left out is this "
+            "call or one before it: idist.debug() shows which."
         )
         told = {"rank": rank, "ranks": ranks, "where": where, "text": text}
         store.compare_set(_OUTCOME, "", json.dumps(told))

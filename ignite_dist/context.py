@@ -117,7 +117,7 @@ def _resolve() -> ComputationModel:
         # Replicas of XLA are threads, and one of them may end its context before another: what is found here
         # is this thread's, whatever the others make of the module's variable afterwards.
         found = _find()
-        if _is_being_made(found):  # that model would be lost, and its groups with it
+        if _is_being_made(found):  # initialize() would replace this one, and its groups would be lost
             return _use(SerialModel())
         forks.note_inherited(found)
         model = _model
@@ -126,7 +126,7 @@ def _resolve() -> ComputationModel:
 
 def _is_being_made(model: ComputationModel) -> bool:
     """Whether ``initialize`` in another thread is about to give the model of this very context."""
-    # Ranks that are threads share one model, which does not come twice.
+    # Ranks that are threads share one model, so none is lost.
     if not _initializing or model.ranks_in_process() > 1:
         return False
     here = threading.get_ident()

@@ -26,15 +26,7 @@ from ignite_dist import failures
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.base import WaitedFor
 from ignite_dist.errors import MissingRanksError, RankFailedError
-from ignite_dist.recorder import (
-    END_OF_CONTEXT,
-    Log,
-    Recorder,
-    describe_ranks,
-    key_of_ranks,
-    site_of,
-    users_frame,
-)
+from ignite_dist.recorder import Recorder, describe_ranks, site_of, users_frame
 from ignite_dist.side import END_OUTCOME, ENDS_COME, NTH_END, Side, ask
 
 __all__ = ["Endings"]
@@ -43,12 +35,10 @@ _logger = logging.getLogger(__name__)
 
 # In the store: how many have come; who was the n-th; and "all", or which wait cannot end.
 _COME, _NTH, _OUTCOME = ENDS_COME, NTH_END, END_OUTCOME
-# How many ranks wait in a collective while another has ended.
-_WAITING = "end/waiting"
 
-# How long a rank has to have waited since another came to its end. What is under way then takes milliseconds.
+# How long a rank has to have waited, and another to have ended. What is under way then takes milliseconds.
 _SECONDS_TO_BE_SURE = 2.0
-# Where it is not known which call a rank waits in.
+# For a message, which may be under way for longer, and where it is not known which call a rank waits in.
 _SECONDS_TO_BE_SURER = 4.0
 
 # How often a rank at its end looks whether all have come: soon at first, then less often. More ranks share
@@ -66,8 +56,7 @@ class _Ended:
 
     rank: int
     has_left: bool  # without finalize(), with its process
-    calls: Mapping[str, int]
-    numbers: Mapping[str, int]
+    calls: Mapping[str, int | None]
     where: str
     seen: float = field(default_factory=time.monotonic)
 
@@ -82,10 +71,9 @@ class Endings:
         self._world_size = model.get_world_size()
         self._here: set[int] = set()  # ranks of this process that have come to their end
         self._ended: list[_Ended] = []
+        self._reading = threading.Lock()
         self._told: dict[str, Any] | None = None  # of a wait that cannot end
         self._cpu_times: dict[int, str] = {}
-        self._waiting: set[int] = set()  # ranks of this process that the store counts among the waiting ones
-        self._all_wait_since: float | None = None
 
     # --- in a rank that comes to its end ---------------------------------------------------------------
 
@@ -118,12 +106,10 @@ class Endings:
         is_users = frame is not None and not frame.f_code.co_filename.startswith("<")  # none started by spawn
         at = f" at {site_of(frame)}" if is_users and not has_left else ""
         how = "its process has ended" if has_left else f"it has come to the end of its context{at}"
-        log = self._recorder.log_of(rank)
         said = {
             "rank": rank,
             "has_left": has_left,
             "calls": self._model.calls_begun(),
-            "numbers": _numbers(log),
             "where": f"{how} (pid {os.getpid()} on {socket.gethostname()})",
         }
         store.set(_NTH.format(position), json.dumps(said))
@@ -163,15 +149,24 @@ class Endings:
     # --- in the watchdog of a rank that waits ------------------------------------------------------------
 
     def look(
-        self, store: Store, rank: int, log: Log, thread: int, wanted: WaitedFor, waiting: Callable[[], str]
+        self,
+        store: Store,
+        rank: int,
+        thread: int,
+        since: float,
+        wanted: WaitedFor,
+        waiting: Callable[[], str],
     ) -> None:
         """See whether what a thread of ``rank`` waits for can still come.
+
+        An error needs a proof: a rank has ended, and the call needs it. Where another rank could still do
+        what is waited for, the report of long waits has to do.
 
         Args:
             store: the watchdog's connection.
             rank: has waited for a while.
-            log: what is known of it.
             thread: the identity of the thread that waits.
+            since: when it was first seen to wait there, as ``time.monotonic()`` has it.
             wanted: what it waits for.
             waiting: gives that in words.
         """
@@ -181,68 +176,37 @@ class Endings:
         if not self._ended:
             return
         is_idle = self._is_idle(thread)
-        all_wait = self._all_wait(store, rank)
         is_sure = wanted.is_known and not wanted.is_message
         patience = _SECONDS_TO_BE_SURE if is_sure else _SECONDS_TO_BE_SURER
         now = time.monotonic()
-        missing = [
-            one
-            for one in self._ended
-            if one.rank in wanted.ranks
-            and now - one.seen > patience
-            and (all_wait or wanted.needs_all)
-            and self._lacks(one, wanted, log, is_idle)
-        ]
+        gone = [one for one in self._ended if now - max(one.seen, since) > patience]
+        all_gone = {one.rank for one in gone}.issuperset(set(wanted.ranks) - {rank})
+        if wanted.is_known and not (wanted.needs_all or wanted.is_message or all_gone):
+            return
+        missing = [one for one in gone if one.rank in wanted.ranks and self._lacks(one, wanted, is_idle)]
         if missing:
             self._tell(store, rank, missing, waiting())
 
-    def goes_on(self, store: Store, rank: int) -> None:
-        """Note that ``rank`` does not wait any more where it waited."""
-        if rank in self._waiting:
-            self._waiting.remove(rank)
-            store.add(_WAITING, -1)
-
-    def _all_wait(self, store: Store, rank: int) -> bool:
-        """Whether each rank has ended or waits, and has done so for a while; ``rank`` waits.
-
-        Then no rank is left that could do what is waited for.
-        """
-        if rank not in self._waiting:
-            self._waiting.add(rank)
-            store.add(_WAITING, 1)
-        if store.add(_WAITING, 0) + len(self._ended) < self._world_size:
-            self._all_wait_since = None
-            return False
-        now = time.monotonic()
-        self._all_wait_since = self._all_wait_since or now
-        return now - self._all_wait_since > _SECONDS_TO_BE_SURE
-
     def _read(self, store: Store) -> None:
         """Take what other ranks have said since."""
-        num_come = store.add(_COME, 0)
-        while len(self._ended) < num_come:
-            key = _NTH.format(len(self._ended) + 1)
-            if not store.check([key]):  # it is about to
-                return
-            self._ended.append(_Ended(**json.loads(store.get(key))))
+        with self._reading:
+            num_come = store.add(_COME, 0)
+            while len(self._ended) < num_come:
+                key = _NTH.format(len(self._ended) + 1)
+                if not store.check([key]):  # it is about to
+                    return
+                self._ended.append(_Ended(**json.loads(store.get(key))))
 
-    def _lacks(self, ended: _Ended, wanted: WaitedFor, log: Log, is_idle: bool) -> bool:
+    def _lacks(self, ended: _Ended, wanted: WaitedFor, is_idle: bool) -> bool:
         """Whether a rank has ended without the call that is waited for."""
         begun = self._model.calls_begun()
-        if wanted.is_message or (not wanted.is_known and (wanted.needs_all or not begun)):
-            return True
-        if not begun:  # only this package's own calls are counted
-            numbers = _numbers(log)
-            is_world = len(wanted.ranks) == self._world_size
-            key = wanted.name or ("" if is_world else key_of_ranks(wanted.ranks))
-            return numbers.get(key, 0) > ended.numbers.get(key, 0)
-        if wanted.is_known and wanted.name in begun and wanted.name not in ended.calls:
-            return wanted.needs_all  # it has destroyed the group, or never made a call in it
-        if wanted.is_known:
-            return begun.get(wanted.name, 1) > ended.calls.get(wanted.name, 0)
-        return is_idle and any(
-            number > ended.calls[name] for name, number in begun.items() if name in ended.calls
-        )
+        if not wanted.is_known:  # some call of some group that this rank has begun and that one has not
+            numbers = [(number, ended.calls.get(name)) for name, number in begun.items()]
+            return is_idle and any(own and other is not None and own > other for own, other in numbers)
+        if wanted.name not in begun:  # a group that is being made, a message, gradients of Horovod
+            return wanted.name not in ended.calls
+        own, other = begun[wanted.name], ended.calls.get(wanted.name)
+        return own is None or other is None or own > other  # None: not counted, or destroyed
 
     def _is_idle(self, thread: int) -> bool:
         """Whether the thread has not computed since the last look, as far as this system tells."""
@@ -308,11 +272,3 @@ class Endings:
         thread.start()
         thread.join(_ANSWER_SECONDS)
         return answers[0] if answers else None
-
-
-def _numbers(log: Log) -> dict[str, int]:
-    """How many calls a rank has made in each group; its end is none that another could wait for."""
-    numbers = dict(log.by_group)
-    if log.calls and log.calls[-1].operation == END_OF_CONTEXT:
-        numbers[""] -= 1
-    return numbers

@@ -36,7 +36,7 @@ class _Note:
     """What a worker is told: plain values, because it need not import this package."""
 
     def __init__(self, model: ComputationModel) -> None:
-        self._model = weakref.ref(model)  # a process object that is kept keeps no context
+        self._model = weakref.ref(model)  # a Process object that is kept does not keep the context alive
 
     def __reduce__(self) -> tuple[Any, ...]:
         model = self._model()
@@ -58,7 +58,7 @@ def _facts(model: ComputationModel) -> dict[str, Any]:
 
 
 def note(model: ComputationModel) -> None:
-    """Note that ``model`` is the one of this process; not where that would be the note of several ranks."""
+    """Note that ``model`` is the one of this process. Ranks that share a process note nothing."""
     config = _config()
     if isinstance(model, WorkerModel):
         return
@@ -76,7 +76,12 @@ def when_sent(function: Callable[[Any], None]) -> None:
 def model_of_worker(num_modules: int) -> ComputationModel | None:
     """The model of this process, if it is a worker of a DataLoader whose main process has a context."""
     facts = _config().get(_KEY) if get_worker_info() is not None else None
-    return WorkerModel(num_modules, facts) if isinstance(facts, dict) and facts else None
+    parent = multiprocessing.parent_process()
+    # A process hands on what it was told: the facts are not about this worker's main process if that is
+    # itself started by a rank, and none.
+    if not isinstance(facts, dict) or not facts or parent is None or parent.pid != facts["pid"]:
+        return None
+    return WorkerModel(num_modules, facts)
 
 
 class WorkerModel(SerialModel):

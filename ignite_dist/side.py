@@ -44,7 +44,7 @@ _POLL_SECONDS = 0.02
 
 ENDS_COME, NTH_END, END_OUTCOME = "end/come", "end/{}", "end/outcome"
 """In the store: how many ranks have come to their end; what the n-th has said; and what became of it."""
-# How often who waits in a barrier looks whether a rank has ended.
+# How often a rank in a barrier looks for ranks that have ended.
 _LOOK_SECONDS = 1.0
 
 
@@ -67,7 +67,7 @@ class Side:
         self._lock = threading.Lock()
 
     def connection(self) -> Store:
-        """The connection of the calling thread: who waits at one would keep others waiting."""
+        """The connection of the calling thread, which blocks it for others while it waits."""
         found: Store | None = getattr(self._connections, "store", None)
         if found is None:
             with self._lock:

@@ -31,7 +31,6 @@ from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.base import WaitedFor
 from ignite_dist.context import begun, current_model
 from ignite_dist.endings import Endings
-from ignite_dist.frames import calls_wait
 from ignite_dist.recorder import Call, Comparison, Recorder, describe_ranks, is_library, site_of, table
 from ignite_dist.side import SILENT, Side, ask, exchanged_side, missing_ranks, side_of, sides_lock
 
@@ -162,6 +161,8 @@ class Watchdog:
         self._leaves = False
         self._thread = threading.Thread(target=self._run, name="ignite_dist's watchdog", daemon=True)
         self._thread.start()
+        for other in [one for one in _running if one._stopped.is_set()]:  # of a context that has ended
+            _running.discard(other)
         _running.add(self)
 
     def meet_at_end(self, rank: int) -> None:
@@ -248,7 +249,6 @@ class Watchdog:
         now = time.monotonic()
         before, self._waits = self._waits, {}
         for rank, log in list(self._recorder.logs.items()):
-            stays = False
             for thread, frame in _innermost_frames(log, self._is_alone(), waits=True).items():
                 waits_in = _waits_at(frame)
                 assert waits_in is not None
@@ -259,13 +259,11 @@ class Watchdog:
                     self._waits[rank, thread] = _Wait(progress, now)
                     continue
                 self._waits[rank, thread] = wait
-                stays = True
-                where = partial(_place, frame)
-                self._endings.look(store, rank, log, thread, wanted, where)
+                # A thread that waits for messages all along, for commands say, need not get any.
+                if not wanted.is_message or thread in (log.thread, log.home):
+                    self._endings.look(store, rank, thread, wait.since, wanted, partial(_place, frame))
                 if not wait.is_told and now - wait.since > self._patience(log):
                     self._tell(store, rank)
-            if not stays:
-                self._endings.goes_on(store, rank)
 
     def _progress(self, log: recorder.Log, waits_in: FrameType, wanted: WaitedFor) -> tuple[Any, ...]:
         """What is different when a thread waits in another call, whatever other threads do meanwhile."""
@@ -364,7 +362,7 @@ def _starts_a_process(frame: FrameType) -> bool:
 
 def _operation(frame: FrameType | None) -> str:
     """The outermost library function that the user's code is in: ``"all_reduce"``."""
-    name = "wait" if frame is not None and calls_wait(frame) else "?"
+    name = "?"
     while frame is not None and is_library(frame.f_code.co_filename):
         if not frame.f_code.co_filename.endswith(("c10d_logger.py", "contextlib.py")):  # around it
             name = frame.f_code.co_name
@@ -405,8 +403,6 @@ def _innermost_frames(log: recorder.Log, is_alone: bool, waits: bool) -> dict[in
 
 def _waits_at(frame: FrameType | None) -> FrameType | None:
     """The frame in which a thread with this innermost frame waits for other ranks; None if it does not."""
-    if frame is not None and calls_wait(frame):
-        return frame
     while frame is not None and is_library(path := frame.f_code.co_filename):
         if path.startswith(_WAITING_FOLDER) and not path.endswith("xla_loader.py"):
             return frame

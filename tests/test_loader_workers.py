@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -55,6 +56,24 @@ def compare(local_rank: int, method: str) -> None:
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("horovod", marks=pytest.mark.horovod)])
 def test_a_worker_has_the_rank_of_its_main_process(backend: str, method: str) -> None:
     idist.spawn(backend, compare, (method,), nproc_per_node=2)
+
+
+def in_a_child() -> None:
+    """In a process that a rank has started, and that is no rank: its workers are none either."""
+    for method in ("fork", "spawn", "forkserver"):
+        assert in_worker(method) == seen(), method
+    assert seen()[:2] == (0, 1)
+
+
+def of_a_child(local_rank: int) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=in_a_child)
+    child.start()
+    child.join(SECONDS)
+    assert child.exitcode == 0
+
+
+def test_a_worker_of_a_process_that_is_no_rank_has_none() -> None:
+    idist.spawn("gloo", of_a_child, nproc_per_node=2)
 
 
 def by_hand(local_rank: int) -> None:

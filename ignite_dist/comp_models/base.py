@@ -78,19 +78,19 @@ class WaitedFor(NamedTuple):
     """What a rank waits for.
 
     Attributes:
-        ranks: those of the group whose call it is, or, if the call is not known, those that are in each of
-            the groups that it may be of.
-        name: the group's in :meth:`ComputationModel.calls_begun`; empty if it is not known.
+        ranks: those of the group whose call it is; the source alone, for a broadcast; the other end, for a
+            message. If the call is not known, those that are in each of the groups that it may be of.
+        name: the group's in :meth:`ComputationModel.calls_begun`; empty for a message, or if it has none.
         is_known: whether it is known which call it is.
-        needs_all: whether no rank can complete the call before all have begun it. In a gather, for example,
-            a rank that has sent its part is through, and what is waited for may be another rank's part.
-        is_message: whether it is a message between two ranks; ``ranks`` is then the other one.
+        needs_all: whether the call needs each of ``ranks`` until it ends: one that has ended has not begun
+            it. In a gather a rank that has sent its part may end while another part is waited for.
+        is_message: whether it is a message between two ranks.
     """
 
     ranks: tuple[int, ...] = ()
     name: str = ""
     is_known: bool = False
-    needs_all: bool = True
+    needs_all: bool = False
     is_message: bool = False
 
 
@@ -271,8 +271,11 @@ class ComputationModel(ABC):
         """How many collectives the backend has begun, whoever asked for them; 0 where it does not count."""
         return 0
 
-    def calls_begun(self) -> dict[str, int]:
-        """How many calls the backend has begun in each of this rank's groups, by names equal on all ranks."""
+    def calls_begun(self) -> dict[str, int | None]:
+        """How many calls the backend has begun in each of this rank's groups, by names equal on all ranks.
+
+        None for a group whose calls it does not count.
+        """
         return {}
 
     def waited_for(self, frame: FrameType) -> WaitedFor:

@@ -271,16 +271,19 @@ class HorovodModel(ComputationModel):
     def side_store(self) -> Store | None:
         return rendezvous.launchers_store()
 
-    def calls_begun(self) -> dict[str, int]:
+    def calls_begun(self) -> dict[str, int | None]:
         return dict(self._num_begun)
 
     def waited_for(self, frame: FrameType) -> WaitedFor:
+        # Horovod begins no operation, a broadcast neither, before all ranks of its set have asked for it.
         group = recorder.local_of(frame, "group")
         if isinstance(group, Group):  # of this package's own call
-            return WaitedFor(group.ranks, self._tag(group), is_known=True)
+            return WaitedFor(group.ranks, self._tag(group), is_known=True, needs_all=True)
         process_set = recorder.local_of(frame, "process_set")
         if isinstance(process_set, self._hvd.ProcessSet) and process_set.ranks:  # of an optimizer
-            return WaitedFor(tuple(process_set.ranks))
+            return WaitedFor(tuple(process_set.ranks), is_known=True, needs_all=True)
+        if frame.f_globals.get("__name__") == "torch.autograd.graph":  # a backward pass, which computes
+            return WaitedFor()
         if not self._changing_sets.acquire(timeout=_LOCK_SECONDS):  # it may be this change that is waited for
             return WaitedFor()
         try:
@@ -288,7 +291,8 @@ class HorovodModel(ComputationModel):
         finally:
             self._changing_sets.release()
         members = [ranks for ranks in sets if self._rank in ranks and len(ranks) > 1]
-        return WaitedFor(tuple(set(range(self._world_size)).intersection(*members)))
+        in_each = set(range(self._world_size)).intersection(*members)
+        return WaitedFor(tuple(in_each), is_known=True, needs_all=True)
 
     def is_broken(self) -> bool | None:
         return not self._is_running()

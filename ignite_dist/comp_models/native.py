@@ -305,11 +305,11 @@ class NativeModel(ComputationModel):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
         return distributed_c10d._world.default_pg
 
-    def calls_begun(self) -> dict[str, int]:
+    def calls_begun(self) -> dict[str, int | None]:
         return native_waits.calls_begun()
 
     def waited_for(self, frame: FrameType) -> WaitedFor:
-        return native_waits.waited_for(frame, self._world)
+        return native_waits.waited_for(frame, self._world, self._rank, self.device())
 
     def is_broken(self) -> bool | None:
         return self._to_all.one_is_gone() if "gloo" in self._backends.values() else None

@@ -6,6 +6,7 @@ import os
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from ignite_dist.comp_models.base import Group, WaitedFor
@@ -13,8 +14,8 @@ from ignite_dist.recorder import is_library, local_of
 
 __all__ = ["calls_begun", "waited_for"]
 
-# Messages. gloo counts them as calls of the group, so two ranks that send each other messages have made more
-# "calls" than the others: a higher count alone does not say that another rank lacks a call.
+# gloo counts messages as calls of the group, so two ranks that send each other some have made more "calls"
+# than the others: a higher count alone does not say that another rank lacks a call.
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 # No rank can complete one of these before all have begun it: of this package, then torch's.
 _NEEDS_ALL = frozenset(
@@ -25,41 +26,59 @@ _NEEDS_ALL = frozenset(
         *("reduce_scatter", "reduce_scatter_tensor"),
     }
 )
-# Where the group that a rank waits in can be seen. Elsewhere it waits for what it has begun before: in a
-# backward pass (of a DistributedDataParallel, say), or in a Work.wait() of the user's or of FSDP.
+_BROADCASTS = frozenset({"_broadcast", "broadcast", "broadcast_object_list"})
+# Where the group that a rank waits in can be seen. Elsewhere it waits for what it has begun before, in the
+# backward pass of a DistributedDataParallel, say.
 _WHERE_SEEN = ("/torch/distributed/distributed_c10d.py", "/torch/nn/parallel/distributed.py")
 _HERE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
-def calls_begun() -> dict[str, int]:
+def calls_begun() -> dict[str, int | None]:
     """How many calls, also of other libraries, each live group of this rank has begun, by its name."""
     groups: list[Any] = list(distributed_c10d._world.pg_map)
+    return {group.group_name: _num_begun(group) for group in groups}
+
+
+def _num_begun(group: Any) -> int | None:
     try:
-        return {group.group_name: group._get_sequence_number_for_group() for group in groups}
+        number: int = group._get_sequence_number_for_group()
+        return number
     except RuntimeError:  # not every backend counts
-        return {}
+        return None
 
 
-def waited_for(frame: FrameType, world: ProcessGroup) -> WaitedFor:
-    """See ``ComputationModel.waited_for``."""
+def waited_for(frame: FrameType, world: ProcessGroup, rank: int, device: torch.device) -> WaitedFor:
+    """See ``ComputationModel.waited_for``.
+
+    Args:
+        frame: the frame.
+        world: the group of all ranks.
+        rank: this one.
+        device: where it computes.
+    """
     path = frame.f_code.co_filename
     if not (path.startswith(_HERE) or path.endswith(_WHERE_SEEN)):
-        return WaitedFor(_in_each_group(), needs_all=False)
-    if _names(frame) & _MESSAGES:
-        return WaitedFor(_other_end(frame), is_known=True, is_message=True)
+        # Elsewhere than on the CPU a thread that computes cannot be told from one that waits.
+        return WaitedFor(_in_each_group() if device.type == "cpu" else ())
+    names = _names(frame)
+    if names & _MESSAGES:
+        other = _rank_named(frame, "dst", "src")
+        return WaitedFor(() if other is None else (other,), is_known=True, is_message=True)
     being_made = local_of(frame, "group_name")
     if isinstance(being_made, str) and being_made:
         ranks = local_of(frame, "global_ranks_in_group") or ()
-        return WaitedFor(tuple(ranks), being_made, is_known=True)
+        return WaitedFor(tuple(ranks), being_made, is_known=True, needs_all=True)
     group = local_of(frame, "group", "process_group")
     handle = group.handle if isinstance(group, Group) else group
     if handle is None:
         handle = getattr(local_of(frame, "self"), "process_group", None) or world
     if not isinstance(handle, ProcessGroup):
         return WaitedFor()
-    ranks = distributed_c10d._world.pg_group_ranks.get(handle, {})
-    needs_all = bool(_names(frame) & _NEEDS_ALL)
-    return WaitedFor(tuple(ranks), handle.group_name, is_known=True, needs_all=needs_all)
+    source = _rank_named(frame, "src") if names & _BROADCASTS else None
+    if source is not None and source != rank:
+        return WaitedFor((source,), handle.group_name, is_known=True, needs_all=True)
+    ranks = tuple(distributed_c10d._world.pg_group_ranks.get(handle, {}))
+    return WaitedFor(ranks, handle.group_name, is_known=True, needs_all=bool(names & _NEEDS_ALL))
 
 
 def _names(frame: FrameType | None) -> set[str]:
@@ -71,16 +90,17 @@ def _names(frame: FrameType | None) -> set[str]:
     return names
 
 
-def _other_end(frame: FrameType) -> tuple[int, ...]:
-    """The rank that a message goes to or comes from; none if it may come from any."""
-    rank = local_of(frame, "dst", "src")
-    if rank is None and (position := local_of(frame, "group_dst", "group_src")) is not None:
+def _rank_named(frame: FrameType, *names: str) -> int | None:
+    """The rank that an argument of one of these names gives, as a rank of the world or of the group."""
+    rank = local_of(frame, *names)
+    if rank is None and (position := local_of(frame, *(f"group_{name}" for name in names))) is not None:
         positions = distributed_c10d._world.pg_group_ranks.get(local_of(frame, "group"), {})
         rank = next((one for one, place in positions.items() if place == position), None)
-    return () if rank is None else (int(rank),)
+    return None if rank is None else int(rank)
 
 
 def _in_each_group() -> tuple[int, ...]:
     """The ranks that are in each of this rank's groups: it waits for them, whichever group it waits in."""
-    members = [set(ranks) for ranks in distributed_c10d._world.pg_group_ranks.values() if len(ranks) > 1]
+    groups = list(distributed_c10d._world.pg_group_ranks.values())  # others may be made meanwhile
+    members = [set(ranks) for ranks in groups if len(ranks) > 1]
     return tuple(set.intersection(*members)) if members else ()

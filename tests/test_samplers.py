@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -72,6 +73,18 @@ def test_samplers_leave_the_global_random_state_alone() -> None:
     list(EpochSampler(range(SIZE), num_replicas=2, rank=1, shuffle=True))  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
+
+
+def test_an_epoch_of_more_bits_than_numpy_takes() -> None:
+    class Numpys(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(np.random.permutation(6).tolist())
+
+        def __len__(self) -> int:
+            return 6
+
+    for epoch in (2**32, 2**33 + 5):
+        assert sorted(_interleaved(_shares(Numpys(), 2, epoch))) == list(range(6))
 
 
 def test_the_global_random_state_does_not_matter() -> None:

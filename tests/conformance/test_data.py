@@ -191,8 +191,9 @@ def test_what_an_exact_loader_cannot_be_made_of() -> None:
             idist.auto_dataloader([1, 2, 3], exact=True, **{name: value})
     with raises(ValueError, "IterableDataset"):
         idist.auto_dataloader(Stream(3), exact=True)
-    with raises(ValueError, "'padded'"):
-        idist.auto_dataloader([1, 2, 3], exact="paded")
+    for wrong in ("paded", "always"):
+        with raises(ValueError, "'padded'"):
+            idist.auto_dataloader([1, 2, 3], exact=wrong)
     with raises(ValueError, "shard=True is for an IterableDataset"):
         idist.auto_dataloader([1, 2, 3], shard=True)
 

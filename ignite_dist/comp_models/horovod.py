@@ -122,8 +122,8 @@ class HorovodModel(ComputationModel):
         )
         self._rank: int = hvd.rank()
         self._world_size: int = hvd.size()
-        # Threads share it: nobody reads it. An optimizer may outlive this context and be used in a larger
-        # one.
+        # An output buffer: nobody reads what is written there, so threads share it. An optimizer may outlive
+        # this context and be used in a larger one.
         self._found_ranks = (ctypes.c_int * max(self._world_size, _MOST_RANKS))()
         self._ranks_of_set = ctypes.c_int * (self._world_size + 1)
         self._local_rank: int = hvd.local_rank()

@@ -283,7 +283,7 @@ def averaging_in_block(optimizers: Sequence[Any]) -> Iterator[None]:
 
 
 def synchronize(optimizer: Any) -> None:
-    """Average what has not been averaged yet, for whoever steps next with these gradients."""
+    """Average what has not been averaged yet, before another object makes the step."""
     if hasattr(optimizer, "_gradients"):
         optimizer._gradients.finish()
     else:

@@ -64,9 +64,9 @@ def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
     that rank 0 serves from this call on.
 
     A rank whose call needs another which has come to the end of its context, or whose process has ended, gets
-    a ``MissingRanksError`` within 10 seconds, whatever the threshold. Where it cannot be told whether that one
-    is needed (a gather in which others still take part, the ``wait()`` of an asynchronous call, a backward
-    pass on a GPU), what is printed has to do.
+    a ``MissingRanksError`` within 10 seconds, whatever the threshold. Where it cannot be told whether that
+    one is needed (a gather in which others still take part, the ``wait()`` of an asynchronous call, a
+    backward pass on a GPU), what is printed has to do.
 
     Args:
         threshold: a ``datetime.timedelta``.

@@ -39,3 +39,11 @@ def world(request: pytest.FixtureRequest) -> Iterator[Any]:
     one = _FACTORIES[request.param]()
     yield one
     one.close()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the last world's workers before other tests run beside them."""
+    is_last = "world" not in getattr(nextitem, "fixturenames", ())
+    world = item.funcargs.get("world") if isinstance(item, pytest.Function) else None
+    if is_last and world is not None:
+        world.close()

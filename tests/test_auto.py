@@ -107,6 +107,17 @@ def test_batch_size_and_workers_are_divided_and_a_remainder_is_said_aloud() -> N
         )
 
 
+def _of_others(rank: int) -> list[str]:
+    sampler = DistributedSampler(Numbers(), num_replicas=3, rank=2)  # type: ignore[arg-type]
+    return warned(lambda: idist.auto_dataloader(Numbers(), sampler=sampler))[1]
+
+
+def test_a_sampler_that_was_made_for_other_ranks_is_said_aloud() -> None:
+    for rank, (message,) in enumerate(on_ranks(_of_others)):
+        assert message.startswith("test_auto.py:")
+        assert "rank 2 of 3" in message and f"rank {rank} of 2" in message
+
+
 def test_the_warning_points_at_the_callers_line() -> None:
     for found in on_ranks(_divisions):
         assert found["odd"][2][0].startswith("test_auto.py:")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import linecache
 import random
 import sys
 import warnings
@@ -60,6 +61,8 @@ def warned(function: Callable[[], Any]) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = function()
+    for one in caught:
+        assert "idist." in linecache.getline(one.filename, one.lineno), "it points at the call"
     return result, [f"{one.filename.rpartition('/')[2]}: {one.message}" for one in caught]
 
 

@@ -250,6 +250,7 @@ class Watchdog:
         """See how long the ranks of this process have been where they are."""
         now = time.monotonic()
         before, self._waits = self._waits, {}
+        stays = []
         for rank, log in list(self._recorder.logs.items()):
             for thread, frame in _innermost_frames(log, self._is_alone(), waits=True).items():
                 waits_in = _waits_at(frame)
@@ -259,13 +260,16 @@ class Watchdog:
                 wait = before.get((rank, thread))
                 if wait is None or wait.progress != progress:
                     self._waits[rank, thread] = _Wait(progress, now)
-                    continue
-                self._waits[rank, thread] = wait
-                # A thread that waits for messages all along, for commands say, need not get any.
-                if not wanted.is_message or thread in (log.thread, log.home):
-                    self._endings.look(store, rank, thread, wait.since, wanted, partial(_place, frame))
-                if not wait.is_told and now - wait.since > self._patience(log):
-                    self._tell(store, rank)
+                else:
+                    self._waits[rank, thread] = wait
+                    stays.append((rank, log, thread, frame, wanted, wait))
+        # After all waits are known, because one report tells of all of them.
+        for rank, log, thread, frame, wanted, wait in stays:
+            # A thread that waits for messages all along, for commands say, need not get any.
+            if not wanted.is_message or thread in (log.thread, log.home):
+                self._endings.look(store, rank, thread, wait.since, wanted, partial(_place, frame))
+            if not wait.is_told and now - wait.since > self._patience(log):
+                self._tell(store, rank)
 
     def _progress(self, log: recorder.Log, waits_in: FrameType, wanted: WaitedFor) -> tuple[Any, ...]:
         """What is different when a thread waits in another call, whatever other threads do meanwhile."""

@@ -19,9 +19,12 @@ WIDTH = 3
 
 
 def make(seed: int = 0) -> Sequential:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Sequential(Linear(WIDTH, WIDTH), Tanh(), Linear(WIDTH, 1)).double()
+    model = Sequential(Linear(WIDTH, WIDTH), Tanh(), Linear(WIDTH, 1)).double()
+    generator = torch.Generator().manual_seed(seed)  # the global one is shared by ranks that are threads
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+    return model
 
 
 def samples(rank: int) -> Tensor:

@@ -154,9 +154,9 @@ def _barrier(token: Tensor, ranks: list[int] | None) -> None:
 
 
 # An operator with a gradient may write to nothing. So these read the token, which puts them behind the
-# collectives before them, and _keep() writes to it for them. A backward pass has no token: autograd would
-# refuse it, because the forward passes in between have written to it. What keeps the compiler from making
-# one call of two alike is that each has a number of its own.
+# collectives before them, and _keep() writes to it for them. A backward pass takes no token: later
+# forward passes write to it, and autograd refuses a saved tensor that has changed. Instead each backward call
+# has a number of its own, so that the compiler does not merge two calls that look alike.
 
 
 @custom_op("ignite_dist_2::keep", mutates_args=("token",))

@@ -27,14 +27,11 @@ from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.base import WaitedFor
 from ignite_dist.errors import MissingRanksError, RankFailedError
 from ignite_dist.recorder import Recorder, describe_ranks, site_of, users_frame
-from ignite_dist.side import END_OUTCOME, ENDS_COME, NTH_END, Side, ask
+from ignite_dist.side import ENDS_COME, NTH_END, Side, ask, tell_ended
 
 __all__ = ["Endings"]
 
 _logger = logging.getLogger(__name__)
-
-# In the store: how many have come; who was the n-th; and "all", or which wait cannot end.
-_COME, _NTH, _OUTCOME = ENDS_COME, NTH_END, END_OUTCOME
 
 # How long a rank has to have waited, and another to have ended. What is under way then takes milliseconds.
 _SECONDS_TO_BE_SURE = 2.0
@@ -101,7 +98,7 @@ class Endings:
 
     def _say(self, store: Store, rank: int, has_left: bool) -> None:
         self._here.add(rank)
-        position = store.add(_COME, 1)
+        position = store.add(ENDS_COME, 1)
         frame = users_frame(sys._getframe(1))
         is_users = frame is not None and not frame.f_code.co_filename.startswith("<")  # none started by spawn
         at = f" at {site_of(frame)}" if is_users and not has_left else ""
@@ -112,25 +109,25 @@ class Endings:
             "calls": self._model.calls_begun(),
             "where": f"{how} (pid {os.getpid()} on {socket.gethostname()})",
         }
-        store.set(_NTH.format(position), json.dumps(said))
+        store.set(NTH_END.format(position), json.dumps(said))
         if position == self._world_size:
-            store.compare_set(_OUTCOME, "", "all")
+            store.compare_set(END_OUTCOME, "", "all")
 
     def _outcome(self, store: Store) -> dict[str, Any] | None:
         """Which wait cannot end; None if all have come, or one is gone."""
         if not self._has_outcome(store):
             return None
-        text = store.get(_OUTCOME)
+        text = store.get(END_OUTCOME)
         found: dict[str, Any] | None = None if text == b"all" else json.loads(text)
         return found
 
     def _has_outcome(self, store: Store) -> bool:
         # A wait of torch's hears of no Ctrl-C, and warns when it has been in vain.
         started = asked = time.monotonic()
-        while not store.check([_OUTCOME]):
+        while not store.check([END_OUTCOME]):
             is_broken = self._model.is_broken()
             if is_broken:
-                return store.check([_OUTCOME])  # the others may have left after it
+                return store.check([END_OUTCOME])  # the others may have left after it
             now = time.monotonic()
             if is_broken is None and now - asked > _ASK_SECONDS:
                 if not self._all_answer(store):
@@ -190,9 +187,9 @@ class Endings:
     def _read(self, store: Store) -> None:
         """Take what other ranks have said since."""
         with self._reading:
-            num_come = store.add(_COME, 0)
+            num_come = store.add(ENDS_COME, 0)
             while len(self._ended) < num_come:
-                key = _NTH.format(len(self._ended) + 1)
+                key = NTH_END.format(len(self._ended) + 1)
                 if not store.check([key]):  # it is about to
                     return
                 self._ended.append(_Ended(**json.loads(store.get(key))))
@@ -221,18 +218,10 @@ class Endings:
 
     def _tell(self, store: Store, rank: int, missing: list[_Ended], waiting: str) -> None:
         """Tell the ranks that have ended, and this one, which then waits no longer."""
-        ranks = sorted(one.rank for one in missing)
         where = {one.rank: one.where for one in missing}
-        hows = "; ".join(f"rank {one}: {where[one]}" if len(ranks) > 1 else where[one] for one in ranks)
-        who = describe_ranks(ranks).capitalize()
-        text = (
-            f"{who} did not come to {waiting}, where rank {rank} waits: {hows}. What was left out is this "
-            "call or one before it: idist.debug() shows which."
-        )
-        told = {"rank": rank, "ranks": ranks, "where": where, "text": text}
-        store.compare_set(_OUTCOME, "", json.dumps(told))
+        told = tell_ended(store, where, waiting, rank)
         self._told = told
-        _logger.error("%s", text)
+        _logger.error("%s", told["text"])
         self._model.end_waits()
 
     # --- in a rank whose collective has failed -----------------------------------------------------------
@@ -257,7 +246,7 @@ class Endings:
         def look() -> None:
             with suppress(DistError):
                 store = self._side.connection()
-                if store.check([_OUTCOME]) and (outcome := store.get(_OUTCOME)) != b"all":
+                if store.check([END_OUTCOME]) and (outcome := store.get(END_OUTCOME)) != b"all":
                     answers.append(json.loads(outcome))
                     return
                 self._read(store)

@@ -58,13 +58,13 @@ def _facts(model: ComputationModel) -> dict[str, Any]:
 
 
 def note(model: ComputationModel) -> None:
-    """Note that ``model`` is the one of this process. Ranks that share a process note nothing."""
+    """Tell the processes that this one starts of ``model``. Ranks that share a process tell nothing."""
     config = _config()
     if isinstance(model, WorkerModel):
         return
     if model.backend() is not None and model.get_world_size() > 1 and model.ranks_in_process() == 1:
         config[_KEY] = _Note(model)
-    elif isinstance(config.get(_KEY), _Note):  # what this process was told itself stays
+    elif isinstance(config.get(_KEY), _Note):  # what the parent process has sent stays
         del config[_KEY]
 
 
@@ -108,24 +108,24 @@ class WorkerModel(SerialModel):
         return False
 
     def get_rank(self) -> int:
-        """That of the main process."""
+        """The rank of the main process."""
         return self._rank
 
     def get_world_size(self) -> int:
-        """That of the main process."""
+        """The world size of the main process."""
         return self._world_size
 
     def backend(self) -> str | None:
-        """That of the main process."""
+        """The backend of the main process."""
         found: str = self._facts["backend"]
         return found
 
     def known_local_rank(self) -> int | None:
-        """That of the main process, if it knew it."""
+        """The local rank of the main process, if it knew it."""
         found: int | None = self._facts["local_rank"]
         return found
 
     def get_local_rank(self) -> int:
-        """That of the main process; refused if it did not know it."""
+        """The local rank of the main process; refused if it did not know it."""
         found = self.known_local_rank()
         return self._topology().local_rank if found is None else found

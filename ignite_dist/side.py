@@ -36,6 +36,7 @@ __all__ = [
     "missing_ranks",
     "side_of",
     "sides_lock",
+    "tell_ended",
 ]
 
 # How long the others may take to say where they are, and how often it is looked whether they have.
@@ -43,7 +44,7 @@ _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 
 ENDS_COME, NTH_END, END_OUTCOME = "end/come", "end/{}", "end/outcome"
-"""In the store: how many ranks have come to their end; what the n-th has said; and what became of it."""
+"""In the store: how many ranks have come to their end; what the n-th has said; "all", or which wait is vain."""
 # How often a rank in a barrier looks for ranks that have ended.
 _LOOK_SECONDS = 1.0
 
@@ -157,7 +158,9 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
     if ending != "all":
         missing, given_up_after, ended = json.loads(ending)
         if ended:
-            raise _ended_without(store, {int(one): how for one, how in ended.items()}, rank)
+            where = {int(one): how for one, how in ended.items()}
+            told = tell_ended(store, where, "the barrier", rank)
+            raise MissingRanksError(told["text"], told["ranks"], where)
         raise _missed(store, missing, given_up_after, group, rank)
     num_left = store.add(f"{key}/left", 1)
     if rank == side.server:  # it may go after this, and the store with it
@@ -194,17 +197,25 @@ def _find_ended(store: Store, key: str, group: Group, ended: dict[str, str]) -> 
     return bool(ended)
 
 
-def _ended_without(store: Store, ended: dict[int, str], rank: int) -> MissingRanksError:
-    """The error that names them, of which they hear as well."""
-    ranks = sorted(ended)
-    hows = "; ".join(f"rank {one}: {ended[one]}" if len(ranks) > 1 else ended[one] for one in ranks)
+def tell_ended(store: Store, where: Mapping[int, str], waiting: str, rank: int) -> dict[str, Any]:
+    """Tell ranks that have ended that ``rank`` waits for them in vain; what is told.
+
+    Args:
+        store: this thread's connection.
+        where: how each of them has ended.
+        waiting: the call that it waits in.
+        rank: who waits.
+    """
+    ranks = sorted(where)
+    hows = "; ".join(f"rank {one}: {where[one]}" if len(ranks) > 1 else where[one] for one in ranks)
+    who = describe_ranks(ranks).capitalize()
     text = (
-        f"{describe_ranks(ranks).capitalize()} did not come to the barrier, where rank {rank} waits: {hows}."
+        f"{who} did not come to {waiting}, where rank {rank} waits: {hows}. What was left out is this "
+        "call or one before it: idist.debug() shows which."
     )
-    store.compare_set(
-        END_OUTCOME, "", json.dumps({"rank": rank, "ranks": ranks, "where": ended, "text": text})
-    )
-    return MissingRanksError(text, ranks, ended)
+    told = {"rank": rank, "ranks": ranks, "where": dict(where), "text": text}
+    store.compare_set(END_OUTCOME, "", json.dumps(told))
+    return told
 
 
 def _comes(store: Store, key: str, seconds: float, is_vain: Callable[[], bool] | None = None) -> bool:

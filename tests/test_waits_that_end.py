@@ -176,7 +176,7 @@ class Heard(logging.Handler):
 
 
 def has_a_bug(local_rank: int) -> None:
-    """A backend of somebody else, say, has an error in what the watchdog asks it."""
+    """``waited_for`` raises, as that of a third-party backend may."""
     model, heard, num_raised = current_model(), Heard(), 0
     waited_for = model.waited_for
 

@@ -408,13 +408,14 @@ class HorovodModel(ComputationModel):
             return self.world().ranks
         if not isinstance(handle, self._hvd.ProcessSet):
             raise ValueError(f"A group is a list of ranks or a horovod.torch.ProcessSet, got {handle!r}.")
-        if not self._is_alive(handle):
+        if not self.is_alive(handle):
             raise ValueError(_REMOVED % handle)
         return tuple(handle.ranks)
 
-    def _is_alive(self, handle: Any) -> bool:
-        number = handle.process_set_id
-        if number == 0 or handle.ranks == []:
+    def is_alive(self, process_set: Any) -> bool:
+        """See :class:`~ignite_dist.comp_models.horovod_rounds.Calls`, also for the next two."""
+        number = process_set.process_set_id
+        if number == 0 or process_set.ranks == []:
             return True
         if number is None or not self.is_current():
             return False
@@ -422,12 +423,8 @@ class HorovodModel(ComputationModel):
         # it to other ranks.
         found = self._ranks_of_set(*[-1] * (self._world_size + 1))
         self._process_set_ranks(number, found)
-        ranks = [*handle.ranks, -1]
+        ranks = [*process_set.ranks, -1]
         return bool(found[: len(ranks)] == ranks)
-
-    def is_alive(self, process_set: Any) -> bool:
-        """See :class:`~ignite_dist.comp_models.horovod_rounds.Calls`, also for the next two."""
-        return self._is_alive(process_set)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:

@@ -126,7 +126,7 @@ class Gradients:
         return one
 
     def check_heirs(self) -> None:
-        """Refuse gradients that others average as this optimizer would not.
+        """Check that later optimizers reduce these gradients as this one would.
 
         Raises:
             RuntimeError: over other ranks, or by another operation.

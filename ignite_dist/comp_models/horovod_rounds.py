@@ -41,13 +41,13 @@ class Calls(Protocol):
 
 
 class Member(Protocol):
-    """The gradients of one optimizer, as a round sees them. A round calls its methods in this order."""
+    """What a round needs of one optimizer's gradients. It calls the methods in this order."""
 
     number: int
     rounds: Rounds
 
     def submit_needs(self) -> None:
-        """Begin to tell the other ranks which gradients have changed here."""
+        """Start the exchange of which gradients have changed."""
 
     def submit_missing(self) -> None:
         """Begin to average what has changed on any rank, as far as this rank has not."""
@@ -93,7 +93,7 @@ class Exchange:
                     one.leave(wanted, heir)
 
     def run_after_pass(self, rounds: Rounds) -> None:
-        """Make the due one of ``rounds`` when the backward pass that calls this has ended."""
+        """Schedule the due one of ``rounds`` at the end of the running backward pass."""
         self._due.add(rounds.position)
         # torch has no public function for the end of a backward pass; its own wrappers of models use this
         # one. Not once per pass: a pass that has failed forgets its callbacks.
@@ -163,7 +163,7 @@ class Rounds:
         return bool(self.process_set.size() > 1)
 
     def members(self) -> list[Member]:
-        """Those that still exist, in the order in which they joined."""
+        """The members that still exist, oldest first."""
         known = sorted(self._members.items())
         return [one for _, one in known]
 
@@ -179,7 +179,7 @@ class Rounds:
         self._num_since_step = 0
 
     def run_after_pass(self, member: Member) -> None:
-        """Make a round for ``member`` when the backward pass that calls this has ended."""
+        """Schedule a round for ``member`` at the end of the running backward pass."""
         self._due[member.number] = member
         self._exchange.run_after_pass(self)
 
@@ -209,7 +209,7 @@ class Rounds:
         said = [count, _LIMIT - count, *(number in own for number in range(self._num_members))]
         call = self.exchange_greatest(said, self._name)
         most, least, *flags = self.result(call).tolist()
-        # A rank that is in hvd.join() says 0 everywhere.
+        # A rank inside of hvd.join() contributes zeros.
         if most != _LIMIT - least:
             raise CollectiveMismatchError(_UNEVEN % f"has made {self._num_since_step}")
         self._num_since_step += 1

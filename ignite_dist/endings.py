@@ -27,7 +27,7 @@ from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.base import WaitedFor
 from ignite_dist.errors import MissingRanksError, RankFailedError
 from ignite_dist.recorder import Recorder, describe_ranks, site_of, users_frame
-from ignite_dist.side import ENDS_COME, NTH_END, Side, ask, tell_ended
+from ignite_dist.side import END_OUTCOME, ENDS_COME, NTH_END, Side, ask, tell_ended
 
 __all__ = ["Endings"]
 

@@ -44,7 +44,7 @@ _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 
 ENDS_COME, NTH_END, END_OUTCOME = "end/come", "end/{}", "end/outcome"
-"""In the store: how many ranks have come to their end; what the n-th has said; "all", or which wait is vain."""
+"""In the store: how many ranks have come to their end; what the n-th has said; "all" or a vain wait."""
 # How often a rank in a barrier looks for ranks that have ended.
 _LOOK_SECONDS = 1.0
 

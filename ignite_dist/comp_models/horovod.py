@@ -412,6 +412,9 @@ class HorovodModel(ComputationModel):
             raise ValueError(_REMOVED % handle)
         return tuple(handle.ranks)
 
+    def _is_alive(self, handle: Any) -> bool:
+        return self.is_alive(handle)
+
     def is_alive(self, process_set: Any) -> bool:
         """See :class:`~ignite_dist.comp_models.horovod_rounds.Calls`, also for the next two."""
         number = process_set.process_set_id

@@ -23,9 +23,10 @@ from torch.distributed import TCPStore
 
 import fresh
 import ignite_dist as idist
-from ignite_dist import rendezvous, wire
 from ignite_dist.comp_models.topology import Topology, read_places, write_place
-from ignite_dist.context import current_model
+from ignite_dist.context.live import current_model
+from ignite_dist.rendezvous import stores
+from ignite_dist.values import serialization
 
 _RANKS = (2, 4, 8, 16, 32, 64)
 _MANY = (1_000, 10_000, 100_000)
@@ -105,7 +106,7 @@ def _measure_context(spans: dict[str, list[Span]], topology: str) -> None:
         _timed(spans, name, step)
 
 
-_LONG = rendezvous.default_pg_timeout
+_LONG = stores.default_pg_timeout
 
 
 def _one_rank_first() -> None:
@@ -156,7 +157,7 @@ def count_requests(num_ranks: int, variant: str, uses_group: bool = False) -> di
     """What the ranks of a context ask of its store, in all: counted on the way to it."""
     from store_proxy import StoreProxy
 
-    store, port = rendezvous.serve_store("127.0.0.1", 0)
+    store, port = stores.serve_store("127.0.0.1", 0)
     proxy = StoreProxy(port)
     _launch(num_ranks, variant, proxy.port, 1, uses_group)
     requests = [request for client in proxy.clients for request in client]
@@ -172,7 +173,7 @@ def count_requests(num_ranks: int, variant: str, uses_group: bool = False) -> di
 
 def measure_start(num_ranks: int, variant: str, repeats: int) -> dict[str, float]:
     """``initialize``: seconds from the last rank that came until all have it, and what a rank computes."""
-    store, port = rendezvous.serve_store("127.0.0.1", 0)
+    store, port = stores.serve_store("127.0.0.1", 0)
     ranks = _launch(num_ranks, variant, port, repeats, False)
     del store
     return {
@@ -201,13 +202,18 @@ def measure_alone(num_ranks: int) -> dict[str, float]:
     """What a rank computes by itself in a world of ``num_ranks``: seconds, by name of the step."""
     ranks = tuple(range(num_ranks))
     places = bytearray().join(write_place(f"node-{rank // 8}", rank % 8) for rank in ranks)
-    header = bytes(wire.write_header(wire.encode(("ignite_dist.outcome", 1, 1.0, "", "", None))))
+    header = bytes(
+        serialization.write_header(serialization.encode(("ignite_dist.outcome", 1, 1.0, "", "", None)))
+    )
     headers = memoryview(header * num_ranks)
-    width = wire.HEADER_BYTES
+    width = serialization.HEADER_BYTES
 
     def read_objects() -> list[Any]:
         parts = (headers[width * row : width * (row + 1)] for row in ranks)
-        return [wire.unpack(wire.read_header(part, row)[1] or b"", row) for row, part in enumerate(parts)]
+        return [
+            serialization.unpack(serialization.read_header(part, row)[1] or b"", row)
+            for row, part in enumerate(parts)
+        ]
 
     group = current_model().world()._replace(ranks=ranks)
     steps: dict[str, Callable[[], Any]] = {
@@ -248,7 +254,7 @@ def _ask(local_rank: int, port: int, call: str, times: int) -> None:
 
 def _served(call: str, times: int) -> float:
     """What this process computes, all threads but this one, while its store answers."""
-    store, port = rendezvous.serve_store("127.0.0.1", 0)
+    store, port = stores.serve_store("127.0.0.1", 0)
     store.set("key", "")
     store.set("large", "x" * _LARGE)
     start = time.process_time() - time.thread_time()

@@ -3,8 +3,8 @@
 ``import ignite_dist as idist``. Every function here works in any context, and without one.
 """
 
-from ignite_dist.auto import auto_model, auto_optim, mark_forward_method, to_device, unwrap_model
-from ignite_dist.collectives import (
+from ignite_dist.auto import auto_model, auto_optim
+from ignite_dist.collectives.functions import (
     all_gather,
     all_gather_ragged,
     all_gather_tensors_with_shapes,
@@ -20,7 +20,7 @@ from ignite_dist.comp_models import (
     register_computation_model,
     registered_computation_models,
 )
-from ignite_dist.context import (
+from ignite_dist.context.live import (
     available_backends,
     backend,
     device,
@@ -42,8 +42,12 @@ from ignite_dist.context import (
     sync,
     world_group,
 )
-from ignite_dist.control import all_true, any_true, one_rank_first, one_rank_only, raise_together
-from ignite_dist.data import auto_dataloader, gather_in_order, sampler_kwargs, split
+from ignite_dist.coordination import all_true, any_true, one_rank_first, one_rank_only, raise_together
+from ignite_dist.data.gathering import gather_in_order
+from ignite_dist.data.loaders import auto_dataloader
+from ignite_dist.data.splitting import sampler_kwargs, split
+from ignite_dist.data.to_device import to_device
+from ignite_dist.diagnostics.watchdog import debug, watch
 from ignite_dist.errors import (
     CollectiveMismatchError,
     DistributedError,
@@ -56,15 +60,20 @@ from ignite_dist.errors import (
     WorkerExitedError,
     WorkerRaisedError,
 )
-from ignite_dist.gradients import DDPSyncStrategy, accumulate, clip_grad_norm, grad_sync, no_sync
 from ignite_dist.launcher import Parallel, spawn
-from ignite_dist.safe import safe_objects
 from ignite_dist.samplers import DistributedProxySampler, ExactSampler
-from ignite_dist.seeding import seed_everything, shared_seed
-from ignite_dist.state import load_model_state, load_optimizer_state, model_state, optimizer_state
 from ignite_dist.tracing import untrace_package
-from ignite_dist.uneven import join
-from ignite_dist.watchdog import debug, watch
+from ignite_dist.training.gradient_sync import DDPSyncStrategy, accumulate, clip_grad_norm, grad_sync, no_sync
+from ignite_dist.training.seeding import seed_everything, shared_seed
+from ignite_dist.training.state_dicts import (
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+)
+from ignite_dist.training.uneven_inputs import join
+from ignite_dist.training.wrapped_models import mark_forward_method, unwrap_model
+from ignite_dist.values.safe_objects import safe_objects
 
 __version__ = "0.1.0"
 

@@ -1,43 +1,30 @@
-"""A model and an optimizer, adapted to the live context; data loaders are in ``data.py``."""
+"""A model and an optimizer, adapted to the live context; data loaders are in ``data``."""
 
 from __future__ import annotations
 
-import sys
-from collections import deque
-from collections.abc import Callable, MutableMapping, Sequence
-from copy import copy
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import DataParallel, Module, Parameter
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_dist import tree
-from ignite_dist.adapted import group_of_parameters, remember_model
-from ignite_dist.averaged import parameters_of
-from ignite_dist.averaging import average_in_step, average_losses
+from ignite_dist.collectives.tensors import broadcast_tensors
 from ignite_dist.comp_models import ComputationModel, Group
-from ignite_dist.context import current_model
-from ignite_dist.control import exchange_outcomes
-from ignite_dist.data import auto_dataloader
-from ignite_dist.frozen import watch_frozen
+from ignite_dist.context.live import current_model
+from ignite_dist.coordination import exchange_outcomes
+from ignite_dist.data.loaders import auto_dataloader
+from ignite_dist.gradients import parameters_of
 from ignite_dist.samplers import DistributedProxySampler
-from ignite_dist.tensors import broadcast_tensors
-from ignite_dist.tracing import traced
+from ignite_dist.training.exact_passes import group_of_parameters, remember_model
+from ignite_dist.training.gradient_averaging import average_in_step, average_losses
+from ignite_dist.training.late_parameters import watch_frozen
+from ignite_dist.training.wrapped_models import unwrap_model
 
 # Scripts written for pytorch-ignite import the loader and the sampler from here.
-__all__ = [
-    "DistributedProxySampler",
-    "auto_dataloader",
-    "auto_model",
-    "auto_optim",
-    "mark_forward_method",
-    "to_device",
-    "unwrap_model",
-]
+__all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
 
 _COMM_HOOKS = ("fp16", "bf16", "powersgd")
 
@@ -203,120 +190,6 @@ def _move(model: Module, device: torch.device, is_empty: bool = False) -> None:
     for (module, name), *others in places.values():
         for other, its_name in others:
             setattr(other, its_name, getattr(module, name))
-
-
-def unwrap_model(model: Module) -> Module:
-    """The module inside of what :func:`auto_model` and ``torch.compile`` have put around it.
-
-    ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile`` are taken off, nested in any order, as
-    far as they are on the outside. A model that is none of them comes back as it is, one with FSDP2 too: it
-    is changed in place and has nothing around it. To save it, to evaluate it without collectives, or to call
-    a method of its own. Never communicates, so one rank may call it alone. After training the module's
-    buffers are this rank's, until a pass over a loader of ``auto_dataloader(exact=...)`` begins.
-    """
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # imported by torch.compile, in 0.5 s
-    while True:
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
-        elif compiler is not None and isinstance(model, compiler.OptimizedModule):
-            model = model._orig_mod
-        else:
-            return model
-
-
-def mark_forward_method(model: Module, name: str) -> None:
-    """Make ``model.name(...)`` call that method of the module inside as a forward pass of the wrapper.
-
-    Called on the module inside, a method of its own bypasses ``DistributedDataParallel``, and its gradients
-    are not averaged. Where :func:`auto_model` wraps nothing this changes nothing.
-
-    Args:
-        model: what :func:`auto_model` returned.
-        name: of a method of the module inside, which computes a loss for example.
-
-    Raises:
-        AttributeError: the module has no such method.
-        ValueError: ``name`` is "forward"; or ``torch.compile`` is around the wrapper or inside of it, which
-            keeps what ``forward`` was; or the wrapper is ``DataParallel``.
-
-    Example::
-
-        idist.mark_forward_method(model, "training_step")
-        model.training_step(batch).backward()
-    """
-    inner = unwrap_model(model)
-    method = getattr(inner, name)
-    if name == "forward":
-        raise ValueError("forward is what calling the model runs already.")
-    if inner is model:
-        return
-    if not isinstance(model, DistributedDataParallel) or model.module is not inner:
-        raise ValueError(
-            f"{name} can go through the forward pass of a DistributedDataParallel around the module itself, "
-            "not of torch.compile, which keeps what forward was, nor of DataParallel."
-        )
-
-    def through_forward(*args: Any, **kwargs: Any) -> Any:
-        own = vars(inner).get("forward")  # somebody else may have replaced it
-
-        def restore() -> None:
-            vars(inner).pop("forward", None)
-            if own is not None:
-                inner.forward = own
-
-        def instead(*args: Any, **kwargs: Any) -> Any:
-            restore()  # the method may call it
-            return method(*args, **kwargs)
-
-        inner.forward = instead
-        try:
-            return model(*args, **kwargs)
-        finally:
-            restore()
-
-    setattr(model, name, through_forward)
-
-
-@traced
-def to_device(batch: Any) -> Any:
-    """``batch`` with all of its tensors on :func:`device`.
-
-    To an accelerator it does not wait for the copies of pinned memory: whatever uses them there comes after.
-
-    Args:
-        batch: a tensor, anything with a ``to(device)`` of its own (a ``PackedSequence``, a tokenizer's
-            batch), or dicts, lists, tuples, named tuples and dataclasses of them. What is neither stays.
-
-    Returns:
-        A new structure of the same types; tensors that are there already are not copied.
-    """
-    return _moved(batch, current_model().device())
-
-
-@traced
-def _moved(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        # On the way to the CPU nobody would wait for the copy before the values are read.
-        return batch.to(device, non_blocking=device.type != "cpu")
-    if isinstance(batch, (type, torch.Size)):
-        return batch
-    if callable(getattr(batch, "to", None)):
-        return batch.to(device)
-    if isinstance(batch, (dict, list, tuple)):
-        return tree.map_children(lambda child: _moved(child, device), batch)
-    if isinstance(batch, deque):
-        return deque((_moved(child, device) for child in batch), batch.maxlen)
-    if isinstance(batch, MutableMapping):
-        mapping = copy(batch)
-        mapping.update({key: _moved(value, device) for key, value in batch.items()})
-        return mapping
-    if is_dataclass(batch):
-        moved = copy(batch)
-        for field in fields(batch):
-            value = _moved(getattr(batch, field.name), device)
-            object.__setattr__(moved, field.name, value)  # of frozen ones too
-        return moved
-    return batch
 
 
 def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optimizer:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ignite_dist import context, recorder, watchdog
+from ignite_dist import flight_recorder
 from ignite_dist.arguments import as_int, as_port, check_keywords, keywords_of
+from ignite_dist.context import live
+from ignite_dist.diagnostics import watchdog
 from ignite_dist.environments import spawned, tpu_pod
 from ignite_dist.errors import EnvironmentVariablesError
 
@@ -39,14 +41,14 @@ class _Entry:
         self.function = function
         self.args = args
         self.kwargs = kwargs
-        self.comparison = recorder.compared_in_new_contexts()  # what debug() has said in the launcher
+        self.comparison = flight_recorder.compared_in_new_contexts()  # what debug() has said in the launcher
 
     def __call__(self, local_rank: int, **initialize_kwargs: Any) -> Any:
-        recorder.compare_in_new_contexts(self.comparison)
-        context.initialize(self.backend, **initialize_kwargs)
+        flight_recorder.compare_in_new_contexts(self.comparison)
+        live.initialize(self.backend, **initialize_kwargs)
         watchdog.start_here()
         result = self.function(local_rank, *self.args, **self.kwargs)
-        context.conclude()
+        live.conclude()
         return result
 
 
@@ -100,7 +102,7 @@ def spawn(
             want another job, and it names them. Nothing was started.
         ValueError, TypeError, RuntimeError: the arguments; nothing was started.
     """
-    model = context.find_model(backend)
+    model = live.find_model(backend)
     if not callable(fn):
         raise TypeError(f"spawn calls a function in each worker, got {type(fn).__name__}.")
     check_keywords("spawn", kwargs, model.spawn_keywords() | {"nproc_per_node"})
@@ -111,7 +113,7 @@ def spawn(
 def _compare_with_launcher(nproc_per_node: int | None, nnodes: int) -> None:
     """Refuse a wish for several machines that nobody fulfils; warn of one that every process fulfils anew."""
     try:
-        place = context.environment()
+        place = live.environment()
     except EnvironmentVariablesError:  # initialize() says what is wrong, if anybody wants a context
         return
     if nproc_per_node is None and nnodes > 1 and place.launcher == "none":
@@ -191,7 +193,7 @@ class Parallel:
                         f"backend=None runs in this process, so {name} must be None too, got {value!r}."
                     )
             return
-        model = context.find_model(backend)
+        model = live.find_model(backend)
         for_initialize, for_spawn = keywords_of(model.create_from_backend), model.spawn_keywords()
         given = {"init_method": init_method, **spawn_kwargs}
         given = {name: value for name, value in given.items() if value is not None}
@@ -207,11 +209,11 @@ class Parallel:
     def __enter__(self) -> Self:
         if self.backend is None or self._spawn_kwargs is not None:
             return self
-        if context.is_context_of(self.backend):
+        if live.is_context_of(self.backend):
             _logger.info("Use the context of backend '%s' that is live", self.backend)
             self._warn_of_unused()
         else:
-            context.initialize(self.backend, **self._initialize_kwargs)
+            live.initialize(self.backend, **self._initialize_kwargs)
             self._owns_context = True
             _logger.info("Initialized backend '%s'", self.backend)
         return self
@@ -236,8 +238,8 @@ class Parallel:
             RankFailedError: a process that was started failed; see :func:`spawn`.
         """
         if self.backend is None or self._spawn_kwargs is None:
-            _logger.info("Run '%s' in %d processes", func, context.get_world_size())
-            return func(context.get_local_rank(), *args, **kwargs)
+            _logger.info("Run '%s' in %d processes", func, live.get_world_size())
+            return func(live.get_local_rank(), *args, **kwargs)
         _logger.info("Spawn '%s' with %s", func, self._spawn_kwargs)
         results = spawn(self.backend, func, args=args, kwargs_dict=kwargs, **self._spawn_kwargs)
         return results[0] if isinstance(results, list) else results
@@ -249,9 +251,9 @@ class Parallel:
             return
         self._owns_context = False
         if error is None:
-            context.conclude()
+            live.conclude()
             return
         try:
-            context.abort()
+            live.abort()
         except Exception:  # what reaches the user is the exception that ended the block
             _logger.exception("The context could not be ended after %r", error)

@@ -2,8 +2,8 @@
 
 Left alone, the tracer follows a call into the process group, which it cannot trace: an internal error. So it
 follows no function of the facade, with two exceptions. Getters become constants under a guard. Collectives of
-tensors become operators of the graph (:mod:`ignite_dist.compiled`). Everything else is a graph break, and
-runs as without a compiler.
+tensors become operators of the graph (:mod:`ignite_dist.collectives.compiled`). Everything else is a graph
+break, and runs as without a compiler.
 
 All of it are marks on functions, which cost a call without a compiler nothing. torch's public functions that
 set them (``torch.compiler.disable``, ``assume_constant_result`` and ``substitute_in_graph``) import the

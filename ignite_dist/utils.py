@@ -1,6 +1,6 @@
 """The import path of scripts written for ``ignite.distributed.utils``. Everything here lives elsewhere."""
 
-from ignite_dist.collectives import (
+from ignite_dist.collectives.functions import (
     all_gather,
     all_gather_tensors_with_shapes,
     all_reduce,
@@ -14,7 +14,7 @@ from ignite_dist.comp_models import (
     has_xla_support,
     registered_computation_models,
 )
-from ignite_dist.context import (
+from ignite_dist.context.live import (
     available_backends,
     backend,
     device,
@@ -32,7 +32,7 @@ from ignite_dist.context import (
     show_config,
     sync,
 )
-from ignite_dist.control import one_rank_first, one_rank_only
+from ignite_dist.coordination import one_rank_first, one_rank_only
 from ignite_dist.launcher import spawn
 
 __all__ = [

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import ignite_dist as idist
-from ignite_dist import safe
+from ignite_dist.values import safe_objects
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER_PREFIXES = (
@@ -295,5 +295,5 @@ def safe_mode(*classes: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            safe._mode = None
+            safe_objects._mode = None
             os.environ.pop("IGNITE_DIST_SAFE_OBJECTS", None)

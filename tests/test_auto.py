@@ -28,8 +28,8 @@ from torch.utils.data import (
 )
 
 import ignite_dist as idist
-from ignite_dist import context
 from ignite_dist.comp_models.serial import SerialModel
+from ignite_dist.context import live
 from ignite_dist.samplers import DistributedProxySampler, EpochSampler
 
 SIZE = 12
@@ -384,7 +384,7 @@ class Elsewhere(SerialModel):
 
 
 def test_a_batch_of_any_structure_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_model", Elsewhere(len(sys.modules)))
+    monkeypatch.setattr(live, "_model", Elsewhere(len(sys.modules)))
     one = torch.ones(2)
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     batch = {

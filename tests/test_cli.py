@@ -28,11 +28,11 @@ from helpers import (
     run_ranks,
     write_script,
 )
-from ignite_dist import addresses, rendezvous
 from ignite_dist.cli import bench, interfaces, jobs, network
 from ignite_dist.cli.main import main
-from ignite_dist.context import current_model
+from ignite_dist.context.live import current_model
 from ignite_dist.environments import Environment
+from ignite_dist.rendezvous import network_interfaces, stores
 
 
 def run_command(*arguments: str, under: Sequence[str] = (), **environ: str) -> tuple[int, str, str]:
@@ -115,15 +115,15 @@ def test_which_interface_gloo_takes() -> None:
     nothing, reason = interfaces.choice_of_gloo({}, known, "no-such-host.invalid")
     assert nothing == ""
     assert "no-such-host.invalid" in reason
-    assert "lo" in addresses.by_interface() or "lo0" in addresses.by_interface()
+    assert "lo" in network_interfaces.by_interface() or "lo0" in network_interfaces.by_interface()
 
 
 @pytest.mark.parametrize("main_address", [None, "127.0.0.1", "192.0.2.1"])
 def test_env_tells_the_interface_that_initialize_takes(main_address: str | None) -> None:
     """Towards another machine, also where this host's own name stands for a loopback address."""
     far_away = Environment("none", 0, 2, nnodes=2, main_address="192.0.2.1", main_port=1)
-    taken = rendezvous.interfaces(far_away, None).get("GLOO_SOCKET_IFNAME", "")
-    assert interfaces.choice_of_gloo({}, addresses.by_interface(), main_address)[0] == taken
+    taken = stores.interfaces(far_away, None).get("GLOO_SOCKET_IFNAME", "")
+    assert interfaces.choice_of_gloo({}, network_interfaces.by_interface(), main_address)[0] == taken
 
 
 # --- check ---------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import helpers
 import ignite_dist as idist
-from ignite_dist import context
 from ignite_dist.comp_models.topology import PLACE_BYTES, Place, Topology, read_places, write_place
+from ignite_dist.context import live
 from ignite_dist.environments import Environment
 
 CPU = torch.device("cpu")
@@ -594,7 +594,7 @@ class TestLocalRank:
 def _topology() -> tuple[Any, dict[int, int], bool, bool]:
     idist.initialize("gloo", timeout=SHORT)
     zeros = idist.is_global_zero(), idist.is_local_zero()
-    found = topology(), context.current_model().node_ranks(), *zeros
+    found = topology(), live.current_model().node_ranks(), *zeros
     idist.finalize()
     return found
 
@@ -680,7 +680,7 @@ def test_topology_from_what_the_launcher_says(
 def _collectives_of_topology() -> list[tuple[Any, int]]:
     """What each getter says, and how many collectives it has taken."""
     idist.initialize("gloo", timeout=SHORT)
-    model = context.current_model()
+    model = live.current_model()
     found = []
     for getter in (idist.get_local_rank, topology, model.node_ranks, topology, model.node_ranks):
         before = model.num_collectives()
@@ -802,7 +802,7 @@ def test_what_this_installation_has() -> None:
 def test_serial_has_a_topology_of_one() -> None:
     assert facts() == SERIAL
     assert topology() == (0, 1, 1, 0)
-    assert context.current_model().node_ranks() == {0: 0}
+    assert live.current_model().node_ranks() == {0: 0}
     idist.sync()
     idist.sync(temporary=True)
     assert facts() == SERIAL
@@ -815,7 +815,7 @@ LAST_STATEMENT = """
     import torch
     import torch.distributed as dist
     import ignite_dist as idist
-    from ignite_dist.comp_models import gloo
+    from ignite_dist.comp_models.native import gloo
 
     gloo._TIDY_SECONDS = 60  # a busy machine may give its thread no time for a while
     sys.setswitchinterval(1000)  # a thread gets the interpreter only when it is given up

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ignite_dist as idist
-from ignite_dist import failures, nodes
-from ignite_dist.failures import Failed, Failure, error_of, failure_of, silent_failure
+from ignite_dist.workers import failures, nodes
+from ignite_dist.workers.failures import Failed, Failure, error_of, failure_of, silent_failure
 
 
 class Unprintable(RuntimeError):

@@ -24,8 +24,8 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import helpers
 import ignite_dist as idist
-from ignite_dist import failures
-from ignite_dist.failures import Failed, Failure, error_of, failure_of
+from ignite_dist.workers import failures
+from ignite_dist.workers.failures import Failed, Failure, error_of, failure_of
 
 FAILURE_SECONDS = 30  # on a busy machine
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import helpers
 import ignite_dist as idist
-from ignite_dist.context import current_model
+from ignite_dist.context.live import current_model
 
 BACKENDS = ["gloo", pytest.param("horovod", marks=pytest.mark.horovod)]
 REFUSED = "would wait for ever"

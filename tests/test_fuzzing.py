@@ -14,15 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers import safe_mode
-from ignite_dist import (
-    CollectiveMismatchError,
-    DistributedError,
-    EnvironmentVariablesError,
-    environments,
-    safe,
-    wire,
-)
+from ignite_dist import CollectiveMismatchError, DistributedError, EnvironmentVariablesError, environments
 from ignite_dist.environments import slurm
+from ignite_dist.values import safe_objects, serialization
 
 pytestmark = pytest.mark.stress
 
@@ -82,8 +76,8 @@ values = st.recursive(
 def test_values_come_back_as_they_were(fuzz: Fuzz) -> None:
     @fuzz(values)
     def check(value: Any) -> None:
-        for payload in (wire.pack(value), wire.encode_by_value(value)):
-            copy = wire.unpack(memoryview(payload), rank=0)
+        for payload in (serialization.pack(value), serialization.encode_by_value(value)):
+            copy = serialization.unpack(memoryview(payload), rank=0)
             assert (copy, type(copy)) == (value, type(value))
 
 
@@ -92,7 +86,7 @@ def test_values_come_back_as_they_were_where_objects_are_safe(fuzz: Fuzz) -> Non
 
         @fuzz(values)
         def check(value: Any) -> None:
-            copy = wire.unpack(memoryview(wire.pack(value)), rank=0)
+            copy = serialization.unpack(memoryview(serialization.pack(value)), rank=0)
             assert (copy, type(copy)) == (value, type(value))
 
 
@@ -102,30 +96,30 @@ def test_values_come_back_as_they_were_where_objects_are_safe(fuzz: Fuzz) -> Non
 def test_a_header_gives_back_what_was_put_into_it(fuzz: Fuzz) -> None:
     @fuzz(st.binary(max_size=600))
     def check(payload: bytes) -> None:
-        length, inline = wire.read_header(memoryview(wire.write_header(payload)), rank=0)
+        length, inline = serialization.read_header(memoryview(serialization.write_header(payload)), rank=0)
         assert length == len(payload)
-        assert inline == (payload if length <= wire.INLINE_BYTES else None)
+        assert inline == (payload if length <= serialization.INLINE_BYTES else None)
 
 
 def test_a_header_that_is_none_is_an_error(fuzz: Fuzz) -> None:
-    magic = bytes(wire.write_header(b"")[:4])
+    magic = bytes(serialization.write_header(b"")[:4])
     start = st.binary(max_size=40) | st.binary(max_size=40).map(lambda rest: magic + rest)
 
     @fuzz(start, st.integers(0, 255))
     def check(start: bytes, filling: int) -> None:
-        garbage = start + bytes([filling]) * (wire.HEADER_BYTES - len(start))
+        garbage = start + bytes([filling]) * (serialization.HEADER_BYTES - len(start))
         with pytest.raises(CollectiveMismatchError, match="rank 3"):
-            wire.read_header(memoryview(garbage), rank=3)
+            serialization.read_header(memoryview(garbage), rank=3)
 
 
 def test_a_header_with_a_bit_flipped_is_an_error(fuzz: Fuzz) -> None:
     @fuzz(st.binary(max_size=600), st.data())
     def check(payload: bytes, data: st.DataObject) -> None:
-        header = wire.write_header(payload)
-        used = 16 + (len(payload) if len(payload) <= wire.INLINE_BYTES else 0)
+        header = serialization.write_header(payload)
+        used = 16 + (len(payload) if len(payload) <= serialization.INLINE_BYTES else 0)
         header[data.draw(st.integers(0, used - 1))] ^= 1 << data.draw(st.integers(0, 7))
         with pytest.raises(CollectiveMismatchError):
-            wire.read_header(memoryview(header), rank=0)
+            serialization.read_header(memoryview(header), rank=0)
 
 
 # --- payloads ----------------------------------------------------------------------------------------
@@ -135,7 +129,7 @@ def unpack_or_refuse(payload: bytes) -> bool:
     """Whether ``payload`` could be decoded; if not, the error is one of ours, and it came soon."""
     started = time.monotonic()
     try:
-        wire.unpack(payload, rank=0)
+        serialization.unpack(payload, rank=0)
     except DistributedError:
         return False
     finally:
@@ -146,7 +140,7 @@ def unpack_or_refuse(payload: bytes) -> bool:
 def test_truncated_messages_are_an_error(fuzz: Fuzz) -> None:
     @fuzz(values, st.data())
     def check(value: Any, data: st.DataObject) -> None:
-        payload = wire.pack(value)
+        payload = serialization.pack(value)
         assert not unpack_or_refuse(payload[: data.draw(st.integers(0, len(payload) - 1))])
 
 
@@ -156,13 +150,13 @@ def test_truncated_messages_are_an_error_where_objects_are_safe(fuzz: Fuzz) -> N
 
         @fuzz(values | st.lists(tensors, max_size=3), st.data())
         def check(value: Any, data: st.DataObject) -> None:
-            payload = wire.pack(value)
+            payload = serialization.pack(value)
             assert not unpack_or_refuse(payload[: data.draw(st.integers(0, len(payload) - 1))])
 
 
 def test_garbage_is_an_error_where_objects_are_safe(fuzz: Fuzz) -> None:
     with safe_mode():
-        compact, with_tensors = wire.pack(None), wire.pack(torch.ones(1))
+        compact, with_tensors = serialization.pack(None), serialization.pack(torch.ones(1))
         starts = st.sampled_from(
             [b"", b"\x80\x05", b"\x80\x02", compact[:15], compact[:-2], with_tensors[:4]]
         )
@@ -180,7 +174,7 @@ def test_messages_that_changed_on_the_way_are_values_or_an_error_where_objects_a
     ]
     decoded: Counter[bool] = Counter()
     with safe_mode():
-        payloads = [wire.pack(original) for original in originals]
+        payloads = [serialization.pack(original) for original in originals]
         changes = st.lists(
             st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 4), st.binary(max_size=4)),
             min_size=1,
@@ -196,7 +190,7 @@ def test_messages_that_changed_on_the_way_are_values_or_an_error_where_objects_a
             decoded[unpack_or_refuse(bytes(changed))] += 1
 
         for original, payload in zip(originals, payloads, strict=True):  # and it harms no later message
-            assert repr(wire.unpack(payload, rank=0)) == repr(original)
+            assert repr(serialization.unpack(payload, rank=0)) == repr(original)
     assert min(decoded[True], decoded[False]) > 5
 
 
@@ -274,8 +268,8 @@ def test_whether_objects_are_safe_is_yes_or_no_or_an_error(
     @fuzz(words | st.sampled_from(["0", "1", ""]))
     def check(text: str) -> None:
         os.environ["IGNITE_DIST_SAFE_OBJECTS"] = text
-        monkeypatch.setattr(safe, "_mode", None)
+        monkeypatch.setattr(safe_objects, "_mode", None)
         try:
-            assert safe.is_safe() is (text == "1")
+            assert safe_objects.is_safe() is (text == "1")
         except EnvironmentVariablesError:
             assert text not in ("", "0", "1")

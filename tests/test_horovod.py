@@ -20,7 +20,7 @@ import torch
 
 import helpers
 import ignite_dist as idist
-from ignite_dist.comp_models import horovod as horovod_model
+from ignite_dist.comp_models.horovod import model as horovod_model
 
 pytestmark = pytest.mark.horovod
 

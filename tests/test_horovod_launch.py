@@ -17,8 +17,8 @@ import torch
 
 import helpers
 import ignite_dist as idist
-from ignite_dist import context
-from ignite_dist.comp_models import horovod_launch
+from ignite_dist.comp_models.horovod import launching
+from ignite_dist.context import live
 from test_horovod import HOSTS, run_script, spawn, who
 
 pytestmark = pytest.mark.horovod
@@ -160,7 +160,7 @@ def _call_while_it_ends(_: int) -> str:
     idist.barrier()
     # Between its look at Horovod and its call a moment is left in which Horovod may end, and it hangs as raw
     # Horovod does: so not before the end has begun.
-    while context.current_model()._is_running():  # type: ignore[attr-defined]
+    while live.current_model()._is_running():  # type: ignore[attr-defined]
         pass
     for _attempt in range(2):
         with pytest.raises(RuntimeError, match="shut down"):
@@ -325,10 +325,10 @@ def test_what_horovod_ended_itself_is_not_blamed(tmp_path: Path) -> None:
         text += f"Its traceback:\nTraceback\nError: é\nEnd of the traceback of {token}.\n"
         lines = "".join(f"[2]<stderr>:{line}\n" for line in text.splitlines())
         (tmp_path / folder / "stderr").write_text(lines)
-    found = horovod_launch._error(error, str(tmp_path), "new")
+    found = launching._error(error, str(tmp_path), "new")
     assert isinstance(found, idist.WorkerRaisedError)
     assert (found.rank, found.error_type, found.traceback) == (2, "ValueError", "Traceback\nError: é\n")
-    silent = horovod_launch._error(error, str(tmp_path), "other")
+    silent = launching._error(error, str(tmp_path), "other")
     assert isinstance(silent, idist.WorkerExitedError) and silent.signal_name == "SIGTERM"
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import helpers
 import ignite_dist as idist
 from ignite_dist.comp_models import NativeModel
-from ignite_dist.context import current_model
+from ignite_dist.context.live import current_model
 
 SECONDS = 60
 

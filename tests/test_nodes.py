@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 import ignite_dist as idist
 from helpers import free_port
-from ignite_dist import addresses, links, nodes, processes, rendezvous
-from ignite_dist.failures import Failed, Failure
+from ignite_dist.rendezvous import connections, network_interfaces, stores
+from ignite_dist.workers import nodes, processes
+from ignite_dist.workers.failures import Failed, Failure
 
 ADDRESS = "127.0.0.1"
 
@@ -31,7 +32,7 @@ def meeting(*hellos: nodes.Hello, port: int | None = None, seconds: float = 30) 
     def meet(position: int, hello: nodes.Hello) -> None:
         timeout = timedelta(seconds=seconds)
         try:
-            results[position] = nodes.meet(hello, ADDRESS, port, timeout, rendezvous.serve_store)
+            results[position] = nodes.meet(hello, ADDRESS, port, timeout, stores.serve_store)
         except idist.LaunchError as error:
             results[position] = error
 
@@ -171,7 +172,7 @@ def test_who_listens_there_is_no_launcher(sent: bytes) -> None:
         answering.start()
         port = server.getsockname()[1]
         with pytest.raises(idist.LaunchError, match="Node 0 did not answer node 1"):
-            nodes.meet(hello(1), ADDRESS, port, timedelta(seconds=1), rendezvous.serve_store)
+            nodes.meet(hello(1), ADDRESS, port, timedelta(seconds=1), stores.serve_store)
         with _connected(port) as last:
             last.sendall(b"end")
             answering.join(30)
@@ -348,7 +349,7 @@ def test_what_a_block_opens_is_watched_and_nothing_else(
         socket.create_server((ADDRESS, 0)) as server,
         socket.create_connection(server.getsockname()) as before,
     ):
-        with links.watched():
+        with connections.watched():
             after = socket.create_connection(server.getsockname())
             unconnected = socket.socket()
             socket.setdefaulttimeout(default_timeout)
@@ -363,11 +364,11 @@ def test_what_a_block_opens_is_watched_and_nothing_else(
 
 def test_how_long_a_machine_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("IGNITE_DIST_SILENCE_SECONDS", raising=False)
-    assert links.seconds_of_silence() == 30
+    assert connections.seconds_of_silence() == 30
     for wrong in ("2", "soon", "-1"):
         monkeypatch.setenv("IGNITE_DIST_SILENCE_SECONDS", wrong)
         with pytest.raises(idist.EnvironmentVariablesError, match="IGNITE_DIST_SILENCE_SECONDS"):
-            links.seconds_of_silence()
+            connections.seconds_of_silence()
 
 
 SILENT = "[/gloo/pair.cc:537] Read error [{}]:64721: Connection timed out. This is typically caused by"
@@ -375,11 +376,11 @@ SILENT = "[/gloo/pair.cc:537] Read error [{}]:64721: Connection timed out. This 
 
 def test_a_silent_machine_is_named() -> None:
     cause = RuntimeError(SILENT.format("127.0.0.1"))
-    lost = links.explained(cause)
+    lost = connections.explained(cause)
     assert isinstance(lost, idist.HostLostError) and lost.__cause__ is cause
     assert (lost.host, lost.address) == (socket.gethostbyaddr("127.0.0.1")[0], "127.0.0.1")
-    assert links.explained(lost) is lost
-    mapped = links.explained(RuntimeError(SILENT.format("::ffff:127.0.0.1")))
+    assert connections.explained(lost) is lost
+    mapped = connections.explained(RuntimeError(SILENT.format("::ffff:127.0.0.1")))
     assert isinstance(mapped, idist.HostLostError) and mapped.address == "127.0.0.1"
 
 
@@ -393,14 +394,14 @@ def test_a_silent_machine_is_named() -> None:
     ids=repr,
 )
 def test_other_errors_stay_what_they_are(error: BaseException) -> None:
-    assert links.explained(error) is error
+    assert connections.explained(error) is error
 
 
 def test_a_name_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
-    monkeypatch.setattr(links, "_SECONDS_TO_FIND_NAME", 0.1)
+    monkeypatch.setattr(connections, "_SECONDS_TO_FIND_NAME", 0.1)
     monkeypatch.setattr(socket, "gethostbyaddr", lambda address: ("late",) * answered.wait(60))
-    lost = links.explained(RuntimeError(SILENT.format("10.1.2.3")))
+    lost = connections.explained(RuntimeError(SILENT.format("10.1.2.3")))
     answered.set()
     assert isinstance(lost, idist.HostLostError) and (lost.host, lost.address) == ("", "10.1.2.3")
     assert str(lost).startswith("10.1.2.3 does not answer any more")
@@ -408,17 +409,17 @@ def test_a_name_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_interface_towards_another_machine() -> None:
     for address in ("127.0.0.1", "localhost", "no.such.host.invalid"):
-        assert addresses.interface_towards(address) is None
+        assert network_interfaces.interface_towards(address) is None
     for name, known in psutil.net_if_addrs().items():
         for one in known:
-            if one.family is socket.AF_INET and not addresses.is_loopback(one.address):
-                assert addresses.interface_towards(one.address) == name
+            if one.family is socket.AF_INET and not network_interfaces.is_loopback(one.address):
+                assert network_interfaces.interface_towards(one.address) == name
 
 
 def test_a_wait_for_other_nodes_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(links, "SECONDS_WITHOUT_A_WORD", 0.05)
+    monkeypatch.setattr(connections, "SECONDS_WITHOUT_A_WORD", 0.05)
     port = free_port()
     (error,) = meeting(hello(0, 3), port=port, seconds=1)
     assert isinstance(error, idist.LaunchError)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ignite_dist import reduction
+from ignite_dist.values import reduce_ops
 
 HALVES = [torch.float16, torch.bfloat16]
 FLOATS = [*HALVES, torch.float32, torch.float64]
@@ -42,7 +42,7 @@ class Backend:
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> Tensor:
         """What every rank gets where rank ``i`` has ``tensors[i]``."""
         dtype = tensors[0].dtype
-        carrier = reduction.find_carrier(op, dtype, self.carries)
+        carrier = reduce_ops.find_carrier(op, dtype, self.carries)
         assert carrier is not None, f"no carrier for {op} of {dtype}"
         assert self.carries(carrier.op, carrier.dtype)
         before = [tensor.clone() for tensor in tensors]
@@ -82,16 +82,16 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 # --- names and checks --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", reduction.OPS)
+@pytest.mark.parametrize("op", reduce_ops.OPS)
 def test_ops_in_upper_lower_and_mixed_case(op: str) -> None:
-    assert reduction.normalize_op(op) == reduction.normalize_op(op.lower()) == op
-    assert reduction.normalize_op(op.capitalize()) == op
+    assert reduce_ops.normalize_op(op) == reduce_ops.normalize_op(op.lower()) == op
+    assert reduce_ops.normalize_op(op.capitalize()) == op
 
 
 @pytest.mark.parametrize("op", ["MEAN", "", None, 3, ["SUM"], torch.add])
 def test_an_unknown_op_is_a_value_error_that_lists_what_is_allowed(op: Any) -> None:
     with pytest.raises(ValueError, match=r"SUM.*AVERAGE.*PRODUCT.*MIN.*MAX.*AND.*OR") as info:
-        reduction.normalize_op(op)
+        reduce_ops.normalize_op(op)
     assert repr(op) in str(info.value)
 
 
@@ -107,19 +107,19 @@ def test_an_unknown_op_is_a_value_error_that_lists_what_is_allowed(op: Any) -> N
 def test_what_has_no_exact_meaning_is_refused(ops: Sequence[str], dtypes: Sequence[torch.dtype]) -> None:
     for op, dtype in itertools.product(ops, dtypes):
         with pytest.raises(TypeError, match=op) as info:
-            reduction.check_op(op, dtype)
+            reduce_ops.check_op(op, dtype)
         assert "Use" in str(info.value) or "Reduce" in str(info.value)
 
 
 def test_everything_else_is_allowed() -> None:
     for op, dtype in itertools.product(ARITHMETIC, [*FLOATS, *INTS]):
-        reduction.check_op(op, dtype)
+        reduce_ops.check_op(op, dtype)
     for op, dtype in itertools.product(("SUM", "AVERAGE", "PRODUCT"), [*FLOATS, *COMPLEX]):
-        reduction.check_op(op, dtype)
+        reduce_ops.check_op(op, dtype)
     for op, dtype in itertools.product(("AND", "OR"), [torch.bool, *INTS]):
-        reduction.check_op(op, dtype)
+        reduce_ops.check_op(op, dtype)
     for op in ("MIN", "MAX"):
-        reduction.check_op(op, torch.bool)
+        reduce_ops.check_op(op, torch.bool)
 
 
 # --- numbers -----------------------------------------------------------------------------------------
@@ -152,8 +152,8 @@ def test_everything_else_is_allowed() -> None:
 )
 def test_numbers_are_reduced_with_pythons_own_arithmetic(op: str, numbers: list[Any], expected: Any) -> None:
     for number in numbers:
-        reduction.check_number_op(op, number)
-    result = reduction.reduce_numbers([[number] for number in numbers], op)[0]
+        reduce_ops.check_number_op(op, number)
+    result = reduce_ops.reduce_numbers([[number] for number in numbers], op)[0]
     assert result == expected
     assert type(result) is type(expected)
 
@@ -161,8 +161,8 @@ def test_numbers_are_reduced_with_pythons_own_arithmetic(op: str, numbers: list[
 @pytest.mark.parametrize("op", ["SUM", "PRODUCT", "MIN", "MAX", "AND", "OR"])
 def test_a_world_of_one_gives_the_type_of_a_world_of_two(op: str) -> None:
     for number in (True, 3) if op in ("AND", "OR") else (True, 3, 2.5):
-        alone = reduction.reduce_numbers([[number]], op)[0]
-        together = reduction.reduce_numbers([[number], [number]], op)[0]
+        alone = reduce_ops.reduce_numbers([[number]], op)[0]
+        together = reduce_ops.reduce_numbers([[number], [number]], op)[0]
         assert type(alone) is type(together)
 
 
@@ -171,7 +171,7 @@ def test_a_world_of_one_gives_the_type_of_a_world_of_two(op: str) -> None:
 def test_a_nan_on_any_rank_is_the_min_and_the_max(op: str, position: int) -> None:
     numbers: list[float] = [1.0, -math.inf, 5]
     numbers[position] = math.nan
-    assert math.isnan(reduction.reduce_numbers([[number] for number in numbers], op)[0])
+    assert math.isnan(reduce_ops.reduce_numbers([[number] for number in numbers], op)[0])
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_nan_on_any_rank_is_the_min_and_the_max(op: str, position: int) -> Non
 )
 def test_numbers_that_an_op_does_not_take(op: str, number: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=op):
-        reduction.check_number_op(op, number)
+        reduce_ops.check_number_op(op, number)
 
 
 # --- rows --------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_rows_are_reduced_in_rank_order(op: str) -> None:
         expected = _combine(expected, row, op)
     copy = rows.clone()
     out = torch.empty(1000)
-    assert reduction.reduce_rows(rows, op, out) is out
+    assert reduce_ops.reduce_rows(rows, op, out) is out
     assert torch.equal(out, expected)  # the same bits
     assert torch.equal(rows, copy)
 
@@ -208,7 +208,7 @@ def test_rows_are_reduced_in_rank_order(op: str) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_halves_are_added_up_as_floats_and_rounded_once(dtype: torch.dtype) -> None:
     rows = torch.tensor([[_lonely(dtype)], [1.0], [1.0], [1.0], [1.0]], dtype=dtype)
-    reduced = reduction.reduce_rows(rows, "SUM", torch.empty(1, dtype=dtype))
+    reduced = reduce_ops.reduce_rows(rows, "SUM", torch.empty(1, dtype=dtype))
     assert reduced.item() == _lonely(dtype) + 4
 
 
@@ -222,23 +222,23 @@ def test_a_sum_next_to_the_middle_of_two_halves_goes_to_the_nearer_one() -> None
     one, step = 1.0, 2.0**-10
     for tiny, expected in ((2.0**-24, one + step), (-(2.0**-24), one), (0.0, one)):
         rows = torch.tensor([[one], [step / 2], [tiny], [0.0]], dtype=torch.float16)
-        assert reduction.reduce_rows(rows, "SUM", torch.empty(1, dtype=torch.float16)).item() == expected
+        assert reduce_ops.reduce_rows(rows, "SUM", torch.empty(1, dtype=torch.float16)).item() == expected
         assert Backend(torch.float64).all_reduce(list(rows), "SUM").item() == expected
     assert torch.tensor(one + step / 2 + 2.0**-40, dtype=torch.float64).half() == one, "torch's own way"
     rows = torch.tensor([[3e38], [3e38], [-3e38]], dtype=torch.bfloat16)
-    assert torch.equal(reduction.reduce_rows(rows, "SUM", torch.empty(1, dtype=torch.bfloat16)), rows[0])
+    assert torch.equal(reduce_ops.reduce_rows(rows, "SUM", torch.empty(1, dtype=torch.bfloat16)), rows[0])
 
 
 @pytest.mark.parametrize("op", ["SUM", "AVERAGE", "PRODUCT"])
 @pytest.mark.parametrize("dtype", [*HALVES, torch.complex32], ids=str)
 def test_halves_never_go_as_themselves(op: str, dtype: torch.dtype) -> None:
     for others, sent in (((), None), ([torch.float32], torch.float32), (FLOATS, torch.float64)):
-        carrier = reduction.find_carrier(op, dtype, Backend(*HALVES, *others).carries)
+        carrier = reduce_ops.find_carrier(op, dtype, Backend(*HALVES, *others).carries)
         if dtype is torch.complex32 and op == "PRODUCT":
             assert carrier is None
         else:
             assert (carrier and carrier.dtype) is sent
-    own = reduction.find_carrier("SUM", torch.float16, Backend(*FLOATS).carries, exact=False)
+    own = reduce_ops.find_carrier("SUM", torch.float16, Backend(*FLOATS).carries, exact=False)
     assert own is not None
     assert own.dtype is torch.float16
 
@@ -246,7 +246,7 @@ def test_halves_never_go_as_themselves(op: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float16, torch.float64])
 def test_one_row_is_itself_and_a_new_tensor(dtype: torch.dtype) -> None:
     rows = torch.tensor([[1, 0, 1]]).to(dtype)
-    out = reduction.reduce_rows(rows, "MAX", torch.empty(3, dtype=dtype))
+    out = reduce_ops.reduce_rows(rows, "MAX", torch.empty(3, dtype=dtype))
     assert torch.equal(out, rows[0])
     assert out.data_ptr() != rows.data_ptr()
 
@@ -344,7 +344,7 @@ def test_bools(op: str, ops: Sequence[str], carried: torch.dtype) -> None:
     tensors = [torch.tensor([False, False, True, True]), torch.tensor([False, True, False, True])]
     expected = {"AND": [0, 0, 0, 1], "MIN": [0, 0, 0, 1], "OR": [0, 1, 1, 1], "MAX": [0, 1, 1, 1]}[op]
     if carried is torch.bool and op not in ops:
-        assert reduction.find_carrier(op, torch.bool, Backend(carried, ops=ops).carries) is None
+        assert reduce_ops.find_carrier(op, torch.bool, Backend(carried, ops=ops).carries) is None
     else:
         assert Backend(carried, ops=ops).all_reduce(tensors, op).tolist() == [bool(bit) for bit in expected]
 
@@ -389,19 +389,19 @@ def test_a_lazily_conjugated_tensor_is_reduced_as_the_value_that_it_is() -> None
 
 def test_the_product_of_complex_numbers_is_not_that_of_their_parts() -> None:
     for dtype in COMPLEX:
-        assert reduction.find_carrier("PRODUCT", dtype, Backend(*FLOATS).carries) is None
+        assert reduce_ops.find_carrier("PRODUCT", dtype, Backend(*FLOATS).carries) is None
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTS, *COMPLEX, torch.bool], ids=str)
 def test_where_nothing_is_carried_there_is_no_carrier(dtype: torch.dtype) -> None:
     op = "OR" if dtype is torch.bool else "SUM"
-    assert reduction.find_carrier(op, dtype, Backend().carries) is None
+    assert reduce_ops.find_carrier(op, dtype, Backend().carries) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8])
 def test_a_dtype_that_is_carried_goes_as_it_is(dtype: torch.dtype) -> None:
     tensor = torch.ones(3, dtype=dtype)
-    carrier = reduction.find_carrier("SUM", dtype, Backend(dtype).carries)
+    carrier = reduce_ops.find_carrier("SUM", dtype, Backend(dtype).carries)
     assert carrier is not None
     assert (carrier.op, carrier.dtype) == ("SUM", dtype)
     assert carrier.encode(tensor) is tensor

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import helpers
 import ignite_dist as idist
-from ignite_dist import links, rendezvous
-from ignite_dist.addresses import loopback_interface
+from ignite_dist.rendezvous import connections, stores
+from ignite_dist.rendezvous.network_interfaces import loopback_interface
 
 SHORT = timedelta(seconds=40)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -189,8 +189,8 @@ def test_when_all_ranks_are_known_to_run_on_this_machine(
         environ = {"RANK": "0", "WORLD_SIZE": "4", **environ}
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    place = rendezvous.find_place(init_method, None, None)
-    assert (rendezvous.interfaces(place, init_method) == rendezvous.loopback_only()) == expected
+    place = stores.find_place(init_method, None, None)
+    assert (stores.interfaces(place, init_method) == stores.loopback_only()) == expected
 
 
 def _waits_in_vain(seconds: int = 2) -> None:
@@ -402,7 +402,7 @@ def test_jobs_that_are_launched_side_by_side_do_not_collide(
 
 def test_an_empty_address_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "")
-    assert rendezvous.find_place("env://", 0, 2).main_address == "127.0.0.1"
+    assert stores.find_place("env://", 0, 2).main_address == "127.0.0.1"
 
 
 def test_a_rank_that_waits_for_others_says_so(
@@ -412,7 +412,7 @@ def test_a_rank_that_waits_for_others_says_so(
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(links, "SECONDS_WITHOUT_A_WORD", 0.05)
+    monkeypatch.setattr(connections, "SECONDS_WITHOUT_A_WORD", 0.05)
     with pytest.raises(idist.MissingRanksError):
         idist.initialize("gloo", timeout=timedelta(seconds=1))
     waits_for = f"waiting for rank 1 at 127.0.0.1:{port}."
@@ -427,7 +427,7 @@ def test_a_rank_that_waits_for_those_of_other_agents_says_so(
     place = helpers.torchrun_environs(2, agent.port, nproc_per_node=1)[0]
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(links, "SECONDS_WITHOUT_A_WORD", 0.05)
+    monkeypatch.setattr(connections, "SECONDS_WITHOUT_A_WORD", 0.05)
     with pytest.raises(dist.DistStoreError):
         idist.initialize("gloo", timeout=timedelta(seconds=1))
     assert any("waiting for all others at 127.0.0.1" in message for message in caplog.messages)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import ignite_dist as idist
 from helpers import run_ranks
-from ignite_dist.context import current_model
-from ignite_dist.recorder import Recorder
+from ignite_dist.context.live import current_model
+from ignite_dist.flight_recorder import Recorder
 
 SECONDS = 100
 

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import ignite_dist as idist
 from helpers import loopback, plain_environ, run_python, write_script
-from ignite_dist import elastic, failures
+from ignite_dist.workers import failures, torchelastic
 
 SCRIPT = """
     import os
@@ -177,7 +177,7 @@ def test_record_may_come_after_it(path: Path) -> None:
 def test_a_consequence_is_recorded_when_nobody_has_ended_the_rank(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(elastic, "_SECONDS_TO_BE_ENDED", 0.2)
+    monkeypatch.setattr(torchelastic, "_SECONDS_TO_BE_ENDED", 0.2)
     started = time.monotonic()
     _end_with(idist.RankFailedError(1, "LookupError", "its traceback"))
     assert time.monotonic() - started >= 0.2
@@ -201,7 +201,7 @@ def test_an_end_without_error_is_not_recorded(path: Path, error: SystemExit) -> 
 
 
 def test_without_torchrun_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "_SECONDS_TO_BE_ENDED", 600.0)  # more than the test's timeout
+    monkeypatch.setattr(torchelastic, "_SECONDS_TO_BE_ENDED", 600.0)  # more than the test's timeout
     _end_with(idist.RankFailedError(1, "LookupError", ""))
 
 

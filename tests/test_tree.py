@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ignite_dist import tree
+from ignite_dist.values import pytree
 
 
 class Point(NamedTuple):
@@ -38,12 +38,12 @@ TREES = [
 
 
 def leaves_of(value: Any) -> list[Any]:
-    return tree.flatten(value)[0]
+    return pytree.flatten(value)[0]
 
 
 @pytest.mark.parametrize("value", TREES, ids=repr)
 def test_a_tree_rebuilt_from_its_own_leaves_is_equal_and_of_the_same_types(value: Any) -> None:
-    copy = tree.rebuild(value, iter(leaves_of(value)))
+    copy = pytree.rebuild(value, iter(leaves_of(value)))
     assert copy == value
     assert repr(copy) == repr(value)  # the order of a dict's items too
     assert type(copy) is type(value)
@@ -53,16 +53,16 @@ def test_a_tree_rebuilt_from_its_own_leaves_is_equal_and_of_the_same_types(value
 def test_rebuild_takes_new_leaves_and_leaves_the_original_alone() -> None:
     value = {"b": 1, "a": [2, 3]}
     numbers = [10 * leaf for leaf in leaves_of(value)]
-    assert tree.rebuild(value, iter(numbers)) == {"b": 10, "a": [20, 30]}
+    assert pytree.rebuild(value, iter(numbers)) == {"b": 10, "a": [20, 30]}
     assert value == {"b": 1, "a": [2, 3]}
 
 
 def test_counts_are_replaced_not_added() -> None:
-    assert tree.rebuild(Counter(a=1, b=2), iter([10, 20])) == Counter(a=10, b=20)
+    assert pytree.rebuild(Counter(a=1, b=2), iter([10, 20])) == Counter(a=10, b=20)
 
 
 def test_a_default_factory_is_kept() -> None:
-    copy = tree.rebuild(defaultdict(list, a=1), iter([2]))
+    copy = pytree.rebuild(defaultdict(list, a=1), iter([2]))
     assert copy == {"a": 2}
     assert copy["missing"] == []
 
@@ -70,15 +70,15 @@ def test_a_default_factory_is_kept() -> None:
 def test_the_attributes_of_a_dict_of_ones_own_are_kept() -> None:
     value = Metrics(a=1)
     value.unit = "seconds"
-    copy = tree.rebuild(value, iter([2]))
+    copy = pytree.rebuild(value, iter([2]))
     assert (type(copy), dict(copy), copy.unit) == (Metrics, {"a": 2}, "seconds")
 
 
 def test_leaves_come_in_one_order_whatever_the_order_of_insertion() -> None:
     for one in ({"b": 1, "a": 2}, {"b": 1, "a": 2, 3: 3, (1, 2): 5}):
         other = dict(reversed(one.items()))
-        assert tree.flatten(one) == tree.flatten(other)
-        copy = tree.rebuild(other, iter(leaves_of(one)))
+        assert pytree.flatten(one) == pytree.flatten(other)
+        copy = pytree.rebuild(other, iter(leaves_of(one)))
         assert copy == one
         assert list(copy) == list(other)
 
@@ -86,11 +86,11 @@ def test_leaves_come_in_one_order_whatever_the_order_of_insertion() -> None:
 @pytest.mark.parametrize("leaf", [1, "text", None, b"bytes", {1, 2}, 1.5])
 def test_everything_else_is_a_leaf(leaf: Any) -> None:
     assert leaves_of(leaf) == [leaf]
-    assert tree.rebuild(leaf, iter(["new"])) == "new"
+    assert pytree.rebuild(leaf, iter(["new"])) == "new"
 
 
 def structure_of(value: Any) -> str:
-    return tree.flatten(value)[1]
+    return pytree.flatten(value)[1]
 
 
 @pytest.mark.parametrize(

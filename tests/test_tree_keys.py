@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from ignite_dist import tree
+from ignite_dist.values import pytree
 
 
 class Split(Enum):
@@ -98,7 +98,7 @@ KEYS: list[Any] = [
 
 
 def structure_of(value: Any) -> str:
-    return tree.flatten(value)[1]
+    return pytree.flatten(value)[1]
 
 
 def test_every_key_has_a_name_of_its_own() -> None:
@@ -109,14 +109,14 @@ def test_every_key_has_a_name_of_its_own() -> None:
 
 
 def test_the_order_does_not_depend_on_the_order_of_insertion() -> None:
-    expected = tree.flatten({key: position for position, key in enumerate(KEYS)})
+    expected = pytree.flatten({key: position for position, key in enumerate(KEYS)})
     for seed in range(50):
         order = list(enumerate(KEYS))
         random.Random(seed).shuffle(order)
         shuffled = {key: position for position, key in order}
-        assert tree.flatten(shuffled) == expected
-        assert tree.rebuild(shuffled, iter(expected[0])) == shuffled
-        assert list(tree.rebuild(shuffled, iter(expected[0]))) == list(shuffled)
+        assert pytree.flatten(shuffled) == expected
+        assert pytree.rebuild(shuffled, iter(expected[0])) == shuffled
+        assert list(pytree.rebuild(shuffled, iter(expected[0]))) == list(shuffled)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_the_order_does_not_depend_on_the_order_of_insertion() -> None:
 def test_keys_that_are_equal_pair_up(one: Any, other: Any) -> None:
     assert {one: 0} == {other: 0}, "or the case is wrong"
     others = {"z": 1, 7: 2, (7,): 3, Split.TEST: 4}
-    assert tree.flatten({one: 0, **others}) == tree.flatten({**others, other: 0})  # type: ignore[dict-item]
+    assert pytree.flatten({one: 0, **others}) == pytree.flatten({**others, other: 0})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_other_keys_are_a_type_error(key: Any) -> None:
         with pytest.raises(
             TypeError, match=r"str, int, bool, members of an enum, or tuples of these"
         ) as caught:
-            tree.flatten(value)
+            pytree.flatten(value)
         assert type(key).__name__ in str(caught.value)
 
 
@@ -165,9 +165,9 @@ def test_classes_of_one_name_cannot_be_told_apart() -> None:
     one, other = local_class(), local_class()
     assert structure_of({one.X: 1}) == structure_of({other.X: 1})
     with pytest.raises(TypeError, match="cannot be told apart"):
-        tree.flatten({one.X: 1, "a": 2, other.X: 3})
+        pytree.flatten({one.X: 1, "a": 2, other.X: 3})
     with pytest.raises(TypeError, match="cannot be told apart"):
-        tree.flatten({(1, one.X): 1, (1, other.X): 3})
+        pytree.flatten({(1, one.X): 1, (1, other.X): 3})
 
 
 def test_what_stays_on_one_rank_may_have_any_key() -> None:
@@ -183,19 +183,19 @@ def test_what_stays_on_one_rank_may_have_any_key() -> None:
         local_class().X: 8,
         local_class().X: 9,
     }
-    leaves, _ = tree.flatten(value, is_local=True)
+    leaves, _ = pytree.flatten(value, is_local=True)
     assert sorted(leaves) == list(range(1, 10))
-    assert tree.rebuild(value, iter(leaves)) == value
-    assert tree.map_children(lambda leaf: -leaf, value) == {key: -leaf for key, leaf in value.items()}
+    assert pytree.rebuild(value, iter(leaves)) == value
+    assert pytree.map_children(lambda leaf: -leaf, value) == {key: -leaf for key, leaf in value.items()}
 
 
 _PROGRAM = """
 import random, sys
 sys.path.insert(0, sys.argv[1])
-from ignite_dist import tree
+from ignite_dist.values import pytree
 from test_tree_keys import KEYS
 random.shuffle(KEYS)
-print(tree.flatten(dict.fromkeys(KEYS))[1].encode("utf-8", "backslashreplace"))
+print(pytree.flatten(dict.fromkeys(KEYS))[1].encode("utf-8", "backslashreplace"))
 """
 
 

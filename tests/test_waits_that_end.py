@@ -15,8 +15,8 @@ from torch.distributed import _functional_collectives as functional
 
 import helpers
 import ignite_dist as idist
-from ignite_dist import links
-from ignite_dist.context import current_model
+from ignite_dist.context.live import current_model
+from ignite_dist.rendezvous import connections
 
 # Longer than a watchdog takes to be sure that a wait cannot end.
 A_WHILE = 8.0
@@ -73,7 +73,7 @@ def goes_on_in_a_second_context(local_rank: int) -> str:
     idist.initialize("gloo")
     idist.barrier()
     assert kept is not None
-    return str(links.explained(RuntimeError(LOST)))
+    return str(connections.explained(RuntimeError(LOST)))
 
 
 def test_a_later_context_has_nothing_to_do_with_who_left_the_first() -> None:

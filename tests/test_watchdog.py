@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import helpers
 import ignite_dist as idist
-from ignite_dist import recorder
-from ignite_dist.context import current_model
+from ignite_dist import flight_recorder
+from ignite_dist.context.live import current_model
 
 SHORT = timedelta(seconds=2)  # more than a busy machine keeps a rank waiting
 LONG = timedelta(seconds=60)
@@ -440,7 +440,7 @@ def test_a_context_ends_though_a_rank_is_gone() -> None:
 def test_the_environment_says_yes_or_no(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IGNITE_DIST_DEBUG", value)
     with pytest.raises(idist.EnvironmentVariablesError, match="IGNITE_DIST_DEBUG is 0 or 1"):
-        recorder.for_new_context()
+        flight_recorder.for_new_context()
 
 
 def test_debug_is_no_decorator() -> None:
@@ -452,7 +452,7 @@ def test_debug_is_no_decorator() -> None:
 
 
 def test_the_last_calls_are_kept_without_their_tensors() -> None:
-    record = recorder.Recorder()
+    record = flight_recorder.Recorder()
     for number in range(30):
         call = record.record(0, "all_reduce", (), torch.ones(number), "SUM")
     assert str(call) == (
@@ -464,7 +464,7 @@ def test_the_last_calls_are_kept_without_their_tensors() -> None:
 
 
 def test_groups_are_counted_apart() -> None:
-    record = recorder.Recorder()
+    record = flight_recorder.Recorder()
     numbers = [record.record(0, "barrier", group).number for group in [(), (0, 1), (), (0, 2), (0, 1)]]
     assert numbers == [1, 1, 2, 1, 2]
 
@@ -473,4 +473,4 @@ def test_groups_are_counted_apart() -> None:
     ("ranks", "text"), [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0-2, 5"), ([7, 6], "ranks 6-7")]
 )
 def test_ranks_in_words(ranks: list[int], text: str) -> None:
-    assert recorder.describe_ranks(ranks) == text
+    assert flight_recorder.describe_ranks(ranks) == text

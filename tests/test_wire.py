@@ -22,7 +22,8 @@ import torch
 
 import ignite_dist as idist
 from helpers import safe_mode
-from ignite_dist import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError, safe, wire
+from ignite_dist import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError
+from ignite_dist.values import safe_objects, serialization
 
 DTYPES = [
     *(
@@ -54,73 +55,73 @@ def module_function(x: int) -> int:
     [None, 0, 2**200, math.inf, "", "grüße, 世界 🎉", b"\0\xff", {"a": [1, (2.5,)]}, float, module_function],
 )
 def test_values_come_back_as_they_were(value: Any) -> None:
-    assert wire.decode(wire.encode(value)) == value
-    assert wire.decode(memoryview(wire.encode_by_value(value))) == value
+    assert serialization.decode(serialization.encode(value)) == value
+    assert serialization.decode(memoryview(serialization.encode_by_value(value))) == value
 
 
 def test_tensors_inside_of_an_object_come_back_equal() -> None:
     value = {"x": torch.arange(6).view(2, 3).t(), "empty": torch.empty(0, 3)}
-    copy = wire.decode(wire.encode(value))
+    copy = serialization.decode(serialization.encode(value))
     assert torch.equal(copy["x"], value["x"])
     assert copy["empty"].shape == (0, 3)
 
 
 def test_lambdas_and_closures_go_by_value() -> None:
     captured = [1, 2]
-    assert wire.decode(wire.encode(lambda x: x + sum(captured)))(10) == 13
+    assert serialization.decode(serialization.encode(lambda x: x + sum(captured)))(10) == 13
 
 
 def test_what_plain_pickle_can_send_goes_by_reference() -> None:
-    payload = wire.encode(module_function)
+    payload = serialization.encode(module_function)
     assert payload == pickle.dumps(module_function, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 @pytest.mark.parametrize("value", [threading.Lock(), Stubborn(), [Stubborn()], (i for i in ())])
 def test_what_cannot_be_sent_is_a_type_error_that_names_it(value: Any) -> None:
     with pytest.raises(TypeError, match="cannot be sent to another process") as info:
-        wire.encode(value)
+        serialization.encode(value)
     assert type(value).__qualname__ in str(info.value)
     assert info.value.__cause__ is not None
 
 
-@pytest.mark.parametrize("size", [0, 1, wire.INLINE_BYTES - 1, wire.INLINE_BYTES])
+@pytest.mark.parametrize("size", [0, 1, serialization.INLINE_BYTES - 1, serialization.INLINE_BYTES])
 def test_a_small_payload_travels_in_the_header(size: int) -> None:
     payload = bytes(i % 251 for i in range(size))
-    header = wire.write_header(payload)
-    assert len(header) == wire.HEADER_BYTES
-    length, inline = wire.read_header(memoryview(header), rank=1)
+    header = serialization.write_header(payload)
+    assert len(header) == serialization.HEADER_BYTES
+    length, inline = serialization.read_header(memoryview(header), rank=1)
     assert inline is not None
     assert (length, bytes(inline)) == (size, payload)
 
 
-@pytest.mark.parametrize("size", [wire.INLINE_BYTES + 1, wire.HEADER_BYTES, 10_000])
+@pytest.mark.parametrize("size", [serialization.INLINE_BYTES + 1, serialization.HEADER_BYTES, 10_000])
 def test_of_a_large_payload_the_header_says_the_length(size: int) -> None:
-    header = wire.write_header(bytes(size))
-    assert len(header) == wire.HEADER_BYTES
-    assert wire.read_header(memoryview(header), rank=1) == (size, None)
+    header = serialization.write_header(bytes(size))
+    assert len(header) == serialization.HEADER_BYTES
+    assert serialization.read_header(memoryview(header), rank=1) == (size, None)
 
 
 def test_a_dict_of_twenty_numbers_fits_the_header() -> None:
     numbers = {f"metric_{i}": i if i % 2 else i / 3 for i in range(20)}
-    assert len(wire.encode(numbers)) <= wire.INLINE_BYTES
+    assert len(serialization.encode(numbers)) <= serialization.INLINE_BYTES
 
 
 def test_as_tensor_is_the_buffer_itself() -> None:
     buffer = bytearray(b"abc")
-    tensor = wire.as_tensor(buffer)
+    tensor = serialization.as_tensor(buffer)
     tensor[0] = ord("x")
     buffer[1] = ord("y")
     assert buffer == b"xyc"
     assert bytes(tensor.tolist()) == b"xyc"
-    assert wire.as_tensor(bytearray()).shape == (0,)
+    assert serialization.as_tensor(bytearray()).shape == (0,)
 
 
 @pytest.mark.parametrize("position", [0, 3, 4, 8, 16, 16 + 9])
 def test_a_header_that_changed_on_the_way_is_no_header(position: int) -> None:
-    header = wire.write_header(b"0123456789")
+    header = serialization.write_header(b"0123456789")
     header[position] ^= 1
     with pytest.raises(CollectiveMismatchError, match="rank 3"):
-        wire.read_header(memoryview(header), rank=3)
+        serialization.read_header(memoryview(header), rank=3)
 
 
 # --- safe objects ------------------------------------------------------------------------------------
@@ -168,14 +169,14 @@ SAFE: list[Any] = [
 @pytest.mark.parametrize("value", SAFE, ids=lambda value: f"{type(value).__name__} {value!r:.20}")
 def test_plain_values_are_safe_without_being_registered(value: Any) -> None:
     with safe_mode():
-        copy = wire.unpack(memoryview(wire.pack(value)), rank=1)
+        copy = serialization.unpack(memoryview(serialization.pack(value)), rank=1)
     assert copy == value
     assert type(copy) is type(value)
 
 
 def test_a_defaultdict_goes_on_filling_itself() -> None:
     with safe_mode():
-        copy = wire.unpack(wire.pack(defaultdict(list, {1: [2]})), rank=1)
+        copy = serialization.unpack(serialization.pack(defaultdict(list, {1: [2]})), rank=1)
     assert copy[5] == []
 
 
@@ -184,7 +185,7 @@ def test_what_is_shared_in_an_object_stays_shared(other: int) -> None:
     shared: list[Any] = [other]
     shared.append(shared)
     with safe_mode():
-        first, second = wire.unpack(wire.pack((shared, shared)), rank=1)
+        first, second = serialization.unpack(serialization.pack((shared, shared)), rank=1)
     assert first is second
     assert first[1] is first
 
@@ -193,7 +194,7 @@ def test_what_is_shared_in_an_object_stays_shared(other: int) -> None:
 def test_tensors_of_every_dtype_are_safe(dtype: torch.dtype) -> None:
     tensor = torch.arange(96, dtype=torch.uint8).view(dtype).view(2, -1).t()
     with safe_mode():
-        copy = wire.unpack(wire.pack({"tensor": tensor}), rank=1)["tensor"]
+        copy = serialization.unpack(serialization.pack({"tensor": tensor}), rank=1)["tensor"]
     assert (copy.dtype, copy.shape, copy.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
     assert torch.equal(copy.t().view(torch.uint8), tensor.t().view(torch.uint8))
 
@@ -201,7 +202,7 @@ def test_tensors_of_every_dtype_are_safe(dtype: torch.dtype) -> None:
 def test_parameters_and_tensors_that_share_their_memory() -> None:
     weight = torch.nn.Parameter(torch.randn(3, 4))
     with safe_mode():
-        copy, row = wire.unpack(wire.pack([weight, weight.detach()[1]]), rank=1)
+        copy, row = serialization.unpack(serialization.pack([weight, weight.detach()[1]]), rank=1)
     assert type(copy) is torch.nn.Parameter and copy.requires_grad
     assert torch.equal(copy, weight)
     assert row.data_ptr() == copy[1].data_ptr()
@@ -228,7 +229,7 @@ def test_numpys_arrays_and_scalars_are_safe(dtype: Any) -> None:
         large[0, :1].reshape(()),
     ):
         with safe_mode():
-            copy = wire.unpack(wire.pack([array]), rank=1)[0]
+            copy = serialization.unpack(serialization.pack([array]), rank=1)[0]
         assert type(copy) is type(array)
         assert (copy.dtype, copy.shape) == (array.dtype, array.shape)
         assert numpy.array_equal(copy, array)
@@ -239,7 +240,7 @@ def test_numpys_arrays_and_scalars_are_safe(dtype: Any) -> None:
 def test_numpys_arrays_of_objects_are_refused_where_they_are_sent() -> None:
     numpy = pytest.importorskip("numpy")
     with safe_mode(), pytest.raises(TypeError, match="an array of Python objects"):
-        wire.pack({"a": numpy.array([object()])})
+        serialization.pack({"a": numpy.array([object()])})
 
 
 def test_what_is_registered_is_safe_and_nothing_else() -> None:
@@ -247,12 +248,12 @@ def test_what_is_registered_is_safe_and_nothing_else() -> None:
     with safe_mode():
         for value in values:
             with pytest.raises(UnsafeObjectError) as info:
-                wire.unpack(wire.pack([value]), rank=2)
+                serialization.unpack(serialization.pack([value]), rank=2)
             name = getattr(value, "__qualname__", type(value).__qualname__)
             assert (info.value.rank, info.value.type_name) == (2, f"{__name__}.{name}")
             assert f"idist.safe_objects({name})" in str(info.value)
     with safe_mode(Score, Point, Color, module_function):
-        assert wire.unpack(wire.pack(values), rank=2) == values
+        assert serialization.unpack(serialization.pack(values), rank=2) == values
 
 
 def test_registered_types_stay_safe_when_torchs_list_was_cleared() -> None:
@@ -260,7 +261,7 @@ def test_registered_types_stay_safe_when_torchs_list_was_cleared() -> None:
     with safe_mode():
         torch.serialization.clear_safe_globals()
         try:
-            assert wire.unpack(wire.pack(Path("x")), rank=0) == Path("x")
+            assert serialization.unpack(serialization.pack(Path("x")), rank=0) == Path("x")
         finally:
             torch.serialization.add_safe_globals(before)
 
@@ -269,68 +270,68 @@ def test_registered_types_stay_safe_when_torchs_list_was_cleared() -> None:
 def test_what_would_run_is_refused_before_it_does(tmp_path: Path, wrapped: Any) -> None:
     folder = tmp_path / "made"
     with safe_mode():
-        payload = wire.pack(wrapped(Runs(folder)))
+        payload = serialization.pack(wrapped(Runs(folder)))
         with pytest.raises(UnsafeObjectError, match=r"Rank 1 .*posix\.mkdir.*not been called") as info:
-            wire.unpack(payload, rank=1)
+            serialization.unpack(payload, rank=1)
     assert info.value.type_name == "posix.mkdir"
     with pytest.raises(UnsafeObjectError):  # it needs no trust, so it is given none in the other mode either
-        wire.unpack(payload, rank=1)
+        serialization.unpack(payload, rank=1)
     assert not folder.exists()
 
 
 def test_a_plain_pickle_is_refused_where_objects_are_safe(tmp_path: Path) -> None:
     folder = tmp_path / "made"
-    payload = wire.pack(Runs(folder))
+    payload = serialization.pack(Runs(folder))
     with safe_mode(), pytest.raises(UnsafeObjectError, match=r"Rank 1 sent a plain pickle.*on every rank"):
-        wire.unpack(payload, rank=1)
+        serialization.unpack(payload, rank=1)
     assert not folder.exists()
-    wire.unpack(payload, rank=1)
+    serialization.unpack(payload, rank=1)
     assert folder.exists(), "plain pickle would have made it"
 
 
 @pytest.mark.parametrize("value", [threading.Lock(), Stubborn(), lambda: 1, (i for i in ())])
 def test_what_cannot_be_sent_is_a_type_error_in_both_modes(value: Any) -> None:
     with safe_mode(), pytest.raises(TypeError, match="cannot be sent to another process"):
-        wire.pack([value])
+        serialization.pack([value])
 
 
 def test_small_objects_fit_the_header_when_they_are_safe() -> None:
     with safe_mode():
-        assert len(wire.pack({"loss": 0.5, "epoch": 3})) <= wire.INLINE_BYTES
-        assert len(wire.pack((1 << 32, [i / 3 for i in range(20)]))) <= wire.INLINE_BYTES
+        assert len(serialization.pack({"loss": 0.5, "epoch": 3})) <= serialization.INLINE_BYTES
+        assert len(serialization.pack((1 << 32, [i / 3 for i in range(20)]))) <= serialization.INLINE_BYTES
 
 
 @pytest.mark.parametrize(("text", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])
 def test_the_environment_says_whether_objects_are_safe(
     monkeypatch: pytest.MonkeyPatch, text: str | None, expected: bool
 ) -> None:
-    monkeypatch.setattr(safe, "_mode", None)
+    monkeypatch.setattr(safe_objects, "_mode", None)
     if text is not None:
         monkeypatch.setenv("IGNITE_DIST_SAFE_OBJECTS", text)
-    assert safe.is_safe() is expected
+    assert safe_objects.is_safe() is expected
 
 
 @pytest.mark.parametrize("text", ["yes", "2", " 1", "true"])
 def test_an_environment_that_says_neither_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(safe, "_mode", None)
+    monkeypatch.setattr(safe_objects, "_mode", None)
     monkeypatch.setenv("IGNITE_DIST_SAFE_OBJECTS", text)
     for _ in range(2):  # and not for the first object only
         with pytest.raises(EnvironmentVariablesError, match="IGNITE_DIST_SAFE_OBJECTS is 0 or 1"):
-            wire.pack(1)
+            serialization.pack(1)
 
 
 @pytest.mark.parametrize("wrong", [3, "Score", partial(module_function, 1)])
 def test_only_classes_and_functions_are_registered(wrong: Any) -> None:
     with pytest.raises(TypeError, match="classes and functions"):
         idist.safe_objects(wrong)
-    assert not safe.is_safe()
+    assert not safe_objects.is_safe()
 
 
 @pytest.mark.parametrize("powerful", [os.mkdir, getattr, eval, type, subprocess.Popen])
 def test_what_could_run_code_is_not_registered(powerful: Any) -> None:
     with pytest.raises(ValueError, match="does not only hold data"):
         idist.safe_objects(powerful)
-    assert not safe.is_safe()
+    assert not safe_objects.is_safe()
 
 
 HUGE = 2**3000  # written in a way of its own
@@ -356,27 +357,29 @@ HUGE = 2**3000  # written in a way of its own
 )
 def test_nothing_changes_on_the_way(value: Any) -> None:
     with safe_mode():
-        received = wire.unpack(wire.pack(value), rank=1)
+        received = serialization.unpack(serialization.pack(value), rank=1)
     assert repr(received) == repr(value)
 
 
 def test_exceptions_may_be_registered() -> None:
     with safe_mode(ValueError):
-        assert repr(wire.unpack(wire.pack(ValueError("x", 1)), rank=1)) == "ValueError('x', 1)"
+        assert (
+            repr(serialization.unpack(serialization.pack(ValueError("x", 1)), rank=1)) == "ValueError('x', 1)"
+        )
 
 
 @pytest.mark.parametrize("sent", [torch.relu, datetime.fromisoformat], ids=["function", "classmethod"])
 def test_what_goes_by_way_of_getattr_is_refused_with_advice(sent: Any) -> None:
     with safe_mode(), pytest.raises(UnsafeObjectError, match="send the data instead"):
-        wire.unpack(wire.pack(sent), rank=1)
+        serialization.unpack(serialization.pack(sent), rank=1)
 
 
 def exchange(local_rank: int) -> list[Any]:
-    return [safe.is_safe(), *idist.all_gather(Path("x"))]
+    return [safe_objects.is_safe(), *idist.all_gather(Path("x"))]
 
 
 def test_workers_started_after_it_are_safe_from_the_start() -> None:
     with safe_mode():
         results = idist.spawn("gloo", exchange, nproc_per_node=2)
     assert results == [[True, Path("x"), Path("x")]] * 2
-    assert not safe.is_safe()
+    assert not safe_objects.is_safe()

@@ -22,7 +22,7 @@ import torch
 
 import helpers
 import ignite_dist as idist
-from ignite_dist.comp_models import xla_replicas
+from ignite_dist.comp_models.xla import replicas
 
 pytestmark = pytest.mark.xla
 
@@ -395,10 +395,10 @@ def test_a_tensor_on_another_replicas_device() -> None:
 
 
 def _comes_late(local_rank: int) -> list[str]:
-    xla_replicas._PATIENCE_SECONDS = xla_replicas._LOOK_SECONDS = 0.2
+    replicas._PATIENCE_SECONDS = replicas._LOOK_SECONDS = 0.2
     said: list[str] = []
     handler = _Keeper(said)
-    xla_replicas._logger.addHandler(handler)
+    replicas._logger.addHandler(handler)
     if idist.get_rank() == 1:
         while not said:  # until the other has lost its patience
             time.sleep(0.01)

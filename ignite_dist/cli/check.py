@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 import ignite_dist as idist
-from ignite_dist import reduction
 from ignite_dist.cli import network, values
 from ignite_dist.cli.jobs import Meeting
-from ignite_dist.context import current_model
-from ignite_dist.tensors import sent_dtype
+from ignite_dist.collectives.tensors import sent_dtype
+from ignite_dist.context.live import current_model
+from ignite_dist.values import reduce_ops
 
 __all__ = ["PER_DTYPE", "Cell", "CheckReport", "check", "short"]
 
@@ -89,7 +89,7 @@ def _cell(operation: str, dtype: torch.dtype | None, call: Callable[[], str]) ->
     refusal = ""
     if dtype is not None and op in values.OPS:
         try:
-            reduction.check_op(op, dtype)
+            reduce_ops.check_op(op, dtype)
         except TypeError as error:
             refusal = str(error)
     failed = partial(Cell, operation, name, "failed", rank=idist.get_rank())

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from rich.text import Text
 
 import ignite_dist as idist
-from ignite_dist import addresses, devices, environments
+from ignite_dist import devices, environments
 from ignite_dist.cli import interfaces
 from ignite_dist.cli.output import Output, facts
 from ignite_dist.comp_models import registered_computation_models
 from ignite_dist.errors import EnvironmentVariablesError
+from ignite_dist.rendezvous import network_interfaces
 
 __all__ = ["collect", "show_env"]
 
@@ -36,7 +37,7 @@ _LIBRARIES = ("torch", "horovod", "torch_xla", "rich", "matplotlib")
 
 def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     """All that is known, as it goes into JSON."""
-    known = addresses.by_interface()
+    known = network_interfaces.by_interface()
     environment = _environment(environ)
     interface, reason = interfaces.choice_of_gloo(environ, known, environment.get("main_address"))
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 
-from ignite_dist import addresses
+from ignite_dist.rendezvous import network_interfaces
 
 __all__ = ["choice_of_gloo"]
 
@@ -24,11 +24,11 @@ def choice_of_gloo(
         if unknown:
             return "", f"GLOO_SOCKET_IFNAME names {', '.join(unknown)}, which this machine does not have"
         return named, "GLOO_SOCKET_IFNAME"
-    if main_address is not None and not addresses.is_loopback(main_address):
+    if main_address is not None and not network_interfaces.is_loopback(main_address):
         address, what = main_address, f"the main address, {main_address}"
     else:
         address, what = socket.gethostname(), "other machines"
-    interface = addresses.interface_towards(address)
+    interface = network_interfaces.interface_towards(address)
     if interface is None:
         return "", f"no interface is known to lead to {what}"
     return interface, f"it leads to {what}"

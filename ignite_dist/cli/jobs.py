@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch.distributed
 
 import ignite_dist as idist
-from ignite_dist import context, errors
+from ignite_dist import errors
 from ignite_dist.arguments import keywords_of
+from ignite_dist.context import live
 from ignite_dist.errors import DistributedError, MissingRanksError, RankFailedError
 
 __all__ = ["Job", "Meeting", "Report", "explanation", "num_processes", "run"]
@@ -80,7 +81,7 @@ def run(
         )
     say(f"Joining {num_processes(place.world_size)}, started by {place.launcher}: {place.reason}.")
     options: dict[str, Any] = {}
-    if "timeout" in keywords_of(context.find_model(job.backend).create_from_backend):
+    if "timeout" in keywords_of(live.find_model(job.backend).create_from_backend):
         options["timeout"] = job.timeout
     with idist.Parallel(job.backend, **options):
         report = function(Meeting(job.timeout))
@@ -95,7 +96,7 @@ def _run_in_workers(
     show: Callable[[_Report], None],
     say: Callable[[str], None],
 ) -> int:
-    model = context.find_model(job.backend)
+    model = live.find_model(job.backend)
     nproc_per_node = 2 if job.nproc_per_node is None else job.nproc_per_node
     model.check_spawn(nproc_per_node=nproc_per_node, **job.nodes)
     timeout = {"timeout": job.timeout} if "timeout" in model.spawn_keywords() else {}

@@ -23,10 +23,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from ignite_dist import recorder, tracing, wire
+from ignite_dist import flight_recorder, tracing
 from ignite_dist.arguments import as_int, keywords_of
 from ignite_dist.comp_models.topology import Topology, read_places, write_place
 from ignite_dist.samplers import loader_class
+from ignite_dist.values import serialization
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -139,8 +140,8 @@ class ComputationModel(ABC):
         ] = {}  # what the collectives have worked out from carries(), by their own keys
         self.optimizers: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()  # auto_optim's, by id
         self.is_joining = False  # inside of join()
-        self.recorder = recorder.for_new_context()  # None: nobody keeps the calls
-        self.watching: recorder.Recorder | None = None  # of the watchdog, which may keep no calls
+        self.recorder = flight_recorder.for_new_context()  # None: nobody keeps the calls
+        self.watching: flight_recorder.Recorder | None = None  # of the watchdog, which may keep no calls
         self._found_topology: Topology | None = None
         self._found_node_ranks: dict[int, int] | None = None
 
@@ -392,7 +393,7 @@ class ComputationModel(ABC):
 
         By it the ranks know, beside the collectives, of which group a call is. Only members ask.
         """
-        return "" if group.handle is None else recorder.key_of_ranks(group.ranks)
+        return "" if group.handle is None else flight_recorder.key_of_ranks(group.ranks)
 
     def world(self) -> Group:
         """The group of all ranks."""
@@ -563,16 +564,16 @@ class ComputationModel(ABC):
                 group, because all of them get it; nothing has run, and the group is as usable as before.
             CollectiveMismatchError: a rank made another call.
         """
-        payload = wire.pack(value)
-        width = wire.HEADER_BYTES
-        gathered = memoryview(self.gather_bytes(wire.write_header(payload), group))
+        payload = serialization.pack(value)
+        width = serialization.HEADER_BYTES
+        gathered = memoryview(self.gather_bytes(serialization.write_header(payload), group))
         headers = [
-            wire.read_header(gathered[width * row : width * (row + 1)], rank)
+            serialization.read_header(gathered[width * row : width * (row + 1)], rank)
             for row, rank in enumerate(group.ranks)
         ]
         if all(inline is not None for _, inline in headers):
             return [
-                wire.unpack(inline, rank)
+                serialization.unpack(inline, rank)
                 for (_, inline), rank in zip(headers, group.ranks, strict=True)
                 if inline is not None
             ]
@@ -582,7 +583,7 @@ class ComputationModel(ABC):
         padded[: len(own)] = own
         rows = memoryview(self.gather_bytes(padded, group))
         return [
-            wire.unpack(rows[width * row : width * row + size], rank)
+            serialization.unpack(rows[width * row : width * row + size], rank)
             for row, ((size, _), rank) in enumerate(zip(headers, group.ranks, strict=True))
         ]
 
@@ -594,14 +595,14 @@ class ComputationModel(ABC):
             UnsafeObjectError: as above, on every rank.
             CollectiveMismatchError: ``src`` made another call.
         """
-        payload = wire.pack(value) if self.get_rank() == src else b""
-        return wire.unpack(self.broadcast_bytes(payload, src, group), src)
+        payload = serialization.pack(value) if self.get_rank() == src else b""
+        return serialization.unpack(self.broadcast_bytes(payload, src, group), src)
 
     def broadcast_bytes(self, payload: bytes, src: int, group: Group) -> bytes | memoryview:
         """``payload`` of the global rank ``src``; what the others give is not looked at."""
         is_src = self.get_rank() == src
-        header = wire.write_header(payload) if is_src else bytearray(wire.HEADER_BYTES)
-        size, inline = wire.read_header(memoryview(self._broadcast_buffer(header, src, group)), src)
+        header = serialization.write_header(payload) if is_src else bytearray(serialization.HEADER_BYTES)
+        size, inline = serialization.read_header(memoryview(self._broadcast_buffer(header, src, group)), src)
         if inline is not None:
             return inline
         return memoryview(
@@ -612,16 +613,16 @@ class ComputationModel(ABC):
         """``buffer``, of the same length on every rank, from all ranks of the group in its order."""
         device = self._bytes_device()
         gathered = bytearray(len(group.ranks) * len(buffer))
-        rows = wire.as_tensor(gathered).view(len(group.ranks), len(buffer))
+        rows = serialization.as_tensor(gathered).view(len(group.ranks), len(buffer))
         if device.type == "cpu":
-            self._all_gather(wire.as_tensor(buffer), group, out=rows)
+            self._all_gather(serialization.as_tensor(buffer), group, out=rows)
         else:
-            rows.copy_(self._all_gather(wire.as_tensor(buffer).to(device), group))
+            rows.copy_(self._all_gather(serialization.as_tensor(buffer).to(device), group))
         return gathered
 
     def _broadcast_buffer(self, buffer: bytearray, src: int, group: Group) -> bytearray:
         device = self._bytes_device()
-        tensor = wire.as_tensor(buffer)
+        tensor = serialization.as_tensor(buffer)
         if device.type == "cpu":
             self._broadcast(tensor, src, group)
         else:

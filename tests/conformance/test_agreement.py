@@ -8,7 +8,7 @@ import numpy
 import torch
 
 import ignite_dist as idist
-from ignite_dist.context import current_model
+from ignite_dist.context.live import current_model
 from worlds import count_collectives, on_every_rank, raises
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ignite_dist as idist
-from ignite_dist import CollectiveMismatchError, wire
+from ignite_dist import CollectiveMismatchError
+from ignite_dist.values import serialization
 from test_all_reduce import DTYPES, contribution, everyone, here, name_of, on_device, same_bits
 from worlds import count_collectives, on_every_rank, raises
 
@@ -113,9 +114,9 @@ def test_objects_of_very_different_sizes() -> None:
     world_size, last = idist.get_world_size(), idist.get_world_size() - 1
     value = "y" * 3_000_000 if idist.get_rank() == last else idist.get_rank()
     assert idist.all_gather(value) == [*range(last), "y" * 3_000_000]
-    overhead = len(wire.encode("x" * 100)) - 100
+    overhead = len(serialization.encode("x" * 100)) - 100
     for extra in (-1, 0, 1):
-        text = "x" * (wire.INLINE_BYTES - overhead + extra)
+        text = "x" * (serialization.INLINE_BYTES - overhead + extra)
         assert idist.all_gather(text) == [text] * world_size
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ignite_dist as idist
-from ignite_dist.context import current_model
+from ignite_dist.context.live import current_model
 from worlds import count_collectives, on_every_rank, raises
 
 # The last one makes C++ of a graph, which takes seconds.

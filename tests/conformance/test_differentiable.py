@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ignite_dist as idist
-from ignite_dist.context import current_model
+from ignite_dist.context.live import current_model
 from worlds import on_every_rank, raises
 
 WIDTH, BATCH = 3, 2

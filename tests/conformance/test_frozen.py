@@ -12,7 +12,7 @@ from torch.nn import Linear, Module, Sequential, Tanh
 from torch.optim import SGD
 
 import ignite_dist as idist
-from ignite_dist.context import current_model
+from ignite_dist.context.live import current_model
 from worlds import on_every_rank, raises
 
 WIDTH = 3

@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 
 import ignite_dist as idist
 from ignite_dist import DDPSyncStrategy, RankFailedError
-from ignite_dist.context import current_model
+from ignite_dist.context.live import current_model
 from worlds import count_collectives, on_every_rank, raises
 
 WIDTH = 3

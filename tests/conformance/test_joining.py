@@ -7,7 +7,7 @@ from torch.nn import Linear
 from torch.optim import SGD
 
 import ignite_dist as idist
-from ignite_dist.context import current_model
+from ignite_dist.context.live import current_model
 from worlds import on_every_rank, raises
 
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import ignite_dist as idist
 from ignite_dist import RankFailedError
-from ignite_dist.context import current_model
+from ignite_dist.context.live import current_model
 from worlds import on_every_rank, raises
 
 WIDTH = 3

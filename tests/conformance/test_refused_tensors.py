@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.masked import masked_tensor
 
 import ignite_dist as idist
-from ignite_dist.context import current_model
-from ignite_dist.tensors import average_tensors, broadcast_tensors
+from ignite_dist.collectives.tensors import average_tensors, broadcast_tensors
+from ignite_dist.context.live import current_model
 from worlds import count_collectives, on_every_rank, raises
 
 

@@ -18,8 +18,9 @@ import torch
 
 import ignite_dist as idist
 from helpers import safe_mode
-from ignite_dist import CollectiveMismatchError, RankFailedError, UnsafeObjectError, wire
-from ignite_dist.context import current_model
+from ignite_dist import CollectiveMismatchError, RankFailedError, UnsafeObjectError
+from ignite_dist.context.live import current_model
+from ignite_dist.values import serialization
 from worlds import count_collectives, on_every_rank, raises
 
 
@@ -141,7 +142,7 @@ def test_a_rank_where_objects_are_not_safe_is_named() -> None:
     folder, model = new_folder(), current_model()
     with safe_on_every_rank():
         if rank == 0:  # replicas of XLA share the mode, so by hand
-            model.gather_bytes(wire.write_header(pickle.dumps(Runs(folder))), model.world())
+            model.gather_bytes(serialization.write_header(pickle.dumps(Runs(folder))), model.world())
         else:
             with raises(UnsafeObjectError, "Rank 0 sent a plain pickle"):
                 idist.all_gather(rank)
@@ -155,7 +156,9 @@ def test_a_tensor_where_the_others_send_objects_is_noticed_by_them() -> None:
     if world_size == 1:
         return
     if rank == 0:
-        idist.all_gather(torch.full((wire.HEADER_BYTES,), 7, dtype=torch.uint8, device=idist.device()))
+        idist.all_gather(
+            torch.full((serialization.HEADER_BYTES,), 7, dtype=torch.uint8, device=idist.device())
+        )
     else:
         with raises(CollectiveMismatchError, "rank 0"):
             idist.all_gather(rank)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import ignite_dist as idist
 from ignite_dist import DDPSyncStrategy
-from ignite_dist.context import current_model
+from ignite_dist.context.live import current_model
 from test_gradients import (
     WIDTH,
     Sample,

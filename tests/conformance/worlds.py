@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import ignite_dist as idist
-from ignite_dist.context import current_model
+from ignite_dist.context.live import current_model
 from table import PROPERTY
 
 SECONDS_PER_CASE = 240

@@ -1,0 +1,269 @@
+"""Collectives inside of a graph of ``torch.compile``. Imported while one is made, not before: it costs much.
+
+An operator of the graph is the eager call itself, so it has the same checks before anything is sent, the same
+bits and the same errors. The compiler cannot look into it.
+
+The compiler must not drop, merge or reorder collectives: a rank that does not use a result would leave out a
+call that the others wait for. So each operator writes to one tensor, the token, which is an input of the
+graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from ignite_dist.collectives import autograd
+from ignite_dist.context.live import current_model, model_of_the_graph
+from ignite_dist.tracing import eager_functions, eagerly
+from ignite_dist.values import reduce_ops
+
+__all__ = ["all_gather", "all_reduce", "barrier", "broadcast"]
+
+# The compiler keeps graphs on disk, where an operator is known by its name alone. So the number in the name
+# goes up when the arguments of any of them change.
+_ops = torch.ops.ignite_dist_2
+
+with torch.inference_mode(False):  # else it could be written to in that mode alone
+    _token = torch.zeros(1, device="cpu")
+
+
+# --- what is traced in place of the facade's functions: operators, or the eager call ----------------------
+
+
+def all_reduce(tensor: Any, op: Any = "SUM", group: Any = None, **options: Any) -> Any:
+    """See ``idist.all_reduce``."""
+    inplace, sync_grads = options.get("inplace", True), options.get("sync_grads", False)
+    exact = options.get("exact", True)
+    if not (
+        options.keys() <= {"inplace", "sync_grads", "exact"}
+        and type(exact) is bool
+        and (exact or not sync_grads)
+        and _is_plain(tensor, inplace and not sync_grads)
+        and isinstance(op, str)
+        and _can_hold(group)
+    ):
+        return eagerly(eager_functions["all_reduce"], tensor, op, group, **options)
+    ranks = _ranks(group)
+    if sync_grads:
+        return _kept(_ops.all_reduce_with_grad(tensor, _token, op, ranks))
+    reduced = tensor.detach() if inplace else tensor.detach().clone()
+    _ops.all_reduce_(reduced, _token, op, ranks, exact)
+    return tensor if inplace else reduced
+
+
+def all_gather(tensor: Any, group: Any = None, **options: Any) -> Any:
+    """See ``idist.all_gather``."""
+    is_new = options.keys() <= {"sync_grads", "out"} and options.get("out") is None
+    if not (is_new and _is_plain(tensor, False) and _can_hold(group)):
+        return eagerly(eager_functions["all_gather"], tensor, group, **options)
+    ranks, model = _ranks(group), model_of_the_graph()
+    group_size = model.get_world_size() if ranks is None else len(ranks)
+    if options.get("sync_grads", False):
+        rank = model.get_rank()
+        position = rank if ranks is None else ranks.index(rank)
+        return _kept(_ops.all_gather_with_grad(tensor, _token, ranks, group_size, position))
+    return _ops.all_gather(tensor.detach(), _token, ranks, group_size)
+
+
+def broadcast(tensor: Any, src: Any = 0, safe_mode: Any = False, group: Any = None, **options: Any) -> Any:
+    """See ``idist.broadcast``."""
+    if options or safe_mode or not (_is_plain(tensor, True) and type(src) is int and _can_hold(group)):
+        return eagerly(eager_functions["broadcast"], tensor, src, safe_mode, group, **options)
+    _ops.broadcast_(tensor.detach(), _token, src, _ranks(group))
+    return tensor
+
+
+def barrier(group: Any = None, timeout: Any = None, **options: Any) -> Any:
+    """See ``idist.barrier``."""
+    if options or timeout is not None or not _can_hold(group):
+        return eagerly(eager_functions["barrier"], group, timeout, **options)
+    return _ops.barrier(_token, _ranks(group))
+
+
+def _is_plain(tensor: Any, is_changed: bool) -> bool:
+    """Whether a graph can hold the collective of ``tensor``; else the eager call takes or refuses it.
+
+    Args:
+        tensor: the value that was given.
+        is_changed: the result is written into it. A compiler gives the operator a copy of memory that
+            overlaps itself, and the operator could not refuse it.
+    """
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_quantized or tensor.is_meta:
+        return False
+    return not is_changed or tensor.is_contiguous() or _is_dense(tensor)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _can_hold(group: Any) -> bool:
+    """Whether a graph can hold a collective of ``group``: the world, or ranks with this one among them."""
+    model = model_of_the_graph()
+    if model.groups_need_everyone:  # ranks may be threads, which share a graph
+        return False
+    if group is None:
+        return True
+    return (
+        isinstance(group, (list, tuple))
+        and all(type(rank) is int for rank in group)
+        and model.get_rank() in group
+    )
+
+
+def _ranks(group: Any) -> list[int] | None:
+    return None if group is None else sorted(group)
+
+
+# --- the operators ----------------------------------------------------------------------------------------
+
+
+@custom_op("ignite_dist_2::all_reduce_", mutates_args=("tensor", "token"))
+def _all_reduce_in_place(
+    tensor: Tensor, token: Tensor, op: str, ranks: list[int] | None, exact: bool
+) -> None:
+    eager_functions["all_reduce"](tensor, op, ranks, exact=exact)
+
+
+@custom_op("ignite_dist_2::broadcast_", mutates_args=("tensor", "token"))
+def _broadcast_in_place(tensor: Tensor, token: Tensor, src: int, ranks: list[int] | None) -> None:
+    eager_functions["broadcast"](tensor, src, group=ranks)
+
+
+@custom_op("ignite_dist_2::all_gather", mutates_args=("token",))
+def _all_gather(tensor: Tensor, token: Tensor, ranks: list[int] | None, group_size: int) -> Tensor:
+    return _gather(tensor, ranks, group_size)
+
+
+@custom_op("ignite_dist_2::barrier", mutates_args=("token",))
+def _barrier(token: Tensor, ranks: list[int] | None) -> None:
+    eager_functions["barrier"](ranks)
+
+
+# An operator with a gradient may write to nothing. So these read the token, which puts them behind the
+# collectives before them, and _keep() writes to it for them. A backward pass takes no token: later
+# forward passes write to it, and autograd refuses a saved tensor that has changed. Instead each backward call
+# has a number of its own, so that the compiler does not merge two calls that look alike.
+
+
+@custom_op("ignite_dist_2::keep", mutates_args=("token",))
+def _keep(token: Tensor, result: Tensor) -> None:
+    pass
+
+
+@custom_op("ignite_dist_2::all_reduce_with_grad", mutates_args=())
+def _all_reduce_with_grad(tensor: Tensor, token: Tensor, op: str, ranks: list[int] | None) -> Tensor:
+    return eager_functions["all_reduce"](tensor, op, ranks, sync_grads=True)  # type: ignore[no-any-return]
+
+
+@custom_op("ignite_dist_2::all_gather_with_grad", mutates_args=())
+def _all_gather_with_grad(
+    tensor: Tensor, token: Tensor, ranks: list[int] | None, group_size: int, position: int
+) -> Tensor:
+    return _gather(tensor, ranks, group_size, sync_grads=True)
+
+
+@custom_op("ignite_dist_2::reduce_gradient", mutates_args=())
+def _reduce_gradient(
+    gradient: Tensor, function: str, op: str, ranks: list[int] | None, number: int
+) -> Tensor:
+    model, op = current_model(), reduce_ops.normalize_op(op)
+    members = model.resolve_group(ranks)
+    model.announce(f"{function}'s backward pass", members, gradient, op)
+    return autograd.reduced(model, gradient, op, members)
+
+
+def _gather(tensor: Tensor, ranks: list[int] | None, group_size: int, **options: Any) -> Tensor:
+    gathered: Tensor = eager_functions["all_gather"](tensor, ranks, **options)
+    if gathered.shape != _gathered_shape(tensor, group_size):
+        raise RuntimeError(
+            f"This graph was compiled in a context where the group had {group_size} ranks. Another context "
+            "has begun since, which torch.compile could not notice. Call torch.compiler.reset()."
+        )
+    return gathered
+
+
+def _gathered_shape(tensor: Tensor, group_size: int) -> tuple[int, ...]:
+    return (group_size * (tensor.shape[0] if tensor.dim() else 1), *tensor.shape[1:])
+
+
+def _kept(result: Tensor) -> Tensor:
+    _ops.keep(_token, result.detach())
+    return result
+
+
+# --- what the compiler has to know of them: shapes and gradients -------------------------------------------
+
+
+@_all_reduce_in_place.register_fake
+@_broadcast_in_place.register_fake
+@_barrier.register_fake
+@_keep.register_fake
+def _(*args: Any) -> None:
+    pass
+
+
+@_all_reduce_with_grad.register_fake
+@_reduce_gradient.register_fake
+def _(tensor: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+@_all_gather.register_fake
+@_all_gather_with_grad.register_fake
+def _(tensor: Tensor, token: Tensor, ranks: Any, group_size: int, *args: Any) -> Tensor:
+    return tensor.new_empty(_gathered_shape(tensor, group_size))
+
+
+_numbers = itertools.count()
+
+
+def _reduced(gradient: Tensor, function: str, op: str, ranks: list[int] | None) -> Tensor:
+    reduced: Tensor = _ops.reduce_gradient(gradient, function, op, ranks, next(_numbers))
+    return reduced
+
+
+def _note_reduction(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, ctx.op, ctx.ranks = inputs
+
+
+def _reduction_backward(ctx: Any, gradient: Tensor) -> Any:
+    return _reduced(gradient, "all_reduce", ctx.op, ctx.ranks), None, None, None
+
+
+def _note_gathering(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tensor, _, ctx.ranks, ctx.group_size, ctx.position = inputs
+    ctx.shape = tensor.shape
+
+
+def _gathering_backward(ctx: Any, gradient: Tensor) -> Any:
+    total = _reduced(gradient, "all_gather", "SUM", ctx.ranks)
+    own = total.view(ctx.group_size, *ctx.shape)[ctx.position].clone()  # a view would keep all of it
+    return own, None, None, None, None
+
+
+def _note_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.call, _ = inputs
+
+
+def _gradient_backward(ctx: Any, gradient: Tensor) -> Any:
+    return _reduced(gradient, *ctx.call), None, None, None, None
+
+
+_all_reduce_with_grad.register_autograd(_reduction_backward, setup_context=_note_reduction)
+_all_gather_with_grad.register_autograd(_gathering_backward, setup_context=_note_gathering)
+_reduce_gradient.register_autograd(_gradient_backward, setup_context=_note_gradient)

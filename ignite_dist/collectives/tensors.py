@@ -1,0 +1,471 @@
+"""A tensor of any dtype, device and layout, over a model's primitives, which take only some.
+
+How a model takes tensors of one dtype on one device is worked out once and kept in ``model.plans``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.values import reduce_ops, serialization
+
+__all__ = [
+    "average_tensors",
+    "broadcast_tensor",
+    "broadcast_tensors",
+    "check_dense",
+    "check_writable",
+    "gather_rows",
+    "is_sharded",
+    "plan_reduction",
+    "reduce_messages",
+    "reduce_tensor",
+    "sent_dtype",
+    "to_message",
+]
+
+# Large enough that a collective's own time does not count, small enough for a second copy.
+_BUCKET_BYTES = 16 << 20
+
+
+# --- reduce ------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """How a model reduces tensors of one dtype on one device by one operation.
+
+    Attributes:
+        moves: whether they are sent from another device than theirs. Which one is asked each time: replicas
+            of XLA share a model, and each has its own.
+        carrier: how they are sent; None if they have to be gathered.
+        in_place: whether they are sent as they are.
+        rounds_once: whether the model itself reduces narrow floats in float64.
+    """
+
+    moves: bool
+    carrier: reduce_ops.Carrier | None
+    in_place: bool
+    rounds_once: bool
+
+
+def plan_reduction(model: ComputationModel, op: str, tensor: Tensor, exact: bool = True) -> Plan:
+    """The plan for ``tensor``, from the model's cache but for the first time.
+
+    Args:
+        model: who reduces it.
+        op: one of :data:`~ignite_dist.values.reduce_ops.OPS`.
+        tensor: what is reduced.
+        exact: whether narrow floats are to be rounded once; False where speed counts.
+
+    Raises:
+        TypeError, ValueError: ``op`` does not take such a tensor.
+    """
+    # What its dtype and its device say is known once there is a plan.
+    if tensor.layout is not torch.strided or tensor.is_nested or type(tensor) is not Tensor:
+        check_dense("all_reduce", tensor)
+    key = (op, tensor.dtype, tensor.device, exact)
+    found: Plan | None = model.plans.get(key)
+    if found is None:
+        check_dense("all_reduce", tensor)
+        reduce_ops.check_reducible(tensor.dtype)
+        reduce_ops.check_op(op, tensor.dtype)
+        exact = exact or tensor.dtype.itemsize == 1  # no backend adds float8 by itself
+        if op == "ADASUM" and not model.carries("all_reduce", op, tensor.dtype, tensor.device):
+            raise ValueError(
+                f"ADASUM needs Horovod built with MPI; backend {model.backend()!r} does not have it."
+            )
+        device = _carrying_device(model, tensor)
+        is_rounded = exact and reduce_ops.is_rounded(op, tensor.dtype)
+        rounds_once = is_rounded and model.rounds_once(tensor.dtype, device)
+
+        def carries(sent: str, dtype: torch.dtype) -> bool:
+            return model.carries("all_reduce", sent, dtype, device)
+
+        carrier = (
+            reduce_ops.as_itself(op, tensor.dtype)
+            if rounds_once
+            else reduce_ops.find_carrier(op, tensor.dtype, carries, exact)
+        )
+        moves = device != tensor.device
+        in_place = not moves and carrier is not None and carrier.dtype is tensor.dtype
+        found = model.plans[key] = Plan(moves, carrier, in_place, rounds_once)
+    return found
+
+
+def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, group: Group) -> Tensor:
+    """Reduce ``tensor`` in place, as planned, and return it."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():  # the only place where it may be written to
+            return reduce_tensor(model, tensor, op, plan, group)
+    carrier = plan.carrier
+    if plan.in_place and carrier is not None and _is_plain(tensor):
+        reduced = tensor.detach() if tensor.requires_grad else tensor
+        _reduce_carried(model, reduced, op, carrier.op, plan, group)
+        _note_change(tensor)
+        return tensor
+    with torch.no_grad():
+        local = _sendable(model, tensor, plan.moves)
+        if carrier is None:
+            reduced = reduce_ops.reduce_gathered(gather_rows(model, local, group), op)
+        elif carrier.dtype.itemsize > local.itemsize and local.numel() > _piece_numel(carrier):
+            reduced = local  # in pieces, because all of it at once would be as large as several tensors
+            for piece in torch.split(local.view(-1), _piece_numel(carrier)):
+                piece.copy_(_reduce_encoded(model, piece, op, carrier, plan, group))
+        else:
+            reduced = _reduce_encoded(model, local, op, carrier, plan, group)
+        tensor.copy_(_moved(reduced, tensor.device))
+    return tensor
+
+
+def _piece_numel(carrier: reduce_ops.Carrier) -> int:
+    return _BUCKET_BYTES // carrier.dtype.itemsize
+
+
+def _reduce_encoded(
+    model: ComputationModel, tensor: Tensor, op: str, carrier: reduce_ops.Carrier, plan: Plan, group: Group
+) -> Tensor:
+    """The reduction of ``tensor``, which is dense and where it is sent from."""
+    carried = carrier.encode(tensor).contiguous()
+    return carrier.decode(_reduce_carried(model, carried, op, carrier.op, plan, group))
+
+
+def _reduce_carried(
+    model: ComputationModel, tensor: Tensor, op: str, sent_op: str, plan: Plan, group: Group
+) -> Tensor:
+    """Reduce in place what the model takes as it is."""
+    if plan.rounds_once:
+        return model._reduce_narrow(tensor, op, group)
+    reduced = model._all_reduce(tensor, sent_op, group)
+    if op == "AVERAGE":
+        reduced /= len(group.ranks)
+    return reduced
+
+
+# --- gather and broadcast ----------------------------------------------------------------------------
+
+
+def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+    """``(*S) -> (group_size, *S)`` for a tensor of any dtype, device and layout."""
+    if tensor.dtype in reduce_ops.BYTES:
+        into = None if out is None else out.view(torch.uint8)
+        return gather_rows(model, tensor.view(torch.uint8), group, into).view(tensor.dtype)
+    rows_shape = (len(group.ranks), *tensor.shape)
+    route = _route(model, "all_gather", tensor)
+    if out is None and route.direct and _is_plain(tensor) and not tensor.requires_grad:
+        return model._all_gather(tensor, group)
+    if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            return gather_rows(model, tensor, group, out)
+    with torch.no_grad():
+        local = _sendable(model, tensor, route.moves)
+        into_out = out is not None and out.device == local.device and _is_plain(out)
+        if out is not None and into_out:
+            rows = out.detach().view(rows_shape)
+            if _share_memory(local, rows):
+                local = local.clone()  # what comes from other ranks would overwrite what is still to be sent
+        else:
+            rows = torch.empty(rows_shape, dtype=tensor.dtype, device=local.device)
+        if route.as_is:
+            model._all_gather(local, group, out=rows)
+        else:  # bytes lose nothing
+            model._all_gather(
+                serialization.as_bytes(local), group, out=serialization.as_bytes(rows).view(rows_shape[0], -1)
+            )
+        if out is None:
+            return _moved(rows, tensor.device)
+        if into_out:
+            _note_change(out)
+            return rows
+        return out.detach().copy_(_moved(rows, out.device).view(out.shape)).view(rows_shape)
+
+
+def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: Group) -> Tensor:
+    """Fill ``tensor`` with that of the global rank ``src`` and return it."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            return broadcast_tensor(model, tensor, src, group)
+    if tensor.dtype in reduce_ops.BYTES:
+        broadcast_tensor(model, tensor.view(torch.uint8), src, group)
+        return tensor
+    route = _route(model, "broadcast", tensor)
+    with torch.no_grad():
+        carried = _sendable(model, tensor, route.moves)
+        model._broadcast(carried if route.as_is else serialization.as_bytes(carried), src, group)
+        if route.moves or not _is_plain(tensor):  # then it was a copy
+            tensor.detach().copy_(_moved(carried, tensor.device))
+        else:
+            _note_change(tensor)
+    return tensor
+
+
+def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: int, group: Group) -> None:
+    """Fill ``tensors`` with those of the global rank ``src``, which has as many of the same layouts.
+
+    Small ones travel together, as bytes: one collective for each :data:`_BUCKET_BYTES`.
+
+    Raises:
+        TypeError, ValueError: one of them is not dense, or overlaps itself. Nothing was sent.
+    """
+    checked = _checked("broadcast", tensors)
+    model.announce("broadcast", group, checked, f"from {src}")
+    for bucket in _buckets(checked, lambda tensor: tensor.device):
+        with torch.no_grad():
+            device = _carrying_device(model, bucket[0])
+            sent = torch.cat([serialization.as_bytes(_plain(tensor)).to(device) for tensor in bucket])
+            model._broadcast(sent, src, group)
+            parts = torch.split(sent, [tensor.nbytes for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                # A part may begin at any byte, but is looked at as elements only where one begins.
+                _fill(tensor, part.clone().view(tensor.dtype))
+
+
+def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: Group) -> None:
+    """Fill ``tensors`` with their means over the ranks, each of which has as many of the same layouts.
+
+    Small ones of one dtype travel together: one collective for each :data:`_BUCKET_BYTES`.
+
+    Raises:
+        TypeError, ValueError: one of them cannot be averaged, or overlaps itself. Nothing was sent.
+    """
+    for bucket in _buckets(_checked("average", tensors), lambda tensor: (tensor.dtype, tensor.device)):
+        with torch.no_grad():
+            flat = torch.cat([_plain(tensor).view(-1) for tensor in bucket])
+            reduce_tensor(model, flat, "AVERAGE", plan_reduction(model, "AVERAGE", flat), group)
+            parts = torch.split(flat, [tensor.numel() for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                _fill(tensor, part)
+
+
+def _fill(tensor: Tensor, values: Tensor) -> None:
+    with torch.inference_mode() if tensor.is_inference() else nullcontext():  # the only place where it may be
+        tensor.detach().copy_(values.view(tensor.shape))
+
+
+def _checked(function: str, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """``tensors``, if each can be sent and hold a result."""
+    checked = list(tensors)
+    for tensor in checked:
+        check_dense(function, tensor)
+        check_writable(function, tensor)
+    return checked
+
+
+def _buckets(tensors: Sequence[Tensor], kind: Callable[[Tensor], Any]) -> Iterator[list[Tensor]]:
+    """``tensors`` in their order, as lists of one ``kind`` and of :data:`_BUCKET_BYTES` at most."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        size += tensor.nbytes
+        if bucket and (size > _BUCKET_BYTES or kind(tensor) != kind(bucket[0])):
+            yield bucket
+            bucket, size = [], tensor.nbytes
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+# --- where and how a tensor is sent ------------------------------------------------------------------
+
+
+def _carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
+    """Where ``tensor`` is sent from: where it is, if the backend takes bytes from there."""
+    if model.carries("all_gather", None, torch.uint8, tensor.device):
+        return tensor.device
+    return model._bytes_device()
+
+
+def _note_change(tensor: Tensor) -> None:
+    """Tell autograd of a change in place that a library has made in memory."""
+    if not tensor.is_inference():  # which no graph holds
+        increment_version(tensor)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors of one device overlap. On an XLA device none do."""
+    if one.device.type == "xla":
+        return False
+    begin, other_begin = one.data_ptr(), other.data_ptr()
+    return begin < other_begin + other.nbytes and other_begin < begin + one.nbytes
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the memory of ``tensor`` is its value: contiguous, and not conjugated or negated lazily."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """``tensor`` without a graph, in memory that is its value; its own memory if that is so already."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _sendable(model: ComputationModel, tensor: Tensor, moves: bool) -> Tensor:
+    """``tensor`` as :func:`_plain` has it, where it is sent from."""
+    plain = _plain(tensor)
+    return _moved(plain, model._bytes_device()) if moves else plain
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A contiguous ``tensor`` on ``device``, bit by bit.
+
+    On its way from an XLA device a complex128 may lose its imaginary part, and to one a NaN some of its bits.
+    """
+    if tensor.device == device:
+        return tensor
+    if tensor.is_complex():
+        return torch.view_as_complex(_moved(torch.view_as_real(tensor), device))
+    if tensor.is_floating_point():
+        return serialization.as_bytes(tensor).to(device).view(tensor.dtype).view(tensor.shape)
+    return tensor.to(device)
+
+
+class _Route(NamedTuple):
+    """How a model gathers or broadcasts tensors of one dtype on one device; see :class:`Plan`."""
+
+    moves: bool
+    as_is: bool
+    direct: bool
+
+
+def _route(model: ComputationModel, collective: str, tensor: Tensor) -> _Route:
+    key = (collective, tensor.dtype, tensor.device)
+    found: _Route | None = model.plans.get(key)
+    if found is None:
+        device = _carrying_device(model, tensor)
+        as_is = model.carries(collective, None, tensor.dtype, device)
+        moves = device != tensor.device
+        found = model.plans[key] = _Route(moves, as_is, as_is and not moves)
+    return found
+
+
+def sent_dtype(model: ComputationModel, collective: str, tensor: Tensor, op: str = "") -> torch.dtype | None:
+    """The dtype that travels for ``tensor`` in an "all_reduce" by ``op``, an "all_gather" or a "broadcast".
+
+    None for a reduction that no operation of the backend does: values are gathered and reduced on each rank.
+
+    Raises:
+        TypeError, ValueError: ``op`` does not take such a tensor.
+    """
+    if collective == "all_reduce":
+        carrier = plan_reduction(model, op, tensor).carrier
+        return None if carrier is None else carrier.dtype
+    return tensor.dtype if _route(model, collective, tensor).as_is else torch.uint8
+
+
+def to_message(tensors: Sequence[Tensor]) -> bytes:
+    """The bytes of contiguous ``tensors``, one after the other, to send them as a part of an object."""
+    message = bytearray(sum(tensor.nbytes for tensor in tensors))
+    if message:
+        parts = [serialization.as_bytes(_moved(tensor, torch.device("cpu"))) for tensor in tensors]
+        serialization.as_tensor(message).copy_(torch.cat(parts))
+    return bytes(message)
+
+
+def reduce_messages(messages: Sequence[bytes], tensors: Sequence[Tensor], op: str) -> list[Tensor]:
+    """Every rank's :func:`to_message` of such ``tensors`` reduced in rank order, where ``tensors`` are."""
+    rows = serialization.as_tensor(bytearray(b"".join(messages))).view(len(messages), len(messages[0]))
+    reduced = []
+    for part, tensor in zip(torch.split(rows, [one.nbytes for one in tensors], dim=1), tensors, strict=True):
+        aligned = part.clone(memory_format=torch.contiguous_format).view(-1)
+        values = aligned.view(tensor.dtype).view(len(messages), *tensor.shape)
+        reduced.append(_moved(reduce_ops.reduce_gathered(values, op), tensor.device))
+    return reduced
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether ``tensor`` is a ``DTensor``, of which this rank has a part."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
+# --- arguments -----------------------------------------------------------------------------------------
+
+
+def check_dense(function: str, tensor: Any) -> None:
+    """Refuse what has no dense memory to send, with a ``TypeError`` that names ``function``."""
+    if (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_meta
+        and reduce_ops.is_movable(tensor.dtype)
+    ):
+        return
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{function} takes a tensor, got {type(tensor).__name__}.")
+    if is_sharded(tensor):
+        raise TypeError(
+            f"{function} takes plain tensors, got a DTensor, of which each rank has a part. Use "
+            "tensor.full_tensor(), or tensor.to_local() for this rank's part."
+        )
+    if tensor.is_nested:
+        raise TypeError(
+            f"{function} takes dense tensors, got a nested one. Use tensor.unbind() for its parts, or "
+            "torch.nested.to_padded_tensor(tensor, 0.0)."
+        )
+    if tensor.is_meta:
+        raise TypeError(f"{function} takes tensors with data, got one on the meta device.")
+    if tensor.is_quantized:
+        raise TypeError(
+            f"{function} takes no quantized tensors, whose scales may differ between ranks. Use "
+            "tensor.dequantize()."
+        )
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{function} takes dense tensors, got {tensor.layout}. Use tensor.to_dense().")
+    if not reduce_ops.is_movable(tensor.dtype):
+        raise TypeError(
+            f"{function} takes no {tensor.dtype}, which torch does not compute with. Use "
+            "tensor.view(torch.uint8) for its bytes."
+        )
+    kind = type(tensor)
+    is_wrapper = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # keeps its values in other tensors
+    if is_wrapper and tensor.device.type != "xla" and not tensor.data_ptr():
+        raise TypeError(
+            f"{function} takes plain tensors, got a {kind.__name__}, which has no memory of its own. "
+            "Pass the tensors that it is made of."
+        )
+
+
+def check_writable(function: str, tensor: Tensor) -> None:
+    """Refuse a tensor that cannot hold a result, with a ``ValueError`` that names ``function``."""
+    is_xla = tensor.is_xla  # type: ignore[attr-defined]  # which tells no layout, so not by its strides either
+    if tensor.is_contiguous() and not is_xla:
+        return
+    base = tensor._base if is_xla else None
+    if (base is not None and tensor.nbytes > base.nbytes) or _overlaps_itself(tensor):
+        raise ValueError(
+            f"{function} writes its result into the tensor, whose elements share memory (as after expand()). "
+            "Pass tensor.clone()."
+        )
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements of ``tensor`` are in the same place."""
+    if not tensor.numel():
+        return False
+    extent = 0  # of the dimensions looked at so far: how far their last element is from the first
+    dimensions = [
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ]
+    for stride, size in sorted(dimensions):
+        if stride == 0:
+            return True
+        if stride <= extent:
+            break
+        extent += stride * (size - 1)
+    else:
+        return False  # each dimension steps over all that the smaller ones reach
+    # Only a layout made by hand comes here. So mark the places, and count them.
+    extent = sum(stride * (size - 1) for stride, size in dimensions)
+    if tensor.numel() > extent + 1:
+        return True
+    taken = torch.zeros(extent + 1, dtype=torch.bool, device="cpu")
+    taken.as_strided(tensor.shape, tensor.stride()).fill_(True)
+    return int(taken.count_nonzero()) < tensor.numel()

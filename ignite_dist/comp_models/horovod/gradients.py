@@ -1,0 +1,312 @@
+"""Gradients that are averaged by Horovod while a backward pass computes them, and are there when it ends.
+
+A *round* is what the ranks of a process set do together: they tell each other which gradients have changed,
+and average those that have on any rank. A round is made at the end of each backward pass of an optimizer's
+parameters, and in the step of an optimizer that has had none. Gradients are sent as soon as the backward pass
+has computed them.
+
+Ranks may use different parameters and different optimizers in a pass: each rank takes part with what it has.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ignite_dist.comp_models.horovod.reduction import Call, Reduction
+from ignite_dist.comp_models.horovod.rounds import Exchange
+from ignite_dist.comp_models.horovod.units import Unit, Units
+
+__all__ = ["Gradients"]
+
+# What a rank has to say about a gradient in a round; the greatest of all ranks counts.
+_NOTHING, _SPARSE, _DENSE = range(3)
+
+_NOT_LINEAR = (
+    "A second backward pass before the step would count the first one once for each rank, as op= is not "
+    "hvd.Average. Pass backward_passes_per_step=... to auto_optim: then the gradients of all passes are "
+    "reduced once."
+)
+_CREATES_GRAPH = (
+    "backward(create_graph=True) leaves gradients with a graph, which averaging over the ranks would not "
+    "follow. Take them by torch.autograd.grad(loss, parameters, create_graph=True), or in idist.no_sync()."
+)
+_OF_OTHER_RANKS = (
+    "This optimizer averages over the ranks %s. A later auto_optim has taken its parameters, and averages "
+    "their gradients over other ranks, %s. Use the later optimizer, or give both the same process_set=."
+)
+_OF_ANOTHER_OP = (
+    "A later auto_optim has taken this optimizer's parameters, and reduces their gradients by another op=. "
+    "Use the later optimizer, or give both the same op=."
+)
+
+
+class Gradients:
+    """The gradients of one optimizer.
+
+    The hooks of the parameters hold this object, and it does not hold the parameters: it lives as long as any
+    of them, whether the optimizer does or not. So it does not depend on the garbage collector, which runs at
+    other times on each rank, which gradients are averaged.
+
+    Args:
+        exchange: of the context.
+        name: the same on every rank, and of no other optimizer.
+        reduction: how.
+        groups: which gradients are sent as one, see ``hvd.DistributedOptimizer``.
+        passes: the number of backward passes that add to a gradient before it is averaged.
+    """
+
+    def __init__(
+        self, exchange: Exchange, name: str, reduction: Reduction, groups: Any = None, passes: int = 1
+    ) -> None:
+        self.passes = passes
+        self.is_local = False  # while backward passes leave gradients as each rank's own
+        self._exchange = exchange
+        self._name = f"ignite_dist.{name}"
+        self._is_average = reduction.is_average
+        self._op = reduction.op
+        self.rounds = exchange.rounds(reduction.process_set)
+        self.number = self.rounds.add(self)
+        # Parameters that were this optimizer's, by id, and who has averaged their gradients after it.
+        self._heirs: dict[int, tuple[weakref.ref[Tensor], Gradients]] = {}
+        self._units = Units(reduction, groups)
+        self._hooks: list[Any] = []
+        self._counts: dict[int, int] = {}  # passes that have added to each gradient since its average
+        self._latest: int | None = None
+        self._needs: Call = (0, "")
+        self._agreed: list[int] = []  # of each gradient: _NOTHING, _SPARSE or _DENSE
+        self._sent_again: list[int] = []  # of each gradient: whether some rank sends it a second time
+        self._has_results = False  # of a round since the last step
+        # The gradients that hold an average, and their versions when the step after it ended.
+        self._averaged: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
+
+    # --- which parameters ------------------------------------------------------------------------------
+
+    def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Average the gradients of these parameters from now on; no other optimizer does any more."""
+        self._exchange.hand_over((parameter for _, parameter in named), self)
+        for index, (_, parameter) in enumerate(named, len(self._units)):
+            self._heirs.pop(id(parameter), None)
+            self._hooks.append(self._watch(index, parameter))
+        self._units.add(named)
+
+    def leave(self, parameters: set[int], heir: Gradients) -> None:
+        """Average no more what is among ``parameters``, by ``id``; ``heir`` does."""
+        for index in range(len(self._units)):
+            parameter = self._units.parameter(index)
+            if parameter is not None and id(parameter) in parameters:
+                if self._hooks[index] is not None:
+                    self._hooks[index].remove()
+                self._units.remove(index)
+                self._counts.pop(index, None)
+                self._averaged.pop(index, None)
+                self._heirs[id(parameter)] = weakref.ref(parameter), heir
+
+    def _owners(self) -> list[Gradients]:
+        """Who averages the gradients of the optimizer's parameters: this object, or others meanwhile."""
+        found = {id(self): self}
+        for reference, heir in self._heirs.values():
+            parameter = reference()
+            if parameter is not None:
+                owner = heir._owner_of(parameter)
+                found[id(owner)] = owner
+        return list(found.values())
+
+    def _owner_of(self, parameter: Tensor) -> Gradients:
+        one = self
+        while (known := one._heirs.get(id(parameter))) is not None and known[0]() is parameter:
+            one = known[1]
+        return one
+
+    def check_heirs(self) -> None:
+        """Check that later optimizers reduce these gradients as this one would.
+
+        Raises:
+            RuntimeError: over other ranks, or by another operation.
+        """
+        for one in self._owners():
+            if one.rounds.ranks() != self.rounds.ranks():
+                raise RuntimeError(_OF_OTHER_RANKS % (list(self.rounds.ranks()), list(one.rounds.ranks())))
+            if one._op != self._op:
+                raise RuntimeError(_OF_ANOTHER_OP)
+
+    def _watch(self, index: int, parameter: Tensor) -> Any:
+        is_alone = not self.rounds.is_active() and os.environ.get("HOROVOD_ELASTIC") != "1"
+        if is_alone or not (parameter.is_floating_point() or parameter.is_complex()):
+            return None
+        # torch takes hooks of what requires a gradient only. They stay, and run when it is trained later.
+        is_frozen = not parameter.requires_grad
+        try:
+            parameter.requires_grad_(True)
+            return parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._add_pass, index)
+            )
+        finally:
+            if is_frozen:
+                parameter.requires_grad_(False)
+
+    # --- the backward pass -----------------------------------------------------------------------------
+
+    def _add_pass(self, index: int, parameter: Tensor) -> None:
+        """Hook: a backward pass has just added to the gradient."""
+        if not self._counts and not self.rounds.is_active():
+            return
+        if self.is_local:
+            self._counts.setdefault(index, 0)
+            return
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            raise RuntimeError(_CREATES_GRAPH)
+        count = self._counts[index] = self._counts.get(index, 0) + 1
+        if count < self.passes:
+            return
+        self.rounds.run_after_pass(self)
+        # One behind: the user's hooks of this very gradient may come after this one, and change it.
+        latest, self._latest = self._latest, index
+        if latest is not None:
+            with self.rounds.explaining():
+                self._submit_if_complete(self._units.unit_of(latest))
+
+    def _submit_if_complete(self, unit: Unit) -> None:
+        if self._units.is_under_way(unit):
+            return
+        for index in unit:
+            parameter = self._units.parameter(index)
+            if parameter is None:
+                return
+            if parameter.requires_grad and self._counts.get(index, -1) < self.passes:
+                return
+            gradient = parameter.grad
+            if gradient.is_sparse if gradient is not None else parameter.requires_grad:
+                return  # whether it is dense on other ranks, or None, is known at the end
+        self._units.submit(unit)
+
+    # --- a round ---------------------------------------------------------------------------------------
+
+    def submit_needs(self) -> None:
+        """Begin to tell the other ranks which gradients have changed here."""
+        if self._latest is not None:
+            self._submit_if_complete(self._units.unit_of(self._latest))
+            self._latest = None
+        # Those that were sent and have changed since: in a pass within a pass, or after one that has failed.
+        changed = self._units.changed()
+        again = [int(index in changed) for index in range(len(self._units))]
+        self._needs = self.rounds.exchange_greatest([*self._own_needs(), *again], f"{self._name}.needs")
+
+    def _own_needs(self) -> list[int]:
+        needs = []
+        for index in range(len(self._units)):
+            parameter = self._units.parameter(index)
+            gradient = None if parameter is None else parameter.grad
+            if gradient is None or parameter is None:
+                needs.append(_NOTHING)
+            elif index in self._counts or self._is_new(index, parameter):
+                needs.append(_SPARSE if gradient.is_sparse else _DENSE)
+            else:
+                needs.append(_NOTHING)
+        return needs
+
+    def _is_new(self, index: int, parameter: Parameter) -> bool:
+        """Whether the gradient is none that a round has averaged, but somebody's who has put it there."""
+        gradient = parameter.grad
+        if not parameter.requires_grad or gradient is None:
+            return False
+        reference, version = self._averaged.get(index, (None, None))
+        if reference is None or reference() is not gradient:
+            return True
+        return version is not None and version != gradient._version
+
+    def submit_missing(self) -> None:
+        """Begin to average what has changed on any rank, as far as this rank has not."""
+        agreed = self.rounds.result(self._needs).tolist()
+        self._agreed, self._sent_again = agreed[: len(self._units)], agreed[len(self._units) :]
+        if not self._is_average:
+            self._check_no_result_is_reduced_again()
+        for unit in self._units:
+            if self._units.is_under_way(unit):
+                continue
+            if any(self._sent_again[index] for index in unit):
+                self._units.submit(unit)
+            elif any(self._agreed[index] for index in unit):
+                self._units.submit(unit, self._sparse())
+
+    def submit_changed(self) -> None:
+        """Average once more what has changed on any rank since it was sent."""
+        for unit in self._units:
+            if any(self._sent_again[index] for index in unit):
+                self._units.results(unit, self.rounds.result)
+                self._units.submit(unit, self._sparse())
+
+    def _sparse(self) -> set[int]:
+        return {index for index, kind in enumerate(self._agreed) if kind == _SPARSE}
+
+    def receive(self) -> None:
+        """Put the averages where the gradients are; what has none on any rank keeps None."""
+        with torch.no_grad():
+            for unit in self._units:
+                if self._units.is_under_way(unit):
+                    for index, average in self._units.results(unit, self.rounds.result):
+                        self._write(index, average)
+        self._counts.clear()
+        self._has_results = True
+
+    def _write(self, index: int, average: Tensor) -> None:
+        if self._agreed[index] == _NOTHING:
+            return
+        self._units.write(index, average, is_sparse=self._agreed[index] == _SPARSE)
+        gradient = self._units.gradient(index)
+        if gradient is not None:
+            self._averaged[index] = weakref.ref(gradient), None
+
+    def _check_no_result_is_reduced_again(self) -> None:
+        for index, (_, version) in self._averaged.items():
+            if self._agreed[index] and version is None and self._is_there(index):
+                raise RuntimeError(_NOT_LINEAR)
+
+    # --- the optimizer ---------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Average what has not been averaged yet; a round is made if none was since the last step."""
+        owners = self._owners()
+        self._exchange.run(one for one in owners if one._needs_round() and one.rounds.is_active())
+
+    def _needs_round(self) -> bool:
+        if self._units.are_removed():
+            return False
+        if not self._has_results or any(self._own_needs()):
+            return True
+        # They have been dropped by others than the optimizer, model.zero_grad() for one.
+        return bool(self._averaged) and not any(self._is_there(index) for index in self._averaged)
+
+    def _is_there(self, index: int) -> bool:
+        gradient = self._averaged[index][0]()
+        return gradient is not None and self._units.gradient(index) is gradient
+
+    def begin(self) -> None:
+        """Have :meth:`finish` make a round if no backward pass does from now on."""
+        for one in self._owners():
+            one._has_results = False
+
+    def forget(self) -> None:
+        """The optimizer has dropped the gradients, or set them to zero."""
+        self._has_results = False
+        self._counts.clear()
+        self._averaged.clear()
+
+    def end_step(self) -> None:
+        """The optimizer has made its step."""
+        self.begin()
+        self.rounds.end_step()
+        self._counts.clear()
+        for index, (reference, _) in list(self._averaged.items()):
+            gradient = reference()
+            if gradient is None:
+                del self._averaged[index]
+            else:
+                self._averaged[index] = reference, gradient._version

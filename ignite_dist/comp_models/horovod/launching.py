@@ -1,0 +1,269 @@
+"""Workers for Horovod: on this machine from our own fork server, on several through ``horovod.run``."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from ignite_dist.errors import RankFailedError
+from ignite_dist.rendezvous import network_interfaces, stores
+from ignite_dist.values import serialization
+from ignite_dist.workers import processes
+from ignite_dist.workers.failures import Failed, Failure, error_of, outcome_of
+
+__all__ = ["check_hosts", "run_keywords", "run_on_hosts", "start_here"]
+
+
+# --- on this machine -----------------------------------------------------------------------------------
+
+
+def start_here(
+    entry: Callable[..., Any], nproc_per_node: int, start_method: str | None, daemon: bool
+) -> processes.Workers:
+    """Start workers as for any other backend, in the environment that ``horovodrun`` would give them.
+
+    Unlike ``horovod.run`` this takes a fraction of a second, tells which worker failed first and why, and
+    listens on the loopback interface only: Horovod's own rendezvous answers to anybody who can reach it.
+    """
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
+
+    slots = get_host_assignments(parse_hosts(f"localhost:{nproc_per_node}"), nproc_per_node)
+    server = _Rendezvous(slots)
+    interface = network_interfaces.loopback_interface() or ""
+    shared = create_run_env_vars("127.0.0.1", [interface], server.port)
+    store, names_store = stores.serve_launchers_store()
+    environs = [
+        {
+            "RANK": str(slot.rank),
+            "WORLD_SIZE": str(slot.size),
+            "LOCAL_RANK": str(slot.local_rank),
+            "LOCAL_WORLD_SIZE": str(slot.local_size),
+            **names_store,
+            **{name: str(value) for name, value in {**shared, **create_slot_env_vars(slot)}.items()},
+        }
+        for slot in slots
+    ]
+    try:
+        return processes.start(
+            entry, {}, environs, serving=(server, store), start_method=start_method, daemon=daemon
+        )
+    finally:
+        del server, store  # the traceback of what was raised would keep it
+
+
+class _Rendezvous:
+    """Horovod's rendezvous server, on the loopback interface, for as long as this object lives."""
+
+    def __init__(self, slots: Any) -> None:
+        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+        self._server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, verbose=0)
+        self._server.init(slots)
+        self._server.finished_list = _Finished(self._server.scope_size)
+        self.port = self._server.server_address[1]
+        threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), name="Horovod's rendezvous", daemon=True
+        ).start()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # the thread stands still by then and would not answer
+            self._server.shutdown()
+            self._server.server_close()
+
+
+class _Finished(defaultdict[str, list[str]]):
+    """Who has found the others in each scope of the rendezvous; with the last its addresses are forgotten.
+
+    Horovod itself clears the lists of all scopes then. What had been noted in another scope was lost, its
+    addresses stayed, and a rank that initialized Horovod once more might look for a peer that was gone.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        super().__init__(list)
+        self._sizes = sizes
+
+    def clear(self) -> None:
+        for scope in [scope for scope, ranks in self.items() if len(ranks) == self._sizes[scope]]:
+            del self[scope]
+
+
+# --- through horovod.run -------------------------------------------------------------------------------
+
+# What a worker writes to its standard error, which Horovod's launcher brings home in a file. It begins on a
+# line of its own, whatever a progress bar has left there, and is told from other launches by the token.
+_REPORT = (
+    "\nRank {rank} (local rank {local_rank}, pid {pid} on {host}) failed at {time:.6f} with {error_type} "
+    "(exit code {exit_code}{consequence}) in launch {token}. Its traceback:\n"
+    "{traceback}End of the traceback of {token}.\n"
+)
+_REPORTED = (
+    r"^Rank (?P<rank>\d+) \(local rank (?P<local_rank>\d+), pid (?P<pid>\d+) on (?P<host>[^\n]+?)\) "
+    r"failed at (?P<time>[\d.]+) with (?P<error_type>\S+) "
+    r"\(exit code (?P<exit_code>\w+)(?P<consequence>, a consequence)?\) in launch {token}\. "
+    r"Its traceback:\n(?P<traceback>.*?)^End of the traceback of {token}\.$"
+)
+_PREFIX = re.compile(r"^(.{24})?\[\d+\]<stderr>:", re.MULTILINE)  # with a time stamp, if asked for
+
+
+def run_keywords() -> set[str]:
+    """The options of ``horovod.run`` beside those that ``spawn`` gives it itself."""
+    try:
+        from horovod.runner import run
+    except ImportError:
+        return set()
+    return set(inspect.signature(run).parameters) - {"func", "args", "kwargs", "num_proc", "np"}
+
+
+def check_hosts(
+    nproc_per_node: int, nnodes: int | None, hosts: str | None, run_options: Mapping[str, Any]
+) -> None:
+    """Refuse a launch on several machines that does not say on which.
+
+    Raises:
+        ValueError: no hosts, or too few places on them.
+    """
+    if hosts is None:
+        if (nnodes or 1) > 1 and not {"hostfile", "host_discovery_script"} & set(run_options):
+            raise ValueError(
+                f"nnodes={nnodes} needs hosts, a string of names and numbers of processes such as "
+                f"'node1:{nproc_per_node},node2:{nproc_per_node}'."
+            )
+        return
+    places = re.findall(r"(?:^|,)\s*[^\s,:]+:(\d+)\s*(?=,|$)", hosts) if isinstance(hosts, str) else []
+    if not places or len(places) != hosts.count(",") + 1:
+        raise ValueError(f"hosts is a string such as 'node1:2,node2:2', got {hosts!r}.")
+    wanted = nproc_per_node * (nnodes or len(places))
+    if wanted > sum(map(int, places)):
+        raise ValueError(
+            f"hosts={hosts!r} has {sum(map(int, places))} places, for {wanted} processes "
+            f"({nproc_per_node} on each of {nnodes or len(places)} nodes)."
+        )
+
+
+def run_on_hosts(
+    entry: Callable[..., Any],
+    nproc_per_node: int,
+    nnodes: int | None,
+    hosts: str | None,
+    run_options: Mapping[str, Any],
+) -> list[Any]:
+    """Run ``entry(local_rank)`` through ``horovod.run``: the results of the workers on this host.
+
+    Raises:
+        RankFailedError: a worker failed; with its traceback, if it could still write one.
+    """
+    from horovod.runner import run
+    from horovod.runner.util.network import filter_local_addresses
+
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("horovod.run() sets signal handlers, so it has to be called in the main thread.")
+    num_nodes = nnodes or (hosts.count(",") + 1 if hosts else 1)
+    num_proc = nproc_per_node * num_nodes
+    if num_proc == 1 and hosts is not None and not filter_local_addresses([hosts.partition(":")[0]]):
+        return list(start_here(entry, 1, None, False).join() or [])
+    token = secrets.token_hex(8)
+    call = partial(_run_and_report, serialization.encode_by_value(entry), list(sys.path), token)
+    options = {"hosts": hosts, **run_options}
+    with tempfile.TemporaryDirectory() as folder, _signals_kept():
+        if num_proc > 1:  # Horovod computes a logarithm of num_proc - 1
+            options.setdefault("output_filename", folder)
+        try:
+            outcomes = run(call, num_proc=num_proc, **options)
+        except RuntimeError as error:
+            raise _error(error, options.get("output_filename"), token) from None
+    here = socket.gethostname()
+    return [serialization.decode(result) for host, result in outcomes if host == here]
+
+
+def _run_and_report(entry: bytes, path: list[str], token: str) -> tuple[str, bytes]:
+    """In a worker: the name of its host, and what ``entry`` returned."""
+    from horovod.runner.common.util.env import get_env_rank_and_size
+
+    sys.path.extend(folder for folder in path if folder not in sys.path)  # of a script beside its modules
+    names = ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    local_rank = next(int(os.environ[name]) for name in names if name in os.environ)
+    host = socket.gethostname()
+    outcome = outcome_of(entry, local_rank)
+    if isinstance(outcome, bytes):
+        return host, outcome
+    if outcome.is_exit_0:
+        return host, serialization.encode(None)
+    rank, _ = get_env_rank_and_size()
+    place = {"rank": rank, "local_rank": local_rank, "pid": os.getpid(), "host": host, "token": token}
+    place["consequence"] = ", a consequence" if outcome.is_consequence else ""
+    sys.stderr.write(_REPORT.format(**place, **vars(outcome)))
+    sys.stderr.flush()
+    raise SystemExit(outcome.exit_code or 1)
+
+
+def _error(error: RuntimeError, folder: str | None, token: str) -> RankFailedError | RuntimeError:
+    """What became of the job, from the standard error of its workers and from Horovod's own error."""
+    files = sorted(Path(folder).rglob("stderr")) if folder else []
+    written = "\n".join(_PREFIX.sub("", file.read_text(errors="replace")) for file in files)
+    reported = re.compile(_REPORTED.replace("{token}", token), re.MULTILINE | re.DOTALL)
+    failed = [_failed(**report.groupdict()) for report in reported.finditer(written)]
+    ended = re.search(r"Process name: (\d+)\s+Exit code: (-?\d+)", str(error))
+    if ended is not None:
+        rank, code = map(int, ended.groups())
+        code = 128 - code if code > 128 else code  # as a shell puts it: 137 for SIGKILL
+        if rank not in {one.rank for one in failed}:
+            # It ended without a word. Horovod ends those that are left by SIGTERM, so that alone says little.
+            ended_by = Failure(inf, "", "", "", code, is_consequence=code == -signal.SIGTERM)
+            failed.append(Failed(rank, rank, 0, "", ended_by))
+    return error_of(failed) if failed else error
+
+
+def _failed(
+    rank: str,
+    local_rank: str,
+    pid: str,
+    host: str,
+    time: str,
+    error_type: str,
+    exit_code: str,
+    consequence: str | None,
+    traceback: str,
+) -> Failed:
+    summary = traceback.strip().rpartition("\n")[2]
+    code = int(exit_code) if exit_code != "None" else None
+    failure = Failure(float(time), error_type, summary, traceback, code, is_consequence=bool(consequence))
+    return Failed(int(rank), int(local_rank), int(pid), host, failure)
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """``horovod.run`` installs handlers, leaves them, and makes of a Ctrl-C an error like any other."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)  # the number of each signal that arrives is written there
+    try:
+        yield
+    except RankFailedError:
+        with suppress(BlockingIOError):
+            if signal.SIGINT in os.read(reader, 1024):
+                raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.set_wakeup_fd(before)
+        for number, handler in handlers.items():
+            if handler is not None:  # not installed from Python, so it cannot be put back from there
+                signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)

@@ -1,0 +1,172 @@
+"""The parameters of an optimizer under Horovod, and what is under way for their gradients.
+
+A unit is what one call of Horovod reduces: the gradient of a parameter, or of several with ``groups=``.
+Parameters go by their numbers, which are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ignite_dist.comp_models.horovod.reduction import Reduction, Wait
+
+__all__ = ["Unit", "Units"]
+
+Unit = tuple[int, ...]
+
+
+@dataclass
+class _Submitted:
+    """The calls under way for a unit, and the gradients and their versions when these began."""
+
+    calls: list[tuple[list[int], Callable[[Wait], list[Tensor]]]]
+    sent: list[tuple[Tensor | None, int]]
+
+
+class Units:
+    """The units of an optimizer. The parameters are not kept alive.
+
+    Args:
+        reduction: how gradients are reduced.
+        groups: how many units, or which; see ``hvd.DistributedOptimizer``. Who is in none is alone.
+    """
+
+    def __init__(self, reduction: Reduction, groups: int | Sequence[Sequence[Tensor]] | None) -> None:
+        self._reduction = reduction
+        self._groups = groups
+        self._parameters: list[weakref.ref[Tensor] | None] = []
+        self._names: list[str] = []
+        self._units: list[Unit] = []
+        self._submitted: dict[Unit, _Submitted] = {}
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(dict.fromkeys(self._units))
+
+    def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Number these parameters after those that are here."""
+        first = len(self._parameters)
+        for name, parameter in named:
+            self._names.append(name)
+            self._parameters.append(weakref.ref(parameter))
+        self._units += _make_units(self._groups, [parameter for _, parameter in named], first)
+
+    def remove(self, number: int) -> None:
+        """Have this parameter here no more; the others keep their numbers."""
+        self._parameters[number] = None
+
+    def are_removed(self) -> bool:
+        """Whether all parameters that were here have been removed."""
+        return all(one is None for one in self._parameters)
+
+    def parameter(self, number: int) -> Parameter | None:
+        """The parameter; None if it is gone."""
+        reference = self._parameters[number]
+        return None if reference is None else reference()  # type: ignore[return-value]
+
+    def gradient(self, number: int) -> Tensor | None:
+        """Its gradient, if there is one."""
+        parameter = self.parameter(number)
+        return None if parameter is None else parameter.grad
+
+    def unit_of(self, number: int) -> Unit:
+        """The unit that the parameter belongs to."""
+        return self._units[number]
+
+    def is_under_way(self, unit: Unit) -> bool:
+        """Whether it has been submitted, and :meth:`results` have not been taken."""
+        return unit in self._submitted
+
+    def changed(self) -> set[int]:
+        """The parameters of units under way that have other gradients now than those that were sent."""
+        return {
+            number for unit, one in self._submitted.items() if self._has_changed(unit, one) for number in unit
+        }
+
+    def _has_changed(self, unit: Unit, submitted: _Submitted) -> bool:
+        return any(
+            self.gradient(number) is not gradient or _version(gradient) != version
+            for number, (gradient, version) in zip(unit, submitted.sent, strict=True)
+        )
+
+    def submit(self, unit: Unit, sparse: Collection[int] = ()) -> None:
+        """Begin to reduce a unit, with zeros for who has no gradient.
+
+        Args:
+            unit: one that is not under way.
+            sparse: the parameters whose gradients are sparse on each rank that has one.
+        """
+        here = [number for number in unit if self.parameter(number) is not None]
+        alone = [number for number in here if number in sparse and not self._reduction.sparse_as_dense]
+        dense = [number for number in here if number not in alone]
+        calls: list[tuple[list[int], Callable[[Wait], list[Tensor]]]] = []
+        for number in alone:
+            gradient, parameter = self.gradient(number), self.parameter(number)
+            calls.append(([number], self._reduction.begin_sparse(self._names[number], gradient, parameter)))
+        if dense:
+            values = [self._value(number) for number in dense]
+            calls.append((dense, self._reduction.begin(self._names[dense[0]], values)))
+        gradients = [self.gradient(number) for number in unit]
+        self._submitted[unit] = _Submitted(calls, [(one, _version(one)) for one in gradients])
+
+    def _value(self, number: int) -> Tensor:
+        gradient = self.gradient(number)
+        if gradient is None:
+            return torch.zeros_like(self.parameter(number))  # type: ignore[arg-type]
+        return gradient.to_dense() if gradient.is_sparse else gradient.detach()
+
+    def results(self, unit: Unit, wait: Wait) -> list[tuple[int, Tensor]]:
+        """What became of a unit: the results by the numbers of their parameters."""
+        found: list[tuple[int, Tensor]] = []
+        for numbers, finish in self._submitted.pop(unit).calls:
+            found += zip(numbers, finish(wait), strict=True)
+        return found
+
+    def write(self, number: int, result: Tensor, is_sparse: bool) -> None:
+        """Put a result where the gradient is."""
+        parameter = self.parameter(number)
+        if parameter is None:
+            return
+        if is_sparse:
+            parameter.grad = result if result.is_sparse else result.to_sparse(1)
+            return
+        if parameter.grad is None or parameter.grad.is_sparse:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.copy_(result)  # not set_(): it may be a view of a buffer of the user's
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
+def _make_units(groups: Any, parameters: Sequence[Tensor], first: int) -> list[Unit]:
+    """The unit of each parameter, numbered from ``first`` on."""
+    trained = {id(one): number for number, one in enumerate(parameters, first) if one.requires_grad}
+    numbers = list(trained.values())
+    if groups is None:
+        parts: list[list[int]] = []
+    elif isinstance(groups, int):
+        size, longer = divmod(len(numbers), groups)
+        ends = [number * size + min(number, longer) for number in range(groups + 1)]
+        parts = [numbers[start:end] for start, end in pairwise(ends)]
+    else:
+        parts = [[trained[id(one)] for one in group if id(one) in trained] for group in groups]
+    units: dict[int, Unit] = {number: (number,) for number in range(first, first + len(parameters))}
+    for part in parts:
+        alike: dict[Any, list[int]] = {}  # Horovod reduces one dtype of one device at a time
+        for number in part:
+            one = parameters[number - first]
+            alike.setdefault((one.dtype, one.device), []).append(number)
+        for together in alike.values():
+            units.update(dict.fromkeys(together, tuple(together)))
+    return list(units.values())

@@ -1,0 +1,7 @@
+"""torch.distributed: gloo, NCCL, MPI, and whatever else is registered with torch."""
+
+from __future__ import annotations
+
+from ignite_dist.comp_models.native.model import NativeModel
+
+__all__ = ["NativeModel"]

@@ -1,0 +1,205 @@
+"""DDP's reduction of gradients in the backward pass, completed on ranks that have left out a part of it.
+
+``DistributedDataParallel`` reduces a bucket of gradients when the backward pass has come to each of its
+parameters. A rank that makes no backward pass, or not through each parameter, never sends these buckets: the
+other ranks wait for them, or, if all ranks do so, no rank has averaged anything. So such a rank makes a
+backward pass of zeros through the parameters that are missing. DDP sends what they have accumulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_dist.gradients import accumulation_node, add_gradients, empty_gradient, note_arrival
+
+__all__ = ["completing"]
+
+_REDUCTION = "_ignite_dist_reduction"  # on a DistributedDataParallel, for good: what it has reduced
+
+
+@contextmanager
+def completing(model: Module) -> Iterator[None]:
+    """After the block each ``DistributedDataParallel`` in ``model`` has reduced its gradients.
+
+    One that holds no gradient and was not called in the block is left alone if another one was: a model may
+    contain several that are trained in turn.
+
+    Raises:
+        RuntimeError: a parameter was frozen after the model was wrapped, for whose gradient DDP waits; or no
+            gradient says which of several wrapped models the other ranks have used.
+    """
+    wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    with ExitStack() as stack:
+        reductions = {module: stack.enter_context(_watching(module)) for module in wrapped}
+        yield
+    if not torch.is_grad_enabled():  # an evaluation
+        return
+    if len(reductions) > 1:
+        reductions = _those_in_use(reductions)
+    for module, reduction in reductions.items():
+        reduction.complete(module)
+
+
+def _those_in_use(
+    reductions: dict[DistributedDataParallel, _Reduction],
+) -> dict[DistributedDataParallel, _Reduction]:
+    used = {module: one for module, one in reductions.items() if one.was_prepared or one.holds_gradients()}
+    if not used:
+        raise RuntimeError(
+            f"The model contains {len(reductions)} DistributedDataParallel, and this rank has used none of "
+            "them in this step, so it does not know which of them the other ranks have used. Give grad_sync "
+            "or accumulate the one that is trained."
+        )
+    return used
+
+
+class _Reduction:
+    """What one ``DistributedDataParallel`` has reduced since the beginning of the block.
+
+    Attributes:
+        was_prepared: whether it was called, so that it expects a backward pass.
+        arrived: the numbers of the parameters through which a backward pass has come since.
+    """
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        ignored = module.parameters_to_ignore
+        named = module.module.named_parameters()
+        trained = {name: one for name, one in named if one.requires_grad and name not in ignored}
+        self.names = list(trained)
+        self.parameters = list(trained.values())
+        self.sparse = _sparse_parameters(module)
+        self.was_prepared = False
+        self.arrived: set[int] = set()
+        self.usual: set[int] = set()  # of the last backward pass that was the user's
+        # DDP holds the same nodes. Hooks are made once: 10 us for each parameter.
+        self.nodes = [accumulation_node(parameter) for parameter in self.parameters]
+        for number, node in enumerate(self.nodes):
+            note_arrival(node, number, self.arrived)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the module has other nodes, and makes its own
+
+    def holds_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.parameters)
+
+    def note_call(self, module: DistributedDataParallel, *_: Any) -> None:
+        """Forward hook: from here on DDP expects a backward pass, if it is to synchronise."""
+        if torch.is_grad_enabled() and module.require_backward_grad_sync:
+            self.was_prepared = True
+            self.arrived.clear()
+
+    def complete(self, module: DistributedDataParallel) -> None:
+        """Take part in what this rank has not reduced."""
+        if not self.parameters or not module.require_backward_grad_sync:  # within no_sync()
+            return
+        # Or it was called before the block: then DDP itself notes whether it is to synchronise.
+        is_prepared = self.was_prepared or module.require_forward_param_sync
+        if not (is_prepared and self.arrived):
+            _backward_of_zeros(module, self)
+        elif module.find_unused_parameters or module.static_graph:
+            self.usual = set(self.arrived)  # the reducer knows what is unused
+        elif len(self.arrived) < len(self.parameters):
+            self._add_missing()
+
+    def _add_missing(self) -> None:
+        missing = [number for number in range(len(self.parameters)) if number not in self.arrived]
+        frozen = [self.names[number] for number in missing if not self.parameters[number].requires_grad]
+        if frozen:
+            raise RuntimeError(
+                f"{', '.join(frozen)}: frozen after auto_model, and DistributedDataParallel waits for the "
+                "gradient, so it has averaged nothing in this step. Freeze parameters before auto_model, or "
+                "pass it find_unused_parameters=True."
+            )
+        parameters = [self.parameters[number] for number in missing]
+        add_gradients(parameters, lambda: [self.zeros(parameter) for parameter in parameters]).backward()  # type: ignore[no-untyped-call]
+
+    def zeros(self, parameter: Parameter) -> Tensor:
+        """A gradient of zeros, of the layout that DDP expects."""
+        if id(parameter) in self.sparse:
+            return empty_gradient(parameter)
+        return parameter.detach().new_zeros(()).expand_as(parameter)  # takes no memory
+
+
+@contextmanager
+def _watching(module: DistributedDataParallel) -> Iterator[_Reduction]:
+    """In the block it is noted what ``module`` reduces."""
+    reduction: _Reduction | None = vars(module).get(_REDUCTION)
+    if reduction is None:
+        reduction = vars(module)[_REDUCTION] = _Reduction(module)
+    reduction.was_prepared = False
+    reduction.arrived.clear()
+    # Not for good: a model with hooks of ours could not be copied or pickled.
+    handle = module.register_forward_hook(reduction.note_call)
+    try:
+        yield reduction
+    finally:
+        handle.remove()
+
+
+class _Standin(Module):
+    """In the place of the model inside of DDP: a forward pass that gives a tensor which is there already.
+
+    Its buffers are those of the model, which DDP's forward pass broadcasts.
+    """
+
+    def __init__(self, output: Tensor, model: Module) -> None:
+        super().__init__()
+        self.output = output
+        self.named_buffers = model.named_buffers  # type: ignore[method-assign]
+
+    def forward(self, _: None) -> Tensor:
+        return self.output
+
+
+def _backward_of_zeros(module: DistributedDataParallel, reduction: _Reduction) -> None:
+    """A forward and backward pass of ``module`` that adds zeros to its gradients.
+
+    DDP's own forward pass is made, because with it DDP prepares for the backward pass and broadcasts buffers,
+    as on the ranks that call the model. The model inside is not called.
+    """
+    if reduction.was_prepared:  # this rank has taken part in the broadcast of the buffers already
+        module.require_forward_param_sync = False
+    parameters, gradients = _through_which(module, reduction)
+    inside = module.module
+    module.module = _Standin(add_gradients(parameters, lambda: gradients), inside)
+    try:
+        with torch.enable_grad():
+            # With an argument, because on a GPU DDP moves the first one.
+            output = DistributedDataParallel.forward(module, None)  # type: ignore[no-untyped-call]
+    finally:
+        module.module = inside
+    output.backward()
+
+
+def _through_which(
+    module: DistributedDataParallel, reduction: _Reduction
+) -> tuple[list[Parameter], list[Tensor | None]]:
+    """The parameters of a backward pass of zeros, and the gradients that it adds."""
+    trained = [parameter for parameter in reduction.parameters if parameter.requires_grad]
+    if module.static_graph:  # it has to be as the others
+        usual = [
+            parameter for number, parameter in enumerate(reduction.parameters) if number in reduction.usual
+        ]
+        through = usual or trained
+    elif module.find_unused_parameters:
+        through = [parameter for parameter in trained if parameter.grad is not None]
+        if not through:  # DDP begins with the first one; without a gradient it counts as unused
+            return trained[:1], [None]
+    else:
+        through = trained
+    return through, [reduction.zeros(parameter) for parameter in through]
+
+
+def _sparse_parameters(module: Module) -> set[int]:
+    """The ids of the parameters for which DDP expects sparse gradients."""
+    embeddings = [
+        one for one in module.modules() if isinstance(one, (Embedding, EmbeddingBag)) and one.sparse
+    ]
+    return {id(one.weight) for one in embeddings}

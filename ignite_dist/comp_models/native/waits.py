@@ -1,0 +1,106 @@
+"""Which of torch's groups a rank waits in, by the frames of its thread, and how far each group has come."""
+
+from __future__ import annotations
+
+import os
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from ignite_dist.comp_models.base import Group, WaitedFor
+from ignite_dist.flight_recorder import is_library, local_of
+
+__all__ = ["calls_begun", "waited_for"]
+
+# gloo counts messages as calls of the group, so two ranks that send each other some have made more "calls"
+# than the others: a higher count alone does not say that another rank lacks a call.
+_MESSAGES = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
+# No rank can complete one of these before all have begun it: of this package, then torch's.
+_NEEDS_ALL = frozenset(
+    {
+        *("_all_reduce", "_all_gather", "_barrier", "_reduce_narrow", "gather_bytes"),
+        *("all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "all_gather_object"),
+        *("all_gather_coalesced", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
+        *("reduce_scatter", "reduce_scatter_tensor"),
+    }
+)
+_BROADCASTS = frozenset({"_broadcast", "broadcast", "broadcast_object_list"})
+# Where the group that a rank waits in can be seen. Elsewhere it waits for what it has begun before, in the
+# backward pass of a DistributedDataParallel, say.
+_WHERE_SEEN = ("/torch/distributed/distributed_c10d.py", "/torch/nn/parallel/distributed.py")
+_HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
+
+
+def calls_begun() -> dict[str, int | None]:
+    """How many calls, also of other libraries, each live group of this rank has begun, by its name."""
+    groups: list[Any] = list(distributed_c10d._world.pg_map)
+    return {group.group_name: _num_begun(group) for group in groups}
+
+
+def _num_begun(group: Any) -> int | None:
+    try:
+        number: int = group._get_sequence_number_for_group()
+        return number
+    except RuntimeError:  # not every backend counts
+        return None
+
+
+def waited_for(frame: FrameType, world: ProcessGroup, rank: int, device: torch.device) -> WaitedFor:
+    """See ``ComputationModel.waited_for``.
+
+    Args:
+        frame: the frame.
+        world: the group of all ranks.
+        rank: this one.
+        device: where it computes.
+    """
+    path = frame.f_code.co_filename
+    if not (path.startswith(_HERE) or path.endswith(_WHERE_SEEN)):
+        # Elsewhere than on the CPU a thread that computes cannot be told from one that waits.
+        return WaitedFor(_in_each_group() if device.type == "cpu" else ())
+    names = _names(frame)
+    if names & _MESSAGES:
+        other = _rank_named(frame, "dst", "src")
+        return WaitedFor(() if other is None else (other,), is_known=True, is_message=True)
+    being_made = local_of(frame, "group_name")
+    if isinstance(being_made, str) and being_made:
+        ranks = local_of(frame, "global_ranks_in_group") or ()
+        return WaitedFor(tuple(ranks), being_made, is_known=True, needs_all=True)
+    group = local_of(frame, "group", "process_group")
+    handle = group.handle if isinstance(group, Group) else group
+    if handle is None:
+        handle = getattr(local_of(frame, "self"), "process_group", None) or world
+    if not isinstance(handle, ProcessGroup):
+        return WaitedFor()
+    source = _rank_named(frame, "src") if names & _BROADCASTS else None
+    if source is not None and source != rank:
+        return WaitedFor((source,), handle.group_name, is_known=True, needs_all=True)
+    ranks = tuple(distributed_c10d._world.pg_group_ranks.get(handle, {}))
+    return WaitedFor(ranks, handle.group_name, is_known=True, needs_all=bool(names & _NEEDS_ALL))
+
+
+def _names(frame: FrameType | None) -> set[str]:
+    """The functions of libraries that the user's code is in."""
+    names = set()
+    while frame is not None and is_library(frame.f_code.co_filename):
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
+
+
+def _rank_named(frame: FrameType, *names: str) -> int | None:
+    """The rank that an argument of one of these names gives, as a rank of the world or of the group."""
+    rank = local_of(frame, *names)
+    if rank is None and (position := local_of(frame, *(f"group_{name}" for name in names))) is not None:
+        positions = distributed_c10d._world.pg_group_ranks.get(local_of(frame, "group"), {})
+        rank = next((one for one, place in positions.items() if place == position), None)
+    return None if rank is None else int(rank)
+
+
+def _in_each_group() -> tuple[int, ...]:
+    """The ranks that are in each of this rank's groups: it waits for them, whichever group it waits in."""
+    groups = list(distributed_c10d._world.pg_group_ranks.values())  # others may be made meanwhile
+    members = [set(ranks) for ranks in groups if len(ranks) > 1]
+    return tuple(set.intersection(*members)) if members else ()

@@ -1,0 +1,213 @@
+"""What torch.distributed has around a model and an optimizer: DDP and its hooks, FSDP2, ZeRO.
+
+torch's heavy parts are imported inside functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ignite_dist.arguments import check_keywords
+from ignite_dist.gradients import parameters_of
+
+__all__ = [
+    "accumulating",
+    "check_optimizer",
+    "joined",
+    "process_groups",
+    "shard_model",
+    "shard_optimizer",
+    "were_averaged",
+    "wrap_model",
+]
+
+
+_LOCAL = "_ignite_dist_local"  # on a module of FSDP2 that does not synchronise gradients
+
+
+# --- DistributedDataParallel -------------------------------------------------------------------------
+
+
+def wrap_model(
+    model: Module,
+    device: torch.device,
+    backend: str,
+    sync_bn: bool,
+    wrapper: Callable[..., Module],
+    comm_hook: Any,
+    buffer_hook: Any,
+    kwargs: dict[str, Any],
+) -> Module:
+    """``model`` in ``wrapper``, with its hooks; see ``auto_model``."""
+    hook = _find_hook(comm_hook, backend)
+    if sync_bn and device.type == "cpu":
+        warnings.warn(
+            "sync_bn=True leaves BatchNorm as it is: torch's SyncBatchNorm needs a GPU.", stacklevel=4
+        )
+    elif sync_bn:
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    if device.type != "cpu":
+        if "device_ids" in kwargs:
+            raise ValueError(f"device_ids is this rank's own device, {device}; got {kwargs['device_ids']!r}.")
+        kwargs["device_ids"] = [device.index]
+    wrapped: Any = wrapper(model, **kwargs)
+    if isinstance(hook, dist.BuiltinCommHookType):
+        wrapped._register_builtin_comm_hook(hook)
+    elif hook is not None:
+        wrapped.register_comm_hook(*hook)
+    if buffer_hook is not None:
+        wrapped._register_buffer_comm_hook(*buffer_hook)
+    return wrapped  # type: ignore[no-any-return]
+
+
+def _find_hook(comm_hook: Any, backend: str) -> Any:
+    """Torch's hook and its state by our name for it; what the backend refuses raises here."""
+    if not isinstance(comm_hook, str):
+        return comm_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if comm_hook == "powersgd":
+        return powerSGD_hook.PowerSGDState(process_group=None), powerSGD_hook.powerSGD_hook
+    if comm_hook == "fp16":
+        return None, default_hooks.fp16_compress_hook
+    if backend not in ("nccl", "xccl"):  # as torch itself, which says so only to a model that is wrapped
+        raise ValueError(f"comm_hook='bf16' needs NCCL, and this backend is {backend!r}. Use 'fp16'.")
+    return None, default_hooks.bf16_compress_hook
+
+
+@contextmanager
+def accumulating(model: Module) -> Iterator[None]:
+    """Keep every ``DistributedDataParallel`` and FSDP2 module in ``model`` from synchronising gradients."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                if module.static_graph and not module._static_graph_delay_allreduce_enqueued:
+                    raise ValueError(
+                        "static_graph=True: torch learns the graph from a first backward pass that averages "
+                        "gradients. Make one before any that does not, or leave static_graph out."
+                    )
+                stack.enter_context(module.no_sync())
+            elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
+                if vars(module).get(_LOCAL):  # an outer block is to end it
+                    continue
+                setattr(module, _LOCAL, True)
+                module.set_requires_gradient_sync(False, recurse=False)
+                stack.callback(module.set_requires_gradient_sync, True, recurse=False)
+                stack.callback(vars(module).pop, _LOCAL)
+        yield
+
+
+def process_groups(model: Module) -> list[Any]:
+    """The process group of each ``DistributedDataParallel`` in ``model``."""
+    return [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
+def _mesh_of(parameter: Parameter) -> Any:
+    """The devices over which FSDP2 has sharded ``parameter``, or None."""
+    return getattr(parameter, "device_mesh", None)
+
+
+def were_averaged(model: Module) -> None:
+    """Let the next forward pass take rank 0's buffers, as it does after a backward pass that averages."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            module.require_forward_param_sync = True
+
+
+@contextmanager
+def joined(model: Module, optimizer: Optimizer | None, kwargs: dict[str, Any]) -> Iterator[list[int]]:
+    """Torch's ``Join`` of every ``DistributedDataParallel`` in ``model``, and of an optimizer of ZeRO."""
+    from torch.distributed.algorithms.join import Join, Joinable
+
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    modules = list(model.modules())
+    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules):
+        raise ValueError(
+            "join() is not for a model sharded by FSDP2: every forward pass needs each rank, and torch has "
+            "nothing to stand in for one without data. Give every rank as many batches, or stop all "
+            "together: any_true(...)."
+        )
+    joinables: list[Any] = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    if not joinables:
+        raise ValueError("join() takes a model of auto_model, and there is no DistributedDataParallel in it.")
+    if isinstance(optimizer, Joinable):  # ZeRO's
+        joinables.append(optimizer)  # type: ignore[unreachable]
+    with Join(joinables, **kwargs):
+        yield []  # it makes the parameters equal by itself
+
+
+# --- shards ------------------------------------------------------------------------------------------
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that FSDP2's shards of parameters would make another one.
+
+    Raises:
+        ValueError: its parameters are sharded, and it treats them as one vector.
+    """
+    if any(_mesh_of(parameter) is not None for parameter in parameters_of(optimizer)):
+        _check_separable(optimizer, "strategy='fsdp' shards its parameters")
+
+
+def _check_separable(optimizer: Optimizer, how: str) -> None:
+    """Refuse an optimizer whose step on a part of the parameters is not that part of its step on all.
+
+    Which these are no attribute says. Those that cannot do without a closure are: it is for a line search,
+    and makes the number of its calls depend on the part.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} needs a closure and makes its steps from all parameters together, "
+            f"and {how} over the ranks. Leave that out, or take an optimizer that works on each parameter."
+        )
+
+
+def shard_model(model: Module, device: torch.device, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
+    """``model``, each of its modules of the classes ``wrap`` and then the rest sharded by FSDP2, in place."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    check_keywords("auto_model", kwargs, set(inspect.signature(fully_shard).parameters) - {"module"})
+    kwargs.setdefault("mesh", init_device_mesh(device.type, (dist.get_world_size(),)))
+    for module in reversed(list(model.modules())):  # from the inside out
+        if module is not model and isinstance(module, tuple(wrap)):
+            fully_shard(module, **kwargs)
+    fully_shard(model, **kwargs)
+    return model
+
+
+def shard_optimizer(optimizer: Optimizer) -> Optimizer:
+    """A ``ZeroRedundancyOptimizer`` of the same class, parameter groups, state and options."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer
+    _check_separable(optimizer, "zero=True shards its state")
+    # `defaults` may hold more than can be given: AdamW's names what it has fixed for Adam.
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    groups = [
+        {name: value for name, value in group.items() if name == "params" or name in accepted}
+        for group in optimizer.param_groups
+    ]
+    sharded = ZeroRedundancyOptimizer(groups, type(optimizer), **options)
+    for group, other in zip(sharded.param_groups, optimizer.param_groups, strict=True):
+        group.update({name: value for name, value in other.items() if name != "params"})  # initial_lr, say
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        vars(sharded)[hooks].update(vars(optimizer)[hooks])
+    if optimizer.state:
+        sharded.load_state_dict(optimizer.state_dict())
+    return sharded

@@ -1,0 +1,1 @@
+"""Which computation model is live in this process, and what it says about it."""

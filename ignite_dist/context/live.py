@@ -1,0 +1,484 @@
+"""Which computation model is live, and what it says about this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ignite_dist import environments
+from ignite_dist.arguments import as_int, did_you_mean
+from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
+from ignite_dist.comp_models.serial import WatchfulSerialModel
+from ignite_dist.context import forks, ignite_bridge, loader_workers
+from ignite_dist.environments import Environment
+from ignite_dist.errors import DistributedError, RankFailedError
+from ignite_dist.flight_recorder import END_OF_CONTEXT
+from ignite_dist.tracing import eagerly, resolved_while_tracing, traced, traced_as
+from ignite_dist.workers import torchelastic
+
+__all__ = [
+    "abort",
+    "available_backends",
+    "backend",
+    "begun",
+    "conclude",
+    "current_model",
+    "device",
+    "environment",
+    "finalize",
+    "find_model",
+    "get_local_rank",
+    "get_nnodes",
+    "get_node_rank",
+    "get_nproc_per_node",
+    "get_rank",
+    "get_world_size",
+    "hostname",
+    "initialize",
+    "is_context_of",
+    "is_global_zero",
+    "is_local_zero",
+    "model_name",
+    "model_of_the_graph",
+    "set_local_rank",
+    "show_config",
+    "sync",
+    "world_group",
+]
+
+_logger = logging.getLogger(__name__)
+_model: ComputationModel = SerialModel()
+
+begun: list[Callable[[ComputationModel], None]] = []
+"""What is called with each context that :func:`initialize` has made: of floors above this one."""
+# Guards the change of _model: threads that notice a context at once have to get one model of it, because that
+# model has the groups. Never held while other ranks are waited for. Who only reads _model needs no lock.
+_changing = threading.RLock()
+# The threads that are in initialize(), and the kind of model that each makes.
+_initializing: dict[int, type[ComputationModel]] = {}
+
+
+def _after_fork_in_child() -> None:
+    global _changing
+    _changing = threading.RLock()  # the thread that had it is not there to give it back
+    _initializing.clear()
+    forks.after_fork(_model)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+# --- resolving ---------------------------------------------------------------------------------------
+
+
+@resolved_while_tracing
+def _look_while_tracing() -> None:
+    current_model()
+
+
+@traced
+def model_of_the_graph() -> ComputationModel:
+    """:func:`current_model` for a graph that is being traced, which is made again when a guard fails."""
+    _look_while_tracing()
+    model = _model  # what is read of it is guarded
+    model.is_current_by_guards()
+    return model
+
+
+@traced
+def _guarded_model() -> ComputationModel:
+    model = model_of_the_graph()
+    if model.is_current_by_guards():
+        return model
+    found: ComputationModel = eagerly(current_model)
+    return found
+
+
+@traced_as(_guarded_model)
+def current_model() -> ComputationModel:
+    """The computation model of the live context. Never communicates."""
+    model = _model
+    return model if model.is_current() else _resolve()
+
+
+def _resolve() -> ComputationModel:
+    """Look for a context that somebody made since; without one, this process is serial."""
+    with _changing:
+        model = _model
+        if model.is_current():  # another thread has looked meanwhile
+            return model
+        model.left_behind()
+        # Replicas of XLA are threads, and one of them may end its context before another: what is found here
+        # is this thread's, whatever the others make of the module's variable afterwards.
+        found = _find()
+        if _is_being_made(found):  # initialize() would replace this one, and its groups would be lost
+            return _use(SerialModel())
+        forks.note_inherited(found)
+        model = _model
+        return model if model.is_current() else _use(found)  # a signal handler may have looked meanwhile
+
+
+def _is_being_made(model: ComputationModel) -> bool:
+    """Whether ``initialize`` in another thread is about to give the model of this very context."""
+    # Ranks that are threads share one model, so none is lost.
+    if not _initializing or model.ranks_in_process() > 1:
+        return False
+    here = threading.get_ident()
+    return any(kind is type(model) for thread, kind in list(_initializing.items()) if thread != here)
+
+
+def _use(model: ComputationModel) -> ComputationModel:
+    global _model
+    with _changing:
+        _model = model
+        loader_workers.note(model)
+    return model
+
+
+def _look_again(_: Any) -> None:
+    """In a process that multiprocessing has started, and which now has its configuration: look anew."""
+    if isinstance(_model, SerialModel):
+        _use(SerialModel())
+
+
+loader_workers.when_sent(_look_again)
+
+
+def _find() -> ComputationModel:
+    """A model of the live context."""
+    loaded = [model for model in registered_computation_models if model.library in sys.modules]
+    for candidate in loaded:
+        found = candidate.create_from_context()
+        if found is not None:
+            return found
+    # Every serial model watches torch.distributed by itself, and whether anything else has been imported.
+    others = [model for model in loaded if model not in (SerialModel, NativeModel)]
+    num_modules = len(sys.modules)
+    of_worker = loader_workers.model_of_worker(num_modules)
+    if of_worker is not None:
+        return of_worker
+    return WatchfulSerialModel(num_modules, others) if others else SerialModel(num_modules)
+
+
+def sync(temporary: bool = False) -> None:
+    """Look for the live context and use it.
+
+    There is no need to call it: every function of the package notices a context that was made, ended or
+    replaced. It is here for scripts that call it.
+
+    Args:
+        temporary: accepted and without effect; a context is never used for longer than it lives.
+    """
+    current_model()
+
+
+# --- lifecycle ---------------------------------------------------------------------------------------
+
+
+def available_backends() -> tuple[str, ...]:
+    """The backends that this installation can run, ``("gloo", "nccl")`` for example.
+
+    NCCL counts when torch was built with it, whether or not there is a GPU.
+    """
+    return tuple(backend for model in registered_computation_models for backend in model.available_backends)
+
+
+def find_model(backend: str) -> type[ComputationModel]:
+    """The class of the computation model that runs ``backend``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(backend, str):
+        for model in registered_computation_models:
+            if model.can_run(backend):
+                return model
+        for model in registered_computation_models:
+            reason = model.how_to_get(backend)
+            if reason is not None:
+                raise ValueError(f"Backend {backend!r} cannot run here: {reason} Available: {_listed()}.")
+    hint = (
+        did_you_mean(str(backend).lower(), available_backends())
+        or " Is the package that brings it installed?"
+    )
+    raise ValueError(f"Unknown backend {backend!r}. Available: {_listed()}.{hint}")
+
+
+def _listed() -> str:
+    return ", ".join(map(repr, available_backends()))
+
+
+def initialize(backend: str, **kwargs: Any) -> None:
+    """Make a distributed context. Every rank calls it; it returns when all have.
+
+    The ranks come from the arguments or from the launcher's variables, as :func:`environment` shows them
+    (Horovod: of ``horovodrun``); with nothing set it is a world of one.
+    Variables that scripts read (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
+    ``MASTER_PORT``) are set where they are missing, and :func:`finalize` takes back just those (XLA: none of
+    them, because ranks may share a process). So are ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``, to the
+    loopback interface, if the launcher or a loopback address says that all ranks run on this machine.
+
+    Args:
+        backend: one of :func:`available_backends`, or one per device: ``"cpu:gloo,cuda:nccl"``.
+        kwargs: for gloo, NCCL and MPI: ``timeout`` (``datetime.timedelta``; torch's default is 30 minutes,
+            10 for NCCL), ``init_method`` (``"env://"``, ``"file://..."``, ``"tcp://..."``), ``rank`` and
+            ``world_size`` (both, and only with an ``init_method``), ``pg_options``, ``device_id``; see
+            https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group.
+            For Horovod ``comm``: a list of all ranks, or an ``mpi4py`` communicator if it was built with MPI.
+            For XLA none.
+
+    Raises:
+        ValueError: an unknown backend, or arguments that contradict each other or the environment.
+        TypeError: a keyword that the backend does not have.
+        RuntimeError: a context exists already, NCCL without a GPU.
+        EnvironmentVariablesError: the environment is half set, of a launcher that Horovod does not know, or
+            without the ``PJRT_DEVICE`` that XLA is to use.
+        LaunchError: the port of the rendezvous is in use.
+        MissingRanksError: not all ranks have come in time (torch's backends; others say it otherwise).
+    """
+    model = find_model(backend)
+    live = current_model()
+    if not live.gives_way_to(model):
+        raise RuntimeError(
+            f"A context of backend {live.backend()!r} exists already, so a second one cannot be initialised. "
+            "idist uses the one that exists without any call; or end it first with idist.finalize()."
+        )
+    here = threading.get_ident()
+    _initializing[here] = model
+    try:
+        made = _use(model.create_from_backend(backend, **kwargs))
+    finally:
+        _initializing.pop(here, None)
+    ignite_bridge.context_began(made)
+    for begin in begun:
+        begin(made)
+
+
+def is_context_of(backend: str) -> bool:
+    """Whether a context of ``backend`` is live, which ``initialize(backend)`` would refuse to make again."""
+    live = current_model()
+    return not live.gives_way_to(find_model(backend)) and live.runs(backend)
+
+
+def finalize() -> None:
+    """End the context: a barrier, then the end of all of its groups. Without a context it does nothing.
+
+    It waits for the others as long as they take. If one of them waits in a collective that this rank has not
+    made, both get an error within seconds, and the context ends.
+
+    Called while an exception is being handled (in a ``finally``, say) it ends this rank's part at once and
+    waits for nobody: the other ranks get an error from their next collective instead of waiting for ever.
+
+    Raises:
+        RankFailedError: another rank waits in a collective that this one has not made (torch's backends and
+            workers of :func:`spawn`).
+    """
+    if sys.exc_info()[0] is None:
+        conclude()
+    else:
+        abort()
+
+
+def conclude() -> None:
+    """End the context after success: what :func:`finalize` does when no exception is being handled."""
+    model = current_model()
+    try:
+        model.announce(END_OF_CONTEXT, model.world())
+    except DistributedError:  # the ranks are not in step; the context goes on
+        raise
+    except RuntimeError:
+        pass  # a rank is gone: finalize() meets the same, and says so
+    try:
+        model.meet_at_end()
+    except RankFailedError as error:
+        with torchelastic.recorded(error):
+            model.abort()
+        _ended()
+        raise
+    model.finalize()
+    _ended()
+
+
+def abort() -> None:
+    """End the context after a failure on this rank. Waits for nobody.
+
+    Under torchrun the exception that is being handled gets into the summary of the failure. A rank that only
+    notices the failure of another gives torchrun a moment to notice it too.
+    """
+    with torchelastic.recorded(sys.exc_info()[1]):
+        current_model().abort()
+    _ended()
+
+
+def _ended() -> None:
+    _use(SerialModel())
+    ignite_bridge.context_ended()
+
+
+# --- this process ------------------------------------------------------------------------------------
+
+
+@traced
+def get_rank() -> int:
+    """Rank of this process, in [0, world_size). Never communicates.
+
+    A worker of a DataLoader has the rank of its main process, by whatever method it was started. If it was
+    not forked, it has it once it works: what it imports and unpickles before sees a world of one.
+    """
+    return current_model().get_rank()
+
+
+@traced
+def get_world_size() -> int:
+    """Number of processes of the context; 1 without one. Never communicates."""
+    return current_model().get_world_size()
+
+
+@traced
+def get_local_rank() -> int:
+    """Rank of this process among those of its node.
+
+    It comes from the environment, else from :func:`set_local_rank`. Where neither says it, the first call
+    finds it from the host names of all ranks; every rank has to make that call.
+    """
+    return current_model().get_local_rank()
+
+
+@traced
+def get_nproc_per_node() -> int:
+    """Number of processes on this node. The first call may be an exchange, as in :func:`get_local_rank`."""
+    return current_model().get_nproc_per_node()
+
+
+@traced
+def get_nnodes() -> int:
+    """Number of nodes. The first call may be an exchange, as in :func:`get_local_rank`."""
+    return current_model().get_nnodes()
+
+
+@traced
+def get_node_rank() -> int:
+    """Rank of this node, in [0, nnodes). The first call may be an exchange, as in :func:`get_local_rank`."""
+    return current_model().get_node_rank()
+
+
+@traced
+def is_global_zero() -> bool:
+    """Whether this process is the first of all. Never communicates."""
+    return current_model().get_rank() == 0
+
+
+@traced
+def is_local_zero() -> bool:
+    """Whether this process is the first of its node. The first call may be an exchange, as above."""
+    return current_model().get_local_rank() == 0
+
+
+def world_group() -> Any:
+    """The live context's own handle of the group of all ranks, to hand to other libraries.
+
+    Returns:
+        For torch a ``ProcessGroup``, for Horovod a ``ProcessSet``, for XLA the ranks as a tuple, and in a
+        serial context ``(0,)``. It is a ``group=`` of every collective here too.
+    """
+    return current_model().world_handle()
+
+
+@traced
+def device() -> torch.device:
+    """The device to put a model and its data on: this rank's accelerator, else ``torch.device("cpu")``."""
+    return current_model().device()
+
+
+@traced
+def backend() -> str | None:
+    """``"gloo"``, ``"nccl"``, ...; None without a context. Of one backend per device, the accelerator's."""
+    return current_model().backend()
+
+
+@traced
+def model_name() -> str:
+    """The computation model: ``"serial"``, ``"native-dist"``, ..."""
+    return current_model().name
+
+
+def environment() -> Environment:
+    """What started this process, and why that is believed. Never communicates.
+
+    It is what the environment variables say, not whether there is a context: under torchrun without one it is
+    torchrun's. Variables that this package has set itself do not count.
+
+    Returns:
+        An ``Environment`` with the attributes ``launcher`` (``"torchrun"``, ``"Slurm"``, ``"Open MPI"``, ...;
+        ``"none"`` where nothing was found), ``rank``, ``world_size``, ``local_rank``, ``nproc_per_node``,
+        ``nnodes``, ``node_rank``, ``main_address``, ``main_port`` (None: the launcher does not say) and
+        ``reason``, in words. Its ``teardown()`` gives back the variables that ``initialize`` has set.
+
+    Raises:
+        EnvironmentVariablesError: the variables are half set or contradict each other; it names them.
+    """
+    return environments.current()
+
+
+def hostname() -> str:
+    """Name of this host."""
+    return socket.gethostname()
+
+
+def set_local_rank(index: int) -> None:
+    """Say this process's local rank, for a context that was made without ``LOCAL_RANK`` in the environment.
+
+    Args:
+        index: the local rank; what the environment says goes before it.
+    """
+    index = as_int(index)
+    if type(index) is not int or index < 0:
+        raise ValueError(f"A local rank is an int from 0 on, got {index!r}.")
+    NativeModel.hint_local_rank(index)
+    current_model().set_local_rank(index)
+
+
+def show_config() -> None:
+    """Log the configuration at INFO level, one fact per line, on rank 0. Never communicates.
+
+    It shows whether or not ``logging`` is configured: without a handler it goes to the standard error.
+    """
+    model = current_model()
+    if model.get_rank() != 0:
+        return
+    local_rank, topology = model.known_local_rank(), model.known_topology()
+    unknown = "not known yet"
+    facts = {
+        "distributed configuration": model.name,
+        "backend": model.backend(),
+        "device": model.device().type,
+        "hostname": hostname(),
+        "world size": model.get_world_size(),
+        "rank": model.get_rank(),
+        "local rank": unknown if local_rank is None else local_rank,
+        "num processes per_node": topology.nproc_per_node if topology else unknown,
+        "num nodes": topology.nnodes if topology else unknown,
+        "node rank": topology.node_rank if topology else unknown,
+    }
+    handler = None if _logger.hasHandlers() else logging.StreamHandler()
+    if handler is not None:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+        _logger.addHandler(handler)
+    try:
+        for name, value in facts.items():
+            # Handled, not logged: who calls this wants to see it, whatever the root logger's level is.
+            record = _logger.makeRecord(
+                _logger.name, logging.INFO, __file__, 0, "%s: %s", (name, value), None, "show_config"
+            )
+            _logger.handle(record)
+    finally:
+        if handler is not None:
+            _logger.removeHandler(handler)

@@ -1,0 +1,380 @@
+"""The collectives that a rank has called: kept to tell where it is, and compared with those of the others.
+
+A recorder is there only while somebody watches (:mod:`ignite_dist.diagnostics.watchdog`): without one a
+collective pays for one look at an attribute.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError
+
+__all__ = [
+    "END_OF_CONTEXT",
+    "Call",
+    "Comparison",
+    "Log",
+    "Recorder",
+    "compare_in_new_contexts",
+    "compared_in_new_contexts",
+    "describe_ranks",
+    "for_new_context",
+    "is_library",
+    "key_of_ranks",
+    "local_of",
+    "site_of",
+    "table",
+    "users_frame",
+]
+
+_NUM_KEPT = 20  # calls of each rank
+
+# Descriptions are cut to this, so that those of one call travel in one header.
+_MAX_SITE, _MAX_VALUE = 90, 120
+
+_VARIABLE = "IGNITE_DIST_DEBUG"
+
+END_OF_CONTEXT = "the end of the context"
+"""What a rank calls that ends its context: it is compared like a collective."""
+
+
+class Call(NamedTuple):
+    """One call of a collective by one rank.
+
+    Attributes:
+        number: how many calls in its group this is, from 1.
+        operation: the public function: ``"all_reduce"``.
+        op: ``"SUM"``; where a broadcast comes from; else empty.
+        layout: of what was sent: ``(dtype, shape)`` of a tensor, those of the leaves of a tree, or words.
+        group: the global ranks; empty for all.
+        site: ``"file:line"`` of the caller outside of this package.
+        key: what tells the group from others of the same ranks, the same on all of them; empty for all.
+    """
+
+    number: int
+    operation: str
+    op: str
+    layout: Any
+    group: tuple[int, ...]
+    site: str
+    key: str = ""
+
+    @property
+    def value(self) -> str:
+        """What was sent, in words that are the same on ranks whose values go together."""
+        return _describe(self.layout)
+
+    def row(self) -> tuple[str, ...]:
+        """The cells of :func:`table`."""
+        return str(self.number), self.operation, self.op, self.value, self.site
+
+    def __str__(self) -> str:
+        what = " ".join(filter(None, (self.op, self.value)))
+        group = f" of the group {list(self.group)}" if self.group else ""
+        return f"{self.operation}({what}), call {self.number}{group}, at {self.site}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the ranks compare before each collective.
+
+    Attributes:
+        call_sites: whether the callers' lines count. They tell apart calls that look alike; scripts that make
+            one collective from two lines (``if rank == 0: ... else: ...``) have to do without.
+    """
+
+    call_sites: bool = True
+
+
+@dataclass
+class Log:
+    """What is known of one rank.
+
+    Attributes:
+        home: the thread that has made its first call.
+        thread: the one that has made its last.
+        comparison: what it compares with the others before each call; None if it does not.
+        error: what it tells the others of in its last call.
+        num_calls: how many it has made.
+        calls: the last of them.
+        by_group: how many it has made in each group, by :attr:`Call.key`.
+    """
+
+    home: int
+    thread: int
+    comparison: Comparison | None = None
+    error: str = ""
+    num_calls: int = 0
+    calls: deque[Call] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
+    by_group: Counter[str] = field(default_factory=Counter)
+
+
+class Watchdog(Protocol):
+    """What a recorder needs of :class:`ignite_dist.diagnostics.watchdog.Watchdog`, above it."""
+
+    def explain(self, error: RuntimeError, call: Call, ranks: Sequence[int]) -> None:
+        """Raise what is behind ``error`` of ``call``, if it is known that ranks are missing."""
+
+    def meet_at_end(self, rank: int) -> None:
+        """Return when all ranks have come to the end of the context, or cannot; ``rank`` has.
+
+        Raises:
+            RankFailedError: another rank waits in a collective that ``rank`` has not made.
+        """
+
+    def stop(self) -> None:
+        """End the thread."""
+
+
+class Recorder:
+    """The calls of the ranks of this process in one context.
+
+    Args:
+        comparison: what they compare before each call, until they say otherwise.
+    """
+
+    def __init__(self, comparison: Comparison | None = None) -> None:
+        self._comparison = comparison
+        self.logs: dict[int, Log] = {}
+        self.watchdog: Watchdog | None = None
+        # Guards the counts of the logs: threads of one rank share one. A signal handler may come in between.
+        self._counting = threading.RLock()
+
+    def log_of(self, rank: int) -> Log:
+        """What is known of a rank of this process, in whose thread this is called."""
+        log = self.logs.get(rank)
+        if log is None:  # setdefault: another thread of the rank may be here too
+            made = Log(threading.get_ident(), threading.get_ident(), self._comparison)
+            log = self.logs.setdefault(rank, made)
+        return log
+
+    def close(self) -> None:
+        """The context is about to end."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
+            self.watchdog = None
+
+    def record(
+        self,
+        rank: int,
+        operation: str,
+        group: tuple[int, ...],
+        value: Tensor | torch.dtype | Sequence[Any] | str = "",
+        op: str = "",
+        key: str | None = None,
+    ) -> Call:
+        """Note a call of ``rank`` in the ``group``, which is empty for all ranks; see :class:`Call`."""
+        log = self.log_of(rank)
+        site = site_of(users_frame(sys._getframe(1)))
+        key = key_of_ranks(group) if key is None else key
+        with self._counting:
+            log.thread, log.error = threading.get_ident(), ""
+            log.num_calls += 1
+            log.by_group.setdefault(key, 0)  # the next lines then call nothing, so no signal is handled there
+            log.by_group[key] += 1
+            number = log.by_group[key]
+            call = Call(number, operation, op, _layout(value), group, site, key)
+            log.calls.append(call)
+        return call
+
+    def compare(
+        self, rank: int, call: Call, ranks: Sequence[int], gather: Callable[[Any], list[Any]]
+    ) -> None:
+        """Tell the other ranks of the group, by ``gather``, which call comes next, if ``rank`` compares.
+
+        Raises:
+            CollectiveMismatchError: they are not the same; raised on all of them, with a table.
+            MissingRanksError: the backend has lost its patience, and a watchdog knows who has not come.
+        """
+        comparison = self.logs[rank].comparison
+        if comparison is None:
+            return
+        sent = (_TAG, *call.row())
+        try:
+            rows = gather(sent)
+        except RuntimeError as error:
+            if self.watchdog is not None:
+                self.watchdog.explain(error, call, ranks)
+            raise
+        told = [_fields(row) for row in rows]
+        if len({row if comparison.call_sites else row[:-1] for row in told}) > 1:
+            raise CollectiveMismatchError(_mismatch(call, ranks, told, comparison))
+
+
+def _mismatch(
+    call: Call, ranks: Sequence[int], told: Sequence[tuple[str, ...]], comparison: Comparison
+) -> str:
+    """Who is about to make another call than most, and a table of all."""
+    kinds = Counter(row if comparison.call_sites else row[:-1] for row in told)
+    usual, num_usual = kinds.most_common(1)[0]
+    odd = [rank for rank, row in zip(ranks, told, strict=True) if row[: len(usual)] != usual]
+    group = f" of the group {list(call.group)}" if call.group else ""
+    if num_usual > len(odd):
+        made = f"{describe_ranks(odd).capitalize()}{group} made another call than the others."
+    else:
+        made = f"{describe_ranks(ranks).capitalize()}{group} made different calls."
+    hint = ""
+    if len({row[:-1] for row in told}) == 1:
+        hint = (
+            "\nThey differ in nothing but the line that they come from: is one of them a call behind? If the "
+            "lines are meant to differ, use idist.debug(verify=True, call_sites=False)."
+        )
+    return f"{made} The next collective of each:\n\n{table_by_rank(ranks, told)}{hint}"
+
+
+_TAG = "ignite_dist.call"
+
+
+def _fields(row: Any) -> tuple[str, ...]:
+    """``(number, operation, op, value, site)`` as text, of what a rank has sent."""
+    if isinstance(row, tuple) and len(row) == 6 and row[0] == _TAG:
+        return row[1:]
+    return ("?", "a collective that is not compared (is debug() on there?)", "", "", "?")
+
+
+def table_by_rank(ranks: Sequence[int], rows: Sequence[Sequence[str]]) -> str:
+    """The rows of :func:`table` with their ranks before them; ranks with the same one share a line."""
+    by_row: dict[tuple[str, ...], list[int]] = {}
+    for rank, row in zip(ranks, rows, strict=True):
+        by_row.setdefault(tuple(row), []).append(rank)
+    return table([(_ranges(members), *row) for row, members in by_row.items()], ("rank",))
+
+
+def table(rows: Sequence[Sequence[str]], before: tuple[str, ...] = ()) -> str:
+    """The calls ``(number, operation, op, value, site)``, a line each."""
+    lines = [(*before, "call", "operation", "op", "value", "where"), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def key_of_ranks(ranks: Sequence[int]) -> str:
+    """What tells a group from others where there is one of the same ranks."""
+    return ",".join(map(str, ranks))
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """``"rank 3"``, or ``"ranks 0-2, 5"``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)}"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+# --- describing a call ---------------------------------------------------------------------------------
+
+
+def _layout(value: Tensor | torch.dtype | Sequence[Any] | str) -> Any:
+    """What is kept of a value: no tensor, which would live on with it."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape
+    if isinstance(value, (str, torch.dtype)):
+        return value
+    return [(one.dtype, one.shape) if isinstance(one, Tensor) else "number" for one in value]
+
+
+def _describe(layout: Any) -> str:
+    if isinstance(layout, tuple):
+        dtype, shape = layout
+        return f"{dtype} {tuple(shape)}"
+    words = ", ".join(map(_describe, layout)) if isinstance(layout, list) else str(layout)
+    if len(words) <= _MAX_VALUE:
+        return words
+    return f"{words[:_MAX_VALUE]}... ({zlib.crc32(words.encode()):08x})"
+
+
+_HERE = sys.modules[__name__.partition(".")[0]].__path__[0]  # of the package, wherever this file is
+_FOLDERS = (_HERE, os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
+_LIBRARIES = tuple(os.path.join(folder, "") for folder in _FOLDERS)
+_INSTALLED = ("torch", "torch_xla", "horovod", os.path.basename(_HERE))
+
+
+@lru_cache(maxsize=4096)
+def is_library(path: str) -> bool:
+    """Whether ``path`` is code of this package, of torch, of a backend's library or of Python's own."""
+    _, packages, rest = path.rpartition("-packages" + os.sep)  # site-packages, dist-packages
+    if packages:
+        return rest.partition(os.sep)[0] in _INSTALLED
+    return path.startswith((*_LIBRARIES, "<frozen "))
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame, from ``frame`` on outwards, that is the user's own code."""
+    while frame is not None and (is_library(frame.f_code.co_filename) or _is_generated(frame)):
+        frame = frame.f_back
+    return frame
+
+
+def local_of(frame: FrameType | None, *names: str) -> Any:
+    """The first variable of one of these names in the library's innermost frames; None if there is none."""
+    while frame is not None and is_library(frame.f_code.co_filename):
+        for name in names:
+            if (found := frame.f_locals.get(name)) is not None:
+                return found
+        frame = frame.f_back
+    return None
+
+
+def _is_generated(frame: FrameType) -> bool:
+    """Whether torch.compile wrote the code: under a name, or into a file, that is each rank's own."""
+    module = frame.f_globals.get("__name__", "")
+    return frame.f_code.co_filename.startswith("<eval_with_key>") or module.startswith("torch._inductor.")
+
+
+def site_of(frame: FrameType | None) -> str:
+    """``"folder/file.py:12"``, the same on machines where the code is in different places."""
+    return "?" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@lru_cache(maxsize=4096)
+def _short(path: str) -> str:
+    folder, name = os.path.split(path)
+    return os.path.join(os.path.basename(folder), name)[-_MAX_SITE:]
+
+
+# --- which contexts have one -----------------------------------------------------------------------------
+
+_comparison: Comparison | None = None
+
+
+def compared_in_new_contexts() -> Comparison | None:
+    """What the ranks of contexts to come compare, if that was said."""
+    return _comparison
+
+
+def compare_in_new_contexts(comparison: Comparison | None) -> None:
+    """What the ranks of contexts to come compare."""
+    global _comparison
+    _comparison = comparison
+
+
+def for_new_context() -> Recorder | None:
+    """A recorder, if one is wanted in every context: ``debug()``, or ``IGNITE_DIST_DEBUG=1``."""
+    if _comparison is not None:
+        return Recorder(_comparison)
+    text = os.environ.get(_VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise EnvironmentVariablesError(f"The environment variable {_VARIABLE} is 0 or 1, got {text!r}.")
+    return Recorder(Comparison()) if text == "1" else None

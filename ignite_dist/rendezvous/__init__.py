@@ -1,0 +1,1 @@
+"""How ranks find each other: store, roll call, connections and keepalive, network interfaces."""

@@ -1,0 +1,366 @@
+"""How the ranks of torch.distributed find each other: a place in the job for each, and a store for all."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from ignite_dist import environments
+from ignite_dist.environments import Environment, variables
+from ignite_dist.environments.base import read_int, read_port
+from ignite_dist.errors import EnvironmentVariablesError, LaunchError, MissingRanksError
+from ignite_dist.rendezvous import connections, network_interfaces, roll_call
+
+__all__ = [
+    "ASK_ONCE",
+    "find_place",
+    "interfaces",
+    "join_store",
+    "launchers_store",
+    "loopback_only",
+    "note_meeting",
+    "on_one_machine",
+    "serve_launchers_store",
+    "serve_store",
+    "set_missing",
+]
+
+# How many contexts of this process have met in each place. All ranks that met there have the same number.
+_num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
+
+_SECOND = timedelta(seconds=1)
+
+
+def find_place(init_method: str | None, rank: int | None, world_size: int | None) -> Environment:
+    """The place of this process: what the arguments say, else the environment, else a world of one.
+
+    Raises:
+        ValueError: the two contradict each other, or an ``init_method`` comes without ranks.
+        EnvironmentVariablesError: the environment is half set, or does not say where rank 0 is.
+    """
+    environ = variables.given()
+    environment = environments.detect(environ)
+    if rank is None or world_size is None:
+        if environment is None and environ.get("LOCAL_RANK"):
+            raise EnvironmentVariablesError(
+                f"LOCAL_RANK={environ['LOCAL_RANK']} is set, but RANK and WORLD_SIZE are not. Set them "
+                "for every process, start the script with torchrun, or unset LOCAL_RANK to run alone."
+            )
+        if environment is None and init_method not in (None, "env://"):
+            raise ValueError(
+                f"init_method={init_method!r} needs rank= and world_size=, or RANK and WORLD_SIZE in the "
+                "environment."
+            )
+        place = environment or environments.ALONE
+        if place.world_size > 1 and place.main_address is None and init_method in (None, "env://"):
+            raise EnvironmentVariablesError(
+                f"{place.launcher} has started {place.world_size} processes on several nodes, and does not "
+                "say on which one rank 0 runs. Set MASTER_ADDR to that node's address, for every process "
+                "(mpirun -x MASTER_ADDR=..., for example), and MASTER_PORT if you like."
+            )
+        return place
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in [0, world_size), got rank={rank} and world_size={world_size}.")
+    if environment is None:
+        return Environment(
+            "arguments",
+            rank,
+            world_size,
+            local_rank=read_int(environ, "LOCAL_RANK"),
+            main_address=environ.get("MASTER_ADDR") or "127.0.0.1",
+            main_port=read_port(environ, "MASTER_PORT") or 15000,
+        )
+    if (environment.rank, environment.world_size) != (rank, world_size):
+        raise ValueError(
+            f"rank={rank}, world_size={world_size} contradict the environment ({environment.launcher}): "
+            f"rank {environment.rank}, world size {environment.world_size}. Leave the arguments out, or "
+            "unset RANK, WORLD_SIZE and LOCAL_RANK."
+        )
+    return environment
+
+
+def set_missing(place: Environment, more: Mapping[str, str]) -> None:
+    """Set the variables that scripts read, and ``more``, where they are not there."""
+    variables.set_missing(
+        {
+            "RANK": place.rank,
+            "WORLD_SIZE": place.world_size,
+            "LOCAL_RANK": place.local_rank,
+            "MASTER_ADDR": place.main_address,
+            "MASTER_PORT": place.main_port,
+            **more,
+        }
+    )
+
+
+def join_store(place: Environment, init_method: str | None, timeout: timedelta | None) -> Store:
+    """The store of all ranks, for ``init_process_group``; all of them have come to it.
+
+    Its keys carry the number of contexts that met in the same place before, because a store may outlive a
+    context: an agent's, a file's, or that of rank 0 while the others are on their way into the next one.
+
+    Raises:
+        LaunchError: the port where rank 0 serves the store is in use.
+        MissingRanksError: not all have come in time. (With torchrun's agents on several nodes, who have met
+            before they started these ranks, it is torch's ``DistStoreError``.)
+    """
+    if place.world_size == 1 and init_method in (None, "env://"):
+        return HashStore()  # nobody else to find, so no port is needed
+    timeout = timeout or default_pg_timeout
+    init_method = init_method or "env://"
+    num_contexts = _num_contexts[_meeting_place(place, init_method)]
+    init_method = _one_file_each(init_method, num_contexts)
+    has_agents = place.launcher == "torchrun" and (place.nnodes or 1) > 1
+    start = "agents" if has_agents else os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    prefix, where = f"ignite_dist/{start}/{num_contexts}", _where(place, init_method)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            with connections.wait_told(lambda: roll_call.waiting(place, f"{_who_serves(place)} at {where}")):
+                served = _connect(place, init_method, max(deadline - time.monotonic(), 1.0))
+            served.set_timeout(timeout)
+            store: Store = PrefixStore(prefix, served)
+            if has_agents:
+                with connections.wait_told(lambda: roll_call.waiting(place, f"all others at {where}")):
+                    return _store_of_this_start(store, place, deadline)
+            roll_call.call(store, place, where, deadline, _about_loopback(place, init_method))
+            return store
+        except DistNetworkError as error:
+            if place.rank > 0 and time.monotonic() < deadline:
+                continue  # it may have been the store of the context before, which rank 0 has closed since
+            if place.rank == 0 or _is_served_by_agent():
+                raise
+            here = socket.gethostname()
+            raise MissingRanksError(
+                f"Rank 0 of {place.world_size} did not come to {where} in time, or {here} does not reach it "
+                f"there.{_about_loopback(place, init_method)}",
+                [0],
+            ) from error
+
+
+def _store_of_this_start(store: Store, place: Environment, deadline: float) -> Store:
+    """The part of ``store`` for the ranks that torchrun's agents have started together.
+
+    Each agent counts only the failures on its own node, so after one the ranks of different nodes are told
+    different restart counts, while the store is still the one with the addresses of those that are gone. So
+    rank 0 makes up a name for the start, and confirms to each of the others that both are of the same one.
+    """
+    mine = uuid.uuid4().hex
+    if place.rank == 0:
+        store.set("start", mine)
+        others = store.multi_get([f"{mine}/{rank}" for rank in range(1, place.world_size)])
+        store.set(f"{mine}/met", b" ".join(others).decode())
+        return PrefixStore(mine, store)
+    while True:
+        start = store.get("start").decode()
+        store.set(f"{start}/{place.rank}", mine)
+        try:
+            store.wait([f"{start}/met"], _SECOND)
+        except DistStoreError:  # of a start whose rank 0 is gone, or still waits for others
+            if time.monotonic() > deadline:
+                raise
+        else:
+            if mine.encode() in store.get(f"{start}/met").split():
+                return PrefixStore(start, store)
+            time.sleep(0.05)  # an earlier start's: the new rank 0 is still on its way
+
+
+def _where(place: Environment, init_method: str) -> str:
+    """Where the ranks meet."""
+    address, port = _main_address(place, init_method)
+    if address is None:
+        return init_method
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _who_serves(place: Environment) -> str:
+    """Whose store it is that a rank waits for."""
+    if _is_served_by_agent():
+        return "the launcher's store"
+    return "rank 0" if place.rank > 0 else "its own store (is this machine not reached there?)"
+
+
+def _about_loopback(place: Environment, init_method: str) -> str:
+    """What ranks may not know that are missing where all meet at a loopback address."""
+    address, _ = _main_address(place, init_method)
+    if address is None or _is_served_by_agent() or not network_interfaces.is_loopback(address):
+        return ""
+    return (
+        f" Only processes on its own machine reach {address}: if others run elsewhere, give every rank, "
+        "rank 0 too, an address of rank 0's machine on the network."
+    )
+
+
+def note_meeting(place: Environment, init_method: str | None) -> None:
+    """Note that all ranks have met in this place. The next context there uses other keys of the store."""
+    _num_contexts[_meeting_place(place, init_method or "env://")] += 1
+
+
+def _meeting_place(place: Environment, init_method: str) -> tuple[str, str | None, int | None]:
+    return init_method, place.main_address, place.main_port
+
+
+def _one_file_each(init_method: str, num_contexts: int) -> str:
+    """Another file for each context after the first, beside the one that was named.
+
+    The last rank to close a ``FileStore`` deletes its file. It looks whether it is the last under a lock, and
+    deletes when it has given the lock up: what a rank on its way into the next context has written meanwhile
+    would be gone, and the others would wait for it in vain.
+    """
+    parts = urlsplit(init_method)
+    if parts.scheme != "file" or num_contexts == 0:
+        return init_method
+    return parts._replace(path=f"{parts.path}.{num_contexts}").geturl()
+
+
+def _connect(place: Environment, init_method: str, seconds: float) -> Store:
+    address, port = _main_address(place, init_method)
+    timeout = timedelta(seconds=seconds)
+    try:
+        # What an address says behind a question mark is for torch.
+        if address is None or port is None or "?" in init_method or _is_served_by_agent():
+            found = dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout)
+            store: Store = next(found)[0]
+            return store
+        return _rank_0s_store(place, address, port, timeout)
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        remedy = "set MASTER_PORT to" if init_method == "env://" else "name"
+        raise LaunchError(
+            f"Rank 0 cannot serve the rendezvous at {_where(place, init_method)}: the port is in use. "
+            f"Another job may still be running there; {remedy} a free port."
+        ) from error
+
+
+# --- serving -------------------------------------------------------------------------------------------
+
+
+def _is_served_by_agent() -> bool:
+    """Whether a process that is no rank serves the store: torchrun's agent, or the launcher of ``spawn``."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _rank_0s_store(place: Environment, address: str, port: int, timeout: timedelta) -> Store:
+    """The store that rank 0 serves, as torch makes it: other libraries may meet at the same address.
+
+    torch's own rendezvous would listen on all interfaces also where the address is one that nobody else can
+    reach; and it would only count the ranks that come.
+    """
+    listen_fd = None
+    if place.rank == 0 and network_interfaces.is_loopback(address):
+        # Where the port is in use torch may serve another store there for this process; else it says so.
+        with suppress(OSError):
+            listener = connections.listen(address, port)
+            port, listen_fd = listener.getsockname()[1], listener.detach()
+    return TCPStore(
+        address,
+        port,
+        place.world_size,
+        is_master=place.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listen_fd,
+        use_libuv=True,
+    )
+
+
+def _main_address(place: Environment, init_method: str | None) -> tuple[str | None, int | None]:
+    """Address and port at which rank 0 serves the store; None where there are none."""
+    if init_method in (None, "env://"):
+        return place.main_address, place.main_port
+    parts = urlsplit(init_method)
+    return (parts.hostname, parts.port) if parts.scheme == "tcp" else (None, None)
+
+
+def serve_store(address: str, port: int = 0) -> tuple[Store, int]:
+    """A store served by this process, and its port; port 0 stands for a free one.
+
+    Raises:
+        LaunchError: the port is in use, or the address is not one of this machine.
+    """
+    try:
+        listener = connections.listen(address, port)
+    except OSError as error:
+        raise LaunchError(
+            f"Cannot serve the rendezvous on {address}:{port}: {error.strerror}. Leave master_addr and "
+            "master_port out: on one machine spawn takes a free port by itself."
+        ) from error
+    port = listener.getsockname()[1]
+    # The store takes the listening socket over, so nobody else can get the port between bind and use.
+    store = TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,  # the other server looks at its sockets every 200 ms
+    )
+    return store, port
+
+
+# Where the launcher of a job serves a store for its workers, if their backend brings none: "address:port".
+_LAUNCHERS_STORE = "IGNITE_DIST_STORE"
+
+
+def serve_launchers_store() -> tuple[Store, dict[str, str]]:
+    """A store for the workers of one launch on this machine, and the variable that tells them of it."""
+    store, port = serve_store("127.0.0.1", 0)
+    return store, {_LAUNCHERS_STORE: f"127.0.0.1:{port}"}
+
+
+def launchers_store() -> Store | None:
+    """A connection to the store of the launcher that started this process, if it serves one.
+
+    For the first context of this process alone: the keys of the next would be the same.
+    """
+    address, _, port = os.environ.pop(_LAUNCHERS_STORE, "").rpartition(":")
+    return TCPStore(address, int(port), wait_for_workers=False) if address else None
+
+
+# Else each rank asks the store for the address of every other one by itself, in three requests: 3 million for
+# a start of 1,000 ranks. https://github.com/pytorch/gloo, gloo/rendezvous/context.cc
+ASK_ONCE = {"GLOO_ENABLE_STORE_V2_API": "1"}
+
+
+# --- on which interface --------------------------------------------------------------------------------
+
+
+def on_one_machine(place: Environment, init_method: str | None) -> bool:
+    """Whether the launcher or the address says that all ranks run here."""
+    if place.nnodes is not None:
+        return place.nnodes == 1
+    if place.nproc_per_node is not None:
+        return place.nproc_per_node == place.world_size
+    address, _ = _main_address(place, init_method)
+    return place.world_size == 1 or (address is not None and network_interfaces.is_loopback(address))
+
+
+def interfaces(place: Environment, init_method: str | None) -> dict[str, str]:
+    """The variables that tell gloo and NCCL where to meet, if all ranks run here; else gloo alone.
+
+    NCCL itself leaves out the loopback interface and Docker's, and may have faster ones than this.
+    """
+    if on_one_machine(place, init_method):
+        return loopback_only()
+    address, _ = _main_address(place, init_method)
+    interface = None if address is None else network_interfaces.interface_towards(address)
+    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+
+
+def loopback_only() -> dict[str, str]:
+    """The variables that keep gloo and NCCL on the loopback interface."""
+    loopback = network_interfaces.loopback_interface()
+    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}

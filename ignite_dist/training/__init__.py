@@ -1,0 +1,1 @@
+"""Around a training loop: averages of gradients, uneven inputs, state dicts, seeds."""

@@ -1,0 +1,223 @@
+"""Gradients averaged by our own collectives: where no wrapper does it, and where it has to be exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ignite_dist.collectives.functions import all_gather_tensors_with_shapes, all_reduce
+from ignite_dist.collectives.tensors import average_tensors
+from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.context.live import current_model
+from ignite_dist.coordination import exchange_outcomes
+from ignite_dist.errors import CollectiveMismatchError
+from ignite_dist.gradients import empty_gradient, mark_averaged, parameters_of, take_mark
+from ignite_dist.training.exact_passes import group_of_parameters
+from ignite_dist.values import pytree
+
+__all__ = ["agree_on_gradients", "average_gradients", "average_in_step", "average_losses", "average_now"]
+
+_NONE, _DENSE = 0, 1  # kinds of gradients; a sparse one is _DENSE + the number of its sparse dimensions
+
+
+def agree_on_gradients(
+    live: ComputationModel, parameters: Sequence[Parameter], group: Group
+) -> list[Parameter]:
+    """Those of ``parameters`` that have a gradient on any rank of ``group``, all of which call it.
+
+    Afterwards these have a gradient on every rank: zeros on a rank that had none. It is sparse if no rank has
+    a dense one.
+
+    Raises:
+        RankFailedError: another rank has failed instead; see
+            :func:`~ignite_dist.coordination.exchange_outcomes`.
+        CollectiveMismatchError: the ranks have different numbers of parameters.
+    """
+    own = bytes(_kind(parameter.grad) for parameter in parameters)
+    everyones: list[bytes] = exchange_outcomes(live, group, None, own)
+    if len({len(one) for one in everyones}) > 1:
+        raise CollectiveMismatchError(
+            f"The ranks average the gradients of {[len(one) for one in everyones]} parameters: their models "
+            "differ, or what is frozen in them."
+        )
+    used = []
+    for parameter, *kinds in zip(parameters, *everyones, strict=True):
+        found = set(kinds) - {_NONE}
+        if found:
+            _make_gradient(parameter, found.pop() if len(found) == 1 else _DENSE)
+            used.append(parameter)
+    return used
+
+
+def _kind(gradient: Tensor | None) -> int:
+    if gradient is None:
+        return _NONE
+    return _DENSE + (gradient.sparse_dim() if gradient.layout is torch.sparse_coo else 0)
+
+
+def _make_gradient(parameter: Parameter, kind: int) -> None:
+    """Give ``parameter`` a gradient of ``kind`` with the value of the one that it has, or zeros."""
+    if parameter.grad is None and kind != _DENSE:
+        parameter.grad = empty_gradient(parameter, kind - _DENSE)
+    elif parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif kind == _DENSE and parameter.grad.layout is not torch.strided:
+        parameter.grad = parameter.grad.to_dense()
+
+
+def average_gradients(live: ComputationModel, parameters: Iterable[Parameter], group: Group) -> None:
+    """Average the gradients of ``parameters`` over the ranks of ``group``, all of which call it.
+
+    A rank without one that others have takes part with zeros. As few collectives as
+    :func:`~ignite_dist.collectives.tensors.average_tensors` makes, and for each sparse gradient two more.
+    """
+    dense, sparse = [], []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad.layout is torch.sparse_coo:
+            sparse.append(parameter)
+        else:
+            dense.append(parameter.grad)
+    average_tensors(live, dense, group)
+    if sparse:
+        _average_sparse(live, sparse, group)
+
+
+def _average_sparse(live: ComputationModel, parameters: Sequence[Parameter], group: Group) -> None:
+    """The same for gradients that are sparse on every rank, which keep so: their entries are gathered."""
+    named = None if group.handle is None else group.handle
+    own = [parameter.grad.coalesce() for parameter in parameters if parameter.grad is not None]
+    counts = live.gather_objects([len(gradient.values()) for gradient in own], group)
+    for parameter, gradient, lengths in zip(parameters, own, zip(*counts, strict=True), strict=True):
+        positions, values = gradient.indices().t().contiguous(), gradient.values().contiguous()
+        all_positions, all_values = (
+            torch.cat(all_gather_tensors_with_shapes(one, [(n, *one.shape[1:]) for n in lengths], named))
+            for one in (positions, values)
+        )
+        if values.dtype in (torch.float16, torch.bfloat16):
+            all_values = all_values.float()  # one rounding, after the sum
+        total = torch.sparse_coo_tensor(
+            all_positions.t(), all_values, gradient.shape, check_invariants=False
+        ).coalesce()
+        mean = (total.values() / len(group.ranks)).to(values.dtype)
+        parameter.grad = torch.sparse_coo_tensor(
+            total.indices(), mean, gradient.shape, check_invariants=False, is_coalesced=True
+        )
+
+
+# --- in the step, where neither a model's wrapper nor an optimizer of the backend's averages --------------
+
+
+def average_in_step(optimizer: Optimizer) -> None:
+    """Make ``optimizer`` average its gradients before each step, once however often this is called."""
+    if _average_first not in optimizer._optimizer_step_pre_hooks.values():
+        optimizer.register_step_pre_hook(_average_first)
+
+
+def average_now(live: ComputationModel, optimizer: Optimizer) -> None:
+    """Average the gradients now, whoever does it in this context; the next step does not again."""
+    if not take_mark(optimizer):
+        if live.averages_gradients:
+            live.reduce_gradients(optimizer)
+        else:
+            _average(live, optimizer)
+    mark_averaged(optimizer)
+
+
+def _average_first(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Step hook: average the gradients first; with a closure, each time that it has computed them."""
+    closure = _closure_of(args, kwargs)
+    if closure is None:
+        if not take_mark(optimizer):
+            _average(current_model(), optimizer)
+        return None
+
+    def averaging_closure() -> Any:
+        loss = closure()
+        live = current_model()
+        _average(live, optimizer)
+        return _mean_loss(loss, live.world())
+
+    return _with_closure(averaging_closure, args, kwargs)
+
+
+def _average(live: ComputationModel, optimizer: Optimizer) -> None:
+    world = live.world()
+    if len(world.ranks) == 1:  # the context has ended
+        return
+    trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+    # To know which gradients other ranks have would be to wait for the device in each step.
+    used = trained if live.computes_lazily() else agree_on_gradients(live, trained, world)
+    average_gradients(live, used, world)
+
+
+# --- the loss that a closure returns -----------------------------------------------------------------
+
+
+def average_losses(optimizer: Optimizer) -> None:
+    """Make ``optimizer`` see the mean over the ranks of the loss that a closure returns.
+
+    For where the backward pass averages the gradients. An optimizer that decides by the loss (a line search)
+    then decides alike on all ranks.
+    """
+    if _average_loss not in optimizer._optimizer_step_pre_hooks.values():
+        optimizer.register_step_pre_hook(_average_loss)
+
+
+def _average_loss(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    closure = _closure_of(args, kwargs)
+    if closure is None or current_model().is_joining:  # there ranks make different numbers of steps
+        return None
+
+    def averaging_closure() -> Any:
+        return _mean_loss(closure(), group_of_parameters(current_model(), parameters_of(optimizer)))
+
+    return _with_closure(averaging_closure, args, kwargs)
+
+
+def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+
+
+def _with_closure(
+    closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a step with ``closure`` in place of theirs."""
+    others = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (args[0], closure, *args[2:]), others
+
+
+def _mean_loss(loss: Any, group: Group) -> Any:
+    """``loss``, a number or a tensor of one element, averaged over the ranks of ``group``.
+
+    A closure may return it among other things, in a tuple, say: there each float and each 0-d tensor is
+    averaged. Others, as the model's output, may differ in shape on each rank and stay as they are.
+    """
+    if len(group.ranks) == 1:
+        return loss
+    named = None if group.handle is None else group.handle
+    if isinstance(loss, Tensor) and loss.numel() > 1:
+        return loss
+    if isinstance(loss, (Tensor, Number)):
+        return all_reduce(loss, "AVERAGE", named, inplace=False)
+    values, _ = pytree.flatten(loss)
+    losses = [value for value in values if _is_loss(value)]
+    means = iter(all_reduce(losses, "AVERAGE", named) if losses else [])
+    return pytree.rebuild(loss, iter([next(means) if _is_loss(value) else value for value in values]))
+
+
+def _is_loss(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and value.is_floating_point()
+    return isinstance(value, float)

@@ -1,0 +1,85 @@
+"""Random numbers: one seed that all ranks agree on, and generators that differ by rank."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import secrets
+import sys
+from operator import index
+from typing import Any
+
+from ignite_dist.context.live import current_model
+
+__all__ = ["seed_everything", "shared_seed"]
+
+_SEED_BITS = 63
+_SHARED_BITS = 32
+
+
+def shared_seed() -> int:
+    """A fresh random seed in [0, 2**32), the same on every rank; every rank calls it.
+
+    It is rank 0's, from the operating system: no generator is drawn from. Every generator takes it,
+    ``numpy.random.seed`` too, which takes no more bits.
+    """
+    model = current_model()
+    world = model.resolve_group(None)
+    model.announce("shared_seed", world)
+    seed: int = model.broadcast_object(secrets.randbits(_SHARED_BITS), 0, world)
+    return seed
+
+
+def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
+    """Seed Python's ``random``, numpy if it is in use, and torch on the CPU and on this rank's devices.
+
+    The same seed, world size and rank give the same numbers. The workers of a data loader are seeded by torch
+    from this rank's generator, so theirs differ by rank too. Rank 0 draws what a single process would.
+
+    Args:
+        seed: in [0, 2**63), the same on every rank. None takes a :func:`shared_seed`, for which every rank
+            makes this call.
+        per_rank: False makes all ranks draw the same numbers, to initialise a model for example.
+
+    Returns:
+        The seed, to log it: given again it repeats the run.
+
+    Raises:
+        ValueError: ``seed`` is not in range.
+        RuntimeError: ``per_rank`` where ranks are threads of one process, which have one random state
+            (several replicas of XLA). Draw from a ``torch.Generator``, seeded by rank, instead.
+    """
+    model = current_model()
+    if seed is not None:
+        seed = _checked(seed)
+    together = model.ranks_in_process() > 1
+    if per_rank and together:
+        raise RuntimeError(
+            f"This process runs {model.ranks_in_process()} ranks as threads, which share one random state. "
+            "Draw from torch.Generator().manual_seed(seed + idist.get_rank()) where ranks should differ, and "
+            "call seed_everything(seed, per_rank=False) for the rest."
+        )
+    if seed is None:
+        seed = shared_seed()
+    own = _mixed(seed, model.get_rank()) if per_rank else seed
+    random.seed(own)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(own % (1 << 32))
+    model.seed(own)
+    if together:  # nobody may draw before the last has seeded what all draw from
+        model._barrier(model.world())
+    return seed
+
+
+def _checked(seed: Any) -> int:
+    if not isinstance(seed, bool) and hasattr(seed, "__index__") and 0 <= index(seed) < 1 << _SEED_BITS:
+        return index(seed)
+    raise ValueError(f"seed is an int in [0, 2**{_SEED_BITS}), got {seed!r}.")
+
+
+def _mixed(seed: int, rank: int) -> int:
+    """A seed for ``rank``. Not their sum: the runs of two seeds that are close would share their numbers."""
+    if rank == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)

@@ -1,0 +1,1 @@
+"""Values without communication: trees, operations over ranks, bytes."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import fresh
 import ignite_dist as idist
 from ignite_dist.comp_models import SerialModel
-from ignite_dist.flight_recorder import Recorder
+from ignite_dist.diagnostics.flight_recorder import announce, watch_with_recorder
 from rows import IGNITE, OURS, RAW, Bar, Contenders, LauncherRow, RankRow, Row, ignite_library
 from timing import Effort, Samples
 
@@ -56,8 +56,9 @@ def rows() -> list[Row]:
 
 def _announcing(watched: bool, device: torch.device) -> Contenders:
     model = SerialModel()
-    model.recorder = Recorder() if watched else None
-    return {OURS: partial(model.announce, "all_reduce", model.world(), torch.ones(1), "SUM")}
+    if watched:
+        watch_with_recorder(model, keep_calls=True)
+    return {OURS: partial(announce, model, "all_reduce", model.groups.world, torch.ones(1), "SUM")}
 
 
 def _in_a_context(name: str, device: torch.device) -> Contenders:

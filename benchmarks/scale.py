@@ -215,7 +215,7 @@ def measure_alone(num_ranks: int) -> dict[str, float]:
             for row, part in enumerate(parts)
         ]
 
-    group = current_model().world()._replace(ranks=ranks)
+    group = current_model().groups.world._replace(ranks=ranks)
     steps: dict[str, Callable[[], Any]] = {
         "the tuple of all ranks": lambda: tuple(range(num_ranks)),
         "topology from all places": lambda: Topology.from_places(0, read_places(places)),

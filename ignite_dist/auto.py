@@ -87,7 +87,7 @@ def auto_model(
             ``"fsdp"`` raised on every rank, where rank 0 has no values; the others need none.
     """
     live = current_model()
-    live.check_not_joining()
+    live.groups.check_not_joining()
     given = {"wrapper": wrapper, "comm_hook": comm_hook, "buffer_hook": buffer_hook}
     options = {name: value for name, value in given.items() if value is not None}
     _check_strategy(strategy, sync_bn, wrap, comm_hook, options)
@@ -96,24 +96,26 @@ def auto_model(
     if strategy == "fsdp":  # this keyword alone means something without DistributedDataParallel
         kwargs.pop("broadcast_buffers", None)
     if shards:
-        live.check_sharding()
+        live.training.check_sharding()
         group = _sharding_group(live, kwargs.get("mesh"))
         _bring_from_meta(live, model, group)
     _check_not_meta(model)
     device = live.device()
     if any(value.device != device for value in [*model.parameters(), *model.buffers()]):
         _move(model, device)
-    wrapped = model if strategy == "fsdp" else live.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
+    wrapped = (
+        model if strategy == "fsdp" else live.training.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
+    )
     if live.get_world_size() == 1:
         return wrapped
     inner = unwrap_model(wrapped)
     is_adapted = shards or any(parameter.requires_grad for parameter in model.parameters())
     if not shards:
-        group = live.gradient_group(wrapped, ())
+        group = live.training.gradient_group(wrapped, ())
     if is_adapted and wrapped is model:  # a wrapper sees to it
         broadcast_tensors(live, [*model.parameters(), *model.buffers()], group.ranks[0], group)
     if shards:
-        live.shard_model(model, wrap, **kwargs)
+        live.training.shard_model(model, wrap, **kwargs)
     if is_adapted:
         remember_model(live, inner, group, shares_buffers)
     is_averaged_later = shards or (is_adapted and not isinstance(wrapped, DistributedDataParallel))
@@ -125,8 +127,8 @@ def _sharding_group(live: ComputationModel, mesh: Any) -> Group:
     """The ranks of the device mesh that a model is sharded over; of none the world."""
     ranks = getattr(mesh, "mesh", None)
     if not isinstance(ranks, Tensor):
-        return live.world()
-    return live.resolve_group(sorted(ranks.flatten().tolist()))
+        return live.groups.world
+    return live.groups.resolve(sorted(ranks.flatten().tolist()))
 
 
 def _bring_from_meta(live: ComputationModel, model: Module, group: Group) -> None:
@@ -233,15 +235,15 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
             parameters together (one that cannot do without a closure: LBFGS). Nothing was sent.
     """
     live = current_model()
-    live.check_not_joining()
+    live.groups.check_not_joining()
     if zero and live.get_world_size() > 1:
         _check_zero(live, optimizer)
-        optimizer = live.shard_optimizer(optimizer)
-    wrapped = live.wrap_optimizer(optimizer, **kwargs)
-    live.optimizers[id(wrapped)] = wrapped
-    if not live.averages_gradients and live.get_world_size() > 1:
+        optimizer = live.training.shard_optimizer(optimizer)
+    wrapped = live.training.wrap_optimizer(optimizer, **kwargs)
+    live.training.optimizers[id(wrapped)] = wrapped
+    if not live.training.averages_gradients and live.get_world_size() > 1:
         average_in_step(wrapped)
-    elif live.averages_in_backward and live.get_world_size() > 1:
+    elif live.training.averages_in_backward and live.get_world_size() > 1:
         average_losses(wrapped)
     return wrapped
 

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from ignite_dist.arguments import as_int
-from ignite_dist.collectives.functions import all_reduce, broadcast_anything
+from ignite_dist.collectives.all_reduce import all_reduce
+from ignite_dist.collectives.broadcast import broadcast_anything
 from ignite_dist.collectives.tensors import check_dense
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
+from ignite_dist.diagnostics.flight_recorder import announce, recorder_of
 from ignite_dist.errors import CollectiveMismatchError, RankFailedError
 from ignite_dist.tracing import untraced
 from ignite_dist.values import serialization
@@ -62,11 +64,12 @@ def exchange_outcomes(
         RankFailedError: another rank of the group failed and this one did not. It is about the first.
         CollectiveMismatchError: another rank has made another call.
     """
-    model.check_not_joining()
-    model.announce("agreement", group)
-    if error is not None and model.recorder is not None:  # those that wait elsewhere want to know
-        model.recorder.log_of(model.get_rank()).error = "".join(traceback.format_exception_only(error))[:200]
-    rows = model.gather_objects(tuple(_outcome(model.get_rank(), error, value)), group)
+    model.groups.check_not_joining()
+    announce(model, "agreement", group)
+    recorder = recorder_of(model)
+    if error is not None and recorder is not None:  # those that wait elsewhere want to know
+        recorder.log_of(model.get_rank()).error = "".join(traceback.format_exception_only(error))[:200]
+    rows = model.objects.gather(tuple(_outcome(model.get_rank(), error, value)), group)
     if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
         raise CollectiveMismatchError("Some ranks tell each other how it went, and others make another call.")
     outcomes = [_Outcome(*row) for row in rows]
@@ -113,9 +116,9 @@ def raise_together(group: Any = None) -> Iterator[None]:
             batch = read(files[idist.get_rank()])
     """
     model = current_model()
-    members = model.resolve_group(group)
+    members = model.groups.resolve(group)
     is_outside = members.handle is not None and members.position(model.get_rank()) is None
-    if is_outside and not (model.groups_need_everyone and members.ranks):
+    if is_outside and not (model.transport.groups_need_everyone and members.ranks):
         yield
         return
     with _shared_outcome(model, members):
@@ -181,7 +184,7 @@ def one_rank_only(
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             model = current_model()
-            group = model.resolve_group(None)
+            group = model.groups.resolve(None)
             if not (with_barrier or broadcast):
                 return function(*args, **kwargs) if model.get_rank() == rank else None
             _check_rank(rank, model.get_world_size())
@@ -238,14 +241,16 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
             dataset = download()
     """
     model = current_model()
-    group = model.resolve_group(None)
+    group = model.groups.resolve(None)
     first = rank = as_int(rank)
     if local:
         on_node = model.node_ranks()
         _check_rank(rank, len(on_node))
         first = on_node[rank]
-        if not model.groups_need_everyone:  # else each node's group would be a call of the other nodes too
-            group = model.resolve_group(sorted(on_node.values()))
+        if (
+            not model.transport.groups_need_everyone
+        ):  # else each node's group would be a call of the other nodes too
+            group = model.groups.resolve(sorted(on_node.values()))
     _check_rank(first, model.get_world_size())
     if model.get_rank() != first:
         exchange_outcomes(model, group, None)

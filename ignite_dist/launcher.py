@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ignite_dist import flight_recorder
 from ignite_dist.arguments import as_int, as_port, check_keywords, keywords_of
 from ignite_dist.context import live
-from ignite_dist.diagnostics import watchdog
+from ignite_dist.diagnostics import flight_recorder, watchdog
 from ignite_dist.environments import spawned, tpu_pod
 from ignite_dist.errors import EnvironmentVariablesError
 
@@ -105,9 +104,11 @@ def spawn(
     model = live.find_model(backend)
     if not callable(fn):
         raise TypeError(f"spawn calls a function in each worker, got {type(fn).__name__}.")
-    check_keywords("spawn", kwargs, model.spawn_keywords() | {"nproc_per_node"})
+    check_keywords("spawn", kwargs, model.launcher.options() | {"nproc_per_node"})
     entry = _Entry(backend, fn, tuple(args), dict(kwargs_dict or {}))
-    return model.spawn(entry, backend=backend, **_plain({"nproc_per_node": nproc_per_node, **kwargs}))
+    return model.launcher.start(
+        entry, backend=backend, **_plain({"nproc_per_node": nproc_per_node, **kwargs})
+    )
 
 
 def _compare_with_launcher(nproc_per_node: int | None, nnodes: int) -> None:
@@ -194,7 +195,7 @@ class Parallel:
                     )
             return
         model = live.find_model(backend)
-        for_initialize, for_spawn = keywords_of(model.create_from_backend), model.spawn_keywords()
+        for_initialize, for_spawn = keywords_of(model.open), model.launcher.options()
         given = {"init_method": init_method, **spawn_kwargs}
         given = {name: value for name, value in given.items() if value is not None}
         check_keywords("Parallel", given, for_initialize | for_spawn | {"nproc_per_node"})
@@ -202,7 +203,7 @@ class Parallel:
         if nproc_per_node is not None:
             given.update((name, value) for name, value in places.items() if value is not None)
             check_keywords("Parallel", given, for_spawn)
-            model.check_spawn(nproc_per_node=nproc_per_node, **given)
+            model.launcher.check(nproc_per_node=nproc_per_node, **given)
             self._spawn_kwargs = {"nproc_per_node": nproc_per_node, **given}
         _compare_with_launcher(nproc_per_node, nnodes or 1)
 

@@ -1,13 +1,9 @@
 """The import path of scripts written for ``ignite.distributed.utils``. Everything here lives elsewhere."""
 
-from ignite_dist.collectives.functions import (
-    all_gather,
-    all_gather_tensors_with_shapes,
-    all_reduce,
-    barrier,
-    broadcast,
-    new_group,
-)
+from ignite_dist.collectives.all_gather import all_gather, all_gather_tensors_with_shapes
+from ignite_dist.collectives.all_reduce import all_reduce
+from ignite_dist.collectives.barrier import barrier, new_group
+from ignite_dist.collectives.broadcast import broadcast
 from ignite_dist.comp_models import (
     has_hvd_support,
     has_native_dist_support,

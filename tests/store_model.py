@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ignite_dist.comp_models.base import ComputationModel, Group
+from ignite_dist.comp_models.launcher import Launcher
+from ignite_dist.comp_models.transport import CollectiveKind, Transport
+from ignite_dist.comp_models.work import Completed, Work
 
 
 class StoreModel(ComputationModel):
@@ -25,41 +28,37 @@ class StoreModel(ComputationModel):
     num_contexts: ClassVar[int] = 0
 
     def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__()
         self.rank, self.world_size = rank, world_size
-        self.counts: dict[tuple[int, ...], int] = {}
         StoreModel.num_contexts += 1
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(address, port, is_master=False)
-        self._store = PrefixStore(str(StoreModel.num_contexts), store)  # keys of its own in each context
+        # Keys of its own in each context.
+        super().__init__(StoreTransport(PrefixStore(str(StoreModel.num_contexts), store), rank))
 
     @classmethod
-    def create_from_context(cls) -> StoreModel | None:
+    def find(cls) -> StoreModel | None:
         return cls.live
 
     @classmethod
-    def create_from_backend(cls, backend: str, **kwargs: Any) -> StoreModel:
+    def open(cls, backend: str, **options: Any) -> StoreModel:
         StoreModel.live = cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         return StoreModel.live
 
-    @classmethod
-    def spawn(
-        cls, entry: Callable[..., Any], *, backend: str, nproc_per_node: int, colour: str = "red"
-    ) -> list[Any]:
-        return [(colour, nproc_per_node, entry(0))]
+    class launcher(Launcher):
+        @classmethod
+        def start(  # type: ignore[override]
+            cls, entry: Callable[..., Any], *, backend: str, nproc_per_node: int, colour: str = "red"
+        ) -> list[Any]:
+            return [(colour, nproc_per_node, entry(0))]
 
     def is_current(self) -> bool:
         return StoreModel.live is self
 
-    def finalize(self) -> None:
-        self._barrier(self.world())
+    def close(self) -> None:
         StoreModel.live = None
 
     def abort(self) -> None:
         StoreModel.live = None
-
-    def store(self) -> Store | None:
-        return self._store
 
     def get_rank(self) -> int:
         return self.rank
@@ -73,33 +72,42 @@ class StoreModel(ComputationModel):
     def backend(self) -> str | None:
         return "store"
 
-    def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
+
+class StoreTransport(Transport):
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = store
+        self.rank = rank
+        self.counts: dict[tuple[int, ...], int] = {}
+
+    def make_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
         return frozenset(ranks)
 
-    def _group_ranks(self, handle: Any) -> tuple[int, ...]:
+    def ranks_of(self, handle: Any) -> tuple[int, ...]:
         if not isinstance(handle, frozenset):
             raise ValueError(f"no group: {handle!r}")
         return tuple(sorted(handle))
 
-    def carries(self, collective: str, op: str | None, dtype: torch.dtype, device: torch.device) -> bool:
-        return collective != "all_reduce" and dtype is torch.uint8 and device.type == "cpu"
+    def supports(
+        self, kind: CollectiveKind, op: str | None, dtype: torch.dtype, device: torch.device
+    ) -> bool:
+        return kind in ("all_gather", "broadcast") and dtype is torch.uint8 and device.type == "cpu"
 
-    def _all_reduce(self, tensor: Tensor, op: str, group: Group) -> Tensor:
-        raise AssertionError("never called: it carries nothing")
+    def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
+        raise AssertionError("never called: it supports nothing")
 
-    def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+    def all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
         assert tensor.dtype is torch.uint8
         assert tensor.is_contiguous()
         rows = torch.stack([self._exchange(tensor, rank, group) for rank in self._next(group)])
-        return rows if out is None else out.copy_(rows)
+        return Completed(rows if out is None else out.copy_(rows))
 
-    def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
+    def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
         assert tensor.dtype is torch.uint8
         self._next(group)
-        return tensor.copy_(self._exchange(tensor, src, group))
+        return Completed(tensor.copy_(self._exchange(tensor, src, group)))
 
-    def _barrier(self, group: Group) -> None:
-        self._all_gather(torch.zeros(1, dtype=torch.uint8), group)
+    def barrier(self, group: Group) -> Work:
+        return self.all_gather(torch.zeros(1, dtype=torch.uint8), group)
 
     def _next(self, group: Group) -> tuple[int, ...]:
         assert self.rank in group.ranks

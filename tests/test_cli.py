@@ -180,7 +180,7 @@ BROKEN_MODEL = """
         library = __name__
 
         @classmethod
-        def create_from_context(cls):
+        def find(cls):
             return None
 
         @classmethod
@@ -188,14 +188,16 @@ BROKEN_MODEL = """
             return backend == "broken"
 
         @classmethod
-        def create_from_backend(cls, backend, **kwargs):
-            return super().create_from_backend("gloo", **kwargs)
+        def open(cls, backend, **kwargs):
+            model = super().open("gloo", **kwargs)
+            all_reduce = model.transport.all_reduce
 
-        def _all_reduce(self, tensor, op, group):
-            super()._all_reduce(tensor, op, group)
-            if op == "PRODUCT" and self.get_rank() == 1:
-                tensor.zero_()
-            return tensor
+            def broken(tensor, op, group):
+                is_broken = op == "PRODUCT" and model.get_rank() == 1
+                return all_reduce(tensor, op, group).then(lambda _: tensor.zero_() if is_broken else tensor)
+
+            model.transport.all_reduce = broken
+            return model
 """
 
 
@@ -221,7 +223,7 @@ def test_check_names_what_is_wrong_and_where(tmp_path: Path) -> None:
 
 def _missed(way: str) -> None:
     idist.initialize("gloo", timeout=timedelta(seconds=60))
-    store = current_model().store()
+    store = current_model().transport.worlds_store()
     assert store is not None
     meeting = jobs.Meeting(timedelta(seconds=60))
     jobs._GRACE_SECONDS = 2.0

@@ -683,8 +683,8 @@ def _collectives_of_topology() -> list[tuple[Any, int]]:
     model = live.current_model()
     found = []
     for getter in (idist.get_local_rank, topology, model.node_ranks, topology, model.node_ranks):
-        before = model.num_collectives()
-        found.append((getter(), model.num_collectives() - before))
+        before = model.transport.num_collectives()
+        found.append((getter(), model.transport.num_collectives() - before))
     idist.finalize()
     return found
 

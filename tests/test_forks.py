@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 import helpers
 import ignite_dist as idist
 from ignite_dist.context.live import current_model
+from ignite_dist.diagnostics.flight_recorder import recorder_of
 
 BACKENDS = ["gloo", pytest.param("horovod", marks=pytest.mark.horovod)]
 REFUSED = "would wait for ever"
@@ -280,8 +281,8 @@ def _one_child_finalizes(local_rank: int) -> int:
                 os._exit(0)
         os.waitpid(pid, 0)
     total: int = idist.all_reduce(1)
-    model = current_model()
-    assert model.watching is not None and model.watching.watchdog is not None
+    record = recorder_of(current_model())
+    assert record is not None and record.watchdog is not None
     return total
 
 

@@ -160,7 +160,7 @@ def _call_while_it_ends(_: int) -> str:
     idist.barrier()
     # Between its look at Horovod and its call a moment is left in which Horovod may end, and it hangs as raw
     # Horovod does: so not before the end has begun.
-    while live.current_model()._is_running():  # type: ignore[attr-defined]
+    while live.current_model().transport._is_running():  # type: ignore[attr-defined]
         pass
     for _attempt in range(2):
         with pytest.raises(RuntimeError, match="shut down"):

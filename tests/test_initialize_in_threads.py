@@ -19,7 +19,7 @@ def asks_meanwhile() -> int:
     """The other thread asks when torch's context is there and ``initialize`` has not returned."""
     seen: list[Any] = []
     may_ask, has_asked = threading.Event(), threading.Event()
-    create = NativeModel.create_from_backend
+    create = NativeModel.open
 
     def slowly(*args: Any, **kwargs: Any) -> NativeModel:
         made = create(*args, **kwargs)
@@ -36,7 +36,7 @@ def asks_meanwhile() -> int:
 
     asking = threading.Thread(target=ask)
     asking.start()
-    NativeModel.create_from_backend = slowly  # type: ignore[assignment, method-assign]
+    NativeModel.open = slowly  # type: ignore[assignment, method-assign]
     try:
         idist.initialize("gloo")
     finally:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import ignite_dist as idist
 from helpers import run_ranks
 from ignite_dist.context.live import current_model
-from ignite_dist.flight_recorder import Recorder
+from ignite_dist.diagnostics.flight_recorder import Recorder
 
 SECONDS = 100
 
@@ -73,7 +73,7 @@ def _one_list(_: int) -> tuple[int, list[int]]:
 
     def use() -> tuple[int, int]:
         start.wait(SECONDS)
-        group = current_model().resolve_group(ranks)
+        group = current_model().groups.resolve(ranks)
         return id(group.handle), id(group)
 
     handles = {handle for handle, _ in together(*[use] * 4)}
@@ -87,7 +87,7 @@ def test_threads_that_use_one_list_first_make_one_group(backend: str) -> None:
 
 def _interrupted_first_use(_: int) -> int:
     model = current_model()
-    with model._first_use("the group", (0, 1)):
+    with model.groups.once("the group", (0, 1)):
         other: list[int] = together(lambda: idist.all_reduce(1, group=[0, 2]))
         with pytest.raises(RuntimeError, match=r"the group \[0, 1\].*Use it once before"):
             idist.all_reduce(1, group=[0, 1])

@@ -149,7 +149,7 @@ def unannounced(local_rank: int, what: str) -> None:
         if what == "a new group":
             idist.new_group([0, 1])
         elif what == "a state":
-            current_model().broadcast_bytes(b"", 1, current_model().world())
+            current_model().objects.broadcast_bytes(b"", 1, current_model().groups.world)
         else:
             idist.auto_optim(optimizer)
 
@@ -169,7 +169,7 @@ class Heard(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[str] = []
-        logging.getLogger("ignite_dist.watchdog").addHandler(self)
+        logging.getLogger("ignite_dist.diagnostics.watchdog").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
@@ -178,7 +178,7 @@ class Heard(logging.Handler):
 def has_a_bug(local_rank: int) -> None:
     """``waited_for`` raises, as that of a third-party backend may."""
     model, heard, num_raised = current_model(), Heard(), 0
-    waited_for = model.waited_for
+    waited_for = model.transport.waited_for
 
     def raises_at_first(frame: Any) -> Any:
         nonlocal num_raised
@@ -189,7 +189,7 @@ def has_a_bug(local_rank: int) -> None:
 
     idist.barrier()
     if idist.get_rank() == 0:
-        model.waited_for = raises_at_first  # type: ignore[method-assign]
+        model.transport.waited_for = raises_at_first  # type: ignore[method-assign]
         with pytest.raises(idist.MissingRanksError) as info:
             idist.barrier()
         assert num_raised >= 3

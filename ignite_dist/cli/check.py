@@ -12,6 +12,7 @@ import ignite_dist as idist
 from ignite_dist.cli import network, values
 from ignite_dist.cli.jobs import Meeting
 from ignite_dist.collectives.tensors import sent_dtype
+from ignite_dist.comp_models.transport import CollectiveKind
 from ignite_dist.context.live import current_model
 from ignite_dist.values import reduce_ops
 
@@ -123,7 +124,7 @@ def _require(holds: bool, found: Any, wanted: Any) -> None:
 # --- over each dtype: each returns what the dtype was carried through ---------------------------------------
 
 
-def _via(collective: str, tensor: torch.Tensor, op: str = "") -> str:
+def _via(collective: CollectiveKind, tensor: torch.Tensor, op: str = "") -> str:
     sent = sent_dtype(current_model(), collective, tensor, op)
     return "gather" if sent is None else "" if sent is tensor.dtype else short(sent)
 

@@ -81,7 +81,7 @@ def _backend(name: str) -> dict[str, Any]:
             except RuntimeError as error:
                 return {"works": False, "model": model.name, "reason": str(error)}
             return {"works": True, "model": model.name, "reason": ""}
-    reasons = [model.how_to_get(name) for model in registered_computation_models]
+    reasons = [model.unavailable_reason(name) for model in registered_computation_models]
     return {
         "works": False,
         "model": None,

@@ -81,7 +81,7 @@ def run(
         )
     say(f"Joining {num_processes(place.world_size)}, started by {place.launcher}: {place.reason}.")
     options: dict[str, Any] = {}
-    if "timeout" in keywords_of(live.find_model(job.backend).create_from_backend):
+    if "timeout" in keywords_of(live.find_model(job.backend).open):
         options["timeout"] = job.timeout
     with idist.Parallel(job.backend, **options):
         report = function(Meeting(job.timeout))
@@ -98,8 +98,8 @@ def _run_in_workers(
 ) -> int:
     model = live.find_model(job.backend)
     nproc_per_node = 2 if job.nproc_per_node is None else job.nproc_per_node
-    model.check_spawn(nproc_per_node=nproc_per_node, **job.nodes)
-    timeout = {"timeout": job.timeout} if "timeout" in model.spawn_keywords() else {}
+    model.launcher.check(nproc_per_node=nproc_per_node, **job.nodes)
+    timeout = {"timeout": job.timeout} if "timeout" in model.launcher.options() else {}
     say(f"Starting {num_processes(nproc_per_node)} on {job.backend} ...")
     results = idist.spawn(
         job.backend, _in_worker, (function, job.timeout), None, nproc_per_node, **job.nodes, **timeout

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ignite_dist.collectives.tensors import check_dense, gather_rows, plan_reduction, reduce_tensor
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.diagnostics.flight_recorder import announce
 from ignite_dist.values import reduce_ops
 
 __all__ = ["check_differentiable", "gathered", "reduced"]
@@ -30,7 +31,7 @@ def check_differentiable(function: str, model: ComputationModel, tensor: Any, gr
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"{function} with sync_grads=True takes floating-point tensors, got {tensor.dtype}.")
     reduce_ops.check_reducible(tensor.dtype)  # in the backward pass
-    if model.groups_need_everyone and 1 < len(group.ranks) < model.get_world_size():
+    if model.transport.groups_need_everyone and 1 < len(group.ranks) < model.get_world_size():
         raise ValueError(
             f"{function} with sync_grads=True takes no group= with backend {model.backend()!r}: a group's "
             "collectives are calls of every rank there, and in the backward pass only its members make them."
@@ -54,12 +55,13 @@ class _Reduced(torch.autograd.Function):
     ) -> Tensor:
         ctx.call = (model, op, group, exact)
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return reduce_tensor(model, copy, op, plan_reduction(model, op, copy, exact), group)
+        plan = plan_reduction(model, op, copy, exact)
+        return reduce_tensor(model, copy, op, plan, group).wait()  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         model, op, group, _ = ctx.call
-        model.announce("all_reduce's backward pass", group, gradients[0], op)
+        announce(model, "all_reduce's backward pass", group, gradients[0], op)
         # A sum is its own adjoint, and so is a mean. By the same function, so that it has a gradient too.
         total = _Reduced.apply(*gradients, *ctx.call)  # type: ignore[no-untyped-call]
         return total, None, None, None, None
@@ -71,11 +73,11 @@ class _Gathered(torch.autograd.Function):
         ctx.call = (model, "SUM", group, True)
         # Asked here: the backward pass may run in a thread of its own.
         ctx.own = group.ranks.index(model.get_rank())
-        return gather_rows(model, tensor, group)
+        return gather_rows(model, tensor, group).wait()  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         model, op, group, _ = ctx.call
-        model.announce("all_gather's backward pass", group, gradients[0], op)
+        announce(model, "all_gather's backward pass", group, gradients[0], op)
         total = _Reduced.apply(*gradients, *ctx.call)  # type: ignore[no-untyped-call]
         return total[ctx.own].clone(), None, None  # a view would keep all of it

@@ -19,6 +19,7 @@ from torch.library import custom_op
 
 from ignite_dist.collectives import autograd
 from ignite_dist.context.live import current_model, model_of_the_graph
+from ignite_dist.diagnostics.flight_recorder import announce
 from ignite_dist.tracing import eager_functions, eagerly
 from ignite_dist.values import reduce_ops
 
@@ -114,7 +115,7 @@ def _is_dense(tensor: Tensor) -> bool:
 def _can_hold(group: Any) -> bool:
     """Whether a graph can hold a collective of ``group``: the world, or ranks with this one among them."""
     model = model_of_the_graph()
-    if model.groups_need_everyone:  # ranks may be threads, which share a graph
+    if model.transport.groups_need_everyone:  # ranks may be threads, which share a graph
         return False
     if group is None:
         return True
@@ -182,8 +183,8 @@ def _reduce_gradient(
     gradient: Tensor, function: str, op: str, ranks: list[int] | None, number: int
 ) -> Tensor:
     model, op = current_model(), reduce_ops.normalize_op(op)
-    members = model.resolve_group(ranks)
-    model.announce(f"{function}'s backward pass", members, gradient, op)
+    members = model.groups.resolve(ranks)
+    announce(model, f"{function}'s backward pass", members, gradient, op)
     return autograd.reduced(model, gradient, op, members)
 
 

@@ -1,6 +1,6 @@
-"""A tensor of any dtype, device and layout, over a model's primitives, which take only some.
+"""A tensor of any dtype, device and layout, over a transport's primitives, which take only some.
 
-How a model takes tensors of one dtype on one device is worked out once and kept in ``model.plans``.
+How a transport takes tensors of one dtype on one device is worked out once.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.transport import CollectiveKind
+from ignite_dist.comp_models.work import Steps, Work
+from ignite_dist.diagnostics.flight_recorder import announce
 from ignite_dist.values import reduce_ops, serialization
 
 __all__ = [
@@ -71,99 +75,135 @@ def plan_reduction(model: ComputationModel, op: str, tensor: Tensor, exact: bool
     # What its dtype and its device say is known once there is a plan.
     if tensor.layout is not torch.strided or tensor.is_nested or type(tensor) is not Tensor:
         check_dense("all_reduce", tensor)
+    plans = _plans_of(model)
     key = (op, tensor.dtype, tensor.device, exact)
-    found: Plan | None = model.plans.get(key)
+    found = plans.reductions.get(key)
     if found is None:
         check_dense("all_reduce", tensor)
-        reduce_ops.check_reducible(tensor.dtype)
-        reduce_ops.check_op(op, tensor.dtype)
-        exact = exact or tensor.dtype.itemsize == 1  # no backend adds float8 by itself
-        if op == "ADASUM" and not model.carries("all_reduce", op, tensor.dtype, tensor.device):
-            raise ValueError(
-                f"ADASUM needs Horovod built with MPI; backend {model.backend()!r} does not have it."
-            )
-        device = _carrying_device(model, tensor)
-        is_rounded = exact and reduce_ops.is_rounded(op, tensor.dtype)
-        rounds_once = is_rounded and model.rounds_once(tensor.dtype, device)
-
-        def carries(sent: str, dtype: torch.dtype) -> bool:
-            return model.carries("all_reduce", sent, dtype, device)
-
-        carrier = (
-            reduce_ops.as_itself(op, tensor.dtype)
-            if rounds_once
-            else reduce_ops.find_carrier(op, tensor.dtype, carries, exact)
-        )
-        moves = device != tensor.device
-        in_place = not moves and carrier is not None and carrier.dtype is tensor.dtype
-        found = model.plans[key] = Plan(moves, carrier, in_place, rounds_once)
+        found = plans.reductions[key] = _make_plan(model, op, tensor, exact)
     return found
 
 
-def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, group: Group) -> Tensor:
-    """Reduce ``tensor`` in place, as planned, and return it."""
+def _make_plan(model: ComputationModel, op: str, tensor: Tensor, exact: bool) -> Plan:
+    reduce_ops.check_reducible(tensor.dtype)
+    reduce_ops.check_op(op, tensor.dtype)
+    exact = exact or tensor.dtype.itemsize == 1  # no backend adds float8 by itself
+    supports = model.transport.supports
+    if op == "ADASUM" and not supports("all_reduce", op, tensor.dtype, tensor.device):
+        raise ValueError(
+            f"ADASUM needs Horovod built with MPI; backend {model.backend()!r} does not have it."
+        )
+    device = _carrying_device(model, tensor)
+    is_rounded = exact and reduce_ops.is_rounded(op, tensor.dtype)
+    rounds_once = is_rounded and supports("reduce_narrow", op, tensor.dtype, device)
+
+    def carries(sent: str, dtype: torch.dtype) -> bool:
+        return supports("all_reduce", sent, dtype, device)
+
+    carrier = (
+        reduce_ops.as_itself(op, tensor.dtype)
+        if rounds_once
+        else reduce_ops.find_carrier(op, tensor.dtype, carries, exact)
+    )
+    moves = device != tensor.device
+    in_place = not moves and carrier is not None and carrier.dtype is tensor.dtype
+    return Plan(moves, carrier, in_place, rounds_once)
+
+
+def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, group: Group) -> Work:
+    """Begin to reduce ``tensor`` in place, as planned; the result is ``tensor``."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        with torch.inference_mode():  # the only place where it may be written to
-            return reduce_tensor(model, tensor, op, plan, group)
+        return _in_inference_mode(lambda: reduce_tensor(model, tensor, op, plan, group))
     carrier = plan.carrier
     if plan.in_place and carrier is not None and _is_plain(tensor):
         reduced = tensor.detach() if tensor.requires_grad else tensor
-        _reduce_carried(model, reduced, op, carrier.op, plan, group)
-        _note_change(tensor)
-        return tensor
+
+        def finish(_: Any) -> Tensor:
+            if op == "AVERAGE" and not plan.rounds_once:
+                reduced.div_(len(group.ranks))
+            _note_change(tensor)
+            return tensor
+
+        return _begin_reduction(model, reduced, op, carrier.op, plan, group).then(finish)
     with torch.no_grad():
         local = _sendable(model, tensor, plan.moves)
         if carrier is None:
-            reduced = reduce_ops.reduce_gathered(gather_rows(model, local, group), op)
+            work = gather_rows(model, local, group).then(lambda rows: reduce_ops.reduce_gathered(rows, op))
         elif carrier.dtype.itemsize > local.itemsize and local.numel() > _piece_numel(carrier):
-            reduced = local  # in pieces, because all of it at once would be as large as several tensors
-            for piece in torch.split(local.view(-1), _piece_numel(carrier)):
-                piece.copy_(_reduce_encoded(model, piece, op, carrier, plan, group))
+            work = Steps(lambda: _reduce_in_pieces(model, local, op, carrier, plan, group))
         else:
-            reduced = _reduce_encoded(model, local, op, carrier, plan, group)
-        tensor.copy_(_moved(reduced, tensor.device))
-    return tensor
+            work = _reduce_encoded(model, local, op, carrier, plan, group)
+    return work.then(lambda reduced: _fill_from(tensor, reduced))
+
+
+def _fill_from(tensor: Tensor, values: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.copy_(_moved(values, tensor.device))
+
+
+def _in_inference_mode(begin: Callable[[], Work]) -> Work:
+    """A collective of a tensor that may be written to in that mode alone."""
+
+    def run() -> Any:
+        with torch.inference_mode():
+            return begin().wait()
+
+    return Steps(run)
 
 
 def _piece_numel(carrier: reduce_ops.Carrier) -> int:
     return _BUCKET_BYTES // carrier.dtype.itemsize
 
 
-def _reduce_encoded(
+def _reduce_in_pieces(
     model: ComputationModel, tensor: Tensor, op: str, carrier: reduce_ops.Carrier, plan: Plan, group: Group
 ) -> Tensor:
-    """The reduction of ``tensor``, which is dense and where it is sent from."""
+    """In pieces, because all of it at once, encoded, would be as large as several tensors."""
+    with torch.no_grad():
+        for piece in torch.split(tensor.view(-1), _piece_numel(carrier)):
+            piece.copy_(_reduce_encoded(model, piece, op, carrier, plan, group).wait())
+    return tensor
+
+
+def _reduce_encoded(
+    model: ComputationModel, tensor: Tensor, op: str, carrier: reduce_ops.Carrier, plan: Plan, group: Group
+) -> Work:
+    """Begin the reduction of ``tensor``, which is dense and where it is sent from."""
     carried = carrier.encode(tensor).contiguous()
-    return carrier.decode(_reduce_carried(model, carried, op, carrier.op, plan, group))
+
+    def finish(reduced: Tensor) -> Tensor:
+        with torch.no_grad():
+            if op == "AVERAGE" and not plan.rounds_once:
+                reduced.div_(len(group.ranks))
+            return carrier.decode(reduced)
+
+    return _begin_reduction(model, carried, op, carrier.op, plan, group).then(finish)
 
 
-def _reduce_carried(
+def _begin_reduction(
     model: ComputationModel, tensor: Tensor, op: str, sent_op: str, plan: Plan, group: Group
-) -> Tensor:
-    """Reduce in place what the model takes as it is."""
+) -> Work:
+    """Begin to reduce in place what the transport takes as it is; an AVERAGE is still to be divided."""
     if plan.rounds_once:
-        return model._reduce_narrow(tensor, op, group)
-    reduced = model._all_reduce(tensor, sent_op, group)
-    if op == "AVERAGE":
-        reduced /= len(group.ranks)
-    return reduced
+        return model.transport.reduce_narrow(tensor, op, group)
+    return model.transport.all_reduce(tensor, sent_op, group)
 
 
 # --- gather and broadcast ----------------------------------------------------------------------------
 
 
-def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
-    """``(*S) -> (group_size, *S)`` for a tensor of any dtype, device and layout."""
+def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
+    """Begin ``(*S) -> (group_size, *S)`` for a tensor of any dtype, device and layout."""
     if tensor.dtype in reduce_ops.BYTES:
         into = None if out is None else out.view(torch.uint8)
-        return gather_rows(model, tensor.view(torch.uint8), group, into).view(tensor.dtype)
+        gathered_bytes = gather_rows(model, tensor.view(torch.uint8), group, into)
+        return gathered_bytes.then(lambda gathered: gathered.view(tensor.dtype))
     rows_shape = (len(group.ranks), *tensor.shape)
     route = _route(model, "all_gather", tensor)
     if out is None and route.direct and _is_plain(tensor) and not tensor.requires_grad:
-        return model._all_gather(tensor, group)
+        return model.transport.all_gather(tensor, group)
     if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
-        with torch.inference_mode():
-            return gather_rows(model, tensor, group, out)
+        return _in_inference_mode(lambda: gather_rows(model, tensor, group, out))
     with torch.no_grad():
         local = _sendable(model, tensor, route.moves)
         into_out = out is not None and out.device == local.device and _is_plain(out)
@@ -174,11 +214,12 @@ def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tens
         else:
             rows = torch.empty(rows_shape, dtype=tensor.dtype, device=local.device)
         if route.as_is:
-            model._all_gather(local, group, out=rows)
+            work = model.transport.all_gather(local, group, out=rows)
         else:  # bytes lose nothing
-            model._all_gather(
-                serialization.as_bytes(local), group, out=serialization.as_bytes(rows).view(rows_shape[0], -1)
-            )
+            into = serialization.as_bytes(rows).view(rows_shape[0], -1)
+            work = model.transport.all_gather(serialization.as_bytes(local), group, out=into)
+
+    def finish(_: Any) -> Tensor:
         if out is None:
             return _moved(rows, tensor.device)
         if into_out:
@@ -186,24 +227,29 @@ def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tens
             return rows
         return out.detach().copy_(_moved(rows, out.device).view(out.shape)).view(rows_shape)
 
+    return work.then(finish)
 
-def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: Group) -> Tensor:
-    """Fill ``tensor`` with that of the global rank ``src`` and return it."""
+
+def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: Group) -> Work:
+    """Begin to fill ``tensor`` with that of the global rank ``src``; the result is ``tensor``."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        with torch.inference_mode():
-            return broadcast_tensor(model, tensor, src, group)
+        return _in_inference_mode(lambda: broadcast_tensor(model, tensor, src, group))
     if tensor.dtype in reduce_ops.BYTES:
-        broadcast_tensor(model, tensor.view(torch.uint8), src, group)
-        return tensor
+        return broadcast_tensor(model, tensor.view(torch.uint8), src, group).then(lambda _: tensor)
     route = _route(model, "broadcast", tensor)
     with torch.no_grad():
         carried = _sendable(model, tensor, route.moves)
-        model._broadcast(carried if route.as_is else serialization.as_bytes(carried), src, group)
+        sent = carried if route.as_is else serialization.as_bytes(carried)
+        work = model.transport.broadcast(sent, src, group)
+
+    def finish(_: Any) -> Tensor:
         if route.moves or not _is_plain(tensor):  # then it was a copy
             tensor.detach().copy_(_moved(carried, tensor.device))
         else:
             _note_change(tensor)
-    return tensor
+        return tensor
+
+    return work.then(finish)
 
 
 def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: int, group: Group) -> None:
@@ -215,12 +261,12 @@ def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: i
         TypeError, ValueError: one of them is not dense, or overlaps itself. Nothing was sent.
     """
     checked = _checked("broadcast", tensors)
-    model.announce("broadcast", group, checked, f"from {src}")
+    announce(model, "broadcast", group, checked, f"from {src}")
     for bucket in _buckets(checked, lambda tensor: tensor.device):
         with torch.no_grad():
             device = _carrying_device(model, bucket[0])
             sent = torch.cat([serialization.as_bytes(_plain(tensor)).to(device) for tensor in bucket])
-            model._broadcast(sent, src, group)
+            model.transport.broadcast(sent, src, group).wait()
             parts = torch.split(sent, [tensor.nbytes for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
                 # A part may begin at any byte, but is looked at as elements only where one begins.
@@ -238,7 +284,8 @@ def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: G
     for bucket in _buckets(_checked("average", tensors), lambda tensor: (tensor.dtype, tensor.device)):
         with torch.no_grad():
             flat = torch.cat([_plain(tensor).view(-1) for tensor in bucket])
-            reduce_tensor(model, flat, "AVERAGE", plan_reduction(model, "AVERAGE", flat), group)
+            plan = plan_reduction(model, "AVERAGE", flat)
+            reduce_tensor(model, flat, "AVERAGE", plan, group).wait()
             parts = torch.split(flat, [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
                 _fill(tensor, part)
@@ -277,9 +324,9 @@ def _buckets(tensors: Sequence[Tensor], kind: Callable[[Tensor], Any]) -> Iterat
 
 def _carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
     """Where ``tensor`` is sent from: where it is, if the backend takes bytes from there."""
-    if model.carries("all_gather", None, torch.uint8, tensor.device):
+    if model.transport.supports("all_gather", None, torch.uint8, tensor.device):
         return tensor.device
-    return model._bytes_device()
+    return model.objects.device
 
 
 def _note_change(tensor: Tensor) -> None:
@@ -309,7 +356,7 @@ def _plain(tensor: Tensor) -> Tensor:
 def _sendable(model: ComputationModel, tensor: Tensor, moves: bool) -> Tensor:
     """``tensor`` as :func:`_plain` has it, where it is sent from."""
     plain = _plain(tensor)
-    return _moved(plain, model._bytes_device()) if moves else plain
+    return _moved(plain, model.objects.device) if moves else plain
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -334,18 +381,39 @@ class _Route(NamedTuple):
     direct: bool
 
 
-def _route(model: ComputationModel, collective: str, tensor: Tensor) -> _Route:
-    key = (collective, tensor.dtype, tensor.device)
-    found: _Route | None = model.plans.get(key)
+def _route(model: ComputationModel, kind: CollectiveKind, tensor: Tensor) -> _Route:
+    routes = _plans_of(model).routes
+    key = (kind, tensor.dtype, tensor.device)
+    found = routes.get(key)
     if found is None:
         device = _carrying_device(model, tensor)
-        as_is = model.carries(collective, None, tensor.dtype, device)
+        as_is = model.transport.supports(kind, None, tensor.dtype, device)
         moves = device != tensor.device
-        found = model.plans[key] = _Route(moves, as_is, as_is and not moves)
+        found = routes[key] = _Route(moves, as_is, as_is and not moves)
     return found
 
 
-def sent_dtype(model: ComputationModel, collective: str, tensor: Tensor, op: str = "") -> torch.dtype | None:
+class _Plans:
+    """What follows from :meth:`Transport.supports`, by the kind of collective and of tensor."""
+
+    def __init__(self) -> None:
+        self.reductions: dict[tuple[str, torch.dtype, torch.device, bool], Plan] = {}
+        self.routes: dict[tuple[CollectiveKind, torch.dtype, torch.device], _Route] = {}
+
+
+_plans: WeakKeyDictionary[ComputationModel, _Plans] = WeakKeyDictionary()
+
+
+def _plans_of(model: ComputationModel) -> _Plans:
+    try:
+        return _plans[model]
+    except KeyError:
+        return _plans.setdefault(model, _Plans())
+
+
+def sent_dtype(
+    model: ComputationModel, collective: CollectiveKind, tensor: Tensor, op: str = ""
+) -> torch.dtype | None:
     """The dtype that travels for ``tensor`` in an "all_reduce" by ``op``, an "all_gather" or a "broadcast".
 
     None for a reduction that no operation of the backend does: values are gathered and reduced on each rank.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,8 +16,12 @@ from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
 from ignite_dist import environments
-from ignite_dist.comp_models.base import ComputationModel, Group
+from ignite_dist.comp_models.base import ComputationModel, Training
+from ignite_dist.comp_models.groups import Groups
+from ignite_dist.comp_models.objects import LocalObjects
 from ignite_dist.comp_models.topology import Topology
+from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport
+from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.errors import EnvironmentVariablesError
 
 if TYPE_CHECKING:
@@ -39,23 +43,21 @@ class SerialModel(ComputationModel):
     library: ClassVar[str] = "torch"
 
     def __init__(self, num_modules: int = -1) -> None:
-        super().__init__()
+        super().__init__(_LocalTransport())
         self._num_modules = num_modules
-        self._launch_checked = False
         self._device: torch.device | None = None
+        self.groups = _LocalGroups(self.transport, self.get_world_size())
+        self.objects = LocalObjects(self.transport, self.get_rank, self.device)
+        self.training = _LocalTraining(self)
         self._found_topology = Topology(local_rank=0, nproc_per_node=1, nnodes=1, node_rank=0)
 
     @classmethod
-    def create_from_context(cls) -> Self | None:
+    def find(cls) -> Self | None:
         return None  # it is what remains when no other model has a context
 
     @classmethod
-    def create_from_backend(cls, backend: str, **kwargs: Any) -> Self:
+    def open(cls, backend: str, **options: Any) -> Self:
         raise ValueError(f"A serial context has no backend; got {backend!r}.")
-
-    @classmethod
-    def spawn(cls, entry: Callable[[int], Any], *, backend: str, nproc_per_node: int, **kwargs: Any) -> Any:
-        raise ValueError(f"A serial context starts no workers; got backend {backend!r}.")
 
     def is_current(self) -> bool:
         # As short as can be, because every get_rank() of a serial script comes here: default_pg is what
@@ -70,7 +72,7 @@ class SerialModel(ComputationModel):
     def gives_way_to(self, model: type[ComputationModel]) -> bool:
         return True
 
-    def finalize(self) -> None:
+    def close(self) -> None:
         pass
 
     def abort(self) -> None:
@@ -93,61 +95,60 @@ class SerialModel(ComputationModel):
     def backend(self) -> str | None:
         return None
 
-    def resolve_group(self, group: Any) -> Group:
-        if not self._launch_checked:
-            _check_launch()
-            self._launch_checked = True
-        return super().resolve_group(group)
 
-    def _new_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
+class _LocalTransport(Transport):
+    """Tensors of one rank, which are what they were."""
+
+    is_synchronous: ClassVar[bool] = True
+
+    def supports(
+        self, kind: CollectiveKind, op: str | None, dtype: torch.dtype, device: torch.device
+    ) -> bool:
+        return True
+
+    def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
+        return Completed(tensor)
+
+    def reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Work:
+        return Completed(tensor)
+
+    def all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
+        rows = tensor.unsqueeze(0)
+        return Completed(rows.clone() if out is None else out.copy_(rows))
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
+        return Completed(tensor)
+
+    def barrier(self, group: Group) -> Work:
+        return Completed(None)
+
+    def world_handle(self) -> Any:
+        return (0,)
+
+    def make_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
         return ranks
 
-    def _group_ranks(self, handle: Any) -> tuple[int, ...]:
-        if handle is None or (isinstance(handle, tuple) and handle == (0,)):
+    def ranks_of(self, handle: Any) -> tuple[int, ...]:
+        if handle == (0,) and isinstance(handle, tuple):
             return (0,)
         raise ValueError(
             f"A group of a serial context is a list of ranks or what new_group gave, got {handle!r}."
         )
 
-    def carries(self, collective: str, op: str | None, dtype: torch.dtype, device: torch.device) -> bool:
-        return True
 
-    def _all_reduce(self, tensor: Tensor, op: str, group: Group) -> Tensor:
-        return tensor
+class _LocalGroups(Groups):
+    """The groups of one rank, which may be one of several that know nothing of each other."""
 
-    def rounds_once(self, dtype: torch.dtype, device: torch.device) -> bool:
-        return True
+    _launch_checked = False
 
-    def _reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Tensor:
-        return tensor
+    def resolve(self, group: Any) -> Group:
+        if not self._launch_checked:
+            _check_launch()
+            self._launch_checked = True
+        return super().resolve(group)
 
-    def _all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
-        rows = tensor.unsqueeze(0)
-        return rows.clone() if out is None else out.copy_(rows)
 
-    def _broadcast(self, tensor: Tensor, src: int, group: Group) -> Tensor:
-        return tensor
-
-    def _barrier(self, group: Group) -> None:
-        pass
-
-    def gather_objects(self, value: Any, group: Group) -> list[Any]:
-        return [value]  # nobody to send it to, so nothing to pickle
-
-    def broadcast_object(self, value: Any, src: int, group: Group) -> Any:
-        return value
-
-    def broadcast_bytes(self, payload: bytes, src: int, group: Group) -> bytes | memoryview:
-        return payload
-
-    def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        return optimizer
-
-    def join(
-        self, model: Module, optimizer: Optimizer | None, **kwargs: Any
-    ) -> AbstractContextManager[list[int]]:
-        return nullcontext([])
-
+class _LocalTraining(Training):
     def wrap_model(
         self,
         model: Module,
@@ -157,9 +158,17 @@ class SerialModel(ComputationModel):
         buffer_hook: Any = None,
         **kwargs: Any,
     ) -> Module:
-        if torch.cuda.device_count() > 1 and self.device().type == "cuda":
+        if torch.cuda.device_count() > 1 and self.context.device().type == "cuda":
             return torch.nn.parallel.DataParallel(model, **kwargs)
         return model
+
+    def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return optimizer
+
+    def join(
+        self, model: Module, optimizer: Optimizer | None, **kwargs: Any
+    ) -> AbstractContextManager[list[int]]:
+        return nullcontext([])
 
 
 class WatchfulSerialModel(SerialModel):
@@ -178,7 +187,7 @@ class WatchfulSerialModel(SerialModel):
         return False
 
     def is_current(self) -> bool:
-        return super().is_current() and all(other.create_from_context() is None for other in self._others)
+        return super().is_current() and all(other.find() is None for other in self._others)
 
 
 _warned = False

@@ -17,13 +17,13 @@ from ignite_dist.comp_models import ComputationModel, registered_computation_mod
 
 __all__ = ["after_fork", "keep_getters", "note_inherited"]
 
-# Whatever communicates, ends the context or makes another one.
-_REFUSED = (
-    *("resolve_group", "new_group", "check_not_joining", "gives_way_to", "_exchange_places", "_new_group"),
-    *("_all_reduce", "_all_gather", "_broadcast", "_barrier"),
-    *("gather_objects", "gather_bytes", "broadcast_object", "broadcast_bytes"),
-    *("wrap_model", "wrap_optimizer", "shard_model", "shard_optimizer", "join"),
-)
+# Whatever communicates, or makes another context, by the role that has it.
+_REFUSED = {
+    "groups": ("check_not_joining", "new", "resolve"),
+    "objects": ("broadcast", "broadcast_bytes", "gather", "gather_bytes"),
+    "training": ("join", "shard_model", "shard_optimizer", "wrap_model", "wrap_optimizer"),
+    "transport": ("all_gather", "all_reduce", "barrier", "broadcast", "make_group"),
+}
 
 # What stands for the contexts that this process had when it was forked; the pid of its parent.
 _inherited: list[object] = []
@@ -45,12 +45,14 @@ def keep_getters(model: ComputationModel, parent: int) -> None:
     """Let only the getters of ``model`` work here: its context is that of the process ``parent``."""
     global _parent
     _parent = parent
-    for name in _REFUSED:
+    for role, names in _REFUSED.items():
+        for name in names:
+            setattr(getattr(model, role), name, _refuse)
+    for name in ("gives_way_to", "_exchange_places"):
         setattr(model, name, _refuse)
-    for name in ("finalize", "abort", "left_behind", "meet_at_end", "stop_watching"):
+    for name in ("abort", "close", "forget", "meet_at_end"):
         setattr(model, name, _nothing)
-    model.recorder = model.watching = None  # their threads are not here
-    model.forget_first_uses()
+    model.groups.once.forget()
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:

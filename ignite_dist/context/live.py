@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, 
 from ignite_dist.comp_models.serial import WatchfulSerialModel
 from ignite_dist.context import forks, ignite_bridge, loader_workers
 from ignite_dist.environments import Environment
-from ignite_dist.errors import DistributedError, RankFailedError
-from ignite_dist.flight_recorder import END_OF_CONTEXT
 from ignite_dist.tracing import eagerly, resolved_while_tracing, traced, traced_as
 from ignite_dist.workers import torchelastic
 
@@ -31,6 +29,8 @@ __all__ = [
     "conclude",
     "current_model",
     "device",
+    "ended",
+    "ending",
     "environment",
     "finalize",
     "find_model",
@@ -57,7 +57,11 @@ _logger = logging.getLogger(__name__)
 _model: ComputationModel = SerialModel()
 
 begun: list[Callable[[ComputationModel], None]] = []
-"""What is called with each context that :func:`initialize` has made: of floors above this one."""
+"""What rooms above this one do with each context that :func:`initialize` has made."""
+ending: list[Callable[[ComputationModel], None]] = []
+"""What they do before a context ends after success. An exception leaves it as it is."""
+ended: list[Callable[[ComputationModel], None]] = []
+"""What they do when a context ends, whoever ends it and however."""
 # Guards the change of _model: threads that notice a context at once have to get one model of it, because that
 # model has the groups. Never held while other ranks are waited for. Who only reads _model needs no lock.
 _changing = threading.RLock()
@@ -115,7 +119,8 @@ def _resolve() -> ComputationModel:
         model = _model
         if model.is_current():  # another thread has looked meanwhile
             return model
-        model.left_behind()
+        _call(ended, model)
+        model.forget()
         # Replicas of XLA are threads, and one of them may end its context before another: what is found here
         # is this thread's, whatever the others make of the module's variable afterwards.
         found = _find()
@@ -156,7 +161,7 @@ def _find() -> ComputationModel:
     """A model of the live context."""
     loaded = [model for model in registered_computation_models if model.library in sys.modules]
     for candidate in loaded:
-        found = candidate.create_from_context()
+        found = candidate.find()
         if found is not None:
             return found
     # Every serial model watches torch.distributed by itself, and whether anything else has been imported.
@@ -202,7 +207,7 @@ def find_model(backend: str) -> type[ComputationModel]:
             if model.can_run(backend):
                 return model
         for model in registered_computation_models:
-            reason = model.how_to_get(backend)
+            reason = model.unavailable_reason(backend)
             if reason is not None:
                 raise ValueError(f"Backend {backend!r} cannot run here: {reason} Available: {_listed()}.")
     hint = (
@@ -254,12 +259,11 @@ def initialize(backend: str, **kwargs: Any) -> None:
     here = threading.get_ident()
     _initializing[here] = model
     try:
-        made = _use(model.create_from_backend(backend, **kwargs))
+        made = _use(model.open(backend, **kwargs))
     finally:
         _initializing.pop(here, None)
     ignite_bridge.context_began(made)
-    for begin in begun:
-        begin(made)
+    _call(begun, made)
 
 
 def is_context_of(backend: str) -> bool:
@@ -290,21 +294,12 @@ def finalize() -> None:
 def conclude() -> None:
     """End the context after success: what :func:`finalize` does when no exception is being handled."""
     model = current_model()
-    try:
-        model.announce(END_OF_CONTEXT, model.world())
-    except DistributedError:  # the ranks are not in step; the context goes on
-        raise
-    except RuntimeError:
-        pass  # a rank is gone: finalize() meets the same, and says so
-    try:
-        model.meet_at_end()
-    except RankFailedError as error:
-        with torchelastic.recorded(error):
-            model.abort()
-        _ended()
-        raise
-    model.finalize()
-    _ended()
+    for hook in ending:
+        hook(model)
+    model.meet_at_end()
+    _call(ended, model)  # before the rank that serves the store goes
+    model.close()
+    _forget(model)
 
 
 def abort() -> None:
@@ -314,13 +309,21 @@ def abort() -> None:
     notices the failure of another gives torchrun a moment to notice it too.
     """
     with torchelastic.recorded(sys.exc_info()[1]):
-        current_model().abort()
-    _ended()
+        model = current_model()
+        model.abort()
+    _call(ended, model)
+    _forget(model)
 
 
-def _ended() -> None:
+def _forget(model: ComputationModel) -> None:
+    model.forget()
     _use(SerialModel())
     ignite_bridge.context_ended()
+
+
+def _call(hooks: Sequence[Callable[[ComputationModel], None]], model: ComputationModel) -> None:
+    for hook in hooks:
+        hook(model)
 
 
 # --- this process ------------------------------------------------------------------------------------
@@ -389,7 +392,9 @@ def world_group() -> Any:
         For torch a ``ProcessGroup``, for Horovod a ``ProcessSet``, for XLA the ranks as a tuple, and in a
         serial context ``(0,)``. It is a ``group=`` of every collective here too.
     """
-    return current_model().world_handle()
+    model = current_model()
+    handle = model.transport.world_handle()
+    return model.groups.world.ranks if handle is None else handle
 
 
 @traced

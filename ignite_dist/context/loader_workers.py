@@ -93,11 +93,11 @@ class WorkerModel(SerialModel):
     """
 
     def __init__(self, num_modules: int, facts: dict[str, Any]) -> None:
-        super().__init__(num_modules)
         self._facts = facts
-        self.name = facts["name"]  # type: ignore[misc]  # a ClassVar elsewhere
         self._rank: int = facts["rank"]
         self._world_size: int = facts["world_size"]
+        super().__init__(num_modules)
+        self.name = facts["name"]  # type: ignore[misc]  # a ClassVar elsewhere
         self._device = torch.device(facts["device"])
         known = facts["topology"]
         self._found_topology = None if known is None else Topology(*known)
@@ -128,4 +128,4 @@ class WorkerModel(SerialModel):
     def get_local_rank(self) -> int:
         """The local rank of the main process; refused if it did not know it."""
         found = self.known_local_rank()
-        return self._topology().local_rank if found is None else found
+        return self.find_topology().local_rank if found is None else found

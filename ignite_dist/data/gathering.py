@@ -12,6 +12,7 @@ from torch import Tensor
 from ignite_dist.collectives.tensors import gather_rows
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
+from ignite_dist.diagnostics.flight_recorder import announce
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.samplers import ExactSampler, part
 from ignite_dist.training.exact_passes import check_pass
@@ -61,7 +62,7 @@ def gather_in_order(values: Any, loader: Any) -> Any:
             f"where; got one with {type(sampler).__name__}."
         )
     model = current_model()
-    members = model.resolve_group(None)
+    members = model.groups.resolve(None)
     if (sampler.num_replicas, sampler.rank) != (len(members.ranks), model.get_rank()):
         raise ValueError(
             f"The loader was made for rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
@@ -74,8 +75,8 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     sampler.end_pass()
     order, counts = sampler.order(), [sampler.num_drawn_by(rank) for rank in members.ranks]
     described = pytree.rebuild(own, map(_Column.of, leaves), list)
-    model.announce("gather_in_order", members)
-    gathered = model.gather_objects((sampler.meant(), described), members)
+    announce(model, "gather_in_order", members)
+    gathered = model.objects.gather((sampler.meant(), described), members)
     check_pass(gathered)
     if any(meant != gathered[0][0] for meant, _ in gathered):
         raise ValueError(
@@ -89,7 +90,7 @@ def gather_in_order(values: Any, loader: Any) -> Any:
         columns, _ = pytree.flatten(template)
         leaves = [column.empty(model.device()) for column in columns]
     lists = [leaf for leaf in leaves if isinstance(leaf, list)]
-    gathered_lists = zip(*model.gather_objects(lists, members), strict=True) if lists else iter(())
+    gathered_lists = zip(*model.objects.gather(lists, members), strict=True) if lists else iter(())
     sizes = [len(order[part(len(order), len(counts), rank)]) for rank in members.ranks]
     merged = [
         _merge_lists(next(gathered_lists), sizes, order)
@@ -179,7 +180,7 @@ def _gather_padded(model: ComputationModel, rows: Tensor, count: int, group: Gro
     rows = rows.detach()
     if len(rows) < count:
         rows = torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
-    return gather_rows(model, rows, group)
+    return gather_rows(model, rows, group).wait()  # type: ignore[no-any-return]
 
 
 def _merge_rows(gathered: Tensor, sizes: Sequence[int], order: range | Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def auto_dataloader(
     if model.get_world_size() == 1:
         if kwargs.get("shuffle") and _is_empty(dataset):  # torch's sampler would refuse to shuffle nothing
             kwargs["shuffle"] = False
-        return model.make_dataloader(dataset, **kwargs)
+        return model.training.make_loader(dataset, **kwargs)
     if "batch_size" in kwargs:
         kwargs["batch_size"] = _per_rank_batch_size(kwargs["batch_size"], model.get_world_size())
     if kwargs.get("num_workers"):
@@ -97,7 +97,7 @@ def auto_dataloader(
             model.get_rank(),
             bool(kwargs.get("drop_last")),
         )
-    return model.make_dataloader(dataset, **kwargs)
+    return model.training.make_loader(dataset, **kwargs)
 
 
 def _per_rank_batch_size(batch_size: int | None, world_size: int) -> int | None:

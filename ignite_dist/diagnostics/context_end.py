@@ -22,11 +22,13 @@ from typing import Any
 
 from torch.distributed import DistError, Store
 
+from ignite_dist.call_sites import site_of, users_frame
 from ignite_dist.comp_models import ComputationModel
-from ignite_dist.comp_models.base import WaitedFor
+from ignite_dist.comp_models.transport import WaitedFor
+from ignite_dist.diagnostics.flight_recorder import Recorder
 from ignite_dist.diagnostics.out_of_band import END_OUTCOME, ENDS_COME, NTH_END, Side, ask, tell_ended
 from ignite_dist.errors import MissingRanksError, RankFailedError
-from ignite_dist.flight_recorder import Recorder, describe_ranks, site_of, users_frame
+from ignite_dist.values.ranks import describe_ranks
 from ignite_dist.workers import failures
 
 __all__ = ["Endings"]
@@ -106,7 +108,7 @@ class Endings:
         said = {
             "rank": rank,
             "has_left": has_left,
-            "calls": self._model.calls_begun(),
+            "calls": self._model.transport.calls_begun(),
             "where": f"{how} (pid {os.getpid()} on {socket.gethostname()})",
         }
         store.set(NTH_END.format(position), json.dumps(said))
@@ -125,7 +127,7 @@ class Endings:
         # A wait of torch's hears of no Ctrl-C, and warns when it has been in vain.
         started = asked = time.monotonic()
         while not store.check([END_OUTCOME]):
-            is_broken = self._model.is_broken()
+            is_broken = self._model.transport.is_broken()
             if is_broken:
                 return store.check([END_OUTCOME])  # the others may have left after it
             now = time.monotonic()
@@ -196,7 +198,7 @@ class Endings:
 
     def _lacks(self, ended: _Ended, wanted: WaitedFor, is_idle: bool) -> bool:
         """Whether a rank has ended without the call that is waited for."""
-        begun = self._model.calls_begun()
+        begun = self._model.transport.calls_begun()
         if not wanted.is_known:  # some call of some group that this rank has begun and that one has not
             numbers = [(number, ended.calls.get(name)) for name, number in begun.items()]
             return is_idle and any(own and other is not None and own > other for own, other in numbers)
@@ -222,7 +224,7 @@ class Endings:
         told = tell_ended(store, where, waiting, rank)
         self._told = told
         _logger.error("%s", told["text"])
-        self._model.end_waits()
+        self._model.transport.end_waits()
 
     # --- in a rank whose collective has failed -----------------------------------------------------------
 

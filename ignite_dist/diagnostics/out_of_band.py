@@ -21,8 +21,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.errors import MissingRanksError
-from ignite_dist.flight_recorder import describe_ranks
 from ignite_dist.rendezvous.stores import serve_store
+from ignite_dist.values.ranks import describe_ranks
 
 __all__ = [
     "ENDS_COME",
@@ -99,7 +99,7 @@ def side_of(model: ComputationModel) -> Side | None:
     """The side of a context that has one, without asking anybody."""
     with sides_lock:
         found = _sides.get(model)
-        if found is None and (store := model.side_store()) is not None:
+        if found is None and (store := model.transport.store()) is not None:
             found = _sides[model] = Side(PrefixStore("ignite_dist/side", store))
         return found
 
@@ -108,15 +108,15 @@ def exchanged_side(model: ComputationModel) -> Side | None:
     """The side of a context without one: rank 0 serves it. Every rank calls this; None for a world of one."""
     if model.get_world_size() == 1:
         return None
-    world = model.world()
-    hosts = model.gather_objects(socket.gethostname(), world)
+    world = model.groups.world
+    hosts = model.objects.gather(socket.gethostname(), world)
     store: Store | None = None
     address = ""
     if model.get_rank() == 0:
         here = "127.0.0.1" if len(set(hosts)) == 1 else os.environ.get("MASTER_ADDR") or hosts[0]
         store, port = serve_store(here, 0)
         address = f"{here}:{port}"
-    host, _, port_text = model.broadcast_object(address, 0, world).rpartition(":")
+    host, _, port_text = model.objects.broadcast(address, 0, world).rpartition(":")
     with sides_lock:
         if model not in _sides:
             connected = store or TCPStore(host, int(port_text), wait_for_workers=False)
@@ -144,7 +144,7 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
             "has none. Call idist.watch() once on every rank before."
         )
     rank, store = model.get_rank(), side.connection()
-    name = _name(model.group_key(group))
+    name = _name(model.transport.group_key(group))
     key = f"barrier/{name}/{side.next_round(rank, name)}"
     end = f"{key}/end"
     store.set(f"{key}/{rank}", "")

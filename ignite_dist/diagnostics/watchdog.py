@@ -25,12 +25,24 @@ from weakref import WeakSet
 
 from torch.distributed import DistError, Store
 
-from ignite_dist import comp_models, flight_recorder
 from ignite_dist.arguments import check_timeout
+from ignite_dist.call_sites import is_library, site_of, users_frame
 from ignite_dist.comp_models import ComputationModel
-from ignite_dist.comp_models.base import WaitedFor
-from ignite_dist.context.live import begun, current_model
+from ignite_dist.comp_models.transport import WaitedFor
+from ignite_dist.comp_models.work import is_marked_as_waiting
+from ignite_dist.context.live import abort, begun, current_model, ended, ending
+from ignite_dist.diagnostics import flight_recorder
 from ignite_dist.diagnostics.context_end import Endings
+from ignite_dist.diagnostics.flight_recorder import (
+    END_OF_CONTEXT,
+    Call,
+    Comparison,
+    Recorder,
+    announce,
+    recorder_of,
+    table,
+    watch_with_recorder,
+)
 from ignite_dist.diagnostics.out_of_band import (
     SILENT,
     Side,
@@ -40,8 +52,9 @@ from ignite_dist.diagnostics.out_of_band import (
     side_of,
     sides_lock,
 )
-from ignite_dist.flight_recorder import Call, Comparison, Recorder, describe_ranks, is_library, site_of, table
+from ignite_dist.errors import DistributedError, RankFailedError
 from ignite_dist.rendezvous import connections
+from ignite_dist.values.ranks import describe_ranks
 
 __all__ = ["debug", "start_here", "watch"]
 
@@ -85,7 +98,7 @@ def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
     """
     check_timeout("threshold", threshold)
     model = current_model()
-    model.check_not_joining()
+    model.groups.check_not_joining()
     start(model, threshold, side_of(model) or exchanged_side(model))
 
 
@@ -118,11 +131,13 @@ class debug:  # used as a function, and in a with statement
             raise TypeError(f"debug(verify=...) is True or False, got {verify!r}; it is no decorator.")
         comparison = Comparison(call_sites) if verify else None
         model = current_model()
-        model.check_not_joining()
-        if model.recorder is None or model.recorder.watchdog is None:
+        model.groups.check_not_joining()
+        found = recorder_of(model)
+        if found is None or not found.keeps_calls or found.watchdog is None:
             start(model, DEFAULT_THRESHOLD, side_of(model) or exchanged_side(model))
-        assert model.recorder is not None
-        self._log = model.recorder.log_of(model.get_rank())
+            found = recorder_of(model)
+        assert found is not None
+        self._log = found.log_of(model.get_rank())
         self._before, self._log.comparison = self._log.comparison, comparison
         self._log.by_group.clear()  # the ranks count from here: before, one may have been refused a call
         self._holds_later = model.backend() is None  # without a context it is for those to come
@@ -139,8 +154,9 @@ class debug:  # used as a function, and in a with statement
         if self._holds_later:
             flight_recorder.compare_in_new_contexts(self._before)
             model = current_model()  # one that was made in the block
-            if model.recorder is not None:
-                model.recorder.log_of(model.get_rank()).comparison = self._before
+            found = recorder_of(model)
+            if found is not None:
+                found.log_of(model.get_rank()).comparison = self._before
 
 
 # --- the thread ----------------------------------------------------------------------------------------
@@ -264,7 +280,7 @@ class Watchdog:
             for thread, frame in _innermost_frames(log, self._is_alone(), waits=True).items():
                 waits_in = _waits_at(frame)
                 assert waits_in is not None
-                wanted = self._model.waited_for(waits_in)
+                wanted = self._model.transport.waited_for(waits_in)
                 progress = self._progress(log, waits_in, wanted)
                 wait = before.get((rank, thread))
                 if wait is None or wait.progress != progress:
@@ -285,10 +301,10 @@ class Watchdog:
         # Frames that follow one another may have one address; Horovod's have the number of the call.
         handle = waits_in.f_locals.get("handle")
         call = handle if isinstance(handle, int) else id(waits_in)
-        begun = self._model.calls_begun() if wanted.is_known else {}
+        begun = self._model.transport.calls_begun() if wanted.is_known else {}
         if wanted.name in begun:
             return begun[wanted.name], call, waits_in.f_lasti
-        return log.num_calls, self._model.num_collectives(), call, waits_in.f_lasti
+        return log.num_calls, self._model.transport.num_collectives(), call, waits_in.f_lasti
 
     def _is_alone(self) -> bool:
         """Whether all threads of this process are of one rank."""
@@ -317,7 +333,7 @@ class Watchdog:
             wait.is_told = True
 
     def _reports(self) -> dict[int, dict[str, Any]]:
-        keeps = self._model.recorder is self._recorder
+        keeps = self._recorder.keeps_calls
         return {
             rank: {**self._report(rank, log), "keeps": keeps}
             for rank, log in list(self._recorder.logs.items())
@@ -358,13 +374,13 @@ def _place(frame: FrameType | None) -> str:
 
 
 def _site(frame: FrameType | None) -> str:
-    return site_of(flight_recorder.users_frame(frame))
+    return site_of(users_frame(frame))
 
 
 def _stack(frame: FrameType) -> str:
     """The stack from the outermost frame of the user's own inwards, without what has started the process."""
     frames = [one for one, _ in traceback.walk_stack(frame)]
-    while len(frames) > 1 and (is_library(frames[-1].f_code.co_filename) or _starts_a_process(frames[-1])):
+    while len(frames) > 1 and (is_library(frames[-1]) or _starts_a_process(frames[-1])):
         frames.pop()
     summary = traceback.StackSummary.extract((one, one.f_lineno) for one in reversed(frames))
     return "".join(summary.format())
@@ -378,25 +394,26 @@ def _starts_a_process(frame: FrameType) -> bool:
 def _operation(frame: FrameType | None) -> str:
     """The outermost library function that the user's code is in: ``"all_reduce"``."""
     name = "?"
-    while frame is not None and is_library(frame.f_code.co_filename):
-        if not frame.f_code.co_filename.endswith(("c10d_logger.py", "contextlib.py")):  # around it
+    while frame is not None and is_library(frame):
+        if frame.f_globals.get("__name__") not in (
+            "torch.distributed.c10d_logger",
+            "contextlib",
+        ):  # around it
             name = frame.f_code.co_name
         frame = frame.f_back
     return name
 
 
-# Where a rank waits for others: in our backends, torch's and Horovod's collectives, and DDP, whose backward
-# pass waits inside of autograd's.
-_WAITING_FOLDER = os.path.join(comp_models.__path__[0], "")
-_WAITING_FILES = tuple(
-    os.path.join(*path.split("/"))
-    for path in (
-        "torch/distributed/distributed_c10d.py",
-        "torch/nn/parallel/distributed.py",
-        "torch/autograd/graph.py",
-        "torch/distributed/_functional_collectives.py",
-        "horovod/torch/mpi_ops.py",
-    )
+# Where a rank waits for others beside the functions that are marked: in torch's and Horovod's collectives,
+# and in DDP, whose backward pass waits inside of autograd's.
+_WAITING_MODULES = frozenset(
+    {
+        "horovod.torch.mpi_ops",
+        "torch.autograd.graph",
+        "torch.distributed._functional_collectives",
+        "torch.distributed.distributed_c10d",
+        "torch.nn.parallel.distributed",
+    }
 )
 
 
@@ -418,10 +435,8 @@ def _innermost_frames(log: flight_recorder.Log, is_alone: bool, waits: bool) -> 
 
 def _waits_at(frame: FrameType | None) -> FrameType | None:
     """The frame in which a thread with this innermost frame waits for other ranks; None if it does not."""
-    while frame is not None and is_library(path := frame.f_code.co_filename):
-        if path.startswith(_WAITING_FOLDER) and not path.endswith(os.path.join("xla", "loader.py")):
-            return frame
-        if path.endswith(_WAITING_FILES):
+    while frame is not None and is_library(frame):
+        if is_marked_as_waiting(frame) or frame.f_globals.get("__name__") in _WAITING_MODULES:
             return frame
         frame = frame.f_back
     return None
@@ -517,13 +532,43 @@ begun.append(_watch_ends)
 def start(model: ComputationModel, threshold: timedelta, side: Side | None, keep_calls: bool = True) -> None:
     """Watch the caller's rank; without a side (a world of one) only its calls are kept."""
     with sides_lock:
-        if model.watching is None:
-            model.watching = model.recorder or flight_recorder.for_new_context() or Recorder()
-        if keep_calls:
-            model.recorder = model.watching
-        model.watching.log_of(model.get_rank()).thread = threading.get_ident()
-        watchdog = model.watching.watchdog
-        if isinstance(watchdog, Watchdog):
-            watchdog.threshold = threshold
+        found = watch_with_recorder(model, keep_calls)
+        found.log_of(model.get_rank()).thread = threading.get_ident()
+        if isinstance(found.watchdog, Watchdog):
+            found.watchdog.threshold = threshold
         elif side is not None:
-            model.watching.watchdog = Watchdog(model, model.watching, side, threshold)
+            found.watchdog = Watchdog(model, found, side, threshold)
+
+
+def _meet_at_end(model: ComputationModel) -> None:
+    """Before the context of the caller's rank ends after success.
+
+    Raises:
+        CollectiveMismatchError: the ranks are not in step; the context goes on.
+        RankFailedError: another rank waits in a collective that this one has not made; the context has ended.
+    """
+    try:
+        announce(model, END_OF_CONTEXT, model.groups.world)
+    except DistributedError:
+        raise
+    except RuntimeError:
+        pass  # a rank is gone: the context's own end meets the same, and says so
+    found = recorder_of(model)
+    if found is None or found.watchdog is None or model.finds_early_ends or model.get_world_size() == 1:
+        return
+    try:
+        found.watchdog.meet_at_end(model.get_rank())
+    except RankFailedError:
+        abort()
+        raise
+
+
+def _stop(model: ComputationModel) -> None:
+    """The context of the caller's rank ends, or has ended: with the last rank of this process, stop."""
+    found = recorder_of(model)
+    if found is not None:
+        found.leave(model.get_rank(), model.ranks_in_process())
+
+
+ending.append(_meet_at_end)
+ended.append(_stop)

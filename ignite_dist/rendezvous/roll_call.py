@@ -13,8 +13,8 @@ from torch.distributed import Store
 
 from ignite_dist.environments import Environment
 from ignite_dist.errors import MissingRanksError
-from ignite_dist.flight_recorder import describe_ranks
 from ignite_dist.rendezvous import connections
+from ignite_dist.values.ranks import describe_ranks
 
 __all__ = ["call", "waiting"]
 

@@ -20,6 +20,7 @@ from torch.nn import Module
 from ignite_dist.collectives.tensors import broadcast_tensors, is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
+from ignite_dist.diagnostics.flight_recorder import announce
 from ignite_dist.errors import CollectiveMismatchError
 
 __all__ = ["check_pass", "group_of_parameters", "remember_model", "share_buffers"]
@@ -81,7 +82,7 @@ def group_of_parameters(live: ComputationModel, parameters: Iterable[Tensor]) ->
             module = one.module()
             if module is not None and any(id(parameter) in own for parameter in module.parameters()):
                 return known.group
-    return live.world()
+    return live.groups.world
 
 
 # --- buffers -----------------------------------------------------------------------------------------
@@ -104,13 +105,13 @@ def share_buffers() -> None:
     known = _of_this_rank(live)
     for ranks in sorted(known):  # in one order on all ranks, which may be in several groups
         if known[ranks].had_buffers:
-            live.check_not_joining()
+            live.groups.check_not_joining()
             _share(live, known[ranks])
 
 
 def _share(live: ComputationModel, known: _OfGroup) -> None:
     group = known.group
-    live.announce("exact pass", group)
+    announce(live, "exact pass", group)
     found, different = _compare(live, known)
     if different:
         # A model that was dropped may wait for the garbage collector. All ranks see it, so all look again.
@@ -131,7 +132,7 @@ def _compare(live: ComputationModel, known: _OfGroup) -> tuple[_Found, list[int]
     alive = [(one.number, one.module()) for one in known.models if one.shares_buffers]
     found = {number: (module, _own_buffers(module)) for number, module in alive if module is not None}
     digests = [(number, _digest(buffers)) for number, (_, buffers) in found.items()]
-    rows = live.gather_objects((_KIND, known.count, digests), known.group)
+    rows = live.objects.gather((_KIND, known.count, digests), known.group)
     if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
         raise CollectiveMismatchError(
             "Some ranks begin a pass over a loader of auto_dataloader(exact=...), and others make another "
@@ -170,7 +171,7 @@ def _raise_for_buffers(
     live: ComputationModel, group: Group, module: Module, buffers: Sequence[tuple[str, Tensor]]
 ) -> None:
     """Say which is the first that differs. Every rank of ``group`` calls it."""
-    everyones: list[dict[str, str]] = live.gather_objects(_described(buffers), group)
+    everyones: list[dict[str, str]] = live.objects.gather(_described(buffers), group)
     names = dict.fromkeys(name for one in everyones for name in one)
     differing = (name for name in names if len({one.get(name) for one in everyones}) > 1)
     first = next(differing, None)

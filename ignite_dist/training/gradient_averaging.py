@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ignite_dist.collectives.functions import all_gather_tensors_with_shapes, all_reduce
+from ignite_dist.collectives.all_gather import all_gather_tensors_with_shapes
+from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.tensors import average_tensors
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
@@ -94,7 +95,7 @@ def _average_sparse(live: ComputationModel, parameters: Sequence[Parameter], gro
     """The same for gradients that are sparse on every rank, which keep so: their entries are gathered."""
     named = None if group.handle is None else group.handle
     own = [parameter.grad.coalesce() for parameter in parameters if parameter.grad is not None]
-    counts = live.gather_objects([len(gradient.values()) for gradient in own], group)
+    counts = live.objects.gather([len(gradient.values()) for gradient in own], group)
     for parameter, gradient, lengths in zip(parameters, own, zip(*counts, strict=True), strict=True):
         positions, values = gradient.indices().t().contiguous(), gradient.values().contiguous()
         all_positions, all_values = (
@@ -124,8 +125,8 @@ def average_in_step(optimizer: Optimizer) -> None:
 def average_now(live: ComputationModel, optimizer: Optimizer) -> None:
     """Average the gradients now, whoever does it in this context; the next step does not again."""
     if not take_mark(optimizer):
-        if live.averages_gradients:
-            live.reduce_gradients(optimizer)
+        if live.training.averages_gradients:
+            live.training.reduce_gradients(optimizer)
         else:
             _average(live, optimizer)
     mark_averaged(optimizer)
@@ -145,18 +146,18 @@ def _average_first(
         loss = closure()
         live = current_model()
         _average(live, optimizer)
-        return _mean_loss(loss, live.world())
+        return _mean_loss(loss, live.groups.world)
 
     return _with_closure(averaging_closure, args, kwargs)
 
 
 def _average(live: ComputationModel, optimizer: Optimizer) -> None:
-    world = live.world()
+    world = live.groups.world
     if len(world.ranks) == 1:  # the context has ended
         return
     trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
     # To know which gradients other ranks have would be to wait for the device in each step.
-    used = trained if live.computes_lazily() else agree_on_gradients(live, trained, world)
+    used = trained if live.training.computes_lazily else agree_on_gradients(live, trained, world)
     average_gradients(live, used, world)
 
 
@@ -177,7 +178,7 @@ def _average_loss(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     closure = _closure_of(args, kwargs)
-    if closure is None or current_model().is_joining:  # there ranks make different numbers of steps
+    if closure is None or current_model().groups.is_joining:  # there ranks make different numbers of steps
         return None
 
     def averaging_closure() -> Any:

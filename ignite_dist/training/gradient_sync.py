@@ -80,7 +80,7 @@ def no_sync(model: Module) -> Iterator[None]:
         model(second).sum().backward()  # averages the gradients of both
     """
     live = current_model()
-    with live.accumulate_locally(model, _optimizers(live, model, None)):
+    with live.training.accumulate(model, _optimizers(live, model, None)):
         yield
 
 
@@ -119,11 +119,13 @@ def grad_sync(
         _check_whole(model, "FORCED_SYNC")
         with _forced(live, model, found, is_final_microbatch):
             yield
-    elif is_final_microbatch or (strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and live.averages_in_backward):
-        with live.average_in_block(model, found):
+    elif is_final_microbatch or (
+        strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and live.training.averages_in_backward
+    ):
+        with live.training.average_in_block(model, found):
             yield
     else:
-        with live.accumulate_locally(model, found):
+        with live.training.accumulate(model, found):
             yield
 
 
@@ -131,27 +133,29 @@ def grad_sync(
 def _forced(
     live: ComputationModel, model: Module, optimizers: Sequence[Optimizer], is_final: bool
 ) -> Iterator[None]:
-    live.check_not_joining()
-    live.check_forced(model, optimizers)
-    group = live.gradient_group(model, optimizers)
+    live.groups.check_not_joining()
+    live.training.check_forced(model, optimizers)
+    group = live.training.gradient_group(model, optimizers)
     if len(group.ranks) == 1:
         yield
         return
     try:
-        with live.accumulate_locally(model, optimizers):
+        with live.training.accumulate(model, optimizers):
             yield
     except BaseException as error:
         exchange_outcomes(live, group, error)  # which the others meet in their final microbatch
         raise
     if is_final:
         parameters = dict.fromkeys(model.parameters())
-        if not live.averages_in_backward:  # the step will not average what else these optimizers have either
+        if (
+            not live.training.averages_in_backward
+        ):  # the step will not average what else these optimizers have either
             parameters.update(dict.fromkeys(parameters_of(*optimizers)))
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         average_gradients(live, agree_on_gradients(live, trained, group), group)
-        live.were_averaged(model)
+        live.training.mark_averaged(model)
         for optimizer in optimizers:
-            if not live.averages_in_backward and id(optimizer) in live.optimizers:
+            if not live.training.averages_in_backward and id(optimizer) in live.training.optimizers:
                 mark_averaged(optimizer)
 
 
@@ -235,7 +239,7 @@ def accumulate(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps is a positive int, got {steps!r}.")
     _check_whole(model, "accumulate")
-    current_model().check_not_joining()
+    current_model().groups.check_not_joining()
     synced = partial(grad_sync, model, optimizers, strategy=DDPSyncStrategy(strategy))
     return _accumulate(loader, model, steps, weight, synced, optimizers)
 
@@ -282,7 +286,7 @@ def _weighed(
     Gradients are summed by their weights until the last microbatch knows them all and makes the sum a mean.
     That is linear, so it does not matter whether the ranks are averaged before or after.
     """
-    current_model().check_not_joining()  # where is_final differs between ranks
+    current_model().groups.check_not_joining()  # where is_final differs between ranks
     factor = weights[-1]
     if is_final:
         total = sum(weights) if mean is None else mean(sum(weights))
@@ -306,7 +310,7 @@ def _mean_over_ranks(
     model: Module, optimizers: Optimizer | Sequence[Optimizer] | None, weight: float
 ) -> float:
     live = current_model()
-    group = live.gradient_group(model, _optimizers(live, model, optimizers))
+    group = live.training.gradient_group(model, _optimizers(live, model, optimizers))
     # Not all_reduce: a rank whose block has raised answers here too, with FORCED_SYNC.
     everyones: list[float] = exchange_outcomes(live, group, None, weight)
     if not any(everyones):
@@ -341,7 +345,7 @@ def clip_grad_norm(
     """
     live = current_model()
     optimizers = _optimizers(live, model, None)
-    in_step = not live.averages_in_backward and live.get_world_size() > 1
+    in_step = not live.training.averages_in_backward and live.get_world_size() > 1
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if in_step and trained and not optimizers:
         raise ValueError(NO_OPTIMIZER)
@@ -351,7 +355,7 @@ def clip_grad_norm(
         owned = set(parameters_of(*optimizers))
         others = [parameter for parameter in trained if parameter not in owned]  # which no step will average
         if others:
-            group = live.gradient_group(model, optimizers)
+            group = live.training.gradient_group(model, optimizers)
             average_gradients(live, agree_on_gradients(live, others, group), group)
     total = torch.nn.utils.clip_grad_norm_(
         model.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
@@ -370,11 +374,11 @@ def _optimizers(
     """The optimizers of the parameters of ``model``, in the order in which they were adapted."""
     if given is not None:
         return [given] if isinstance(given, Optimizer) else list(given)
-    if live.averages_in_backward:  # nobody will ask
+    if live.training.averages_in_backward:  # nobody will ask
         return []
     own = set(model.parameters())
     # Not values(): another replica of this process may add one meanwhile.
-    adapted = [reference() for reference in live.optimizers.valuerefs()]
+    adapted = [reference() for reference in live.training.optimizers.valuerefs()]
     return [one for one in adapted if one is not None and not own.isdisjoint(parameters_of(one))]
 
 

@@ -10,6 +10,7 @@ from operator import index
 from typing import Any
 
 from ignite_dist.context.live import current_model
+from ignite_dist.diagnostics.flight_recorder import announce
 
 __all__ = ["seed_everything", "shared_seed"]
 
@@ -24,9 +25,9 @@ def shared_seed() -> int:
     ``numpy.random.seed`` too, which takes no more bits.
     """
     model = current_model()
-    world = model.resolve_group(None)
-    model.announce("shared_seed", world)
-    seed: int = model.broadcast_object(secrets.randbits(_SHARED_BITS), 0, world)
+    world = model.groups.resolve(None)
+    announce(model, "shared_seed", world)
+    seed: int = model.objects.broadcast(secrets.randbits(_SHARED_BITS), 0, world)
     return seed
 
 
@@ -65,9 +66,9 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
     random.seed(own)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(own % (1 << 32))
-    model.seed(own)
+    model.training.seed(own)
     if together:  # nobody may draw before the last has seeded what all draw from
-        model._barrier(model.world())
+        model.transport.barrier(model.groups.world).wait()
     return seed
 
 

@@ -51,7 +51,7 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
         RankFailedError: that, or whatever loading it raises on rank 0, on the other ranks.
     """
     live, inner = current_model(), unwrap_model(model)
-    world = live.resolve_group(None)
+    world = live.groups.resolve(None)
     own = inner.state_dict()  # FSDP2 shards again here what it has gathered for a forward pass
     shards = any(map(is_sharded, own.values()))
     _on_rank_0(lambda: _check_state(inner, state) if shards else _load_whole(inner, state))
@@ -66,7 +66,7 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
         broadcast_tensors(live, [*inner.parameters(), *inner.buffers()], 0, world)
     if extra:
         sent = {name: value for name, value in values.items() if name in extra}
-        received = live.broadcast_object(sent, 0, world)
+        received = live.objects.broadcast(sent, 0, world)
         if shards or live.get_rank() != 0:
             inner.load_state_dict(received, strict=False)
 
@@ -79,7 +79,7 @@ def _fill_shards(
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if state:
             whole.copy_(state[name])
-        broadcast_tensor(live, whole, 0, group)
+        broadcast_tensor(live, whole, 0, group).wait()
         tensor.copy_(_as_sharded(whole, tensor) if is_sharded(tensor) else whole)
 
 
@@ -115,7 +115,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
         On rank 0 a ``state_dict`` of copies on the CPU, as of the optimizer without any of them.
     """
     if hasattr(optimizer, "consolidate_state_dict"):  # ZeRO's, which has it on this rank alone
-        current_model().check_not_joining()
+        current_model().groups.check_not_joining()
         optimizer.consolidate_state_dict(to=0)
         if current_model().get_rank() != 0:
             return {}
@@ -141,7 +141,7 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> 
     live = current_model()
     saved: list[bytes] = []
     _on_rank_0(lambda: saved.append(safe_objects.save(state)))
-    received = live.broadcast_bytes(b"".join(saved), 0, live.resolve_group(None))
+    received = live.objects.broadcast_bytes(b"".join(saved), 0, live.groups.resolve(None))
     everyones: dict[str, Any] = safe_objects.load(received, 0) if safe_objects.is_safe() else _load(received)
     _check_optimizer_state(optimizer, everyones)
     for number, parameter in enumerate(parameters_of(optimizer)):
@@ -203,6 +203,6 @@ def _on_rank_0(check: Any) -> None:
             check()
         except Exception as caught:
             error = caught
-    exchange_outcomes(live, live.resolve_group(None), error)
+    exchange_outcomes(live, live.groups.resolve(None), error)
     if error is not None:
         raise error

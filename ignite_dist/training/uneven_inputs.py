@@ -50,16 +50,16 @@ def join(
                 ...
     """
     live = current_model()
-    live.check_not_joining()
+    live.groups.check_not_joining()
     options = {
         "divide_by_initial_world_size": divide_by_initial_world_size,
         "throw_on_early_termination": throw_on_early_termination,
     }
-    with live.join(model, optimizer, **options) as sources:
-        live.is_joining = True
+    with live.training.join(model, optimizer, **options) as sources:
+        live.groups.is_joining = True
         try:
             yield
         finally:
-            live.is_joining = False
+            live.groups.is_joining = False
     for source in sources:
-        broadcast_tensors(live, [*model.parameters(), *model.buffers()], source, live.world())
+        broadcast_tensors(live, [*model.parameters(), *model.buffers()], source, live.groups.world)

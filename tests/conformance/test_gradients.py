@@ -240,14 +240,14 @@ def test_buffers_stay_equal_where_the_wrapper_keeps_them_so(strategy: str) -> No
             optimizer.zero_grad()
     model.eval()
     evaluated = model(samples(0, 0).to(idist.device())).tolist()
-    if current_model().averages_in_backward:
+    if current_model().training.averages_in_backward:
         assert idist.all_gather(evaluated) == [evaluated] * idist.get_world_size()
 
 
 @on_every_rank
 def test_a_backward_pass_that_was_averaged_before_one_that_is_not() -> None:
     live = current_model()
-    if live.averages_in_backward and live.get_world_size() > 1:
+    if live.training.averages_in_backward and live.get_world_size() > 1:
         return  # torch leaves the second as each rank's own, as no_sync() says
     model, optimizer = adapted()
     microbatches = of_all_ranks(always, 2)
@@ -427,11 +427,11 @@ def test_the_norm_is_one_on_all_ranks_where_no_optimizer_has_some_parameters() -
 def test_without_the_optimizer_that_averages_it_is_refused() -> None:
     live = current_model()
     model = idist.auto_model(Branches())
-    if live.averages_in_backward or live.get_world_size() == 1:
+    if live.training.averages_in_backward or live.get_world_size() == 1:
         idist.clip_grad_norm(model, 1.0)
         return
     with raises(ValueError, "auto_optim"):
         idist.clip_grad_norm(model, 1.0)
-    if live.averages_gradients:  # Horovod, whose hooks sit on the optimizer
+    if live.training.averages_gradients:  # Horovod, whose hooks sit on the optimizer
         with raises(ValueError, "auto_optim"), idist.no_sync(model):
             pass

@@ -64,7 +64,7 @@ def test_ranks_that_made_different_groups_before_do_not_wait_for_each_other() ->
         for _ in range(rank):
             idist.new_group([rank])
     for pair in pairs * 3:
-        if rank not in pair and current_model().groups_need_everyone:
+        if rank not in pair and current_model().transport.groups_need_everyone:
             idist.all_reduce(1, group=pair)
             idist.all_gather(torch.tensor(rank, device=idist.device()), pair)
         if rank in pair:
@@ -116,7 +116,7 @@ def test_a_list_is_made_into_a_group_once() -> None:
 def test_a_handle_is_found_again_by_its_ranks() -> None:
     ranks = [0, idist.get_world_size() - 1] if idist.get_world_size() > 2 else [0]
     handle = idist.new_group(ranks)
-    assert current_model().resolve_group(ranks).handle is handle
+    assert current_model().groups.resolve(ranks).handle is handle
 
 
 @on_every_rank

@@ -57,8 +57,8 @@ def test_a_view_is_changed_with_its_base_and_a_parameter_by_its_tensors() -> Non
             lambda view: idist.broadcast(view),
             lambda view: idist.all_reduce(view[::2]),
             lambda view: idist.all_reduce(view.detach()),
-            lambda view: average_tensors(model, [view], model.world()),
-            lambda view: broadcast_tensors(model, [view], 0, model.world()),
+            lambda view: average_tensors(model, [view], model.groups.world),
+            lambda view: broadcast_tensors(model, [view], 0, model.groups.world),
         ):
             y = saved(numel + 2)
             with torch.no_grad():
@@ -205,8 +205,8 @@ def test_a_tree_may_hold_one_tensor_twice_and_views_of_one_another() -> None:
     assert result["strided"].tolist() == wanted[::2].tolist()
     model = current_model()
     shared = torch.full((6,), float(rank), device=idist.device())
-    broadcast_tensors(model, [shared, shared[2:], shared[:3]], world_size - 1, model.world())
+    broadcast_tensors(model, [shared, shared[2:], shared[:3]], world_size - 1, model.groups.world)
     assert shared.tolist() == [world_size - 1] * 6
     averaged = torch.full((6,), float(rank), device=idist.device())
-    average_tensors(model, [averaged, averaged[2:], averaged[:3]], model.world())
+    average_tensors(model, [averaged, averaged[2:], averaged[:3]], model.groups.world)
     assert averaged.tolist() == [(world_size - 1) / 2] * 6

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import ignite_dist as idist
+from ignite_dist.context.live import current_model
 from worlds import count_collectives, on_every_rank, raises
 
 
@@ -105,7 +106,7 @@ def test_ranks_may_be_ints_of_numpys() -> None:
 
 @on_every_rank
 def test_a_group_of_numpys_ranks_is_made_once() -> None:
-    model_groups = idist.context.current_model()._groups
+    model_groups = current_model().groups._by_ranks
     idist.all_reduce(1, group=[0])
     before = model_groups[(0,)]
     for _ in range(3):

@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
 
 def calls(tensor: Tensor) -> dict[str, Callable[[], Any]]:
     model = current_model()
-    world = model.world()
+    world = model.groups.world
     shapes = [(2,)] * idist.get_world_size()
     return {
         "all_reduce": lambda: idist.all_reduce(tensor),

@@ -142,7 +142,9 @@ def test_a_rank_where_objects_are_not_safe_is_named() -> None:
     folder, model = new_folder(), current_model()
     with safe_on_every_rank():
         if rank == 0:  # replicas of XLA share the mode, so by hand
-            model.gather_bytes(serialization.write_header(pickle.dumps(Runs(folder))), model.world())
+            model.objects.gather_bytes(
+                serialization.write_header(pickle.dumps(Runs(folder))), model.groups.world
+            )
         else:
             with raises(UnsafeObjectError, "Rank 0 sent a plain pickle"):
                 idist.all_gather(rank)

@@ -206,7 +206,7 @@ def test_buffers_are_those_of_rank_zero_where_a_rank_skips(how: str) -> None:
     values = [parameter.tolist() for parameter in model.parameters()]
     assert idist.all_gather(values) == [values] * idist.get_world_size()
     of_rank_zero = idist.broadcast(before)
-    if rank == last > 0 and how == "nothing" and current_model().averages_in_backward:
+    if rank == last > 0 and how == "nothing" and current_model().training.averages_in_backward:
         assert [buffer.tolist() for buffer in model.buffers()] == of_rank_zero
     assert idist.all_reduce(1) == idist.get_world_size()
 
@@ -221,7 +221,7 @@ def test_what_reads_gradients_before_the_step_has_the_averages_where_a_rank_skip
     rank, size = idist.get_rank(), idist.get_world_size()
     model, optimizer = plain()
     other = make_model()
-    in_step = not current_model().averages_gradients
+    in_step = not current_model().training.averages_gradients
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
 
     def skips(number: int, rank: int) -> bool:

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import ignite_dist as idist
+from ignite_dist.comp_models.work import Completed, Steps
 from ignite_dist.context.live import current_model
 from table import PROPERTY
 
@@ -172,14 +173,14 @@ def raises(kind: type[BaseException] | tuple[type[BaseException], ...], text: st
 
 
 class count_collectives(AbstractContextManager["count_collectives"]):
-    """How many collectives this rank runs in the block, by wrapping the primitives of the live model.
+    """How many collectives this rank runs in the block, by wrapping the primitives of the live transport.
 
     ``dtypes`` are those of the tensors that they sent.
 
     Replicas of XLA share a model: each counts its own calls, through the wrappers that the first has made.
     """
 
-    _primitives = ("_all_reduce", "_all_gather", "_broadcast", "_barrier", "gather_bytes")
+    _primitives = ("all_reduce", "reduce_narrow", "all_gather", "broadcast", "barrier")
     _lock = threading.RLock()
     _counting: ClassVar[dict[int, count_collectives]] = {}
 
@@ -187,9 +188,9 @@ class count_collectives(AbstractContextManager["count_collectives"]):
         self.count, self._depth = 0, 0
         self.dtypes: set[torch.dtype] = set()
         with self._lock:
-            self._model = current_model()
+            self._transport = current_model().transport
             for name in self._primitives if not self._counting else ():
-                setattr(self._model, name, self._counted(getattr(self._model, name)))
+                setattr(self._transport, name, self._counted(getattr(self._transport, name)))
             self._counting[threading.get_ident()] = self
         return self
 
@@ -204,7 +205,8 @@ class count_collectives(AbstractContextManager["count_collectives"]):
                 own.dtypes.update(one.dtype for one in args[:1] if isinstance(one, torch.Tensor))
             own._depth += 1
             try:
-                return primitive(*args, **kwargs)
+                work = primitive(*args, **kwargs)
+                return Completed(work.wait()) if isinstance(work, Steps) else work
             finally:
                 own._depth -= 1
 
@@ -214,4 +216,4 @@ class count_collectives(AbstractContextManager["count_collectives"]):
         with self._lock:
             del self._counting[threading.get_ident()]
             for name in self._primitives if not self._counting else ():
-                delattr(self._model, name)
+                delattr(self._transport, name)

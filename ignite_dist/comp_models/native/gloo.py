@@ -15,17 +15,27 @@ import atexit
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, ProcessGroup
+from torch.distributed import BroadcastOptions, ProcessGroup, Work
 from torch.distributed.distributed_c10d import AllToAllOptions
 
-from ignite_dist.rendezvous import connections
 from ignite_dist.values.reduce_ops import reduce_rows
 
-__all__ = ["ScratchBuffers", "exchange", "forget_lent", "in_one_round", "lend", "stream", "tidy_at_exit"]
+__all__ = [
+    "ScratchBuffers",
+    "exchange",
+    "forget_lent",
+    "from_root",
+    "in_one_round",
+    "lend",
+    "stream",
+    "tidy_at_exit",
+]
 
 # An all-to-all exchange is one step. Up to this size over all ranks it beats both rings, by 2 to 5 times.
 _ONE_ROUND_BYTES = 1 << 20
@@ -85,26 +95,23 @@ def in_one_round(nbytes: int, group_size: int) -> bool:
     return nbytes * group_size <= _ONE_ROUND_BYTES
 
 
-def exchange(group: ProcessGroup, sent: Tensor, received: Tensor) -> None:
+def exchange(group: ProcessGroup, sent: Tensor, received: Tensor) -> Work:
     """Row ``i`` of ``sent`` goes to rank ``i``, whose row for this rank comes into ``received``."""
-    connections.wait(group.alltoall_base(lend(received), lend(sent), [], [], _EXCHANGE))
+    return group.alltoall_base(lend(received), lend(sent), [], [], _EXCHANGE)
 
 
-def stream(group: ProcessGroup, rows: Tensor) -> bool:
-    """Fill ``rows``, this rank's own being there, from all ranks at once; False if they are too many."""
+def stream(group: ProcessGroup, rows: Tensor) -> list[Work] | None:
+    """Fill ``rows``, this rank's own being there, from all ranks at once; None if they are too many."""
     if len(rows) > _MAX_STREAMS:
-        return False
-    works = [group.broadcast([lend(row)], _from(root)) for root, row in enumerate(rows.unbind())]
-    for work in works:
-        connections.wait(work)
-    return True
+        return None
+    return [group.broadcast([lend(row)], from_root(root)) for root, row in enumerate(rows.unbind())]
 
 
-@lru_cache(maxsize=_MAX_STREAMS)
-def _from(root: int) -> BroadcastOptions:
+@lru_cache(maxsize=4 * _MAX_STREAMS)
+def from_root(root: int) -> BroadcastOptions:
+    """The options of a broadcast from the rank at ``root`` in the group; read only."""
     options = BroadcastOptions()
     options.rootRank = root
-    options.asyncOp = True
     return options
 
 
@@ -120,8 +127,14 @@ class ScratchBuffers:
         # is no lock: pop(), append() and setdefault() are atomic.
         self._free: dict[object, list[_Buffer]] = {}
 
-    def all_reduce(self, group: ProcessGroup, tensor: Tensor, op: str, group_size: int) -> None:
-        """Reduce the contiguous ``tensor`` in place."""
+    def all_reduce(
+        self, group: ProcessGroup, tensor: Tensor, op: str, group_size: int
+    ) -> tuple[Work, Callable[[Any], Tensor]]:
+        """Begin to reduce the contiguous ``tensor`` in place.
+
+        Returns:
+            The exchange of all ranks' values; and what to call after it, which gives ``tensor``.
+        """
         # Nothing is kept in a buffer between calls, so groups of one size share them.
         key = (group_size, tensor.dtype, tensor.shape)
         free = self._free.get(key)
@@ -131,14 +144,18 @@ class ScratchBuffers:
             buffer = _new_buffer(tensor, group_size)
         sent, received, rows = buffer
         sent.copy_(tensor)
-        exchange(group, sent, received)
-        reduce_rows(rows, op, out=tensor)
-        # Not after an exception: gloo's threads may still read and write the buffer.
-        if free is not None:
-            if len(free) < _MAX_FREE:
-                free.append(buffer)
-        elif tensor.nbytes <= _SCRATCH_BYTES:
-            self._keep(key, buffer)
+
+        def reduce(_: Any) -> Tensor:
+            reduce_rows(rows, op, out=tensor)
+            # Not after an exception: gloo's threads may still read and write the buffer.
+            if free is not None:
+                if len(free) < _MAX_FREE:
+                    free.append(buffer)
+            elif tensor.nbytes <= _SCRATCH_BYTES:
+                self._keep(key, buffer)
+            return tensor
+
+        return exchange(group, sent, received), reduce
 
     def _keep(self, key: object, buffer: _Buffer) -> None:
         """Keep the first buffer of a layout for the next call."""

@@ -15,26 +15,10 @@ from torch import Tensor
 from ignite_dist.values.reduce_ops import reduce_rows
 from ignite_dist.values.serialization import as_bytes
 
-__all__ = ["reduce_in_parts", "reduce_rows_of_all"]
+__all__ = ["reduce_in_parts", "reduce_rows"]
 
 # A piece has a copy, and its part one in float64, so this bounds what a large tensor needs beside itself.
 _PIECE_BYTES = 4 << 20
-
-
-def reduce_rows_of_all(
-    tensor: Tensor, op: str, group_size: int, gather: Callable[[Tensor, Tensor], object]
-) -> Tensor:
-    """Reduce a small ``tensor`` in place: every rank reduces all ranks' values.
-
-    Args:
-        tensor: contiguous.
-        op: "SUM", "AVERAGE" or "PRODUCT".
-        group_size: number of ranks.
-        gather: ``gather(sent, received)``, flat bytes from every rank, in rank order.
-    """
-    rows = tensor.new_empty((group_size, *tensor.shape))
-    gather(as_bytes(tensor), as_bytes(rows))
-    return reduce_rows(rows.unbind(), op, out=tensor)
 
 
 def reduce_in_parts(
@@ -52,7 +36,7 @@ def reduce_in_parts(
         group_size: number of ranks.
         exchange: ``exchange(sent, received)``, flat bytes: the ``i``-th part of what is sent goes to the
             ``i``-th rank, and its part for this rank comes back in its place.
-        gather: as in :func:`reduce_rows_of_all`.
+        gather: ``gather(sent, received)``, flat bytes from every rank, in rank order.
     """
     piece_numel = group_size * max(1, _PIECE_BYTES // group_size // tensor.itemsize)
     for piece in torch.split(tensor.view(-1), piece_numel):

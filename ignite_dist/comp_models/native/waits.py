@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import os
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from ignite_dist.comp_models.base import Group, WaitedFor
-from ignite_dist.flight_recorder import is_library, local_of
+from ignite_dist.call_sites import is_library, local_of
+from ignite_dist.comp_models.transport import WaitedFor
+from ignite_dist.comp_models.work import work_of
 
 __all__ = ["calls_begun", "waited_for"]
 
 # gloo counts messages as calls of the group, so two ranks that send each other some have made more "calls"
 # than the others: a higher count alone does not say that another rank lacks a call.
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
-# No rank can complete one of these before all have begun it: of this package, then torch's.
+# No rank can complete one of these before all have begun it.
 _NEEDS_ALL = frozenset(
     {
-        *("_all_reduce", "_all_gather", "_barrier", "_reduce_narrow", "gather_bytes"),
         *("all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "all_gather_object"),
         *("all_gather_coalesced", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
         *("reduce_scatter", "reduce_scatter_tensor"),
     }
 )
-_BROADCASTS = frozenset({"_broadcast", "broadcast", "broadcast_object_list"})
-# Where the group that a rank waits in can be seen. Elsewhere it waits for what it has begun before, in the
-# backward pass of a DistributedDataParallel, say.
-_WHERE_SEEN = ("/torch/distributed/distributed_c10d.py", "/torch/nn/parallel/distributed.py")
-_HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
+_BROADCASTS = frozenset({"broadcast", "broadcast_object_list"})
+# The modules of torch in which the group that a rank waits in can be seen. Elsewhere it waits for what it has
+# begun before, in the backward pass of a DistributedDataParallel, say.
+_WHERE_SEEN = ("torch.distributed.distributed_c10d", "torch.nn.parallel.distributed")
 
 
 def calls_begun() -> dict[str, int | None]:
@@ -56,8 +54,10 @@ def waited_for(frame: FrameType, world: ProcessGroup, rank: int, device: torch.d
         rank: this one.
         device: where it computes.
     """
-    path = frame.f_code.co_filename
-    if not (path.startswith(_HERE) or path.endswith(_WHERE_SEEN)):
+    work = work_of(frame)
+    if work is not None:
+        return WaitedFor(work.ranks, work.group_name, is_known=True, needs_all=work.needs_all)
+    if frame.f_globals.get("__name__") not in _WHERE_SEEN:
         # Elsewhere than on the CPU a thread that computes cannot be told from one that waits.
         return WaitedFor(_in_each_group() if device.type == "cpu" else ())
     names = _names(frame)
@@ -68,8 +68,7 @@ def waited_for(frame: FrameType, world: ProcessGroup, rank: int, device: torch.d
     if isinstance(being_made, str) and being_made:
         ranks = local_of(frame, "global_ranks_in_group") or ()
         return WaitedFor(tuple(ranks), being_made, is_known=True, needs_all=True)
-    group = local_of(frame, "group", "process_group")
-    handle = group.handle if isinstance(group, Group) else group
+    handle = local_of(frame, "group", "process_group")
     if handle is None:
         handle = getattr(local_of(frame, "self"), "process_group", None) or world
     if not isinstance(handle, ProcessGroup):
@@ -84,7 +83,7 @@ def waited_for(frame: FrameType, world: ProcessGroup, rank: int, device: torch.d
 def _names(frame: FrameType | None) -> set[str]:
     """The functions of libraries that the user's code is in."""
     names = set()
-    while frame is not None and is_library(frame.f_code.co_filename):
+    while frame is not None and is_library(frame):
         names.add(frame.f_code.co_name)
         frame = frame.f_back
     return names

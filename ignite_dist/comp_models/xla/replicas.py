@@ -19,10 +19,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ignite_dist.comp_models.work import waits_for_ranks
 from ignite_dist.devices import num_cores
 from ignite_dist.errors import CollectiveMismatchError, DistributedError, MissingRanksError, RankFailedError
-from ignite_dist.flight_recorder import describe_ranks
 from ignite_dist.values import pytree, serialization
+from ignite_dist.values.ranks import describe_ranks
 from ignite_dist.workers import processes
 from ignite_dist.workers.failures import Failure
 
@@ -81,6 +82,7 @@ class Meeting:
         self._changed = threading.Condition()
         self._round = _Round()
 
+    @waits_for_ranks
     def meet(self, rank: int, call: str) -> None:
         """Return when all replicas of this process have come with the same ``call``.
 

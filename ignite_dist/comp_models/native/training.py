@@ -9,8 +9,8 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,27 +19,97 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_dist.arguments import check_keywords
+from ignite_dist.comp_models.base import Training
+from ignite_dist.comp_models.native import ddp_reduction
+from ignite_dist.comp_models.transport import Group
 from ignite_dist.gradients import parameters_of
 
-__all__ = [
-    "accumulating",
-    "check_optimizer",
-    "joined",
-    "process_groups",
-    "shard_model",
-    "shard_optimizer",
-    "were_averaged",
-    "wrap_model",
-]
+__all__ = ["NativeTraining"]
 
 
 _LOCAL = "_ignite_dist_local"  # on a module of FSDP2 that does not synchronise gradients
 
 
+class NativeTraining(Training):
+    """DDP, FSDP2 and ZeRO around models and optimizers."""
+
+    averages_gradients: ClassVar[bool] = True
+    averages_in_backward: ClassVar[bool] = True
+
+    def wrap_model(
+        self,
+        model: Module,
+        sync_bn: bool = False,
+        wrapper: Callable[..., Module] = torch.nn.parallel.DistributedDataParallel,
+        comm_hook: Any = None,
+        buffer_hook: Any = None,
+        **kwargs: Any,
+    ) -> Module:
+        if self.context.get_world_size() == 1 or not any(
+            parameter.requires_grad for parameter in model.parameters()
+        ):
+            return model
+        return _wrap_model(
+            model,
+            self.context.device(),
+            self.context.backend() or "",
+            sync_bn,
+            wrapper,
+            comm_hook,
+            buffer_hook,
+            kwargs,
+        )
+
+    def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+        if self.context.get_world_size() > 1:
+            _check_optimizer(optimizer)
+        return optimizer
+
+    def check_sharding(self) -> None:
+        pass
+
+    def shard_model(self, model: Module, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
+        return _shard_model(model, self.context.device(), wrap, **kwargs)
+
+    def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return _shard_optimizer(optimizer)
+
+    def gradient_group(self, model: Module, optimizers: Sequence[Optimizer]) -> Group:
+        groups = {self.context.transport.ranks_of(handle): handle for handle in _process_groups(model)}
+        if len(groups) > 1:
+            raise ValueError(
+                f"The parts of the model are averaged over different ranks, {[list(one) for one in groups]}, "
+                "as their process_group= says: call this for each part."
+            )
+        for ranks, handle in groups.items():
+            return (
+                self.context.groups.world
+                if len(ranks) == self.context.get_world_size()
+                else Group(handle, ranks)
+            )
+        return self.context.groups.world
+
+    def mark_averaged(self, model: Module) -> None:
+        _mark_averaged(model)
+
+    def accumulate(self, model: Module, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
+        return _accumulating(model)
+
+    def average_in_block(
+        self, model: Module, optimizers: Sequence[Optimizer]
+    ) -> AbstractContextManager[None]:
+        return ddp_reduction.completing(model)
+
+    def join(
+        self, model: Module, optimizer: Optimizer | None, **kwargs: Any
+    ) -> AbstractContextManager[list[int]]:
+        return _joined(model, optimizer, kwargs)
+
+
 # --- DistributedDataParallel -------------------------------------------------------------------------
 
 
-def wrap_model(
+def _wrap_model(
     model: Module,
     device: torch.device,
     backend: str,
@@ -87,7 +157,7 @@ def _find_hook(comm_hook: Any, backend: str) -> Any:
 
 
 @contextmanager
-def accumulating(model: Module) -> Iterator[None]:
+def _accumulating(model: Module) -> Iterator[None]:
     """Keep every ``DistributedDataParallel`` and FSDP2 module in ``model`` from synchronising gradients."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     with ExitStack() as stack:
@@ -109,7 +179,7 @@ def accumulating(model: Module) -> Iterator[None]:
         yield
 
 
-def process_groups(model: Module) -> list[Any]:
+def _process_groups(model: Module) -> list[Any]:
     """The process group of each ``DistributedDataParallel`` in ``model``."""
     return [module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
@@ -119,7 +189,7 @@ def _mesh_of(parameter: Parameter) -> Any:
     return getattr(parameter, "device_mesh", None)
 
 
-def were_averaged(model: Module) -> None:
+def _mark_averaged(model: Module) -> None:
     """Let the next forward pass take rank 0's buffers, as it does after a backward pass that averages."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -127,7 +197,7 @@ def were_averaged(model: Module) -> None:
 
 
 @contextmanager
-def joined(model: Module, optimizer: Optimizer | None, kwargs: dict[str, Any]) -> Iterator[list[int]]:
+def _joined(model: Module, optimizer: Optimizer | None, kwargs: dict[str, Any]) -> Iterator[list[int]]:
     """Torch's ``Join`` of every ``DistributedDataParallel`` in ``model``, and of an optimizer of ZeRO."""
     from torch.distributed.algorithms.join import Join, Joinable
 
@@ -151,7 +221,7 @@ def joined(model: Module, optimizer: Optimizer | None, kwargs: dict[str, Any]) -
 # --- shards ------------------------------------------------------------------------------------------
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
+def _check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that FSDP2's shards of parameters would make another one.
 
     Raises:
@@ -175,7 +245,7 @@ def _check_separable(optimizer: Optimizer, how: str) -> None:
         )
 
 
-def shard_model(model: Module, device: torch.device, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
+def _shard_model(model: Module, device: torch.device, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
     """``model``, each of its modules of the classes ``wrap`` and then the rest sharded by FSDP2, in place."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -189,7 +259,7 @@ def shard_model(model: Module, device: torch.device, wrap: Sequence[type[Module]
     return model
 
 
-def shard_optimizer(optimizer: Optimizer) -> Optimizer:
+def _shard_optimizer(optimizer: Optimizer) -> Optimizer:
     """A ``ZeroRedundancyOptimizer`` of the same class, parameter groups, state and options."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -1,7 +1,6 @@
 """The collectives that a rank has called: kept to tell where it is, and compared with those of the others.
 
-A recorder is there only while somebody watches (:mod:`ignite_dist.diagnostics.watchdog`): without one a
-collective pays for one look at an attribute.
+Calls are kept only while somebody watches (:mod:`ignite_dist.diagnostics.watchdog`).
 """
 
 from __future__ import annotations
@@ -13,14 +12,17 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from types import FrameType
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from ignite_dist.call_sites import site_of, users_frame
+from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.diagnostics import pending_calls
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError
+from ignite_dist.values.ranks import describe_ranks, key_of_ranks, ranges
 
 __all__ = [
     "END_OF_CONTEXT",
@@ -28,22 +30,19 @@ __all__ = [
     "Comparison",
     "Log",
     "Recorder",
+    "announce",
     "compare_in_new_contexts",
     "compared_in_new_contexts",
-    "describe_ranks",
-    "for_new_context",
-    "is_library",
-    "key_of_ranks",
-    "local_of",
-    "site_of",
+    "keeps_calls",
+    "recorder_of",
     "table",
-    "users_frame",
+    "watch_with_recorder",
 ]
 
 _NUM_KEPT = 20  # calls of each rank
 
 # Descriptions are cut to this, so that those of one call travel in one header.
-_MAX_SITE, _MAX_VALUE = 90, 120
+_MAX_VALUE = 120
 
 _VARIABLE = "IGNITE_DIST_DEBUG"
 
@@ -144,10 +143,15 @@ class Recorder:
 
     Args:
         comparison: what they compare before each call, until they say otherwise.
+
+    Attributes:
+        keeps_calls: False if only the threads of the ranks are looked at.
     """
 
     def __init__(self, comparison: Comparison | None = None) -> None:
         self._comparison = comparison
+        self.keeps_calls = True
+        self._left: set[int] = set()  # ranks whose contexts have ended
         self.logs: dict[int, Log] = {}
         self.watchdog: Watchdog | None = None
         # Guards the counts of the logs: threads of one rank share one. A signal handler may come in between.
@@ -161,11 +165,14 @@ class Recorder:
             log = self.logs.setdefault(rank, made)
         return log
 
-    def close(self) -> None:
-        """The context is about to end."""
-        if self.watchdog is not None:
-            self.watchdog.stop()
-            self.watchdog = None
+    def leave(self, rank: int, num_ranks: int) -> None:
+        """The context of ``rank``, one of ``num_ranks`` of this process, ends; the watch with the last."""
+        self._left.add(rank)
+        if len(self._left) >= num_ranks:
+            self._left.clear()
+            watchdog, self.watchdog = self.watchdog, None
+            if watchdog is not None:
+                watchdog.stop()
 
     def record(
         self,
@@ -250,7 +257,7 @@ def table_by_rank(ranks: Sequence[int], rows: Sequence[Sequence[str]]) -> str:
     by_row: dict[tuple[str, ...], list[int]] = {}
     for rank, row in zip(ranks, rows, strict=True):
         by_row.setdefault(tuple(row), []).append(rank)
-    return table([(_ranges(members), *row) for row, members in by_row.items()], ("rank",))
+    return table([(ranges(members), *row) for row, members in by_row.items()], ("rank",))
 
 
 def table(rows: Sequence[Sequence[str]], before: tuple[str, ...] = ()) -> str:
@@ -261,26 +268,6 @@ def table(rows: Sequence[Sequence[str]], before: tuple[str, ...] = ()) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
-
-
-def key_of_ranks(ranks: Sequence[int]) -> str:
-    """What tells a group from others where there is one of the same ranks."""
-    return ",".join(map(str, ranks))
-
-
-def describe_ranks(ranks: Sequence[int]) -> str:
-    """``"rank 3"``, or ``"ranks 0-2, 5"``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)}"
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 # --- describing a call ---------------------------------------------------------------------------------
@@ -305,55 +292,6 @@ def _describe(layout: Any) -> str:
     return f"{words[:_MAX_VALUE]}... ({zlib.crc32(words.encode()):08x})"
 
 
-_HERE = sys.modules[__name__.partition(".")[0]].__path__[0]  # of the package, wherever this file is
-_FOLDERS = (_HERE, os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
-_LIBRARIES = tuple(os.path.join(folder, "") for folder in _FOLDERS)
-_INSTALLED = ("torch", "torch_xla", "horovod", os.path.basename(_HERE))
-
-
-@lru_cache(maxsize=4096)
-def is_library(path: str) -> bool:
-    """Whether ``path`` is code of this package, of torch, of a backend's library or of Python's own."""
-    _, packages, rest = path.rpartition("-packages" + os.sep)  # site-packages, dist-packages
-    if packages:
-        return rest.partition(os.sep)[0] in _INSTALLED
-    return path.startswith((*_LIBRARIES, "<frozen "))
-
-
-def users_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame, from ``frame`` on outwards, that is the user's own code."""
-    while frame is not None and (is_library(frame.f_code.co_filename) or _is_generated(frame)):
-        frame = frame.f_back
-    return frame
-
-
-def local_of(frame: FrameType | None, *names: str) -> Any:
-    """The first variable of one of these names in the library's innermost frames; None if there is none."""
-    while frame is not None and is_library(frame.f_code.co_filename):
-        for name in names:
-            if (found := frame.f_locals.get(name)) is not None:
-                return found
-        frame = frame.f_back
-    return None
-
-
-def _is_generated(frame: FrameType) -> bool:
-    """Whether torch.compile wrote the code: under a name, or into a file, that is each rank's own."""
-    module = frame.f_globals.get("__name__", "")
-    return frame.f_code.co_filename.startswith("<eval_with_key>") or module.startswith("torch._inductor.")
-
-
-def site_of(frame: FrameType | None) -> str:
-    """``"folder/file.py:12"``, the same on machines where the code is in different places."""
-    return "?" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-@lru_cache(maxsize=4096)
-def _short(path: str) -> str:
-    folder, name = os.path.split(path)
-    return os.path.join(os.path.basename(folder), name)[-_MAX_SITE:]
-
-
 # --- which contexts have one -----------------------------------------------------------------------------
 
 _comparison: Comparison | None = None
@@ -370,7 +308,51 @@ def compare_in_new_contexts(comparison: Comparison | None) -> None:
     _comparison = comparison
 
 
-def for_new_context() -> Recorder | None:
+# --- the recorder of each context ------------------------------------------------------------------------
+
+# None: nobody keeps the calls of that context.
+_recorders: WeakKeyDictionary[ComputationModel, Recorder | None] = WeakKeyDictionary()
+_making = threading.RLock()
+
+
+def recorder_of(model: ComputationModel) -> Recorder | None:
+    """The recorder of a context, if it has one."""
+    try:
+        return _recorders[model]
+    except KeyError:
+        with _making:
+            return _recorders.setdefault(model, _wanted_in_new_contexts())
+
+
+def watch_with_recorder(model: ComputationModel, keep_calls: bool) -> Recorder:
+    """The recorder of a context, which has one from here on."""
+    with _making:
+        found = recorder_of(model)
+        if found is None:
+            found = _recorders[model] = Recorder()
+            found.keeps_calls = False
+        found.keeps_calls = found.keeps_calls or keep_calls
+        return found
+
+
+def keeps_calls(model: ComputationModel) -> bool:
+    """True if the calls of this context are kept."""
+    found = recorder_of(model)
+    return found is not None and found.keeps_calls
+
+
+def _forget_all() -> None:
+    """In a forked child, where no watchdog is."""
+    global _making
+    _making = threading.RLock()
+    _recorders.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
+
+
+def _wanted_in_new_contexts() -> Recorder | None:
     """A recorder, if one is wanted in every context: ``debug()``, or ``IGNITE_DIST_DEBUG=1``."""
     if _comparison is not None:
         return Recorder(_comparison)
@@ -378,3 +360,41 @@ def for_new_context() -> Recorder | None:
     if text not in ("", "0", "1"):
         raise EnvironmentVariablesError(f"The environment variable {_VARIABLE} is 0 or 1, got {text!r}.")
     return Recorder(Comparison()) if text == "1" else None
+
+
+def announce(
+    model: ComputationModel,
+    operation: str,
+    group: Group,
+    value: Any = "",
+    op: str = "",
+    *,
+    async_op: bool = False,
+) -> None:
+    """Note the collective that comes next, and compare it with those of the others, where that is wanted.
+
+    It comes after what is still under way in the thread of the group, unless it goes there too.
+
+    Args:
+        model: the context.
+        operation: the public function.
+        group: whose call it is. A rank outside notes nothing.
+        value: a tensor, or the leaves of a tree, that have to be alike on all ranks; or words.
+        op: what else has to be the same.
+        async_op: True if it may go to the thread of the group.
+
+    Raises:
+        CollectiveMismatchError: the ranks are about to make different calls; raised on all of them.
+    """
+    recorder = recorder_of(model)
+    if not async_op or recorder is not None:  # which may compare
+        pending_calls.drain(model, group)
+    if recorder is None or not recorder.keeps_calls:
+        return
+    rank, is_world = model.get_rank(), group.handle is None
+    if not is_world and group.position(rank) is None and not model.transport.groups_need_everyone:
+        return
+    key = model.transport.group_key(group)
+    call = recorder.record(rank, operation, group.ranks if key else (), value, op, key)
+    if len(group.ranks) > 1:
+        recorder.compare(rank, call, group.ranks, lambda sent: model.objects.gather(sent, group))

@@ -1,0 +1,136 @@
+"""One rank's value, on every rank of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ignite_dist.arguments import as_int
+from ignite_dist.collectives.arguments import copy_of
+from ignite_dist.collectives.path import perform
+from ignite_dist.collectives.tensors import (
+    broadcast_tensor,
+    check_dense,
+    check_writable,
+)
+from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.work import Steps, Work
+from ignite_dist.context.live import current_model
+from ignite_dist.tracing import traced, traced_as
+
+__all__ = ["broadcast", "broadcast_anything"]
+
+
+@traced
+def _broadcast_in_a_graph(*args: Any, **kwargs: Any) -> Any:
+    from ignite_dist.collectives import compiled
+
+    return compiled.broadcast(*args, **kwargs)
+
+
+@traced_as(_broadcast_in_a_graph)
+def broadcast(
+    tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = None, *, async_op: bool = False
+) -> Any:
+    """The value of rank ``src``, on every rank of the group, all of which call it.
+
+    Args:
+        tensor: on ``src`` the value: a tensor, or anything that can be pickled except None. On the others a
+            tensor of the same shape, dtype and device type where ``src`` has one, which is filled in place
+            and returned; anything but None where ``src`` has an object, which is discarded.
+        src: a global rank.
+        safe_mode: the other ranks may pass any dense tensor, or anything else, None included, without
+            knowing what ``src`` sends. A tensor of the right shape, dtype and device type is filled in place,
+            if no two elements share memory; else a new one comes back, on the CPU if it was there on ``src``,
+            else on :func:`device`. For a tensor it costs one small collective more.
+        group: as in :func:`all_reduce`, with ``src`` in it. A rank outside gets its value back unchanged.
+        async_op: True returns a :class:`Work` at once, whose ``wait()`` gives the value. A tensor belongs to
+            the collective until then.
+
+    Returns:
+        The value of ``src``.
+
+    Raises:
+        ValueError: ``src`` is not a rank of the group; ``src`` gives None, or another rank does without
+            ``safe_mode``. Nothing was sent.
+        TypeError: an object that cannot be pickled. Nothing was sent.
+        UnsafeObjectError: after :func:`safe_objects`, an object of a type that is not registered.
+
+    Example::
+
+        idist.broadcast("from 0" if rank == 0 else "")  # "from 0" on every rank
+        idist.broadcast(tensor if rank == 0 else None, safe_mode=True)  # that tensor on every rank
+    """
+    model = current_model()
+    src = as_int(src)
+    is_src = model.get_rank() == src
+    if tensor is None and (is_src or not safe_mode):
+        raise ValueError(
+            f"broadcast got None on {'the source rank' if is_src else 'a rank that is not the source'}. "
+            "The source needs a value; the others may pass None with safe_mode=True."
+        )
+    if isinstance(tensor, Tensor):
+        check_dense("broadcast", tensor)
+        if not safe_mode:
+            check_writable("broadcast", tensor)
+    members = model.groups.resolve(group)
+    _check_src(src, members, model.get_world_size())
+    is_tensor = isinstance(tensor, Tensor)
+    payload = b"" if is_tensor or safe_mode or not is_src else model.objects.packed(tensor)
+
+    def begin(value: Any) -> Work:
+        if is_tensor and not safe_mode:
+            return broadcast_tensor(model, value, src, members)
+        if safe_mode:
+            return Steps(lambda: broadcast_anything(model, value, src, members))
+        return Steps(lambda: model.objects.broadcast_packed(payload, src, members))
+
+    return perform(
+        model,
+        "broadcast",
+        members,
+        lambda: begin(tensor),
+        outside=tensor,
+        value="" if safe_mode else tensor if is_tensor else "an object",
+        op=f"from {src}",
+        take_part=lambda: begin(copy_of(tensor)),
+        async_op=async_op,
+    )
+
+
+def _check_src(src: int, group: Group, world_size: int) -> None:
+    if type(src) is not int or not 0 <= src < world_size:
+        raise ValueError(f"src is a global rank, an int in [0, {world_size}), got {src!r}.")
+    if group.ranks and group.position(src) is None:
+        raise ValueError(f"src is a global rank of the group, which has {list(group.ranks)}; got {src}.")
+
+
+def broadcast_anything(model: ComputationModel, value: Any, src: int, group: Group) -> Any:
+    """Broadcast what only ``src`` knows, None too: first what it is, then a tensor's data."""
+    is_src = model.get_rank() == src
+    sent: Any = (None, value)
+    if is_src and isinstance(value, Tensor):
+        sent = ((tuple(value.shape), value.dtype, value.device.type), None)
+    layout, received = model.objects.broadcast(sent if is_src else None, src, group)
+    if layout is None:
+        return value if is_src else received
+    if is_src:
+        sent = value if _is_writable(value) else value.clone()
+        broadcast_tensor(model, sent, src, group).wait()
+        return value
+    shape, dtype, device_type = layout
+    fits = isinstance(value, Tensor) and (tuple(value.shape), value.dtype, value.device.type) == layout
+    if not (fits and _is_writable(value)):
+        device = torch.device("cpu") if device_type == "cpu" else model.device()
+        value = torch.empty(shape, dtype=dtype, device=device)
+    return broadcast_tensor(model, value, src, group).wait()
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    try:
+        check_writable("broadcast", tensor)
+    except ValueError:
+        return False
+    return True

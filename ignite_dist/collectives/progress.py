@@ -1,0 +1,114 @@
+"""Asynchronous collectives: what ``async_op=True`` gives, and how it goes on while the caller computes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ignite_dist.arguments import check_timeout
+from ignite_dist.call_sites import site_of, users_frame
+from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
+from ignite_dist.context.live import ending
+from ignite_dist.diagnostics import pending_calls
+from ignite_dist.errors import MissingRanksError
+
+__all__ = ["begin"]
+
+_SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 50e-6, 5e-3
+
+
+def begin(model: ComputationModel, operation: str, group: Group, start: Callable[[], Work]) -> Work:
+    """Begin a collective that ``start`` begins, and give its work to the user.
+
+    One primitive of a transport whose collectives overlap begins here. What has several steps, and what a
+    transport makes one at a time, is made in the thread of the group. On an accelerator it is made here:
+    there the host hardly waits.
+    """
+    transport = model.transport
+    if transport.is_synchronous:
+        return Completed(start().wait())
+    work: Work
+    if not transport.overlap or pending_calls.is_busy(model, group):
+        work = pending_calls.submit(model, group, Steps(lambda: start().wait()))
+    else:
+        work = start()
+        if isinstance(work, Steps):
+            if model.device().type == "cpu":
+                work = pending_calls.submit(model, group, work)
+            else:
+                work = Completed(work.wait())
+    return _Pending(model, operation, work)
+
+
+class _Pending(Work):
+    """The work that a user waits for."""
+
+    __slots__ = ("_error", "_inner", "_lock", "_model", "_result", "operation", "site")
+
+    def __init__(self, model: ComputationModel, operation: str, inner: Work) -> None:
+        self._inner: Work | None = inner
+        self._lock = threading.Lock()
+        self._model = model
+        self._result: Any = None
+        self._error: Exception | None = None
+        self.operation = operation
+        self.site = site_of(users_frame(sys._getframe(1)))
+        _pending.setdefault(model, {})[id(self)] = self
+
+    @waits_for_ranks
+    def wait(self, timeout: timedelta | None = None) -> Any:
+        if timeout is not None:
+            self._wait_until_completed(timeout)
+        with self._lock:
+            if self._inner is not None:
+                try:
+                    self._result = self._inner.wait()
+                except Exception as error:
+                    self._error = error
+                # Not after a KeyboardInterrupt: then it goes on.
+                self._inner = None
+                _pending.get(self._model, {}).pop(id(self), None)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _wait_until_completed(self, timeout: timedelta) -> None:
+        check_timeout("timeout", timeout)
+        deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_POLL_SECONDS
+        while not self.is_completed():
+            now = time.monotonic()
+            if now >= deadline:
+                raise MissingRanksError(
+                    f"{self} has not completed within {timeout}. It goes on: wait() may be called again."
+                )
+            time.sleep(min(pause, deadline - now))
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+
+    def is_completed(self) -> bool:
+        inner = self._inner
+        return inner is None or inner.is_completed()
+
+    def __repr__(self) -> str:
+        return f"the {self.operation} that was begun at {self.site}"
+
+
+_pending: WeakKeyDictionary[ComputationModel, dict[int, _Pending]] = WeakKeyDictionary()
+
+
+def _wait_for_all(model: ComputationModel) -> None:
+    """Before the context ends: wait for what nobody has waited for."""
+    left = list(_pending.get(model, {}).values())
+    for work in left:
+        warnings.warn(f"Nobody has waited for {work}: call its wait().", stacklevel=5)
+    for work in left:
+        work.wait()
+
+
+ending.insert(0, _wait_for_all)

@@ -1,0 +1,149 @@
+"""Groups of ranks, however a caller names them; and what threads of a rank do only once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ignite_dist.arguments import as_int
+from ignite_dist.comp_models.transport import Group, Transport
+
+if TYPE_CHECKING:
+    from ignite_dist.comp_models.transport import Transport
+
+__all__ = ["Groups", "Once"]
+
+_INTS = frozenset({int})
+
+
+class Groups:
+    """The groups of one context.
+
+    Args:
+        transport: makes them.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, transport: Transport, world_size: int) -> None:
+        self._transport = transport
+        self._world_size = world_size
+        self._by_ranks: dict[tuple[int, ...], Group] = {}
+        self.once = Once()
+        self.world = Group(None, tuple(range(world_size)))
+        self.is_joining = False
+        """True inside of ``join()``, where ranks make different numbers of steps."""
+
+    def check_not_joining(self) -> None:
+        """Refuse, inside of ``join()``, what every rank would have to call.
+
+        Raises:
+            RuntimeError: says where it can be called.
+        """
+        if self.is_joining:
+            raise RuntimeError(
+                "In join() ranks make different numbers of steps, so a collective would wait for ranks "
+                "that have left. Make it after the block."
+            )
+
+    def new(self, ranks: Sequence[int], **options: Any) -> Any:
+        """A new handle for ``ranks``, which a list of the same ranks finds again if it has no options."""
+        checked = self._checked(ranks)
+        handle = self._transport.make_group(checked, **options)
+        if not options:
+            self._by_ranks[checked] = Group(handle, checked)
+        return handle
+
+    def resolve(self, group: Any) -> Group:
+        """The group that a collective's ``group=`` means: None, a handle, or a list of global ranks.
+
+        Raises:
+            ValueError: a rank out of range or given twice, a handle that was destroyed, or no group at all.
+            RuntimeError: inside of ``join()``.
+        """
+        if self.is_joining:
+            self.check_not_joining()
+        if group is None:
+            return self.world
+        if not isinstance(group, (list, tuple, range)):
+            return Group(group, self._transport.ranks_of(group))
+        key = tuple(group)
+        if not _INTS.issuperset(map(type, key)):  # a float or a bool that is equal to a rank would be found
+            key = self._checked(key)
+        found = self._by_ranks.get(key)
+        if found is not None and (found.handle is None or self._transport.is_alive(found.handle)):
+            return found
+        checked = self._checked(key)
+        if checked != key:  # only the ascending ranks are kept: one group, whoever names it first and how
+            return self.resolve(checked)
+        if len(checked) == self._world_size:
+            self._by_ranks[key] = self.world
+            return self.world
+        with self.once("the group", key):
+            made = self._by_ranks.get(key)
+            if made is None or made is found:  # else another thread has made it meanwhile
+                made = self._by_ranks[key] = Group(self._transport.make_group(checked), checked)
+            return made
+
+    def forget(self) -> None:
+        """The context has ended: its handles are no longer alive."""
+        self._by_ranks.clear()
+
+    def _checked(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        world_size = self._world_size
+        try:
+            plain = [as_int(rank) for rank in ranks]
+        except TypeError:  # nothing to iterate over
+            plain = [None]
+        if not _INTS.issuperset(map(type, plain)):
+            raise ValueError(f"Ranks of a group are a list of ints, got {ranks!r}.")
+        checked = tuple(sorted(plain))
+        if not checked:
+            return checked
+        if len(set(checked)) != len(checked) or checked[0] < 0 or checked[-1] >= world_size:
+            raise ValueError(
+                f"Ranks of a group are distinct and in [0, {world_size}), the world size; got {list(ranks)}."
+            )
+        return checked
+
+
+class _Use:
+    """A lock, and the thread that has it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a signal handler may come between the lock and the line after it
+        self.thread: int | None = None
+
+
+class Once:
+    """Lets one thread of a rank do what its other threads, which wait meanwhile, then find done."""
+
+    def __init__(self) -> None:
+        self._uses: dict[Hashable, _Use] = {}
+
+    @contextmanager
+    def __call__(self, what: str, key: Hashable) -> Iterator[None]:
+        """Hold the lock of this ``what`` and ``key``. The block may wait for other ranks.
+
+        Raises:
+            RuntimeError: the thread holds it already: this call comes from a signal handler or ``__del__``
+                that has interrupted the block, and would have to wait for what it has interrupted.
+        """
+        use = self._uses.setdefault((what, key), _Use())
+        if use.thread == threading.get_ident():
+            raise RuntimeError(
+                f"This call, of a signal handler or __del__, has interrupted the first use of {what} "
+                f"{list(key) if isinstance(key, tuple) else ''}, and needs it too. Use it once before the "
+                "handler may run."
+            )
+        with use.lock:
+            use.thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                use.thread = None
+
+    def forget(self) -> None:
+        """In a forked child the thread that held a lock is not there to give it back."""
+        self._uses.clear()

@@ -1,0 +1,75 @@
+"""Which workers Horovod can start: on this machine, or on several through ``horovod.run``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ignite_dist.arguments import check_counts
+from ignite_dist.comp_models.launcher import Launcher
+
+__all__ = ["HorovodLauncher"]
+
+
+class HorovodLauncher(Launcher):
+    """Starts workers in the environment that Horovod reads."""
+
+    @classmethod
+    def options(cls) -> set[str]:
+        from ignite_dist.comp_models.horovod import launching
+
+        return super().options() | launching.run_keywords()
+
+    @classmethod
+    def check(
+        cls,
+        *,
+        nproc_per_node: int,
+        nnodes: int | None = None,
+        hosts: str | None = None,
+        start_method: str | None = None,
+        join: bool = True,
+        daemon: bool = False,
+        **run_options: Any,
+    ) -> None:
+        from ignite_dist.comp_models.horovod import launching
+
+        check_counts(nproc_per_node=nproc_per_node, nnodes=1 if nnodes is None else nnodes)
+        launching.check_hosts(nproc_per_node, nnodes, hosts, run_options)
+        if (hosts or run_options) and (start_method or daemon or not join):
+            raise ValueError(
+                "start_method, daemon and join=False are for workers on this machine alone; "
+                f"{', '.join(['hosts'] * (hosts is not None) + list(run_options))} asks for horovod.run, "
+                "which has nothing like them."
+            )
+
+    @classmethod
+    def start(
+        cls,
+        entry: Callable[..., Any],
+        *,
+        backend: str,
+        nproc_per_node: int,
+        nnodes: int | None = None,
+        hosts: str | None = None,
+        start_method: str | None = None,
+        join: bool = True,
+        daemon: bool = False,
+        **run_options: Any,
+    ) -> Any:
+        """See ``idist.spawn``; ``hosts`` and every other option of ``horovod.run`` go there."""
+        from ignite_dist.comp_models.horovod import launching
+
+        cls.check(
+            nproc_per_node=nproc_per_node,
+            nnodes=nnodes,
+            hosts=hosts,
+            start_method=start_method,
+            join=join,
+            daemon=daemon,
+            **run_options,
+        )
+        if hosts is not None or run_options:
+            return launching.run_on_hosts(entry, nproc_per_node, nnodes, hosts, run_options)
+        workers = launching.start_here(entry, nproc_per_node, start_method, daemon)
+        return workers.join() if join else workers

@@ -1,0 +1,155 @@
+"""Optimizers whose steps average the gradients over Horovod."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ignite_dist.comp_models.base import NO_OPTIMIZER, ComputationModel, Training
+from ignite_dist.comp_models.transport import Group
+
+if TYPE_CHECKING:
+    from ignite_dist.comp_models.horovod.rounds import Calls, Exchange
+
+__all__ = ["HorovodTraining"]
+
+
+class HorovodTraining(Training):
+    """What Horovod has around a model and an optimizer.
+
+    Args:
+        context: the context.
+        hvd: Horovod's module.
+        calls: makes the calls of Horovod for the optimizers.
+    """
+
+    averages_gradients: ClassVar[bool] = True
+
+    def __init__(self, context: ComputationModel, hvd: Any, calls: Calls) -> None:
+        super().__init__(context)
+        self._hvd = hvd
+        self._calls = calls
+        self._exchange: Exchange | None = None  # of the optimizers' gradients
+        self._optimizer_numbers = count(1)
+
+    def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
+        if sync_bn and self.context.device().type == "cpu":
+            warnings.warn(
+                "sync_bn=True leaves BatchNorm as it is: Horovod's SyncBatchNorm needs a GPU.", stacklevel=3
+            )
+        elif sync_bn:
+            return _with_sync_bn(model, self._hvd.SyncBatchNorm)
+        return model
+
+    def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+        from ignite_dist.comp_models.horovod import averaging_optimizer
+
+        if self._exchange is None:
+            self._exchange = averaging_optimizer.Exchange(self._calls)
+        name = f"optimizer{next(self._optimizer_numbers)}"
+        wrapped = averaging_optimizer.distribute(optimizer, name, self._exchange, **kwargs)
+        if self.context.get_world_size() > 1:
+            sent, failure = b"", None
+            if self.context.get_rank() == 0:
+                try:
+                    sent = averaging_optimizer.state_as_bytes(wrapped)
+                except Exception as error:  # which the others hear of
+                    failure = error
+            received = self.context.objects.broadcast_bytes(sent, 0, self.context.groups.world)
+            if failure is not None:
+                raise failure
+            if not received:
+                raise RuntimeError("Rank 0 could not send the state of its optimizer; it says why.")
+            if self.context.get_rank() != 0:
+                averaging_optimizer.load_state(wrapped, received, self.context.device())
+        return wrapped
+
+    def accumulate(self, model: Module, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
+        from ignite_dist.comp_models.horovod import averaging_optimizer
+
+        if (
+            not optimizers
+            and self.context.get_world_size() > 1
+            and any(one.requires_grad for one in model.parameters())
+        ):
+            raise ValueError(NO_OPTIMIZER)
+        return averaging_optimizer.accumulating(optimizers)
+
+    def average_in_block(
+        self, model: Module, optimizers: Sequence[Optimizer]
+    ) -> AbstractContextManager[None]:
+        from ignite_dist.comp_models.horovod import averaging_optimizer
+
+        return averaging_optimizer.averaging_in_block(optimizers)
+
+    def gradient_group(self, model: Module, optimizers: Sequence[Optimizer]) -> Group:
+        sets = [getattr(optimizer, "process_set", None) for optimizer in optimizers]
+        groups = {tuple(one.ranks): one for one in sets if one is not None}
+        if len(groups) > 1:
+            raise ValueError(
+                "The model's optimizers average over different ranks, "
+                f"{[list(ranks) for ranks in groups]}, as their process_set= says."
+            )
+        for ranks, process_set in groups.items():
+            return (
+                self.context.groups.world
+                if len(ranks) == self.context.get_world_size()
+                else Group(process_set, ranks)
+            )
+        return self.context.groups.world
+
+    def check_forced(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            op, process_set = getattr(optimizer, "op", None), getattr(optimizer, "process_set", None)
+            if op not in (None, self._hvd.Average) or getattr(process_set, "process_set_id", 0) != 0:
+                raise ValueError(
+                    "FORCED_SYNC takes the mean over all ranks; this optimizer has an op= or process_set= "
+                    "of its own: use another strategy."
+                )
+
+    @contextmanager
+    def join(  # type: ignore[override]  # of the options Horovod has none
+        self,
+        model: Module,
+        optimizer: Optimizer | None,
+        divide_by_initial_world_size: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[list[int]]:
+        if not divide_by_initial_world_size or throw_on_early_termination:
+            raise ValueError(
+                "Horovod's join() divides by the number of all ranks and waits until all have come: leave "
+                "divide_by_initial_world_size and throw_on_early_termination as they are."
+            )
+        if (
+            len(self.gradient_group(model, [] if optimizer is None else [optimizer]).ranks)
+            < self.context.get_world_size()
+        ):
+            raise ValueError("Horovod's join() is for all ranks, and this optimizer has a process_set=.")
+        last: list[int] = []
+        yield last
+        last.append(self._hvd.join())
+
+    def reduce_gradients(self, optimizer: Optimizer) -> None:
+        from ignite_dist.comp_models.horovod import averaging_optimizer
+
+        averaging_optimizer.synchronize(optimizer)
+
+
+def _with_sync_bn(module: Module, sync_batch_norm: type[Module]) -> Module:
+    """``module`` with each of its BatchNorm modules replaced, parameters and statistics kept."""
+    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        names = ("num_features", "eps", "momentum", "affine", "track_running_stats")
+        made = sync_batch_norm(*(getattr(module, name) for name in names))
+        kept = {name: vars(module)[name] for name in ("_parameters", "_buffers", "training")}
+        vars(made).update(kept)
+        return made
+    for name, child in module.named_children():
+        setattr(module, name, _with_sync_bn(child, sync_batch_norm))
+    return module

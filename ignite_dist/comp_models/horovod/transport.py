@@ -1,0 +1,396 @@
+"""Tensors over the collectives of Horovod, and groups as its process sets."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from math import inf
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from ignite_dist import devices
+from ignite_dist.arguments import check_keywords
+from ignite_dist.call_sites import local_of
+from ignite_dist.comp_models.groups import Once
+from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, WaitedFor
+from ignite_dist.comp_models.work import Completed, Work, waits_for_ranks, work_of
+from ignite_dist.rendezvous import connections, stores
+
+__all__ = ["DYNAMIC_SETS", "HorovodTransport"]
+
+_logger = logging.getLogger(__name__)
+
+# Horovod looks for new calls once a cycle, a millisecond by default. Whoever wakes up late after one misses
+# the next, so a rank with a core to itself stays awake for a little longer than that, and sleeps only then.
+_SPIN_SECONDS = 1.2e-3
+_SLEEP_SECONDS = 200e-6
+
+# How long the watchdog waits for a change of the process sets.
+_LOCK_SECONDS = 0.1
+
+# How long a rank waits without a word.
+_PATIENCE_SECONDS = 10.0
+_WAITING = (
+    "Rank %d has waited %.0f s in %s. Some other rank has not made this call, or with another shape or dtype."
+)
+_WAITING_FOR_GROUP = (
+    "Rank %d waits for the other ranks to make the group %s. With Horovod every rank of the world makes a "
+    "new group, members or not: by new_group, or by a collective with the list of its ranks."
+)
+_SHUT_DOWN = (
+    "Horovod has been shut down by another rank: it has called hvd.shutdown() or finalize(), or has failed, "
+    "and then its own output says why."
+)
+_REMOVED = (
+    "This ProcessSet was removed, or never added; got %s. Handles of the same ranks are one process set of "
+    "Horovod, so hvd.remove_process_set() of one ends them all: make a new group."
+)
+_MOST_RANKS = 1 << 14
+DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
+# What the torch extension of 0.28.1 has functions for.
+_GATHERED = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    }
+)
+_REDUCED = frozenset({torch.int32, torch.int64, torch.float16, torch.float32, torch.float64})
+
+
+class HorovodTransport(Transport):
+    """The calls of Horovod between ``hvd.init()`` and ``hvd.shutdown()``.
+
+    Args:
+        hvd: the module.
+        is_current: tells whether Horovod has not been shut down since.
+    """
+
+    def __init__(self, hvd: Any, is_current: Callable[[], bool]) -> None:
+        self._hvd = hvd
+        self._is_current = is_current
+        self._mpi_ops = hvd.mpi_ops
+        self._process_set_ranks: Callable[..., int] = (
+            hvd.mpi_ops._basics.MPI_LIB_CTYPES.horovod_process_set_ranks
+        )
+        self._rank: int = hvd.rank()
+        self._world_size: int = hvd.size()
+        self._world = Group(None, tuple(range(self._world_size)))
+        # An output buffer: nobody reads what is written there, so threads share it. An optimizer may outlive
+        # this context and be used in a larger one.
+        self._found_ranks = (ctypes.c_int * max(self._world_size, _MOST_RANKS))()
+        self._ranks_of_set = ctypes.c_int * (self._world_size + 1)
+        self._spin_seconds = _SPIN_SECONDS if hvd.local_size() <= devices.num_cores() else 0.0
+        self._ops = {"SUM": hvd.Sum, "PRODUCT": hvd.Product, "MIN": hvd.Min, "MAX": hvd.Max}
+        if hvd.mpi_built():
+            self._ops["ADASUM"] = hvd.Adasum
+        self._num_begun: dict[str, int] = {}  # calls of this package, announced or not, by their groups' tags
+        self._handle_numbers: dict[tuple[int, ...], Iterator[int]] = {}
+        self._once = Once()
+        # Guards Horovod's table of process sets. Horovod reads it in several steps, and numbers the sets of
+        # each rank in the order in which they come, although a set needs the same number on all ranks.
+        self._changing_sets = threading.RLock()
+        self._takes_gpu = hvd.cuda_built() or hvd.rocm_built()
+
+    # --- groups: process sets, which every rank of the world registers ---------------------------------
+
+    def world_handle(self) -> Any:
+        return self._hvd.global_process_set
+
+    def make_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
+        check_keywords("new_group", options, ())
+        if not ranks:
+            return self._hvd.ProcessSet([])  # never added: Horovod takes none without members
+        with self._once("the process set", ranks):
+            process_set_id = self._known_process_set(ranks)
+            if process_set_id is not None:  # Horovod refuses to add it once more
+                handle = self._hvd.ProcessSet(list(ranks))
+                handle.process_set_id = process_set_id
+            else:
+                handle = self._new_process_set(ranks)
+        # Handles of the same ranks are one process set. This number tells their calls apart. It is the same
+        # on all of these ranks, because they make their groups in the same order.
+        handle.ignite_dist_number = next(self._handle_numbers.setdefault(ranks, count(1)))
+        return handle
+
+    def _known_process_set(self, ranks: tuple[int, ...]) -> int | None:
+        if len(ranks) == self._world_size:
+            return 0
+        with self._changing_sets:
+            known = self._mpi_ops._basics._get_process_set_ids_and_ranks()
+        return next((number for number, members in known.items() if tuple(members) == ranks), None)
+
+    def _new_process_set(self, ranks: tuple[int, ...]) -> Any:
+        hvd = self._hvd
+        patience = threading.Timer(
+            _PATIENCE_SECONDS, _logger.warning, (_WAITING_FOR_GROUP, self._rank, list(ranks))
+        )
+        patience.daemon = True
+        patience.start()
+        try:
+            # Local: the set of all ranks is there already, so this raises what the addition of another would.
+            self._mpi_ops._basics._add_process_set_impl(range(self._world_size))
+            # Other threads may add other sets. So all ranks come first, then rank 0 says which set is next.
+            self._tell_all("come", ranks)
+            with self._changing_sets if self._rank == 0 else nullcontext():
+                self._tell_all("next", ranks)
+                with self._changing_sets:
+                    return hvd.add_process_set(list(ranks))
+        except ValueError as error:
+            if DYNAMIC_SETS not in str(error):
+                raise RuntimeError(f"The group {list(ranks)} was not made: {error}") from error
+            raise RuntimeError(
+                f"Horovod was initialized without {DYNAMIC_SETS}=1 and takes no new groups. Set it before "
+                "hvd.init(), name the groups there (process_sets=...), or call idist.initialize('horovod'), "
+                "which sets it."
+            ) from error
+        finally:
+            patience.cancel()
+
+    def _tell_all(self, what: str, ranks: tuple[int, ...]) -> None:
+        """A barrier of all ranks that make this process set; the caller says why it may take long."""
+        tensor = torch.zeros(1)
+        submit = partial(self._hvd.allreduce_async_, tensor, op=self._hvd.Sum)
+        self._begin(submit, f"new_group.{ranks}.{what}", tensor, self._world, is_told=True).wait()
+
+    def group_key(self, group: Group) -> str:
+        number = self._number_of(group)
+        if number == 0 and (group.handle is None or group.handle.process_set_id == 0):
+            return ""
+        return f"{super().group_key(group)}/{number}"
+
+    def _tag(self, group: Group) -> str:
+        """What the names of the group's calls begin with, the same on all of its ranks."""
+        process_set_id = 0 if group.handle is None else group.handle.process_set_id
+        return f"{process_set_id}.{self._number_of(group)}"
+
+    def _number_of(self, group: Group) -> int:
+        """Which of the handles of its ranks it is; 0 for the world and for the user's own process sets."""
+        number: int = getattr(group.handle, "ignite_dist_number", 0)
+        return number
+
+    def ranks_of(self, handle: Any) -> tuple[int, ...]:
+        if not isinstance(handle, self._hvd.ProcessSet):
+            raise ValueError(f"A group is a list of ranks or a horovod.torch.ProcessSet, got {handle!r}.")
+        if not self.is_alive(handle):
+            raise ValueError(_REMOVED % handle)
+        return tuple(handle.ranks)
+
+    def is_alive(self, handle: Any) -> bool:
+        number = handle.process_set_id
+        if number == 0 or handle.ranks == []:
+            return True
+        if number is None or not self._is_current():
+            return False
+        # Another handle of these ranks may have been removed. Horovod then has no such number, or has given
+        # it to other ranks.
+        found = self._ranks_of_set(*[-1] * (self._world_size + 1))
+        self._process_set_ranks(number, found)
+        ranks = [*handle.ranks, -1]
+        return bool(found[: len(ranks)] == ranks)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        try:
+            if not self._is_running():
+                raise self._mpi_ops.HorovodInternalError(_SHUT_DOWN)
+            yield
+        except self._mpi_ops.HorovodInternalError as error:
+            connections.raise_explained(error)
+
+    @waits_for_ranks
+    def result(self, call: tuple[int, str], process_set: Any) -> Any:
+        # The watchdog finds `process_set` in this frame: its ranks are waited for.
+        handle, name = call
+        self._wait(handle, name, _PATIENCE_SECONDS)
+        return self._hvd.synchronize(handle)
+
+    # --- primitives ------------------------------------------------------------------------------------
+
+    def supports(
+        self, kind: CollectiveKind, op: str | None, dtype: torch.dtype, device: torch.device
+    ) -> bool:
+        on_gpu = device.type == "cuda" and self._takes_gpu
+        if device.type != "cpu" and not on_gpu:
+            return False
+        if kind == "all_reduce":
+            return op in self._ops and dtype in _REDUCED
+        return kind in ("all_gather", "broadcast") and dtype in _GATHERED
+
+    # Horovod matches calls by name, and each process numbers those that have none for itself: a rank that is
+    # not in a group would be out of step with the world for ever. And what has a name that it has seen before
+    # is negotiated with a few bits. So: names, made of what is equal on all ranks.
+
+    def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
+        if not tensor.numel():
+            return Completed(tensor)
+        submit = partial(self._hvd.allreduce_async_, tensor, op=self._ops[op])
+        return self._begin(submit, f"all_reduce.{op}", tensor, group)
+
+    def all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
+        if not tensor.numel():
+            return Completed(tensor.new_empty((len(group.ranks), *tensor.shape)) if out is None else out)
+        submit = partial(self._hvd.allgather_async, tensor.unsqueeze(0))
+        # Horovod's own thread, outside of the mode, resizes what is made here.
+        with torch.inference_mode(False):
+            begun = self._begin(submit, "all_gather", tensor, group)
+        return begun if out is None else begun.then(out.copy_)
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
+        if not tensor.numel():
+            return Completed(tensor)
+        return self._begin(
+            partial(self._hvd.broadcast_async_, tensor, src), f"broadcast.{src}", tensor, group
+        )
+
+    def barrier(self, group: Group) -> Work:
+        # Not hvd.barrier(), which spins; see _wait.
+        tensor = torch.zeros(1)
+        return self._begin(
+            partial(self._hvd.allreduce_async_, tensor, op=self._hvd.Sum), "barrier", tensor, group
+        )
+
+    def _begin(
+        self, submit: Callable[..., int], name: str, tensor: Tensor, group: Group, is_told: bool = False
+    ) -> Work:
+        """Submit a call under a name that all ranks give it."""
+        if not self._is_running():
+            connections.raise_explained(self._mpi_ops.HorovodInternalError(_SHUT_DOWN))
+        process_set = self._hvd.global_process_set if group.handle is None else group.handle
+        if process_set.process_set_id == 0:  # ADASUM takes no copy of the set of all ranks
+            process_set = self._hvd.global_process_set
+        layout = f"{tensor.dtype}.{tuple(tensor.shape)}"
+        tag = self._tag(group)
+        full_name = f"ignite_dist.{tag}.{name}.{layout}"
+        with self._refused_explained():
+            handle = submit(name=full_name, process_set=process_set)
+        self._num_begun[tag] = self._num_begun.get(tag, 0) + 1
+        return _HorovodWork(self, handle, full_name, inf if is_told else _PATIENCE_SECONDS, tag, group.ranks)
+
+    @contextmanager
+    def _refused_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:  # the only one that is not about arguments, which were checked above
+            raise RuntimeError(
+                "Such a call is under way in this process already: of another thread, or interrupted before "
+                "its end. Collectives of one group are called one after the other; give each thread a group "
+                f"of its own, by new_group. ({error})"
+            ) from error
+        except self._mpi_ops.HorovodInternalError as error:
+            connections.raise_explained(error)
+
+    def finish(self, handle: int, name: str, patience: float) -> Any:
+        """The result of a call that was begun."""
+        with self._refused_explained():
+            self._wait(handle, name, patience)
+            return self._hvd.synchronize(handle)
+
+    def is_finished(self, handle: int) -> bool:
+        """True if :meth:`finish` would not wait."""
+        return bool(self._hvd.poll(handle)) or not self._is_running()
+
+    def _wait(self, handle: int, name: str, patience: float) -> None:
+        # hvd.synchronize() alone would spin to the end, which keeps a core from the thread that does the work
+        # (three ranks on two cores: 4 bytes in 9 ms instead of 2), and would not let a Ctrl-C through.
+        start = time.perf_counter()
+        while not self._hvd.poll(handle):
+            waited = time.perf_counter() - start
+            if waited < self._spin_seconds:
+                os.sched_yield()
+                continue
+            if not self._is_running() and not self._hvd.poll(handle):
+                raise self._mpi_ops.HorovodInternalError(_SHUT_DOWN)
+            if waited > patience:
+                patience = inf
+                _logger.warning(_WAITING, self._rank, waited, name)
+            time.sleep(_SLEEP_SECONDS)
+
+    def _is_running(self) -> bool:
+        # Another rank may just have shut Horovod down. While its thread then gives up the calls it has, it
+        # holds a lock that the next call waits for, and may need the GIL, which that call does not let go of;
+        # and a call that comes as the thread ends is answered by nobody. The ranks of the world's process set
+        # are asked for under that lock too, but without the GIL, and are an error once the thread is through.
+        # (A moment is left between this look and the call. It is raw Horovod's.)
+        return self._process_set_ranks(0, self._found_ranks) >= 0
+
+    # --- for the watchdog ------------------------------------------------------------------------------
+
+    def store(self) -> Store | None:
+        return stores.launchers_store()
+
+    def calls_begun(self) -> dict[str, int | None]:
+        return dict(self._num_begun)
+
+    def waited_for(self, frame: FrameType) -> WaitedFor:
+        # Horovod begins no operation, a broadcast neither, before all ranks of its set have asked for it.
+        work = work_of(frame)
+        if work is not None:  # of this package's own call
+            return WaitedFor(work.ranks, work.group_name, is_known=True, needs_all=True)
+        process_set = local_of(frame, "process_set")
+        if isinstance(process_set, self._hvd.ProcessSet) and process_set.ranks:  # of an optimizer
+            return WaitedFor(tuple(process_set.ranks), is_known=True, needs_all=True)
+        if frame.f_globals.get("__name__") == "torch.autograd.graph":  # a backward pass, which computes
+            return WaitedFor()
+        if not self._changing_sets.acquire(timeout=_LOCK_SECONDS):  # it may be this change that is waited for
+            return WaitedFor()
+        try:
+            sets = self._mpi_ops._basics._get_process_set_ids_and_ranks().values()
+        finally:
+            self._changing_sets.release()
+        members = [ranks for ranks in sets if self._rank in ranks and len(ranks) > 1]
+        in_each = set(range(self._world_size)).intersection(*members)
+        return WaitedFor(tuple(in_each), is_known=True, needs_all=True)
+
+    def is_broken(self) -> bool | None:
+        return not self._is_running()
+
+
+class _HorovodWork(Work):
+    """A call of Horovod."""
+
+    __slots__ = ("_group_name", "_handle", "_name", "_patience", "_transport", "ranks")
+
+    def __init__(
+        self,
+        transport: HorovodTransport,
+        handle: int,
+        name: str,
+        patience: float,
+        group_name: str,
+        ranks: tuple[int, ...],
+    ) -> None:
+        self._transport = transport
+        self._handle = handle
+        self._name = name
+        self._patience = patience
+        self._group_name = group_name
+        self.ranks = ranks
+
+    @property
+    def group_name(self) -> str:
+        return self._group_name
+
+    @waits_for_ranks
+    def wait(self, timeout: timedelta | None = None) -> Any:
+        return self._transport.finish(self._handle, self._name, self._patience)
+
+    def is_completed(self) -> bool:
+        return self._transport.is_finished(self._handle)

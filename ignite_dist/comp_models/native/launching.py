@@ -1,0 +1,86 @@
+"""Workers of torch.distributed on this machine, and with those of other machines."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from ignite_dist import devices
+from ignite_dist.arguments import check_nodes, check_timeout
+from ignite_dist.comp_models.launcher import Launcher
+from ignite_dist.environments import spawned
+from ignite_dist.rendezvous import stores
+from ignite_dist.workers import nodes, processes
+
+__all__ = ["NativeLauncher"]
+
+
+class NativeLauncher(Launcher):
+    """Starts workers that find each other over a store, which the launcher serves."""
+
+    @classmethod
+    def check(
+        cls,
+        *,
+        nproc_per_node: int,
+        nnodes: int | None = None,
+        node_rank: int | None = None,
+        master_addr: str | None = None,
+        master_port: int | None = None,
+        init_method: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
+
+    @classmethod
+    def start(  # type: ignore[override]  # the keywords are each backend's own
+        cls,
+        entry: Callable[..., Any],
+        *,
+        backend: str,
+        nproc_per_node: int,
+        nnodes: int = 1,
+        node_rank: int = 0,
+        master_addr: str | None = None,
+        master_port: int | None = None,
+        init_method: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: str | None = None,
+        join: bool = True,
+        daemon: bool = False,
+    ) -> Any:
+        """See ``idist.spawn``."""
+        check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
+        if timeout is not None:
+            check_timeout("timeout", timeout)
+        devices.check_devices(backend, nproc_per_node)
+        store, environ = None, stores.loopback_only() if nnodes == 1 else {}
+        job = nodes.assumed(node_rank, nnodes, nproc_per_node)
+        if init_method in (None, "env://"):
+            address, port = master_addr or "127.0.0.1", master_port or 0
+            if nnodes == 1:
+                store, port = stores.serve_store(address, port)
+            else:
+                hello = nodes.Hello(node_rank, nnodes, nproc_per_node, backend, socket.gethostname())
+                job = nodes.meet(hello, address, port, timeout or default_pg_timeout, stores.serve_store)
+                address, port = job.nodes[0].address, job.port
+            # env:// joins the store, nobody serves one
+            environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+        inherited = {**os.environ, **environ}  # an init_method leaves what is inherited as it is
+        environ.update(spawned.mark(inherited))
+        workers = processes.start(
+            entry,
+            {"init_method": init_method, "timeout": timeout},
+            [{**environ, **ranks} for ranks in job.environs()],
+            serving=store,
+            start_method=start_method,
+            daemon=daemon,
+            nodes=job,
+        )
+        del store  # a traceback through here would keep it, in a cycle that a forked process may not collect
+        return workers.join() if join else workers

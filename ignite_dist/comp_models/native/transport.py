@@ -1,0 +1,363 @@
+"""Tensors over the process groups of torch.distributed."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from itertools import count
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DistError, GroupMember, ProcessGroup, Store, distributed_c10d
+
+from ignite_dist.comp_models.native import gloo, narrow_floats, waits
+from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, WaitedFor
+from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
+from ignite_dist.rendezvous import connections
+from ignite_dist.values.ranks import describe_ranks
+from ignite_dist.values.serialization import as_bytes
+
+__all__ = ["NativeTransport"]
+
+
+def _all_reduce_options(op: Any) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return options
+
+
+_ALL_REDUCE = {
+    "SUM": _all_reduce_options(dist.ReduceOp.SUM),
+    "PRODUCT": _all_reduce_options(dist.ReduceOp.PRODUCT),
+    "MIN": _all_reduce_options(dist.ReduceOp.MIN),
+    "MAX": _all_reduce_options(dist.ReduceOp.MAX),
+    "AND": _all_reduce_options(dist.ReduceOp.BAND),
+    "OR": _all_reduce_options(dist.ReduceOp.BOR),
+}
+_ALL_GATHER = distributed_c10d.AllgatherOptions()
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_INTS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
+_ARITHMETIC = frozenset({"SUM", "PRODUCT", "MIN", "MAX"})
+# Which dtypes each backend carries, and which operations beside the arithmetic ones: tried out for gloo,
+# by torch's and the libraries' documentation for the others. Backends not named here are taken for NCCL.
+_CARRIED_DTYPES = {
+    "gloo": _FLOATS | _INTS | {torch.bool},
+    "mpi": (_INTS - {torch.int8}) | {torch.float32, torch.float64},
+}
+_CARRIED_OPS = {"gloo": _ARITHMETIC | {"AND", "OR"}}
+
+# gloo's own all-reduce does not cut this few elements into segments, and one step cannot beat that.
+_UNCUT_NUMEL = 2
+
+
+class _TorchWork(Work):
+    """A collective of a process group."""
+
+    __slots__ = ("_group", "_result", "_work", "needs_all", "ranks")
+
+    def __init__(
+        self,
+        work: dist.Work | None,
+        result: Any,
+        group: ProcessGroup,
+        ranks: tuple[int, ...],
+        needs_all: bool = True,
+    ) -> None:
+        self._work = work
+        self._result = result
+        self._group = group
+        self.ranks = ranks
+        self.needs_all = needs_all
+
+    @property
+    def group_name(self) -> str:
+        return self._group.group_name
+
+    @waits_for_ranks
+    def wait(self, timeout: timedelta | None = None) -> Any:
+        if self._work is not None:  # a backend may have waited by itself
+            connections.wait(self._work)
+        return self._result
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
+class NativeTransport(Transport):
+    """The process groups of one context.
+
+    Args:
+        world: the default process group.
+        rank: this rank.
+        backends: which backend serves which type of device.
+        device: gives the device of this rank.
+        connecting: a context manager for what opens connections between the ranks.
+        own_store: True if the context's store is used by this package alone.
+    """
+
+    overlap: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        world: ProcessGroup,
+        rank: int,
+        backends: Mapping[str, str],
+        device: Callable[[], torch.device],
+        connecting: Callable[[], AbstractContextManager[None]],
+        own_store: bool,
+    ) -> None:
+        self._world = world
+        self._rank = rank
+        self._backends = backends
+        self._device = device
+        self._connecting = connecting
+        self._own_store = own_store
+        self._world_ranks = tuple(range(world.size()))
+        # How many groups of the same ranks this rank has made; and connections to the store, over which
+        # nobody makes a group at present. There is no lock: next(), pop() and append() are atomic.
+        self._generations: dict[tuple[int, ...], Iterator[int]] = {}
+        self._free_connections: list[Store] = []
+        self._scratch = gloo.ScratchBuffers()
+        # gloo's, of own contexts
+        self.to_all, self._to_groups = connections.Connections(), connections.Connections()
+
+    # --- groups ---
+
+    def world_handle(self) -> ProcessGroup:
+        return self._world
+
+    def make_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
+        if not ranks:  # which torch would take for all
+            inspect.signature(dist.new_group).bind([], **options)
+            return GroupMember.NON_GROUP_MEMBER
+        with self._connecting(), self._to_groups.noted():
+            return dist.new_group(list(ranks), **options) if options else self._make_group_by_name(ranks)
+
+    def _make_group_by_name(self, ranks: tuple[int, ...]) -> Any:
+        # torch names a group after the number of groups that this rank has made, so ranks with different
+        # histories would wait for each other for ever. A name made of the ranks alone needs the members only.
+        generation = next(self._generations.setdefault(ranks, count(1)))
+        digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
+        backend, worlds_store = distributed_c10d._world.pg_map[self._world]
+        is_member = self._rank in ranks
+        store = self._connection(worlds_store) if is_member else worlds_store
+        handle, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(self._rank) if is_member else None,
+            list(ranks),
+            backend,
+            store,
+            group_name=f"ignite_dist:{digest}:{generation}",  # type: ignore[arg-type]
+            timeout=self._timeout(backend),
+            group_desc=f"ignite_dist:{describe_ranks(ranks)}",
+        )
+        if handle is not GroupMember.NON_GROUP_MEMBER:
+            self._free_connections.append(store)  # not after an error: it may have been left in an answer
+            positions = {rank: position for position, rank in enumerate(ranks)}
+            distributed_c10d._world.pg_group_ranks[handle] = positions
+        return handle
+
+    def _connection(self, worlds_store: Any) -> Any:
+        """A connection to the store, over which no other thread makes a group at the same time.
+
+        A thread holds its connection while it waits for the other members. Two threads with one connection
+        would deadlock if two ranks made their groups in opposite orders.
+        """
+        try:
+            return self._free_connections.pop()
+        except IndexError:
+            return _connected_again(worlds_store)
+
+    def _timeout(self, backend: str) -> timedelta:
+        """The world's own timeout, which torch would not pass on to a group."""
+        options = getattr(self._world._get_backend(self._device()), "options", None)
+        return options._timeout if options else distributed_c10d._get_default_timeout(dist.Backend(backend))
+
+    def is_alive(self, handle: Any) -> bool:
+        return handle in distributed_c10d._world.pg_map or handle == GroupMember.NON_GROUP_MEMBER
+
+    def ranks_of(self, handle: Any) -> tuple[int, ...]:
+        if not isinstance(handle, ProcessGroup):
+            if isinstance(handle, int) and handle == GroupMember.NON_GROUP_MEMBER:
+                return ()
+            raise ValueError(f"A group is a list of ranks or a ProcessGroup, got {handle!r}.")
+        try:
+            return tuple(dist.get_process_group_ranks(handle))
+        except KeyError:
+            raise ValueError(
+                "This ProcessGroup was destroyed, or belongs to a context that has ended."
+            ) from None
+
+    def group_key(self, group: Group) -> str:
+        handle = group.handle
+        return "" if handle is None or handle is self._world else handle.group_name
+
+    def forget(self) -> None:
+        """The context has ended."""
+        self._free_connections.clear()
+
+    # --- primitives ---
+
+    def supports(
+        self, kind: CollectiveKind, op: str | None, dtype: torch.dtype, device: torch.device
+    ) -> bool:
+        backend = self._backends.get(device.type)
+        if kind == "reduce_narrow":
+            # Tried with gloo alone. On GPUs the network of a large job is better used by the library's tree.
+            return self._is_gloo_on_cpu(device)
+        if kind not in ("all_reduce", "all_gather", "broadcast") or backend is None:
+            return False
+        if dtype not in _CARRIED_DTYPES.get(backend, _FLOATS | _INTS):
+            return False
+        return op is None or op in _CARRIED_OPS.get(backend, _ARITHMETIC)
+
+    # The process group's own methods, not torch.distributed's functions around them: those log and count, at
+    # 15-25 us a call once the processor's caches have gone cold in the wait for other ranks.
+
+    def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
+        handle = self._handle(group)
+        group_size = len(group.ranks)
+        if (
+            tensor.numel() > _UNCUT_NUMEL
+            and self._is_gloo_on_cpu(tensor.device)
+            and gloo.in_one_round(tensor.nbytes, group_size)
+        ):
+            exchanged, reduce = self._scratch.all_reduce(handle, tensor, op, group_size)
+            return _TorchWork(exchanged, None, handle, group.ranks).then(reduce)
+        return _TorchWork(handle.allreduce([gloo.lend(tensor)], _ALL_REDUCE[op]), tensor, handle, group.ranks)
+
+    def reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Work:
+        group_size = len(group.ranks)
+        if group_size == 1 or not tensor.numel():
+            return Completed(tensor)
+        if not gloo.in_one_round(tensor.nbytes, group_size):
+            return Steps(lambda: self._reduce_in_parts(tensor, op, group))
+        if tensor.numel() > _UNCUT_NUMEL and tensor.dtype in _FLOATS:
+            return self.all_reduce(tensor, op, group)  # which gathers the rows and reduces them, too
+        rows = tensor.new_empty((group_size, *tensor.shape))
+        gathered = self.all_gather(as_bytes(tensor), group, out=as_bytes(rows).view(group_size, -1))
+        return gathered.then(lambda _: narrow_floats.reduce_rows(rows.unbind(), op, out=tensor))
+
+    def _reduce_in_parts(self, tensor: Tensor, op: str, group: Group) -> Tensor:
+        handle, group_size = self._handle(group), len(group.ranks)
+
+        def exchange(sent: Tensor, received: Tensor) -> None:
+            _TorchWork(gloo.exchange(handle, sent, received), None, handle, group.ranks).wait()
+
+        def gather(sent: Tensor, received: Tensor) -> None:
+            self.all_gather(sent, group, out=received.view(group_size, -1)).wait()
+
+        return narrow_floats.reduce_in_parts(tensor, op, group_size, exchange, gather)
+
+    def all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
+        handle = self._handle(group)
+        group_size = len(group.ranks)
+        if out is None:
+            out = torch.empty((group_size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        if tensor.numel() == 0:
+            return Completed(out)
+        if self._is_gloo_on_cpu(tensor.device):
+            if gloo.in_one_round(tensor.nbytes, group_size):
+                sent = tensor.expand(out.shape).contiguous()
+                return _TorchWork(gloo.exchange(handle, sent, out), out, handle, group.ranks)
+            out[group.position(self._rank)].copy_(tensor)
+            works = gloo.stream(handle, out)
+            if works is not None:
+                return _TorchWorks(works, out, handle, group.ranks)
+        return _TorchWork(
+            handle._allgather_base(gloo.lend(out.view(-1)), gloo.lend(tensor.view(-1)), _ALL_GATHER),
+            out,
+            handle,
+            group.ranks,
+        )
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
+        root = group.position(src)
+        assert root is not None
+        handle = self._handle(group)
+        work = handle.broadcast([gloo.lend(tensor)], gloo.from_root(root))
+        is_src = src == self._rank
+        return _TorchWork(work, tensor, handle, group.ranks if is_src else (src,), needs_all=not is_src)
+
+    def barrier(self, group: Group) -> Work:
+        # NCCL guesses a device unless it is told one.
+        device_ids = None if "cpu" in self._backends else [self._device().index]
+        handle = self._handle(group)
+        work = dist.barrier(group=handle, device_ids=device_ids, async_op=True)
+        return _TorchWork(work, None, handle, group.ranks)
+
+    def _handle(self, group: Group) -> ProcessGroup:
+        handle: ProcessGroup | None = group.handle
+        return self._world if handle is None else handle
+
+    def _is_gloo_on_cpu(self, device: torch.device) -> bool:
+        return device.type == "cpu" and self._backends.get("cpu") == "gloo"
+
+    # --- for the watchdog ---
+
+    def store(self) -> Store | None:
+        return self.worlds_store() if self._own_store else None
+
+    def worlds_store(self) -> Store | None:
+        """The store of the default process group, whoever has made it."""
+        _, store = distributed_c10d._world.pg_map[self._world]
+        return store if isinstance(store, Store) else None
+
+    def num_collectives(self) -> int:
+        groups: list[Any] = list(distributed_c10d._world.pg_map)
+        try:
+            return sum(group._get_sequence_number_for_group() for group in groups)
+        except RuntimeError:  # not every backend counts
+            return 0
+
+    def calls_begun(self) -> dict[str, int | None]:
+        return waits.calls_begun()
+
+    def waited_for(self, frame: FrameType) -> WaitedFor:
+        return waits.waited_for(frame, self._world, self._rank, self._device())
+
+    def is_broken(self) -> bool | None:
+        return self.to_all.one_is_gone() if "gloo" in self._backends.values() else None
+
+    def end_waits(self) -> None:
+        self.to_all.cut()
+        self._to_groups.cut()
+
+
+class _TorchWorks(_TorchWork):
+    """Several collectives of a process group that were begun together."""
+
+    __slots__ = ("_works",)
+
+    def __init__(
+        self, works: list[dist.Work], result: Any, group: ProcessGroup, ranks: tuple[int, ...]
+    ) -> None:
+        super().__init__(None, result, group, ranks)
+        self._works = works
+
+    @waits_for_ranks
+    def wait(self, timeout: timedelta | None = None) -> Any:
+        for work in self._works:
+            connections.wait(work)
+        return self._result
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _connected_again(store: Any) -> Any:
+    """Another connection to ``store``, if it can make one: MPI has none, and users may bring their own."""
+    if store is None:
+        return None
+    try:
+        return store.clone()
+    except DistError:  # the store is gone
+        raise
+    except RuntimeError:  # a store written in Python does not say how
+        return store

@@ -1,0 +1,76 @@
+"""Which replicas can be started on this host, and whether there is a device for them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ignite_dist.arguments import check_counts
+from ignite_dist.comp_models.launcher import Launcher
+from ignite_dist.comp_models.xla import replicas
+from ignite_dist.errors import EnvironmentVariablesError
+
+__all__ = ["XlaLauncher", "check_pjrt_device"]
+
+
+class XlaLauncher(Launcher):
+    """Starts one process for each chip, or for each few of them, with a thread for each replica."""
+
+    @classmethod
+    def check(cls, *, nproc_per_node: int, nnodes: int | None = None, **kwargs: Any) -> None:
+        check_counts(nproc_per_node=nproc_per_node, nnodes=1 if nnodes is None else nnodes)
+        check_pjrt_device()
+        if _is_runtime_initialized():
+            raise RuntimeError(
+                "This process has used an XLA device, and PJRT gives the devices of a host to one process at "
+                "a time. Start the replicas before any XLA device is asked for, or from another process."
+            )
+        num_processes, num_replicas = replicas.counts_here()
+        count = num_processes * num_replicas
+        if nproc_per_node in (1, count):
+            return
+        device_type = os.environ["PJRT_DEVICE"]
+        hint = f" Set CPU_NUM_DEVICES={nproc_per_node}." if device_type == "CPU" else ""
+        raise ValueError(
+            f"nproc_per_node={nproc_per_node}, but this host has {count} XLA device(s) "
+            f"(PJRT_DEVICE={device_type}), and PJRT runs one replica or one on each device.{hint}"
+        )
+
+    @classmethod
+    def start(  # type: ignore[override]  # the keywords are each backend's own
+        cls,
+        entry: Callable[..., Any],
+        *,
+        backend: str,
+        nproc_per_node: int,
+        nnodes: int | None = None,
+        start_method: str | None = None,
+        join: bool = True,
+        daemon: bool = False,
+    ) -> Any:
+        """See ``idist.spawn``; PJRT itself finds the other hosts of a pod, each of which runs this."""
+        cls.check(nproc_per_node=nproc_per_node, nnodes=nnodes)
+        workers = replicas.start(entry, nproc_per_node, start_method, daemon)
+        return workers.join() if join else workers
+
+
+def _is_runtime_initialized() -> bool:
+    torch_xla = sys.modules.get("torch_xla")
+    return torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+def check_pjrt_device() -> None:
+    """Refuse a device that is not there, and the CPU where nobody asked for it: torch_xla's last resort."""
+    if "PJRT_DEVICE" in os.environ:
+        replicas.counts_here()
+        return
+    import torch_xla  # noqa: F401  # looks for a TPU, or what else a plugin brings, and sets PJRT_DEVICE
+
+    if os.environ.get("PJRT_DEVICE", "CPU") == "CPU":
+        os.environ.pop("PJRT_DEVICE", None)
+        raise EnvironmentVariablesError(
+            "PJRT_DEVICE is not set, and torch_xla finds no TPU here. Set PJRT_DEVICE=CPU to run on the CPU "
+            "(and CPU_NUM_DEVICES=2 for two replicas)."
+        )

@@ -1,0 +1,55 @@
+"""Models, optimizers and loaders on XLA devices."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from ignite_dist.comp_models.base import ComputationModel, Training
+from ignite_dist.gradients import parameters_of
+from ignite_dist.samplers import loader_class
+
+__all__ = ["XlaTraining"]
+
+
+class XlaTraining(Training):
+    """Gradients are averaged in the optimizer's step; loaders bring their batches to the device."""
+
+    def __init__(self, context: ComputationModel) -> None:
+        from torch_xla.core import xla_model
+
+        super().__init__(context)
+        self._xla_model = xla_model
+        self.computes_lazily = context.ranks_in_process() == 1
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        self._xla_model.set_rng_state(seed, str(self.context.device()))
+
+    def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
+        if sync_bn:
+            warnings.warn("sync_bn=True leaves BatchNorm as it is with XLA.", stacklevel=3)
+        return model
+
+    def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+        if all(parameter.device.type != "xla" for parameter in parameters_of(optimizer)):
+            raise ValueError(
+                "None of the optimizer's parameters is on an XLA device. Moved there, a model has new ones: "
+                "make the optimizer from the parameters of what auto_model has returned."
+            )
+        return optimizer
+
+    def make_loader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
+        from ignite_dist.comp_models.xla.loader import DeviceLoader
+
+        if (
+            self.context.ranks_in_process() > 1
+        ):  # torch's own draws in between would be another replica's, too
+            seed = torch.initial_seed() + self.context.get_rank()
+            kwargs.setdefault("generator", torch.Generator().manual_seed(seed))
+        return DeviceLoader(loader_class(dataset, None)(dataset, **kwargs), self.context.device())

@@ -1,0 +1,190 @@
+"""Tensors over the collectives of torch_xla: in the graph, or in step with the replicas beside this one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore, Store
+
+from ignite_dist.arguments import check_keywords
+from ignite_dist.comp_models.base import ComputationModel
+from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport
+from ignite_dist.comp_models.work import Completed, Work, waits_for_ranks
+from ignite_dist.comp_models.xla import dtype_views, replicas
+from ignite_dist.values import serialization
+
+__all__ = ["XlaTransport"]
+
+_OPS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}
+_REDUCED = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    }
+)
+# PJRT's CPU has no all-reduce for bfloat16. TPUs have one, and none for float64, which they emulate: "While
+# rewriting computation to not contain X64 element types, XLA encountered ... all-reduce".
+_REDUCED_BY_TPUS = _REDUCED - {torch.float64} | {torch.bfloat16}
+
+# Replicas of one process wait for each other by the compiled module, and two that compile the same graph at
+# the same time get two: one after the other, the second finds what the first has compiled.
+_compiling = threading.Lock()
+
+
+class XlaTransport(Transport):
+    """The collectives of the replicas of this process.
+
+    Args:
+        context: knows which replica calls.
+        meeting: where the replicas of this process wait for each other.
+    """
+
+    groups_need_everyone: ClassVar[bool] = True
+    is_synchronous: ClassVar[bool] = True
+
+    def __init__(self, context: ComputationModel, meeting: replicas.Meeting) -> None:
+        import torch_xla
+        from torch_xla import runtime
+        from torch_xla.core import xla_model
+
+        self._context = context
+        self._meeting = meeting
+        self._xla, self._xm = torch_xla, xla_model
+        self._world_size: int = runtime.world_size()
+        self._real_names = dict(zip(torch_xla.devices(), xla_model.xla_real_devices(), strict=True))
+        self._reduced = _REDUCED_BY_TPUS if runtime.device_type() == "TPU" else _REDUCED
+        self._store = HashStore()  # for replicas that all are in this process
+
+    def store(self) -> Store | None:
+        return self._store if self._meeting.size == self._world_size else None
+
+    # --- groups: what a handle is for other backends is just the ranks here ------------------------------
+
+    def make_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
+        check_keywords("new_group", options, ())
+        return ranks
+
+    def ranks_of(self, handle: Any) -> tuple[int, ...]:
+        raise ValueError(f"A group is a list of ranks or what new_group gave, got {handle!r}.")
+
+    # --- tensor primitives -----------------------------------------------------------------------------
+
+    def supports(
+        self, kind: CollectiveKind, op: str | None, dtype: torch.dtype, device: torch.device
+    ) -> bool:
+        if kind not in ("all_reduce", "all_gather", "broadcast"):
+            return False
+        if device.type != "xla":
+            return device.type == "cpu" and self._world_size == 1
+        return kind != "all_reduce" or (op in _OPS and dtype in self._reduced)
+
+    def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
+        if tensor.numel() and tensor.device.type == "xla" and not _is_one_of_more(group):
+            groups = None
+            if group.handle is not None:  # XLA's are a partition of the world: each of the others is alone
+                others = set(range(self._world_size)).difference(group.ranks)
+                groups = [list(group.ranks), *([rank] for rank in sorted(others))]
+            if self._meeting.size == 1 and not tensor._is_view() and not tensor.is_inference():
+                # One node of the graph less, but torch_xla would leave the base of a view as it was.
+                self._xm.all_reduce(_OPS[op], [tensor], groups=groups)
+                return Completed(tensor)
+            reduced = self._run(
+                _describe(f"all_reduce {op}", tensor, group),
+                tensor,
+                lambda sent: self._xm.all_reduce(_OPS[op], sent, groups=groups),
+            )
+            tensor.copy_(reduced)
+        return Completed(tensor)
+
+    def all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
+        if len(group.ranks) == 1 or not tensor.numel():
+            rows = tensor.unsqueeze(0).expand(len(group.ranks), *tensor.shape).clone()
+        else:
+            # Groups of a partition would have to be of one size for this.
+            everyones = self._run(
+                _describe("all_gather", tensor, group),
+                dtype_views.bits(tensor).unsqueeze(0),
+                lambda sent: self._xm.all_gather(sent, pin_layout=False),
+            )
+            bits = everyones if group.handle is None else everyones[list(group.ranks)]
+            rows = dtype_views.from_bits(bits, tensor.dtype).view(len(group.ranks), *tensor.shape)
+        return Completed(rows if out is None else out.copy_(rows))
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
+        if len(group.ranks) == 1 or not tensor.numel():
+            return Completed(tensor)
+        # A sum of which all but one are zero, and of ints, so that no bit is lost. Which one is data: a graph
+        # with the rank in it would be another one on each replica, and they could not meet in it.
+        bits = dtype_views.bits(tensor)
+        is_src = torch.tensor([int(self._context.get_rank() == src)], dtype=bits.dtype).to(tensor.device)
+        received = self._run(
+            _describe(f"broadcast from rank {src}", tensor, group),
+            bits * is_src,
+            lambda sent: self._xm.all_reduce("sum", sent),
+        )
+        return Completed(tensor.copy_(dtype_views.from_bits(received, tensor.dtype).view(tensor.shape)))
+
+    def barrier(self, group: Group) -> Work:
+        if not _is_one_of_more(group):
+            self.meet(f"barrier of ranks {list(group.ranks)}")
+        return Completed(None)
+
+    @waits_for_ranks
+    def meet(self, call: str) -> None:
+        """Return when all replicas have come with the same ``call``."""
+        self._meeting.meet(self._context.get_rank(), call)
+        if self._meeting.size < self._world_size:  # and the other processes
+            self.all_reduce(
+                torch.zeros(1, device=self._context.device()), "SUM", self._context.groups.world
+            ).wait().item()
+
+    @waits_for_ranks
+    def _run(self, call: str, tensor: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
+        """The result of a collective: lazy where a replica has the process to itself, else there already.
+
+        Replicas of one process have to execute the same graph. So what goes in is computed first, all of them
+        meet, and what comes out is computed before anything of the user's can become a part of that graph.
+        """
+        if self._meeting.size == 1:
+            return collective(tensor)
+        if tensor.device != self._context.device():
+            raise ValueError(
+                f"The tensor is on {tensor.device}, and this replica's device is {self._context.device()}: "
+                "see idist.device()."
+            )
+        self._xm.unlazy([tensor])
+        self._meeting.meet(self._context.get_rank(), call)
+        result = collective(tensor)  # not in place: PJRT's CPU hangs where an input gives its memory up
+        with _compiling:
+            self._xla._XLAC._xla_sync_multi([result], [], wait=False)
+        # Each collective depends on the one before until this is taken back; what has been computed need not.
+        self._xla._XLAC._set_all_reduce_token(str(tensor.device), None)
+        # Calls under way hold threads of a pool, and with enough of them nobody can complete one. (Of this
+        # device: to wait for all of them would be to wait for those who wait for us.)
+        self._xm.wait_device_ops([self._real_names[tensor.device]])
+        return result
+
+
+# --- calls -------------------------------------------------------------------------------------------
+
+
+def _is_one_of_more(group: Group) -> bool:
+    """Whether it is a group of one rank, which needs nobody; not so a world of one, which may be asked to."""
+    return group.handle is not None and len(group.ranks) == 1
+
+
+def _describe(call: str, tensor: Tensor, group: Group) -> str:
+    """A collective as its caller knows it. What is not a tensor begins with one header."""
+    is_header = tensor.dtype is torch.uint8 and tuple(tensor.shape) == (serialization.HEADER_BYTES,)
+    value = "an object or a number" if is_header else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+    return f"{call} of {value}" + (f" in the group {list(group.ranks)}" if group.handle is not None else "")

@@ -1,0 +1,118 @@
+"""Collectives that go on while the caller computes, and what of them has to come before the next one.
+
+Ranks match the collectives of a group by their order. So each group has one thread for those of several
+steps, and the next blocking collective of the group waits until that thread has nothing to do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from weakref import WeakKeyDictionary
+
+from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.work import Work, waits_for_ranks
+
+__all__ = ["Job", "drain", "is_busy", "submit"]
+
+
+class Job(Work):
+    """A collective that is made in the thread of its group."""
+
+    __slots__ = ("_done", "_error", "_result", "_work")
+
+    def __init__(self, work: Work) -> None:
+        self._work: Work | None = work
+        self._done = threading.Event()
+        self._result: object = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Make it. An exception is kept for whoever waits."""
+        work, self._work = self._work, None
+        assert work is not None
+        try:
+            self._result = work.wait()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    @waits_for_ranks
+    def wait(self, timeout: object = None) -> object:
+        """See ``Work``."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def is_completed(self) -> bool:
+        """See ``Work``."""
+        return self._done.is_set()
+
+
+class _Queue:
+    """The jobs of one group, and the thread that makes them while there are some."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Work) -> Job:
+        job = Job(work)
+        with self._changed:
+            self._jobs.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="ignite_dist's asynchronous collectives", daemon=True
+                )
+                self._thread.start()
+        return job
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                job = self._jobs.popleft()
+            job.run()
+
+    def is_busy(self) -> bool:
+        return self._thread is not None
+
+    @waits_for_ranks
+    def drain(self) -> None:
+        """Return when all jobs are done."""
+        with self._changed:
+            while self._thread is not None:
+                self._changed.wait()
+
+
+_queues: WeakKeyDictionary[ComputationModel, dict[str, _Queue]] = WeakKeyDictionary()
+
+
+def _queue(model: ComputationModel, group: Group) -> _Queue | None:
+    queues = _queues.get(model) if _queues else None
+    return None if queues is None else queues.get(model.transport.group_key(group))
+
+
+def submit(model: ComputationModel, group: Group, work: Work) -> Job:
+    """Make ``work`` in the thread of ``group``, after what was submitted there before."""
+    queues = _queues.setdefault(model, {})
+    return queues.setdefault(model.transport.group_key(group), _Queue()).submit(work)
+
+
+def is_busy(model: ComputationModel, group: Group) -> bool:
+    """True if the thread of ``group`` has something to do."""
+    queue = _queue(model, group)
+    return queue is not None and queue.is_busy()
+
+
+def drain(model: ComputationModel, group: Group) -> None:
+    """Return when the thread of ``group`` has nothing to do, for the next collective to follow."""
+    queue = _queue(model, group)
+    if queue is not None:
+        queue.drain()

@@ -1,0 +1,28 @@
+"""Ranks in words, and what stands for a list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["describe_ranks", "key_of_ranks", "ranges"]
+
+
+def key_of_ranks(ranks: Sequence[int]) -> str:
+    """What tells a group from others where there is one of the same ranks."""
+    return ",".join(map(str, ranks))
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """``"rank 3"``, or ``"ranks 0-2, 5"``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """``"3"``, or ``"0-2, 5"``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -20,7 +20,7 @@ import torch
 
 import helpers
 import ignite_dist as idist
-from ignite_dist.comp_models.horovod import model as horovod_model
+from ignite_dist.comp_models.horovod import transport as horovod_transport
 
 pytestmark = pytest.mark.horovod
 
@@ -225,10 +225,10 @@ def test_comm_of_all_ranks(comm: str, tmp_path: Path) -> None:
 def _late_group(_: int, told: Path) -> str:
     """Rank 0 uses a group that rank 1 has not made; it is told what it waits for."""
     if idist.get_rank() == 0:
-        horovod_model._PATIENCE_SECONDS = 0.3
+        horovod_transport._PATIENCE_SECONDS = 0.3
         handler = logging.StreamHandler()
         handler.addFilter(lambda record: told.touch() or True)
-        horovod_model._logger.addHandler(handler)
+        horovod_transport._logger.addHandler(handler)
     while idist.get_rank() == 1 and not told.exists():
         time.sleep(0.01)
     assert idist.all_reduce(1, group=[0]) == 1
@@ -244,7 +244,7 @@ def test_a_group_that_some_rank_does_not_make_is_named(
 
 
 def _different_shapes(_: int) -> None:
-    horovod_model._PATIENCE_SECONDS = 0.3
+    horovod_transport._PATIENCE_SECONDS = 0.3
     idist.all_reduce(torch.ones(2 + idist.get_rank()))
 
 

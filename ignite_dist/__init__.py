@@ -15,6 +15,7 @@ from ignite_dist.comp_models import (
     register_computation_model,
     registered_computation_models,
 )
+from ignite_dist.comp_models.work import Work
 from ignite_dist.context.live import (
     available_backends,
     backend,
@@ -87,6 +88,7 @@ __all__ = [
     "Parallel",
     "RankFailedError",
     "UnsafeObjectError",
+    "Work",
     "WorkerExitedError",
     "WorkerRaisedError",
     "accumulate",
@@ -151,3 +153,8 @@ __all__ = [
     "watch",
     "world_group",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, for editors and consoles."""
+    return sorted(__all__)

@@ -386,15 +386,16 @@ def announce(
     Raises:
         CollectiveMismatchError: the ranks are about to make different calls; raised on all of them.
     """
+    rank, transport = model.get_rank(), model.transport
+    if group.handle is not None and group.position(rank) is None and not transport.groups_need_everyone:
+        return
     recorder = recorder_of(model)
-    if not async_op or recorder is not None:  # which may compare
+    is_kept = recorder is not None and recorder.keeps_calls
+    if is_kept or not async_op:
         pending_calls.drain(model, group)
-    if recorder is None or not recorder.keeps_calls:
+    if recorder is None or not is_kept:
         return
-    rank, is_world = model.get_rank(), group.handle is None
-    if not is_world and group.position(rank) is None and not model.transport.groups_need_everyone:
-        return
-    key = model.transport.group_key(group)
+    key = transport.group_key(group)
     call = recorder.record(rank, operation, group.ranks if key else (), value, op, key)
     if len(group.ranks) > 1:
         recorder.compare(rank, call, group.ranks, lambda sent: model.objects.gather(sent, group))

@@ -118,14 +118,21 @@ def test_blocking_calls_come_between() -> None:
 @on_every_rank
 def test_what_is_sent_is_what_was_given() -> None:
     """The caller may change an object or a tree after the call."""
-    tree = {"n": idist.get_rank(), "t": torch.ones(3, device=idist.device())}
-    sent = [idist.get_rank()]
+    rank, world_size = idist.get_rank(), idist.get_world_size()
+    others = idist.new_group(range(world_size))  # whose calls do not wait for those of the world
+    tree = {"n": rank, "t": torch.ones(3, device=idist.device())}
+    sent = [rank]
+    if rank > 0 and current_model().ranks_in_process() == 1:
+        idist.barrier(group=others)  # until rank 0 has changed what it gave
+    before = idist.all_reduce({"n": 1}, async_op=True)
     reduced, gathered = idist.all_reduce(tree, async_op=True), idist.all_gather(sent, async_op=True)
     tree["t"].zero_()
     tree["n"] = 100
     if idist.model_name() != "serial":  # where nothing is serialised, and the result is the object itself
         sent.append(100)
-    world_size = idist.get_world_size()
+    if rank == 0 and current_model().ranks_in_process() == 1:
+        idist.barrier(group=others)
+    assert before.wait() == {"n": world_size}
     assert same(reduced.wait()["n"], world_size * (world_size - 1) // 2)
     assert reduced.wait()["t"].tolist() == [world_size] * 3
     assert gathered.wait() == [[rank] for rank in range(world_size)]

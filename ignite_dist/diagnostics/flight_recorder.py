@@ -197,18 +197,21 @@ class Recorder:
             log.calls.append(call)
         return call
 
+    def compares(self, rank: int) -> bool:
+        """True if ``rank`` compares its calls with those of the others."""
+        return self.keeps_calls and self.log_of(rank).comparison is not None
+
     def compare(
         self, rank: int, call: Call, ranks: Sequence[int], gather: Callable[[Any], list[Any]]
     ) -> None:
-        """Tell the other ranks of the group, by ``gather``, which call comes next, if ``rank`` compares.
+        """Tell the other ranks of the group, by ``gather``, which call comes next.
 
         Raises:
             CollectiveMismatchError: they are not the same; raised on all of them, with a table.
             MissingRanksError: the backend has lost its patience, and a watchdog knows who has not come.
         """
         comparison = self.logs[rank].comparison
-        if comparison is None:
-            return
+        assert comparison is not None
         sent = (_TAG, *call.row())
         try:
             rows = gather(sent)
@@ -390,12 +393,12 @@ def announce(
     if group.handle is not None and group.position(rank) is None and not transport.groups_need_everyone:
         return
     recorder = recorder_of(model)
-    is_kept = recorder is not None and recorder.keeps_calls
-    if is_kept or not async_op:
+    is_compared = recorder is not None and recorder.compares(rank)
+    if is_compared or not async_op:
         pending_calls.drain(model, group)
-    if recorder is None or not is_kept:
+    if recorder is None or not recorder.keeps_calls:
         return
     key = transport.group_key(group)
     call = recorder.record(rank, operation, group.ranks if key else (), value, op, key)
-    if len(group.ranks) > 1:
+    if is_compared and len(group.ranks) > 1:
         recorder.compare(rank, call, group.ranks, lambda sent: model.objects.gather(sent, group))

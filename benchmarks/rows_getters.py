@@ -11,7 +11,7 @@ import torch.distributed as dist
 import fresh
 import ignite_dist as idist
 from ignite_dist.comp_models import SerialModel
-from ignite_dist.diagnostics.flight_recorder import announce, watch_with_recorder
+from ignite_dist.diagnostics.announcing import announce, watch_with_recorder
 from rows import IGNITE, OURS, RAW, Bar, Contenders, LauncherRow, RankRow, Row, ignite_library
 from timing import Effort, Samples
 

@@ -16,12 +16,10 @@ from ignite_dist.comp_models import (
     registered_computation_models,
 )
 from ignite_dist.comp_models.work import Work
-from ignite_dist.context.live import (
-    available_backends,
+from ignite_dist.context.identity import (
     backend,
     device,
     environment,
-    finalize,
     get_local_rank,
     get_nnodes,
     get_node_rank,
@@ -29,21 +27,20 @@ from ignite_dist.context.live import (
     get_rank,
     get_world_size,
     hostname,
-    initialize,
     is_global_zero,
     is_local_zero,
     model_name,
     set_local_rank,
     show_config,
-    sync,
     world_group,
 )
+from ignite_dist.context.live import available_backends, finalize, initialize, sync
 from ignite_dist.coordination import all_true, any_true, one_rank_first, one_rank_only, raise_together
 from ignite_dist.data.gathering import gather_in_order
 from ignite_dist.data.loaders import auto_dataloader
 from ignite_dist.data.splitting import sampler_kwargs, split
 from ignite_dist.data.to_device import to_device
-from ignite_dist.diagnostics.watchdog import debug, watch
+from ignite_dist.diagnostics.verification import debug, watch
 from ignite_dist.errors import (
     CollectiveMismatchError,
     DistributedError,

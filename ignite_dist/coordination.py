@@ -18,7 +18,7 @@ from ignite_dist.collectives.broadcast import broadcast_anything
 from ignite_dist.collectives.tensors import check_dense
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
-from ignite_dist.diagnostics.flight_recorder import announce, recorder_of
+from ignite_dist.diagnostics.announcing import announce, recorder_of
 from ignite_dist.errors import CollectiveMismatchError, RankFailedError
 from ignite_dist.tracing import untraced
 from ignite_dist.values import serialization

@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ignite_dist.arguments import as_int, as_port, check_keywords, keywords_of
-from ignite_dist.context import live
-from ignite_dist.diagnostics import flight_recorder, watchdog
+from ignite_dist.context import identity, live
+from ignite_dist.diagnostics import announcing, watchdog
 from ignite_dist.environments import spawned, tpu_pod
 from ignite_dist.errors import EnvironmentVariablesError
 
@@ -40,10 +40,10 @@ class _Entry:
         self.function = function
         self.args = args
         self.kwargs = kwargs
-        self.comparison = flight_recorder.compared_in_new_contexts()  # what debug() has said in the launcher
+        self.comparison = announcing.compared_in_new_contexts()  # what debug() has said in the launcher
 
     def __call__(self, local_rank: int, **initialize_kwargs: Any) -> Any:
-        flight_recorder.compare_in_new_contexts(self.comparison)
+        announcing.compare_in_new_contexts(self.comparison)
         live.initialize(self.backend, **initialize_kwargs)
         watchdog.start_here()
         result = self.function(local_rank, *self.args, **self.kwargs)
@@ -114,7 +114,7 @@ def spawn(
 def _compare_with_launcher(nproc_per_node: int | None, nnodes: int) -> None:
     """Refuse a wish for several machines that nobody fulfils; warn of one that every process fulfils anew."""
     try:
-        place = live.environment()
+        place = identity.environment()
     except EnvironmentVariablesError:  # initialize() says what is wrong, if anybody wants a context
         return
     if nproc_per_node is None and nnodes > 1 and place.launcher == "none":
@@ -239,8 +239,8 @@ class Parallel:
             RankFailedError: a process that was started failed; see :func:`spawn`.
         """
         if self.backend is None or self._spawn_kwargs is None:
-            _logger.info("Run '%s' in %d processes", func, live.get_world_size())
-            return func(live.get_local_rank(), *args, **kwargs)
+            _logger.info("Run '%s' in %d processes", func, identity.get_world_size())
+            return func(identity.get_local_rank(), *args, **kwargs)
         _logger.info("Spawn '%s' with %s", func, self._spawn_kwargs)
         results = spawn(self.backend, func, args=args, kwargs_dict=kwargs, **self._spawn_kwargs)
         return results[0] if isinstance(results, list) else results

@@ -10,11 +10,9 @@ from ignite_dist.comp_models import (
     has_xla_support,
     registered_computation_models,
 )
-from ignite_dist.context.live import (
-    available_backends,
+from ignite_dist.context.identity import (
     backend,
     device,
-    finalize,
     get_local_rank,
     get_nnodes,
     get_node_rank,
@@ -22,12 +20,11 @@ from ignite_dist.context.live import (
     get_rank,
     get_world_size,
     hostname,
-    initialize,
     model_name,
     set_local_rank,
     show_config,
-    sync,
 )
+from ignite_dist.context.live import available_backends, finalize, initialize, sync
 from ignite_dist.coordination import one_rank_first, one_rank_only
 from ignite_dist.launcher import spawn
 

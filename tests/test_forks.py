@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 import helpers
 import ignite_dist as idist
 from ignite_dist.context.live import current_model
-from ignite_dist.diagnostics.flight_recorder import recorder_of
+from ignite_dist.diagnostics.announcing import recorder_of
 
 BACKENDS = ["gloo", pytest.param("horovod", marks=pytest.mark.horovod)]
 REFUSED = "would wait for ever"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ignite_dist.values import reduce_ops
+from ignite_dist.values import carriers, number_ops, reduce_ops
 
 HALVES = [torch.float16, torch.bfloat16]
 FLOATS = [*HALVES, torch.float32, torch.float64]
@@ -42,7 +42,7 @@ class Backend:
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> Tensor:
         """What every rank gets where rank ``i`` has ``tensors[i]``."""
         dtype = tensors[0].dtype
-        carrier = reduce_ops.find_carrier(op, dtype, self.carries)
+        carrier = carriers.find_carrier(op, dtype, self.carries)
         assert carrier is not None, f"no carrier for {op} of {dtype}"
         assert self.carries(carrier.op, carrier.dtype)
         before = [tensor.clone() for tensor in tensors]
@@ -152,8 +152,8 @@ def test_everything_else_is_allowed() -> None:
 )
 def test_numbers_are_reduced_with_pythons_own_arithmetic(op: str, numbers: list[Any], expected: Any) -> None:
     for number in numbers:
-        reduce_ops.check_number_op(op, number)
-    result = reduce_ops.reduce_numbers([[number] for number in numbers], op)[0]
+        number_ops.check_number_op(op, number)
+    result = number_ops.reduce_numbers([[number] for number in numbers], op)[0]
     assert result == expected
     assert type(result) is type(expected)
 
@@ -161,8 +161,8 @@ def test_numbers_are_reduced_with_pythons_own_arithmetic(op: str, numbers: list[
 @pytest.mark.parametrize("op", ["SUM", "PRODUCT", "MIN", "MAX", "AND", "OR"])
 def test_a_world_of_one_gives_the_type_of_a_world_of_two(op: str) -> None:
     for number in (True, 3) if op in ("AND", "OR") else (True, 3, 2.5):
-        alone = reduce_ops.reduce_numbers([[number]], op)[0]
-        together = reduce_ops.reduce_numbers([[number], [number]], op)[0]
+        alone = number_ops.reduce_numbers([[number]], op)[0]
+        together = number_ops.reduce_numbers([[number], [number]], op)[0]
         assert type(alone) is type(together)
 
 
@@ -171,7 +171,7 @@ def test_a_world_of_one_gives_the_type_of_a_world_of_two(op: str) -> None:
 def test_a_nan_on_any_rank_is_the_min_and_the_max(op: str, position: int) -> None:
     numbers: list[float] = [1.0, -math.inf, 5]
     numbers[position] = math.nan
-    assert math.isnan(reduce_ops.reduce_numbers([[number] for number in numbers], op)[0])
+    assert math.isnan(number_ops.reduce_numbers([[number] for number in numbers], op)[0])
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_nan_on_any_rank_is_the_min_and_the_max(op: str, position: int) -> Non
 )
 def test_numbers_that_an_op_does_not_take(op: str, number: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=op):
-        reduce_ops.check_number_op(op, number)
+        number_ops.check_number_op(op, number)
 
 
 # --- rows --------------------------------------------------------------------------------------------
@@ -233,12 +233,12 @@ def test_a_sum_next_to_the_middle_of_two_halves_goes_to_the_nearer_one() -> None
 @pytest.mark.parametrize("dtype", [*HALVES, torch.complex32], ids=str)
 def test_halves_never_go_as_themselves(op: str, dtype: torch.dtype) -> None:
     for others, sent in (((), None), ([torch.float32], torch.float32), (FLOATS, torch.float64)):
-        carrier = reduce_ops.find_carrier(op, dtype, Backend(*HALVES, *others).carries)
+        carrier = carriers.find_carrier(op, dtype, Backend(*HALVES, *others).carries)
         if dtype is torch.complex32 and op == "PRODUCT":
             assert carrier is None
         else:
             assert (carrier and carrier.dtype) is sent
-    own = reduce_ops.find_carrier("SUM", torch.float16, Backend(*FLOATS).carries, exact=False)
+    own = carriers.find_carrier("SUM", torch.float16, Backend(*FLOATS).carries, exact=False)
     assert own is not None
     assert own.dtype is torch.float16
 
@@ -344,7 +344,7 @@ def test_bools(op: str, ops: Sequence[str], carried: torch.dtype) -> None:
     tensors = [torch.tensor([False, False, True, True]), torch.tensor([False, True, False, True])]
     expected = {"AND": [0, 0, 0, 1], "MIN": [0, 0, 0, 1], "OR": [0, 1, 1, 1], "MAX": [0, 1, 1, 1]}[op]
     if carried is torch.bool and op not in ops:
-        assert reduce_ops.find_carrier(op, torch.bool, Backend(carried, ops=ops).carries) is None
+        assert carriers.find_carrier(op, torch.bool, Backend(carried, ops=ops).carries) is None
     else:
         assert Backend(carried, ops=ops).all_reduce(tensors, op).tolist() == [bool(bit) for bit in expected]
 
@@ -389,19 +389,19 @@ def test_a_lazily_conjugated_tensor_is_reduced_as_the_value_that_it_is() -> None
 
 def test_the_product_of_complex_numbers_is_not_that_of_their_parts() -> None:
     for dtype in COMPLEX:
-        assert reduce_ops.find_carrier("PRODUCT", dtype, Backend(*FLOATS).carries) is None
+        assert carriers.find_carrier("PRODUCT", dtype, Backend(*FLOATS).carries) is None
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTS, *COMPLEX, torch.bool], ids=str)
 def test_where_nothing_is_carried_there_is_no_carrier(dtype: torch.dtype) -> None:
     op = "OR" if dtype is torch.bool else "SUM"
-    assert reduce_ops.find_carrier(op, dtype, Backend().carries) is None
+    assert carriers.find_carrier(op, dtype, Backend().carries) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8])
 def test_a_dtype_that_is_carried_goes_as_it_is(dtype: torch.dtype) -> None:
     tensor = torch.ones(3, dtype=dtype)
-    carrier = reduce_ops.find_carrier("SUM", dtype, Backend(dtype).carries)
+    carrier = carriers.find_carrier("SUM", dtype, Backend(dtype).carries)
     assert carrier is not None
     assert (carrier.op, carrier.dtype) == ("SUM", dtype)
     assert carrier.encode(tensor) is tensor

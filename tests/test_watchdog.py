@@ -23,7 +23,7 @@ import helpers
 import ignite_dist as idist
 from ignite_dist.comp_models import SerialModel
 from ignite_dist.context.live import current_model
-from ignite_dist.diagnostics import flight_recorder
+from ignite_dist.diagnostics import announcing, flight_recorder
 from ignite_dist.values.ranks import describe_ranks
 
 SHORT = timedelta(seconds=2)  # more than a busy machine keeps a rank waiting
@@ -238,7 +238,7 @@ def test_who_goes_on_is_left_alone() -> None:
 
 
 def watched_since_the_start(local_rank: int) -> tuple[bool, int]:
-    assert flight_recorder.keeps_calls(current_model())
+    assert announcing.keeps_calls(current_model())
     names = [thread.name for thread in threading.enumerate()]
     idist.finalize()
     after = [thread.name for thread in threading.enumerate()]
@@ -254,7 +254,7 @@ def test_workers_are_watched_from_their_start_to_the_end_of_their_context() -> N
 
 def foreign(folder: Path) -> list[str]:
     dist.init_process_group("gloo")
-    assert not flight_recorder.keeps_calls(current_model())
+    assert not announcing.keeps_calls(current_model())
     with pytest.raises(RuntimeError, match=r"Call idist.watch\(\) once on every rank"):
         idist.barrier(timeout=LONG)
     told = late(0, folder)
@@ -284,7 +284,7 @@ def cycles() -> list[tuple[Any, ...]]:
         idist.watch(LONG)
         gathered = idist.all_gather((number, idist.get_rank())) if number == 1 else None
         idist.barrier(timeout=LONG)
-        record = flight_recorder.recorder_of(current_model())
+        record = announcing.recorder_of(current_model())
         assert record is not None
         calls = [call.operation for call in record.logs[idist.get_rank()].calls]
         during = watchdogs()
@@ -403,7 +403,7 @@ def test_the_failure_that_came_first_is_reported(tmp_path: Path) -> None:
 
 def compares(local_rank: int = 0) -> bool:
     model = current_model()
-    record = flight_recorder.recorder_of(model)
+    record = announcing.recorder_of(model)
     return record is not None and record.log_of(model.get_rank()).comparison is not None
 
 
@@ -443,7 +443,7 @@ def test_a_context_ends_though_a_rank_is_gone() -> None:
 def test_the_environment_says_yes_or_no(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IGNITE_DIST_DEBUG", value)
     with pytest.raises(idist.EnvironmentVariablesError, match="IGNITE_DIST_DEBUG is 0 or 1"):
-        flight_recorder.recorder_of(SerialModel())
+        announcing.recorder_of(SerialModel())
 
 
 def test_debug_is_no_decorator() -> None:

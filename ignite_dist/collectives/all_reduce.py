@@ -24,7 +24,7 @@ from ignite_dist.comp_models.work import Completed, Steps
 from ignite_dist.context.live import current_model
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.tracing import traced, traced_as
-from ignite_dist.values import pytree, reduce_ops
+from ignite_dist.values import number_ops, pytree, reduce_ops
 
 __all__ = ["all_reduce"]
 
@@ -149,7 +149,7 @@ def _reduce_tree(
     model: ComputationModel, given: Any, op: str, group: Any, exact: bool, called: str, async_op: bool
 ) -> Any:
     leaves, structure = pytree.flatten(given)
-    values = [leaf if isinstance(leaf, Tensor) else reduce_ops.plain_number(leaf) for leaf in leaves]
+    values = [leaf if isinstance(leaf, Tensor) else number_ops.plain_number(leaf) for leaf in leaves]
     _check_leaves(model, values, op)
     members = model.groups.resolve(group)
     if async_op:  # the caller may go on to write to them
@@ -177,7 +177,7 @@ def _check_leaves(model: ComputationModel, values: list[Any], op: str) -> None:
                 if type(tensor) is kind:
                     plan_reduction(model, op, tensor)
         elif issubclass(kind, Number):
-            reduce_ops.check_number_op(op, value)
+            number_ops.check_number_op(op, value)
         else:
             raise TypeError(
                 "all_reduce takes a tensor, a number, or a dict, list or tuple of them; got "
@@ -207,7 +207,7 @@ def _reduce_leaves(
     rows = _gather_equals(model, sent, compared, op, group, to_message(flats))
     reduced = list(values)
     if numbers:
-        totals = reduce_ops.reduce_numbers([row for row, _ in rows], op)
+        totals = number_ops.reduce_numbers([row for row, _ in rows], op)
         for position, total in zip(numbers, totals, strict=True):
             reduced[position] = total
     small = iter(reduce_messages([message for _, message in rows], flats, op) if flats else ())

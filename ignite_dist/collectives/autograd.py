@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ignite_dist.collectives.tensors import check_dense, gather_rows, plan_reduction, reduce_tensor
 from ignite_dist.comp_models import ComputationModel, Group
-from ignite_dist.diagnostics.flight_recorder import announce
+from ignite_dist.diagnostics.announcing import announce
 from ignite_dist.values import reduce_ops
 
 __all__ = ["check_differentiable", "gathered", "reduced"]

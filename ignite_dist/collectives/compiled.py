@@ -19,7 +19,7 @@ from torch.library import custom_op
 
 from ignite_dist.collectives import autograd
 from ignite_dist.context.live import current_model, model_of_the_graph
-from ignite_dist.diagnostics.flight_recorder import announce
+from ignite_dist.diagnostics.announcing import announce
 from ignite_dist.tracing import eager_functions, eagerly
 from ignite_dist.values import reduce_ops
 

@@ -8,7 +8,7 @@ from typing import Any
 from ignite_dist.collectives import progress
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Work
-from ignite_dist.diagnostics.flight_recorder import announce
+from ignite_dist.diagnostics.announcing import announce
 
 __all__ = ["is_member", "perform"]
 

@@ -50,7 +50,7 @@ def begin(model: ComputationModel, operation: str, group: Group, start: Callable
 class _Pending(Work):
     """The work that a user waits for."""
 
-    __slots__ = ("_error", "_inner", "_lock", "_model", "_result", "operation", "site")
+    __slots__ = ("_error", "_inner", "_lock", "_model", "_result", "call")
 
     def __init__(self, model: ComputationModel, operation: str, inner: Work) -> None:
         self._inner: Work | None = inner
@@ -58,8 +58,7 @@ class _Pending(Work):
         self._model = model
         self._result: Any = None
         self._error: Exception | None = None
-        self.operation = operation
-        self.site = site_of(users_frame(sys._getframe(1)))
+        self.call = f"{operation} begun at {site_of(users_frame(sys._getframe(1)))}"
         _pending.setdefault(model, {})[id(self)] = self
 
     @waits_for_ranks
@@ -86,7 +85,7 @@ class _Pending(Work):
             now = time.monotonic()
             if now >= deadline:
                 raise MissingRanksError(
-                    f"{self} has not completed within {timeout}. It goes on: wait() may be called again."
+                    f"The {self.call} has not completed within {timeout}. It goes on: call wait() again."
                 )
             time.sleep(min(pause, deadline - now))
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
@@ -94,9 +93,6 @@ class _Pending(Work):
     def is_completed(self) -> bool:
         inner = self._inner
         return inner is None or inner.is_completed()
-
-    def __repr__(self) -> str:
-        return f"the {self.operation} that was begun at {self.site}"
 
 
 _pending: WeakKeyDictionary[ComputationModel, dict[int, _Pending]] = WeakKeyDictionary()
@@ -106,7 +102,7 @@ def _wait_for_all(model: ComputationModel) -> None:
     """Before the context ends: wait for what nobody has waited for."""
     left = list(_pending.get(model, {}).values())
     for work in left:
-        warnings.warn(f"Nobody has waited for {work}: call its wait().", stacklevel=5)
+        warnings.warn(f"Nobody has waited for the {work.call}: call wait() of the Work.", stacklevel=5)
     for work in left:
         work.wait()
 

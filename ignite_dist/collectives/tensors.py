@@ -18,8 +18,8 @@ from torch.autograd.graph import increment_version
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.transport import CollectiveKind
 from ignite_dist.comp_models.work import Steps, Work
-from ignite_dist.diagnostics.flight_recorder import announce
-from ignite_dist.values import reduce_ops, serialization
+from ignite_dist.diagnostics.announcing import announce
+from ignite_dist.values import carriers, reduce_ops, serialization
 
 __all__ = [
     "average_tensors",
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
     """
 
     moves: bool
-    carrier: reduce_ops.Carrier | None
+    carrier: carriers.Carrier | None
     in_place: bool
     rounds_once: bool
 
@@ -101,9 +101,9 @@ def _make_plan(model: ComputationModel, op: str, tensor: Tensor, exact: bool) ->
         return supports("all_reduce", sent, dtype, device)
 
     carrier = (
-        reduce_ops.as_itself(op, tensor.dtype)
+        carriers.as_itself(op, tensor.dtype)
         if rounds_once
-        else reduce_ops.find_carrier(op, tensor.dtype, carries, exact)
+        else carriers.find_carrier(op, tensor.dtype, carries, exact)
     )
     moves = device != tensor.device
     in_place = not moves and carrier is not None and carrier.dtype is tensor.dtype
@@ -128,7 +128,7 @@ def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, 
     with torch.no_grad():
         local = _sendable(model, tensor, plan.moves)
         if carrier is None:
-            work = gather_rows(model, local, group).then(lambda rows: reduce_ops.reduce_gathered(rows, op))
+            work = gather_rows(model, local, group).then(lambda rows: carriers.reduce_gathered(rows, op))
         elif carrier.dtype.itemsize > local.itemsize and local.numel() > _piece_numel(carrier):
             work = Steps(lambda: _reduce_in_pieces(model, local, op, carrier, plan, group))
         else:
@@ -151,12 +151,12 @@ def _in_inference_mode(begin: Callable[[], Work]) -> Work:
     return Steps(run)
 
 
-def _piece_numel(carrier: reduce_ops.Carrier) -> int:
+def _piece_numel(carrier: carriers.Carrier) -> int:
     return _BUCKET_BYTES // carrier.dtype.itemsize
 
 
 def _reduce_in_pieces(
-    model: ComputationModel, tensor: Tensor, op: str, carrier: reduce_ops.Carrier, plan: Plan, group: Group
+    model: ComputationModel, tensor: Tensor, op: str, carrier: carriers.Carrier, plan: Plan, group: Group
 ) -> Tensor:
     """In pieces, because all of it at once, encoded, would be as large as several tensors."""
     with torch.no_grad():
@@ -166,7 +166,7 @@ def _reduce_in_pieces(
 
 
 def _reduce_encoded(
-    model: ComputationModel, tensor: Tensor, op: str, carrier: reduce_ops.Carrier, plan: Plan, group: Group
+    model: ComputationModel, tensor: Tensor, op: str, carrier: carriers.Carrier, plan: Plan, group: Group
 ) -> Work:
     """Begin the reduction of ``tensor``, which is dense and where it is sent from."""
     carried = carrier.encode(tensor).contiguous()
@@ -443,7 +443,7 @@ def reduce_messages(messages: Sequence[bytes], tensors: Sequence[Tensor], op: st
     for part, tensor in zip(torch.split(rows, [one.nbytes for one in tensors], dim=1), tensors, strict=True):
         aligned = part.clone(memory_format=torch.contiguous_format).view(-1)
         values = aligned.view(tensor.dtype).view(len(messages), *tensor.shape)
-        reduced.append(_moved(reduce_ops.reduce_gathered(values, op), tensor.device))
+        reduced.append(_moved(carriers.reduce_gathered(values, op), tensor.device))
     return reduced
 
 

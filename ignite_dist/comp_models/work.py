@@ -28,6 +28,9 @@ class Work(ABC):
     needs_all: bool = True
     """True if each of :attr:`ranks` is needed until it completes, rather than any of them."""
 
+    call: str = ""
+    """What the user calls it, if it was given to the user: ``"all_reduce begun at file.py:12"``."""
+
     @property
     def group_name(self) -> str:
         """The name of its group, as in :meth:`Transport.calls_begun`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ignite_dist.collectives.tensors import gather_rows
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
-from ignite_dist.diagnostics.flight_recorder import announce
+from ignite_dist.diagnostics.announcing import announce
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.samplers import ExactSampler, part
 from ignite_dist.training.exact_passes import check_pass

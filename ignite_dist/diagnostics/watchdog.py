@@ -10,53 +10,37 @@ import atexit
 import json
 import logging
 import os
-import socket
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
 from torch.distributed import DistError, Store
 
-from ignite_dist.arguments import check_timeout
-from ignite_dist.call_sites import is_library, site_of, users_frame
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.transport import WaitedFor
-from ignite_dist.comp_models.work import is_marked_as_waiting
 from ignite_dist.context.live import abort, begun, current_model, ended, ending
 from ignite_dist.diagnostics import flight_recorder
+from ignite_dist.diagnostics.announcing import announce, recorder_of, watch_with_recorder
 from ignite_dist.diagnostics.context_end import Endings
-from ignite_dist.diagnostics.flight_recorder import (
-    END_OF_CONTEXT,
-    Call,
-    Comparison,
-    Recorder,
-    announce,
-    recorder_of,
-    table,
-    watch_with_recorder,
-)
+from ignite_dist.diagnostics.flight_recorder import END_OF_CONTEXT, Call, Recorder
 from ignite_dist.diagnostics.out_of_band import (
-    SILENT,
     Side,
     ask,
-    exchanged_side,
     missing_ranks,
     side_of,
     sides_lock,
 )
+from ignite_dist.diagnostics.reports import explanation, innermost_frames, place_of, report_of, waits_at
 from ignite_dist.errors import DistributedError, RankFailedError
 from ignite_dist.rendezvous import connections
-from ignite_dist.values.ranks import describe_ranks
 
-__all__ = ["debug", "start_here", "watch"]
+__all__ = ["DEFAULT_THRESHOLD", "start", "start_here"]
 
 _logger = logging.getLogger(__name__)
 
@@ -72,91 +56,6 @@ _STOP_SECONDS = 6.0
 
 
 # --- what users call -----------------------------------------------------------------------------------
-
-
-def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
-    """Say on the standard error, once, where every rank is when a collective has waited for ``threshold``.
-
-    What is printed: the stack that most ranks share, the stacks of the others, and the last 20 collectives of
-    each rank. It covers what other libraries call (a ``DistributedDataParallel``, ``torch.distributed``
-    itself) as well. Workers of :func:`spawn` are watched from their start, with 60 seconds; call it there to
-    change that. So are ranks of gloo and NCCL after :func:`initialize` or in :class:`Parallel` (without a
-    ``file://``), but their last collectives are kept only from this call on. Every rank of the world calls
-    it. It goes through a store, never through the backend: the one that the context was made with, else one
-    that rank 0 serves from this call on.
-
-    A rank whose call needs another which has come to the end of its context, or whose process has ended, gets
-    a ``MissingRanksError`` within 10 seconds, whatever the threshold. Where it cannot be told whether that
-    one is needed (a gather in which others still take part, the ``wait()`` of an asynchronous call, a
-    backward pass on a GPU), what is printed has to do.
-
-    Args:
-        threshold: a ``datetime.timedelta``.
-
-    Raises:
-        TypeError, ValueError: not a timedelta, or not a positive one. Nothing was sent.
-    """
-    check_timeout("threshold", threshold)
-    model = current_model()
-    model.groups.check_not_joining()
-    start(model, threshold, side_of(model) or exchanged_side(model))
-
-
-class debug:  # used as a function, and in a with statement
-    """Compare the ranks' calls before each collective: what does not go together is an error with a table.
-
-    Sequence number, operation, op, dtype, shape, group and the caller's line. Where they differ every rank
-    raises ``CollectiveMismatchError``, instead of waiting, or of adding up what does not belong together. A
-    rank that has skipped a call is named when it makes its next one (the end of the context is one), and if
-    it makes none, after 30 seconds: see :func:`watch`, which this turns on as well.
-
-    Every rank of the world calls it; before a context is made it holds for those to come, in workers of
-    :func:`spawn` too, and so does ``IGNITE_DIST_DEBUG=1`` in the environment. It costs another small
-    collective for each; where nothing is watched, about 0.1 us. As a context manager it is off again
-    after the block. Collectives of other libraries (DDP's) are not compared.
-
-    Args:
-        verify: whether calls are compared.
-        call_sites: whether the lines that they come from count. They alone tell apart calls that look alike.
-            A script that makes one collective from two lines (``if rank == 0: ... else: ...``) needs False.
-
-    Example::
-
-        with idist.debug():
-            train_one_epoch(model, loader)
-    """
-
-    def __init__(self, verify: bool = True, *, call_sites: bool = True) -> None:
-        if not isinstance(verify, bool):
-            raise TypeError(f"debug(verify=...) is True or False, got {verify!r}; it is no decorator.")
-        comparison = Comparison(call_sites) if verify else None
-        model = current_model()
-        model.groups.check_not_joining()
-        found = recorder_of(model)
-        if found is None or not found.keeps_calls or found.watchdog is None:
-            start(model, DEFAULT_THRESHOLD, side_of(model) or exchanged_side(model))
-            found = recorder_of(model)
-        assert found is not None
-        self._log = found.log_of(model.get_rank())
-        self._before, self._log.comparison = self._log.comparison, comparison
-        self._log.by_group.clear()  # the ranks count from here: before, one may have been refused a call
-        self._holds_later = model.backend() is None  # without a context it is for those to come
-        if self._holds_later:
-            flight_recorder.compare_in_new_contexts(comparison)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._log.comparison = self._before
-        if self._holds_later:
-            flight_recorder.compare_in_new_contexts(self._before)
-            model = current_model()  # one that was made in the block
-            found = recorder_of(model)
-            if found is not None:
-                found.log_of(model.get_rank()).comparison = self._before
 
 
 # --- the thread ----------------------------------------------------------------------------------------
@@ -277,8 +176,8 @@ class Watchdog:
         before, self._waits = self._waits, {}
         stays = []
         for rank, log in list(self._recorder.logs.items()):
-            for thread, frame in _innermost_frames(log, self._is_alone(), waits=True).items():
-                waits_in = _waits_at(frame)
+            for thread, frame in innermost_frames(log, self._is_alone(), waits=True).items():
+                waits_in = waits_at(frame)
                 assert waits_in is not None
                 wanted = self._model.transport.waited_for(waits_in)
                 progress = self._progress(log, waits_in, wanted)
@@ -292,7 +191,7 @@ class Watchdog:
         for rank, log, thread, frame, wanted, wait in stays:
             # A thread that waits for messages all along, for commands say, need not get any.
             if not wanted.is_message or thread in (log.thread, log.home):
-                self._endings.look(store, rank, thread, wait.since, wanted, partial(_place, frame))
+                self._endings.look(store, rank, thread, wait.since, wanted, partial(place_of, frame))
             if not wait.is_told and now - wait.since > self._patience(log):
                 self._tell(store, rank)
 
@@ -326,7 +225,7 @@ class Watchdog:
         own = self._reports()
         reports = ask(store, range(self._world_size), own)
         self._num_answered = max(self._num_answered, number + 1)
-        _logger.warning("%s", _explanation(reports, self._world_size))
+        _logger.warning("%s", explanation(reports, self._world_size))
 
     def _waits_are_told(self) -> None:
         for wait in self._waits.values():
@@ -341,150 +240,14 @@ class Watchdog:
 
     def _report(self, rank: int, log: flight_recorder.Log) -> dict[str, Any]:
         """Where a rank is: in the thread that waits longest, if any does."""
-        waiting = _innermost_frames(log, self._is_alone(), waits=True)
+        waiting = innermost_frames(log, self._is_alone(), waits=True)
         waits = {thread: wait.since for (one, thread), wait in self._waits.items() if one == rank}
         now = time.monotonic()
         if waiting:
             thread = min(waiting, key=lambda one: waits.get(one, now))  # the first of equals
-            return _report(log, waiting[thread], True, now - waits.get(thread, now))
-        frames = _innermost_frames(log, self._is_alone(), waits=False)
-        return _report(log, next(iter(frames.values()), None), False, 0.0)
-
-
-def _report(log: flight_recorder.Log, frame: FrameType | None, waits: bool, seconds: float) -> dict[str, Any]:
-    """Where a rank is: plain values, because they travel as JSON."""
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "waits_in": _operation(frame) if waits else "",
-        "seconds": seconds,
-        "site": _site(frame),
-        "stack": _stack(frame) if frame is not None else "",
-        "last": str(log.calls[-1]) if log.calls else "",
-        "error": log.error,
-        "compares": log.comparison is not None,
-        "numbers": dict(log.by_group),
-        "calls": [call.row() for call in list(log.calls)],
-    }
-
-
-def _place(frame: FrameType | None) -> str:
-    """``"all_reduce at folder/file.py:12"``."""
-    return f"{_operation(frame)} at {_site(frame)}"
-
-
-def _site(frame: FrameType | None) -> str:
-    return site_of(users_frame(frame))
-
-
-def _stack(frame: FrameType) -> str:
-    """The stack from the outermost frame of the user's own inwards, without what has started the process."""
-    frames = [one for one, _ in traceback.walk_stack(frame)]
-    while len(frames) > 1 and (is_library(frames[-1]) or _starts_a_process(frames[-1])):
-        frames.pop()
-    summary = traceback.StackSummary.extract((one, one.f_lineno) for one in reversed(frames))
-    return "".join(summary.format())
-
-
-def _starts_a_process(frame: FrameType) -> bool:
-    """Whether it is the ``python -c`` in which multiprocessing runs."""
-    return frame.f_code.co_filename == "<string>" and frame.f_back is None
-
-
-def _operation(frame: FrameType | None) -> str:
-    """The outermost library function that the user's code is in: ``"all_reduce"``."""
-    name = "?"
-    while frame is not None and is_library(frame):
-        if frame.f_globals.get("__name__") not in (
-            "torch.distributed.c10d_logger",
-            "contextlib",
-        ):  # around it
-            name = frame.f_code.co_name
-        frame = frame.f_back
-    return name
-
-
-# Where a rank waits for others beside the functions that are marked: in torch's and Horovod's collectives,
-# and in DDP, whose backward pass waits inside of autograd's.
-_WAITING_MODULES = frozenset(
-    {
-        "horovod.torch.mpi_ops",
-        "torch.autograd.graph",
-        "torch.distributed._functional_collectives",
-        "torch.distributed.distributed_c10d",
-        "torch.nn.parallel.distributed",
-    }
-)
-
-
-def _innermost_frames(log: flight_recorder.Log, is_alone: bool, waits: bool) -> dict[int, FrameType]:
-    """Of the rank's threads, by their identities: the one that has made its last call first.
-
-    Args:
-        log: what is known of the rank.
-        is_alone: whether all threads of this process are the rank's.
-        waits: give only the threads that wait for other ranks.
-    """
-    threads = sys._current_frames()
-    # This very frame in its own variable is a cycle, and would keep all that the others' frames hold.
-    threads.pop(threading.get_ident(), None)
-    others = threads if is_alone else ()
-    frames = {one: threads[one] for one in (log.thread, log.home, *others) if one in threads}
-    return {one: frame for one, frame in frames.items() if _waits_at(frame) is not None} if waits else frames
-
-
-def _waits_at(frame: FrameType | None) -> FrameType | None:
-    """The frame in which a thread with this innermost frame waits for other ranks; None if it does not."""
-    while frame is not None and is_library(frame):
-        if is_marked_as_waiting(frame) or frame.f_globals.get("__name__") in _WAITING_MODULES:
-            return frame
-        frame = frame.f_back
-    return None
-
-
-def _explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
-    """What all ranks are doing: those at the same place together, the most of them first."""
-    places: dict[str, list[int]] = {}
-    for rank, report in reports.items():
-        places.setdefault(report["stack"], []).append(rank)
-    by_size = sorted(places.items(), key=lambda one: (-len(one[1]), one[1]))
-    longest = max(report["seconds"] for report in reports.values())
-    parts = [
-        f"A collective has waited for {longest:.0f} s, and goes on waiting. Where the {world_size} ranks are:"
-    ]
-    for stack, ranks in by_size:
-        first = reports[ranks[0]]
-        waits = f"waits in {first['waits_in']}" if first["waits_in"] else "is not in a collective"
-        verb = waits if len(ranks) == 1 else waits.replace("waits", "wait").replace("is not", "are not")
-        processes = ", ".join(f"pid {reports[rank]['pid']} on {reports[rank]['host']}" for rank in ranks[:4])
-        error = f", after {first['error']}" if first["error"] else ""
-        parts.append(f"{describe_ranks(ranks).capitalize()} {verb}{error} ({processes}):\n{stack.rstrip()}")
-    silent = sorted(set(range(world_size)) - set(reports))
-    if silent:
-        parts.append(f"{describe_ranks(silent).capitalize()} {SILENT}")
-    comparing = [rank for rank, report in reports.items() if report["compares"]]
-    if not comparing:
-        parts.append("idist.debug(), or IGNITE_DIST_DEBUG=1, compares the calls of all ranks.")
-    elif len(comparing) < len(reports):
-        parts.append(f"debug() is on on {describe_ranks(comparing)} alone; it has to be on on every rank.")
-    parts += [_history(reports)]
-    return "\n\n".join(parts)
-
-
-def _history(reports: Mapping[int, dict[str, Any]]) -> str:
-    """The last calls of each rank; ranks with the same history share one table."""
-    histories: dict[str, list[int]] = {}
-    for rank, report in reports.items():
-        histories.setdefault(json.dumps(report["calls"]), []).append(rank)
-    parts = []
-    for text, ranks in histories.items():
-        calls = json.loads(text)
-        who = describe_ranks(ranks)
-        history = f"The last {len(calls)} collectives of {who}, the newest below:\n{table(calls)}"
-        parts.append(history if calls else f"No call of idist by {who} yet.")
-    if not all(report["keeps"] for report in reports.values()):
-        return "idist.watch() on every rank keeps the last collectives, to show them here."
-    return "\n\n".join(parts)
+            return report_of(log, waiting[thread], True, now - waits.get(thread, now))
+        frames = innermost_frames(log, self._is_alone(), waits=False)
+        return report_of(log, next(iter(frames.values()), None), False, 0.0)
 
 
 # --- starting and ending -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.nn import Module
 from ignite_dist.collectives.tensors import broadcast_tensors, is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
-from ignite_dist.diagnostics.flight_recorder import announce
+from ignite_dist.diagnostics.announcing import announce
 from ignite_dist.errors import CollectiveMismatchError
 
 __all__ = ["check_pass", "group_of_parameters", "remember_model", "share_buffers"]

@@ -10,7 +10,7 @@ from operator import index
 from typing import Any
 
 from ignite_dist.context.live import current_model
-from ignite_dist.diagnostics.flight_recorder import announce
+from ignite_dist.diagnostics.announcing import announce
 
 __all__ = ["seed_everything", "shared_seed"]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import sys
 import textwrap
 import time
 import traceback
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ignite_dist.call_sites import is_library_path, is_package_path
 from ignite_dist.errors import (
     HostLostError,
     MissingRanksError,
@@ -41,7 +40,6 @@ __all__ = [
     "why_killed",
 ]
 
-_HERE = sys.modules[__name__.partition(".")[0]].__path__[0]  # of the package, wherever this file is
 
 # More of a traceback than this nobody reads, and a message may be the text of a tensor.
 _LONGEST_TEXT = 100_000
@@ -122,7 +120,7 @@ def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
 def users_part(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames through which this package came to the user's function."""
     rest = trace
-    while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_HERE + os.sep):
+    while rest is not None and is_package_path(rest.tb_frame.f_code.co_filename):
         rest = rest.tb_next
     return rest or trace
 
@@ -195,21 +193,27 @@ def silent_failure(exit_code: int, fault: str) -> Failure:
     return Failure(now, "", "", _without_plumbing(fault), exit_code)
 
 
-# Where this package's own threads are, and whence it calls the user's function.
-_OWN_THREADS = ("_end_with_launcher", f"{_HERE}{os.sep}diagnostics{os.sep}watchdog.py")
-_CALLERS = (f"{_HERE}{os.sep}launcher.py", f"{_HERE}{os.sep}workers{os.sep}failures.py")
+# A line of what the fault handler writes for each frame.
+_FAULT_LINE = re.compile(r'File "([^"]+)", line \d+ in ')
 
 
 def _without_plumbing(fault: str) -> str:
-    """What the fault handler wrote, without this package's threads and how it came to the user's function."""
+    """What the fault handler wrote, without threads of libraries and the frames around the user's function."""
     blocks = []
     for block in fault.split("\n\n"):
-        if block.startswith("Extension modules:") or any(own in block for own in _OWN_THREADS):
+        if block.startswith("Extension modules:"):
             continue
         lines = block.splitlines()
-        ends = [number for number, line in enumerate(lines) if any(caller in line for caller in _CALLERS)]
-        blocks.append("\n".join(lines[: ends[0]] if ends else lines))
+        users = [number for number, line in enumerate(lines) if _is_users(line)]
+        if users or block.startswith(("Current thread", "Fatal Python error")):
+            blocks.append("\n".join(lines[: users[-1] + 1] if users else lines))
     return "\n\n".join(blocks).strip()
+
+
+def _is_users(line: str) -> bool:
+    found = _FAULT_LINE.search(line)
+    # "<string>" is the `python -c` in which multiprocessing runs.
+    return found is not None and not found[1].startswith("<") and not is_library_path(found[1])
 
 
 def count_oom_kills() -> int | None:

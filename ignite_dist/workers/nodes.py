@@ -9,7 +9,6 @@ lines of JSON; nothing that is received can run code.
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,80 +16,24 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from multiprocessing import connection
-from typing import Any, NamedTuple
+from typing import Any
 
 from ignite_dist.errors import LaunchError, RankFailedError
 from ignite_dist.rendezvous import connections, network_interfaces
 from ignite_dist.workers.failures import Failed, Failure, error_of, in_a_line, is_cause_known
+from ignite_dist.workers.node_links import Link, Node
 
-__all__ = ["ALONE", "Hello", "Nodes", "assumed", "meet"]
+__all__ = [
+    "ALONE",
+    "Hello",
+    "Nodes",
+    "assumed",
+    "meet",
+]
 
 _SECONDS_BETWEEN_TRIES = 0.1
 # How long a launcher that has connected may take to say who it is: a port scanner never does.
 _SECONDS_TO_GREET = 5.0
-_SECONDS_TO_SEND = 30.0
-
-
-class Node(NamedTuple):
-    """A machine of the job."""
-
-    rank: int
-    host: str
-    address: str
-    nproc_per_node: int
-
-    def __str__(self) -> str:
-        return f"node {self.rank} ({self.host}, {self.address})"
-
-
-class _Link:
-    """A connection between two launchers."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        # Launchers find out before their workers do, and say so.
-        connections.watch(sock, max(connections.seconds_of_silence() * 2 // 3, 3))
-        self.sock = sock
-        self._received = b""
-
-    def fileno(self) -> int:
-        return self.sock.fileno()
-
-    def send(self, **message: Any) -> None:
-        # Whoever is gone is found out when something is read: until then there may be something to read.
-        with suppress(OSError):
-            self.sock.settimeout(_SECONDS_TO_SEND)
-            self.sock.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, seconds: float | None = None) -> list[dict[str, Any]]:
-        """The messages that have come, none if it was a part of one.
-
-        Raises:
-            OSError: the other end is gone, or nothing has come within ``seconds``.
-            ValueError: what has come is no message.
-        """
-        self.sock.settimeout(seconds)
-        received = self.sock.recv(1 << 20)
-        if not received:
-            raise ConnectionResetError("its launcher has ended")
-        *lines, self._received = (self._received + received).split(b"\n")
-        return [_decoded(line) for line in lines]
-
-    def receive_some(self, deadline: float) -> list[dict[str, Any]]:
-        """At least one message; else see :meth:`receive`."""
-        while True:
-            messages = self.receive(max(0.001, deadline - time.monotonic()))
-            if messages:
-                return messages
-
-
-def _decoded(line: bytes) -> dict[str, Any]:
-    try:
-        message = json.loads(line)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    if not isinstance(message, dict):
-        raise ValueError(f"not a message: {message!r:.100}")
-    return message
 
 
 # --- meeting -------------------------------------------------------------------------------------------
@@ -148,7 +91,7 @@ def meet(
             "is an address of the machine with node_rank=0, and master_port a free port there; the other "
             "machines have other node_ranks."
         ) from error
-    guests: dict[int, tuple[Hello, _Link]] = {}
+    guests: dict[int, tuple[Hello, Link]] = {}
     try:
         with connections.wait_told(lambda: _who_waits_for_whom(mine, guests, address, port)):
             _receive_all(mine, listener, guests, deadline)
@@ -162,13 +105,13 @@ def meet(
 
 
 def _receive_all(
-    mine: Hello, listener: socket.socket, guests: dict[int, tuple[Hello, _Link]], deadline: float
+    mine: Hello, listener: socket.socket, guests: dict[int, tuple[Hello, Link]], deadline: float
 ) -> None:
     """Wait for the launchers of the other nodes, and add them to the ``guests``."""
     while len(guests) < mine.nnodes - 1:
         listener.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            link = _Link(listener.accept()[0])
+            link = Link(listener.accept()[0])
         except TimeoutError:
             raise LaunchError(_who_is_missing(mine, guests)) from None
         hello = _hello_from(link)
@@ -187,14 +130,14 @@ def _receive_all(
         _forget_gone(guests)
 
 
-def _forget_gone(guests: dict[int, tuple[Hello, _Link]]) -> None:
+def _forget_gone(guests: dict[int, tuple[Hello, Link]]) -> None:
     """Keep those of the ``guests`` that are still there."""
     for rank, (_, link) in list(guests.items()):
         if connection.wait([link.sock], 0):  # they have nothing to say: it is the end of the connection
             guests.pop(rank)[1].sock.close()
 
 
-def _hello_from(link: _Link) -> Hello | None:
+def _hello_from(link: Link) -> Hello | None:
     """What the launcher at the other end says of itself; None if it is none."""
     try:
         (message,) = link.receive(_SECONDS_TO_GREET)
@@ -206,13 +149,13 @@ def _hello_from(link: _Link) -> Hello | None:
 
 
 def _who_waits_for_whom(
-    mine: Hello, guests: Mapping[int, tuple[Hello, _Link]], address: str, port: int
+    mine: Hello, guests: Mapping[int, tuple[Hello, Link]], address: str, port: int
 ) -> str:
     missing = ", ".join(str(rank) for rank in range(1, mine.nnodes) if rank not in guests)
     return f"Node 0 ({mine.host}) is still waiting at {address}:{port} for node {missing} of {mine.nnodes}."
 
 
-def _who_is_missing(mine: Hello, guests: Mapping[int, tuple[Hello, _Link]]) -> str:
+def _who_is_missing(mine: Hello, guests: Mapping[int, tuple[Hello, Link]]) -> str:
     come = [f"node {rank} ({hello.host})" for rank, (hello, _) in sorted(guests.items())]
     missing = [str(rank) for rank in range(1, mine.nnodes) if rank not in guests]
     return (
@@ -225,7 +168,7 @@ def _who_is_missing(mine: Hello, guests: Mapping[int, tuple[Hello, _Link]]) -> s
 def _welcome(
     mine: Hello,
     listener: socket.socket,
-    guests: Mapping[int, tuple[Hello, _Link]],
+    guests: Mapping[int, tuple[Hello, Link]],
     serve: Callable[[str], tuple[object, int]],
 ) -> Nodes:
     """Tell all who is there, and where their ranks meet."""
@@ -246,7 +189,7 @@ def _join(mine: Hello, address: str, port: int, deadline: float) -> Nodes:
     why: object = "nothing answers"
     while (left := deadline - time.monotonic()) > 0:
         try:
-            link = _Link(socket.create_connection((address, port), left))
+            link = Link(socket.create_connection((address, port), left))
         except OSError as error:
             why = error  # it has not begun to listen
             time.sleep(min(_SECONDS_BETWEEN_TRIES, left))
@@ -291,7 +234,7 @@ class Nodes:
     nodes: list[Node]
     rank: int
     port: int
-    _links: dict[int, _Link]  # node 0's to all others, those of the others to node 0
+    _links: dict[int, Link]  # node 0's to all others, those of the others to node 0
     _listener: socket.socket | None = None
     _serving: object = None
     _told: set[int] = field(default_factory=set)  # ranks whose failures the others know
@@ -411,7 +354,7 @@ class Nodes:
         assert self._listener is not None
         with suppress(OSError):
             self._listener.settimeout(0)
-            link = _Link(self._listener.accept()[0])
+            link = Link(self._listener.accept()[0])
             hosts = ", ".join(map(str, self.nodes))
             link.send(refused=f"The job has all its nodes, and goes on without this one: {hosts}.")
             link.sock.close()

@@ -7,57 +7,48 @@ launch (the environment, where output goes) is handed to it before anything of t
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
-import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import connection, reduction
-from multiprocessing.context import BaseContext, get_spawning_popen
+from multiprocessing import connection
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import torch
-
-from ignite_dist.devices import num_cores
 from ignite_dist.errors import RankFailedError
-from ignite_dist.values import safe_objects, serialization
+from ignite_dist.values import serialization
 from ignite_dist.workers.failures import (
     Failed,
     Failure,
     count_oom_kills,
     failure_of,
     is_cause_known,
-    outcome_of,
     silent_failure,
     why_killed,
 )
+from ignite_dist.workers.fork_server import Launch, context_of, encode_call, hidden_main
 from ignite_dist.workers.nodes import ALONE, Nodes
+from ignite_dist.workers.worker import TERMINATE_SECONDS, Post, Sent, run_alone, work
 
-__all__ = ["Post", "Workers", "start"]
+__all__ = ["Workers", "start"]
 
 _logger = logging.getLogger(__name__)
 
 _NONE = serialization.encode(None)
-_Sent = bytes | Callable[..., Any]  # what a rank calls, encoded unless its process is a fork of this one
 
 # How long after the first failure the other workers may go on: to report what they died of, no more.
 _GRACE_SECONDS = 1.0
 # The same while all that is known are consequences: that one of them failed has yet to be told by the one
 # who began it, which may be busy with cleaning up.
 _PATIENCE_SECONDS = 4.0
-# How long a worker may take to heed SIGTERM.
-_TERMINATE_SECONDS = 3.0
 
 
 # --- starting ----------------------------------------------------------------------------------------
@@ -72,7 +63,7 @@ def start(
     start_method: str | None,
     daemon: bool,
     ranks_per_process: int = 1,
-    run: Callable[[_Sent, Sequence[Post]], Failure | None] | None = None,
+    run: Callable[[Sent, Sequence[Post]], Failure | None] | None = None,
     nodes: Nodes = ALONE,
 ) -> Workers:
     """Start a process per environment; local rank ``i`` runs ``entry(i, **entry_kwargs)``.
@@ -94,14 +85,14 @@ def start(
     """
     workers: list[_Worker] = []
     try:
-        context = _context(start_method)
+        context = context_of(start_method)
         call = partial(entry, **entry_kwargs)
-        sent = call if context.get_start_method() == "fork" else _encode(call)
+        sent = call if context.get_start_method() == "fork" else encode_call(call)
         oom_kills = count_oom_kills()
         for position, environ in enumerate(environs):
             first = position * ranks_per_process
             ranks = range(first, first + ranks_per_process)
-            workers += _start_process(context, run or _run_alone, sent, ranks, environ, daemon)
+            workers += _start_process(context, run or run_alone, sent, ranks, environ, daemon)
     except BaseException:
         _end(Workers(workers, serving, None, nodes).processes)
         nodes.leave()  # or the others would wait for as long as somebody keeps the traceback
@@ -113,8 +104,8 @@ def start(
 
 def _start_process(
     context: BaseContext,
-    run: Callable[[_Sent, Sequence[Post]], Failure | None],
-    sent: _Sent,
+    run: Callable[[Sent, Sequence[Post]], Failure | None],
+    sent: Sent,
     local_ranks: Sequence[int],
     environ: Mapping[str, str],
     daemon: bool,
@@ -126,7 +117,7 @@ def _start_process(
     complete = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
     complete.update(environ)
     process = context.Process(  # type: ignore[attr-defined]
-        target=_work,
+        target=work,
         args=(
             run,
             sent,
@@ -134,10 +125,10 @@ def _start_process(
             (complete, fault_writer) if context.get_start_method() == "fork" else None,
             multiprocessing.get_start_method(allow_none=True),
         ),
-        name=_Launch(f"rank {environ.get('RANK', local_ranks[0])}", complete, fault_writer),
+        name=Launch(f"rank {environ.get('RANK', local_ranks[0])}", complete, fault_writer),
         daemon=daemon,
     )
-    with _hidden_main():
+    with hidden_main():
         process.start()
     fault_writer.close()
     fault = _Fault(fault_reader)
@@ -167,221 +158,7 @@ def _join_kept() -> None:
             _logger.error("A launch that nobody joined has failed. %s", error)
 
 
-def _encode(call: Callable[..., Any]) -> bytes:
-    """The call as bytes; by value where the workers cannot import this process's main module."""
-    try:
-        return serialization.encode(call) if _main_is_importable() else serialization.encode_by_value(call)
-    except TypeError as error:
-        reason = error.__cause__ or error
-        raise TypeError(
-            f"The function given to spawn, or one of its arguments, cannot be sent to a worker: {reason}"
-        ) from error
-
-
-def _main_is_importable() -> bool:
-    """Whether workers can import this process's main module: not from a notebook, ``-c`` or a pipe."""
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    return getattr(main, "__spec__", None) is not None or (path is not None and os.path.exists(path))
-
-
-@contextmanager
-def _hidden_main() -> Iterator[None]:
-    """Keep ``multiprocessing`` from importing a main module that claims a file which does not exist."""
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    if path is None or _main_is_importable():
-        yield
-        return
-    del main.__file__
-    try:
-        yield
-    finally:
-        main.__file__ = path
-
-
-def _context(start_method: str | None) -> BaseContext:
-    allowed = multiprocessing.get_all_start_methods()
-    method = start_method or ("forkserver" if "forkserver" in allowed else "spawn")
-    if method not in allowed:
-        raise ValueError(f"Unknown start_method {method!r}. Allowed here: {', '.join(map(repr, allowed))}.")
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        # No effect on a server that is running already. Not "__main__", Python's default: the main module
-        # is imported in each worker, where it sees the environment of its own launch.
-        server = multiprocessing.forkserver._forkserver
-        wanted = [name for name in server._preload_modules if name != "__main__"]  # type: ignore[attr-defined]
-        context.set_forkserver_preload(list(dict.fromkeys([*wanted, "torch", "ignite_dist"])))
-        with _server_lock:
-            if server._forkserver_pid is None:  # type: ignore[attr-defined]
-                _start_server(server)
-    return context
-
-
-_server_lock = threading.Lock()
-
-
-def _start_server(server: Any) -> None:
-    """Start the fork server so that it imports what this process would.
-
-    Python before 3.13 tells it nothing of our path, so it would preload the package that is installed.
-    """
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        folder for folder in sys.path if folder and isinstance(folder, str)
-    )
-    try:
-        server.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-
-
-class _Launch(str):
-    """A process name that carries the launch's environment and outputs with it.
-
-    ``multiprocessing`` sends the name first of all, before it imports the main module in the worker, and
-    has no other hook that early.
-    """
-
-    environ: dict[str, str]
-    fault_writer: connection.Connection | None
-
-    def __new__(cls, name: str, environ: dict[str, str], fault_writer: connection.Connection) -> _Launch:
-        self = super().__new__(cls, name)
-        self.environ = environ
-        self.fault_writer = fault_writer
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        popen = get_spawning_popen()
-        outputs = {}
-        if popen is not None and popen.method == "forkserver":
-            # The server holds the output of the launcher's first launch; pytest, for one, changes it since.
-            outputs = {fd: reduction.DupFd(fd) for fd in (1, 2) if _is_open(fd)}
-        # The name is sent a second time, with the process; a file descriptor must not be.
-        fault_writer, self.fault_writer = self.fault_writer, None
-        return _take_over, (str(self), self.environ, fault_writer, outputs)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
-
-
-def _take_over(
-    name: str,
-    environ: Mapping[str, str],
-    fault_writer: connection.Connection | None,
-    outputs: Mapping[int, Any],
-) -> str:
-    """In the worker: become a process of this launch."""
-    if fault_writer is not None and not faulthandler.is_enabled():  # else the user's own tells it, elsewhere
-        faulthandler.enable(fault_writer)  # which keeps it open
-    os.environ.clear()
-    os.environ.update(environ)
-    for fd, duplicate in outputs.items():
-        received = duplicate.detach()
-        os.dup2(received, fd)
-        os.close(received)
-    return name
-
-
 # --- in the worker -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Post:
-    """Where a rank of a worker process reports to the launcher."""
-
-    local_rank: int
-    sender: connection.Connection
-
-    def run(self, sent: _Sent, rank: int) -> Failure | None:
-        """Make the call that was sent, as the global ``rank``, and report what became of it."""
-        self.report(rank)
-        outcome = outcome_of(sent, self.local_rank)
-        self.report(outcome)
-        return outcome if isinstance(outcome, Failure) and not outcome.is_exit_0 else None
-
-    def report(self, message: int | bytes | Failure) -> None:
-        """Send the rank, when it starts, or its outcome."""
-        try:
-            self.sender.send_bytes(pickle.dumps(message))
-        except BrokenPipeError:
-            sys.exit(1)  # the launcher is gone
-
-
-def _work(
-    run: Callable[[_Sent, Sequence[Post]], Failure | None],
-    sent: _Sent,
-    posts: Sequence[Post],
-    launch: tuple[Mapping[str, str], connection.Connection] | None,
-    default_method: str | None,
-) -> None:
-    # A process started by one method would start its own by that method too: the workers of a DataLoader,
-    # which take seconds from a fork server. They are started as they would be in the launcher.
-    multiprocessing.set_start_method(default_method, force=True)
-    if launch is not None:  # a forked worker has not read its name
-        _take_over("", *launch, {})
-        safe_objects.ask_again()  # this launch's environment
-    _let_go_of_server()
-    _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    _seed()
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
-    try:
-        failure = run(sent, posts)
-    except BaseException as error:  # before any rank could begin
-        failure = failure_of(error)
-        for post in posts:
-            post.report(failure)
-    if failure is not None:
-        # Peers see our connections close, which ends their wait; the launcher ends what goes on regardless.
-        sys.exit(failure.exit_code or 1)
-
-
-def _let_go_of_server() -> None:
-    """Leave the fork server to the launcher: it would live as long as this worker, or its data loaders."""
-    server: Any = multiprocessing.forkserver._forkserver
-    keeps_alive, server._forkserver_alive_fd = server._forkserver_alive_fd, None
-    if keeps_alive is not None:
-        os.close(keeps_alive)
-    server._forkserver_pid = server._forkserver_address = None  # a forked worker has them from the launcher
-
-
-def _run_alone(sent: _Sent, posts: Sequence[Post]) -> Failure | None:
-    (post,) = posts
-    return post.run(sent, int(os.environ["RANK"]))
-
-
-def _set_num_threads(nproc_per_node: int) -> None:
-    """Honour ``OMP_NUM_THREADS``, which torch read when the fork server imported it; else share the cores."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(
-        int(wanted) if wanted.isdecimal() and int(wanted) else max(1, num_cores() // nproc_per_node)
-    )
-
-
-def _seed() -> None:
-    """Give this worker random numbers of its own, as a new process has, and not those of the fork server."""
-    torch.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-
-
-def _end_with_launcher() -> None:
-    """Wait for the launcher's death and follow it, even out of a collective that never ends."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_TERMINATE_SECONDS)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # --- in the launcher ---------------------------------------------------------------------------------
@@ -591,7 +368,7 @@ def _end(processes: Sequence[BaseProcess]) -> None:
         for process in processes:
             if process.is_alive():
                 process.terminate()
-        deadline = time.monotonic() + _TERMINATE_SECONDS
+        deadline = time.monotonic() + TERMINATE_SECONDS
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
     finally:

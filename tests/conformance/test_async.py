@@ -147,7 +147,7 @@ def test_wait_with_a_timeout_says_which_call_and_may_be_called_again() -> None:
     if idist.get_rank() == 0:
         work = idist.all_reduce({"n": 1}, async_op=True)
         assert not work.is_completed()
-        with raises(idist.MissingRanksError, "the all_reduce that was begun at conformance/test_async.py:"):
+        with raises(idist.MissingRanksError, "The all_reduce begun at conformance/test_async.py:"):
             work.wait(timedelta(milliseconds=50))
         idist.barrier(group=others)
     else:

@@ -26,6 +26,7 @@ from ignite_dist.values import pytree, serialization
 from ignite_dist.values.ranks import describe_ranks
 from ignite_dist.workers import processes
 from ignite_dist.workers.failures import Failure
+from ignite_dist.workers.worker import Post
 
 __all__ = ["END", "Meeting", "counts_here", "meeting_here", "start"]
 
@@ -240,7 +241,7 @@ def start(
     )
 
 
-def _run_alone(sent: Any, posts: Sequence[processes.Post]) -> Failure | None:
+def _run_alone(sent: Any, posts: Sequence[Post]) -> Failure | None:
     from torch_xla import runtime
     from torch_xla._internal import pjrt
 
@@ -249,7 +250,7 @@ def _run_alone(sent: Any, posts: Sequence[processes.Post]) -> Failure | None:
     return post.run(partial(_result_on_cpu, sent), runtime.global_ordinal())
 
 
-def _run_replicas(sent: Any, posts: Sequence[processes.Post]) -> Failure | None:
+def _run_replicas(sent: Any, posts: Sequence[Post]) -> Failure | None:
     """One thread for each device of this process, as torch_xla's own launcher has it."""
     import torch_xla
     from torch_xla._internal import pjrt
@@ -277,7 +278,7 @@ def _run_replicas(sent: Any, posts: Sequence[processes.Post]) -> Failure | None:
     return failures[0] if failures else None
 
 
-def _run_replica(sent: Any, post: processes.Post, device: Any, failures: list[Failure]) -> None:
+def _run_replica(sent: Any, post: Post, device: Any, failures: list[Failure]) -> None:
     import torch_xla
     from torch_xla import runtime
 

@@ -1,0 +1,167 @@
+"""Where a rank is, and what all of them do, in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from ignite_dist.call_sites import is_library, site_of, users_frame
+from ignite_dist.comp_models.work import is_marked_as_waiting, work_of
+from ignite_dist.diagnostics import flight_recorder
+from ignite_dist.diagnostics.flight_recorder import (
+    table,
+)
+from ignite_dist.diagnostics.out_of_band import (
+    SILENT,
+)
+from ignite_dist.values.ranks import describe_ranks
+
+__all__ = ["explanation", "innermost_frames", "place_of", "report_of", "waits_at"]
+
+
+def report_of(
+    log: flight_recorder.Log, frame: FrameType | None, waits: bool, seconds: float
+) -> dict[str, Any]:
+    """Where a rank is: plain values, because they travel as JSON."""
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "waits_in": _operation(frame) if waits else "",
+        "seconds": seconds,
+        "site": _site(frame),
+        "stack": _stack(frame) if frame is not None else "",
+        "last": str(log.calls[-1]) if log.calls else "",
+        "error": log.error,
+        "compares": log.comparison is not None,
+        "numbers": dict(log.by_group),
+        "calls": [call.row() for call in list(log.calls)],
+    }
+
+
+def place_of(frame: FrameType | None) -> str:
+    """``"all_reduce at folder/file.py:12"``."""
+    return f"{_operation(frame)} at {_site(frame)}"
+
+
+def _site(frame: FrameType | None) -> str:
+    return site_of(users_frame(frame))
+
+
+def _stack(frame: FrameType) -> str:
+    """The stack from the outermost frame of the user's own inwards, without what has started the process."""
+    frames = [one for one, _ in traceback.walk_stack(frame)]
+    while len(frames) > 1 and (is_library(frames[-1]) or _starts_a_process(frames[-1])):
+        frames.pop()
+    summary = traceback.StackSummary.extract((one, one.f_lineno) for one in reversed(frames))
+    return "".join(summary.format())
+
+
+def _starts_a_process(frame: FrameType) -> bool:
+    """True for the ``python -c`` in which multiprocessing runs."""
+    return frame.f_code.co_filename == "<string>" and frame.f_back is None
+
+
+def _operation(frame: FrameType | None) -> str:
+    """The outermost library function that the user's code is in: ``"all_reduce"``."""
+    name = "?"
+    while frame is not None and is_library(frame):
+        work = work_of(frame)
+        if work is not None and work.call:
+            name = work.call
+        elif frame.f_globals.get("__name__") not in _AROUND:
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return name
+
+
+# The modules whose functions are around those that users call.
+_AROUND = ("torch.distributed.c10d_logger", "contextlib")
+
+# Where a rank waits for others beside the functions that are marked: in torch's and Horovod's collectives,
+# and in DDP, whose backward pass waits inside of autograd's.
+_WAITING_MODULES = frozenset(
+    {
+        "horovod.torch.mpi_ops",
+        "torch.autograd.graph",
+        "torch.distributed._functional_collectives",
+        "torch.distributed.distributed_c10d",
+        "torch.nn.parallel.distributed",
+    }
+)
+
+
+def innermost_frames(log: flight_recorder.Log, is_alone: bool, waits: bool) -> dict[int, FrameType]:
+    """Of the rank's threads, by their identities: the one that has made its last call first.
+
+    Args:
+        log: what is known of the rank.
+        is_alone: True if all threads of this process are the rank's.
+        waits: give only the threads that wait for other ranks.
+    """
+    threads = sys._current_frames()
+    # This very frame in its own variable is a cycle, and would keep all that the others' frames hold.
+    threads.pop(threading.get_ident(), None)
+    others = threads if is_alone else ()
+    frames = {one: threads[one] for one in (log.thread, log.home, *others) if one in threads}
+    return {one: frame for one, frame in frames.items() if waits_at(frame) is not None} if waits else frames
+
+
+def waits_at(frame: FrameType | None) -> FrameType | None:
+    """The frame in which a thread with this innermost frame waits for other ranks; None if it does not."""
+    while frame is not None and is_library(frame):
+        if is_marked_as_waiting(frame) or frame.f_globals.get("__name__") in _WAITING_MODULES:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
+    """What all ranks are doing: those at the same place together, the most of them first."""
+    places: dict[str, list[int]] = {}
+    for rank, report in reports.items():
+        places.setdefault(report["stack"], []).append(rank)
+    by_size = sorted(places.items(), key=lambda one: (-len(one[1]), one[1]))
+    longest = max(report["seconds"] for report in reports.values())
+    parts = [
+        f"A collective has waited for {longest:.0f} s, and goes on waiting. Where the {world_size} ranks are:"
+    ]
+    for stack, ranks in by_size:
+        first = reports[ranks[0]]
+        waits = f"waits in {first['waits_in']}" if first["waits_in"] else "is not in a collective"
+        verb = waits if len(ranks) == 1 else waits.replace("waits", "wait").replace("is not", "are not")
+        processes = ", ".join(f"pid {reports[rank]['pid']} on {reports[rank]['host']}" for rank in ranks[:4])
+        error = f", after {first['error']}" if first["error"] else ""
+        parts.append(f"{describe_ranks(ranks).capitalize()} {verb}{error} ({processes}):\n{stack.rstrip()}")
+    silent = sorted(set(range(world_size)) - set(reports))
+    if silent:
+        parts.append(f"{describe_ranks(silent).capitalize()} {SILENT}")
+    comparing = [rank for rank, report in reports.items() if report["compares"]]
+    if not comparing:
+        parts.append("idist.debug(), or IGNITE_DIST_DEBUG=1, compares the calls of all ranks.")
+    elif len(comparing) < len(reports):
+        parts.append(f"debug() is on on {describe_ranks(comparing)} alone; it has to be on on every rank.")
+    parts += [_history(reports)]
+    return "\n\n".join(parts)
+
+
+def _history(reports: Mapping[int, dict[str, Any]]) -> str:
+    """The last calls of each rank; ranks with the same history share one table."""
+    histories: dict[str, list[int]] = {}
+    for rank, report in reports.items():
+        histories.setdefault(json.dumps(report["calls"]), []).append(rank)
+    parts = []
+    for text, ranks in histories.items():
+        calls = json.loads(text)
+        who = describe_ranks(ranks)
+        history = f"The last {len(calls)} collectives of {who}, the newest below:\n{table(calls)}"
+        parts.append(history if calls else f"No call of idist by {who} yet.")
+    if not all(report["keeps"] for report in reports.values()):
+        return "idist.watch() on every rank keeps the last collectives, to show them here."
+    return "\n\n".join(parts)

@@ -1,0 +1,133 @@
+"""The process that workers are forked from, and what plain pickle can send to them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import connection, reduction
+from multiprocessing.context import BaseContext, get_spawning_popen
+from typing import Any
+
+from ignite_dist.values import serialization
+from ignite_dist.workers.worker import take_over
+
+__all__ = ["Launch", "context_of", "encode_call", "hidden_main"]
+
+
+def encode_call(call: Callable[..., Any]) -> bytes:
+    """The call as bytes; by value where the workers cannot import this process's main module."""
+    try:
+        return serialization.encode(call) if _main_is_importable() else serialization.encode_by_value(call)
+    except TypeError as error:
+        reason = error.__cause__ or error
+        raise TypeError(
+            f"The function given to spawn, or one of its arguments, cannot be sent to a worker: {reason}"
+        ) from error
+
+
+def _main_is_importable() -> bool:
+    """Whether workers can import this process's main module: not from a notebook, ``-c`` or a pipe."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is not None or (path is not None and os.path.exists(path))
+
+
+@contextmanager
+def hidden_main() -> Iterator[None]:
+    """Keep ``multiprocessing`` from importing a main module that claims a file which does not exist."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or _main_is_importable():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = path
+
+
+def context_of(start_method: str | None) -> BaseContext:
+    """Python's own object for a start method, whose fork server runs if it has one; by default that.
+
+    Raises:
+        ValueError: this platform has no such start method.
+    """
+    allowed = multiprocessing.get_all_start_methods()
+    method = start_method or ("forkserver" if "forkserver" in allowed else "spawn")
+    if method not in allowed:
+        raise ValueError(f"Unknown start_method {method!r}. Allowed here: {', '.join(map(repr, allowed))}.")
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        # No effect on a server that is running already. Not "__main__", Python's default: the main module
+        # is imported in each worker, where it sees the environment of its own launch.
+        server = multiprocessing.forkserver._forkserver
+        wanted = [name for name in server._preload_modules if name != "__main__"]  # type: ignore[attr-defined]
+        context.set_forkserver_preload(list(dict.fromkeys([*wanted, "torch", "ignite_dist"])))
+        with _server_lock:
+            if server._forkserver_pid is None:  # type: ignore[attr-defined]
+                _start_server(server)
+    return context
+
+
+_server_lock = threading.Lock()
+
+
+def _start_server(server: Any) -> None:
+    """Start the fork server so that it imports what this process would.
+
+    Python before 3.13 tells it nothing of our path, so it would preload the package that is installed.
+    """
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        folder for folder in sys.path if folder and isinstance(folder, str)
+    )
+    try:
+        server.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+class Launch(str):
+    """A process name that carries the launch's environment and outputs with it.
+
+    ``multiprocessing`` sends the name first of all, before it imports the main module in the worker, and
+    has no other hook that early.
+    """
+
+    environ: dict[str, str]
+    fault_writer: connection.Connection | None
+
+    def __new__(  # noqa: D102
+        cls, name: str, environ: dict[str, str], fault_writer: connection.Connection
+    ) -> Launch:
+        self = super().__new__(cls, name)
+        self.environ = environ
+        self.fault_writer = fault_writer
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        popen = get_spawning_popen()
+        outputs = {}
+        if popen is not None and popen.method == "forkserver":
+            # The server holds the output of the launcher's first launch; pytest, for one, changes it since.
+            outputs = {fd: reduction.DupFd(fd) for fd in (1, 2) if _is_open(fd)}
+        # The name is sent a second time, with the process; a file descriptor must not be.
+        fault_writer, self.fault_writer = self.fault_writer, None
+        return take_over, (str(self), self.environ, fault_writer, outputs)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

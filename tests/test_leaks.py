@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ import torch
 
 import helpers
 import ignite_dist as idist
+from ignite_dist.context.live import current_model
 
 SHORT = timedelta(seconds=60)
 SHARED_MEMORY = Path("/dev/shm")
@@ -331,3 +333,23 @@ def test_launches_leave_nothing_behind(
     assert _temporary(folder) == set(), "the launcher has ended, and its fork server with it"
     for _ in range(repetitions(*num)):
         tally(f"launches ({backend}), after which nothing was left")
+
+
+def _model_of_an_ended_context(backend: str) -> bool:
+    """Whether the model is gone as soon as its context has ended, without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        idist.initialize(backend)
+        idist.all_reduce({"n": 1}, async_op=True).wait()
+        idist.all_gather("x", group=[idist.get_rank()])
+        reference = weakref.ref(current_model())
+        idist.finalize()
+        return reference() is None
+    finally:
+        gc.enable()
+
+
+def test_a_context_that_has_ended_is_in_no_cycle() -> None:
+    """Else a forked process would destroy it once more, and wait for threads that are not there."""
+    assert helpers.run_ranks(_model_of_an_ended_context, "gloo") == [True, True]

@@ -13,8 +13,8 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from weakref import WeakMethod, WeakValueDictionary, ref
 
 import torch
 from torch.nn import Module
@@ -47,6 +47,7 @@ __all__ = [
     "WaitedFor",
     "Work",
     "waits_for_ranks",
+    "weakly",
 ]
 
 
@@ -55,12 +56,30 @@ NO_OPTIMIZER = (
     "averages the gradients: call auto_optim first."
 )
 
+_Result = TypeVar("_Result")
+
 # What a graph of torch.compile may hold of a model: getters, which read what guards look at again.
 _TRACED = frozenset(
     {"is_current", "is_current_by_guards", "get_rank", "get_world_size", "device", "backend"}
     | {"get_local_rank", "get_nproc_per_node", "get_nnodes", "get_node_rank"}
     | {"known_local_rank", "known_topology", "find_topology"}
 )
+
+
+def weakly(method: Callable[[], _Result]) -> Callable[[], _Result]:
+    """``method``, of a computation model, without a reference to it. For what the model itself refers to.
+
+    A model in a cycle of references would live until the garbage collector comes by. In a forked child that
+    would destroy the parent's process group there, which waits for threads that are not in the child.
+    """
+    found = WeakMethod(method)
+
+    def call() -> _Result:
+        bound = found()
+        assert bound is not None
+        return bound()
+
+    return call
 
 
 class Training:
@@ -84,10 +103,17 @@ class Training:
         super().__init_subclass__(**kwargs)
         tracing.untrace_class(cls)
 
-    def __init__(self, model: ComputationModel) -> None:
-        self.context = model
+    def __init__(self, context: ComputationModel) -> None:
+        self._context = ref(context)
         self.optimizers: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
         """What ``auto_optim`` has returned, by id."""
+
+    @property
+    def context(self) -> ComputationModel:
+        """The context that this belongs to."""
+        found = self._context()
+        assert found is not None
+        return found
 
     def seed(self, seed: int) -> None:
         """Seed torch on the CPU and on this rank's devices."""
@@ -220,7 +246,7 @@ class ComputationModel(ABC):
         self._undo = undo
         self.transport = transport
         self.groups = Groups(transport, self.get_world_size())
-        self.objects = Objects(transport, self.get_rank, self.device)
+        self.objects = Objects(transport, weakly(self.get_rank), weakly(self.device))
         self.training = Training(self)
         self._found_topology: Topology | None = None
         self._found_node_ranks: dict[int, int] | None = None

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
 from ignite_dist import environments
-from ignite_dist.comp_models.base import ComputationModel, Training
+from ignite_dist.comp_models.base import ComputationModel, Training, weakly
 from ignite_dist.comp_models.groups import Groups
 from ignite_dist.comp_models.objects import LocalObjects
 from ignite_dist.comp_models.topology import Topology
@@ -47,7 +47,7 @@ class SerialModel(ComputationModel):
         self._num_modules = num_modules
         self._device: torch.device | None = None
         self.groups = _LocalGroups(self.transport, self.get_world_size())
-        self.objects = LocalObjects(self.transport, self.get_rank, self.device)
+        self.objects = LocalObjects(self.transport, weakly(self.get_rank), weakly(self.device))
         self.training = _LocalTraining(self)
         self._found_topology = Topology(local_rank=0, nproc_per_node=1, nnodes=1, node_rank=0)
 

@@ -198,7 +198,7 @@ _FAULT_LINE = re.compile(r'File "([^"]+)", line \d+ in ')
 
 
 def _without_plumbing(fault: str) -> str:
-    """What the fault handler wrote, without threads of libraries and the frames around the user's function."""
+    """What the fault handler wrote, without threads of libraries and frames around the user's function."""
     blocks = []
     for block in fault.split("\n\n"):
         if block.startswith("Extension modules:"):

@@ -18,7 +18,7 @@ import torch
 
 from ignite_dist import devices, environments
 from ignite_dist.arguments import check_keywords
-from ignite_dist.comp_models.base import ComputationModel
+from ignite_dist.comp_models.base import ComputationModel, weakly
 from ignite_dist.comp_models.horovod import transport
 from ignite_dist.comp_models.horovod.launcher import HorovodLauncher
 from ignite_dist.comp_models.horovod.training import HorovodTraining
@@ -68,7 +68,7 @@ class HorovodModel(ComputationModel):
         self._world_size: int = hvd.size()
         self._local_rank: int = hvd.local_rank()
         self._fixed_device = None if torch.cuda.is_available() else torch.device("cpu")
-        super().__init__(HorovodTransport(hvd, self.is_current), undo)
+        super().__init__(HorovodTransport(hvd, weakly(self.is_current)), undo)
         self.training = HorovodTraining(self, hvd, self.transport)
 
     # --- lifecycle ---------------------------------------------------------------------------------

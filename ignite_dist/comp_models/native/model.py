@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from ignite_dist import devices, environments
 from ignite_dist.arguments import as_int, check_keywords, check_timeout
-from ignite_dist.comp_models.base import ComputationModel
+from ignite_dist.comp_models.base import ComputationModel, weakly
 from ignite_dist.comp_models.native import gloo
 from ignite_dist.comp_models.native.launching import NativeLauncher
 from ignite_dist.comp_models.native.training import NativeTraining
@@ -82,7 +82,7 @@ class NativeModel(ComputationModel):
         self._local_rank = self._environment.local_rank if self._environment else _local_rank_alone()
         super().__init__(
             NativeTransport(
-                world, self._rank, self._backends, self.device, connecting, own_store=undo is not None
+                world, self._rank, self._backends, weakly(self.device), connecting, own_store=undo is not None
             ),
             undo,
         )

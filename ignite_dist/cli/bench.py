@@ -65,8 +65,8 @@ def _parse_size(text: str) -> int:
     size = int(found[1]) * _UNITS[found[2].upper()] if found else 0
     if not 4 <= size <= 1 << 36:
         raise ValueError(
-            "--sizes must be numbers of bytes, at least 4 and at most 64G. K, M and G are powers of 1024. "
-            f"Examples: 4:64M and 4,1K,16M. Got {text!r}."
+            "--sizes must be numbers of bytes, at least 4 and at most 64G. K, M and G are powers of 1024, as "
+            f"in 4:64M or 4,1K,16M; got {text!r}."
         )
     return size
 
@@ -87,7 +87,7 @@ def parse_collectives(text: str) -> tuple[str, ...]:
     return tuple(names) or COLLECTIVES
 
 
-# --- what is measured --------------------------------------------------------------------------------
+# --- measurements ------------------------------------------------------------------------------------
 
 
 class Figure(NamedTuple):

@@ -60,10 +60,10 @@ def run(
     show: Callable[[_Report], None],
     say: Callable[[str], None],
 ) -> int:
-    """Run ``function`` on every rank, and ``show`` its report once.
+    """Run ``function`` on every rank of ``job``, and ``show`` its report once.
 
     Args:
-        job: the ranks.
+        job: where to run.
         function: can be pickled.
         show: prints a report; called in one process.
         say: prints a message.
@@ -87,9 +87,8 @@ def run(
             f"{place.world_size} ({place.reason}). Leave it out."
         )
     say(f"Joining {num_processes(place.world_size)}, started by {place.launcher}: {place.reason}.")
-    options: dict[str, Any] = {}
-    if "timeout" in keywords_of(live.find_model(job.backend).open):
-        options["timeout"] = job.timeout
+    keywords = keywords_of(live.find_model(job.backend).open)
+    options: dict[str, Any] = {"timeout": job.timeout} if "timeout" in keywords else {}
     with idist.Parallel(job.backend, **options):
         report = function(Steps(job.timeout))
         if idist.get_rank() == 0:  # inside the block: when a rank fails, its launcher ends the others

@@ -25,18 +25,10 @@ import torch
 import torch.distributed as dist
 
 import ignite_dist as idist
+from ignite_dist.environments import is_launcher_variable
 from ignite_dist.values import safe_objects
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCHER_PREFIXES = (
-    *("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "JSM_", "PET_", "TPU_WORKER_"),
-    *("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "IGNITE_DIST_SPAWNED"),
-)
-LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
-
-
-def is_launcher_variable(name: str) -> bool:
-    return name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES)
 
 
 def plain_environ(**more: str) -> dict[str, str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import pytest
 import helpers
 import ignite_dist as idist
 from ignite_dist import environments
-from ignite_dist.environments import Environment, slurm, variables
+from ignite_dist.environments import Environment, slurm, torchrun, variables
+from ignite_dist.environments.base import located, numbered
+from ignite_dist.environments.registry import Registry
 from ignite_dist.errors import EnvironmentVariablesError
 
 _DATA = Path(__file__).parent / "environments"
@@ -360,6 +363,286 @@ def test_ranks_set_once_for_the_whole_job_contradict_the_launcher() -> None:
         assert part in str(info.value)
     assert found_in({**SLURM, "RANK": "5", "WORLD_SIZE": "8"}).rank == 5
     assert found_in({**SLURM, "RANK": "0", "WORLD_SIZE": "2"}).rank == 0  # a world in one of the tasks
+
+
+# --- the variables that each environment declares ----------------------------------------------------
+
+
+class _Read(dict[str, str]):
+    """Environment variables that keep the names that somebody asks for."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        super().__init__(environ)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> str:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(str(name))
+        return super().__contains__(name)
+
+
+def _names_read() -> set[str]:
+    names: set[str] = set()
+    for case in [*RECORDED, *TRANSCRIBED]:
+        environ = _Read(case["environ"])
+        with suppress(EnvironmentVariablesError):
+            environments.detect(environ)
+        names |= environ.names
+    return names
+
+
+def test_every_variable_that_is_read_is_declared_in_full() -> None:
+    names = _names_read()
+    assert len(names) > 50
+    assert names <= environments.launcher_variables()
+
+
+def test_the_variables_of_a_launcher_are_known_and_no_others() -> None:
+    names = {name for case in RECORDED for name in case["environ"]}
+    # Set by the user, by Accelerate for its own use, or for every worker of Ray; none of them tells a place.
+    of_others = ("ACCELERATE_", "GLOO_", "HYDI_", "MPIR_CVAR_", "RAY_")
+    unknown = {name for name in names if not environments.is_launcher_variable(name)}
+    assert {name for name in unknown if not name.startswith(of_others)} == set()
+    for name in ("PATH", "HOME", "RANKS", "SLURM", "NCCL_DEBUG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        assert not environments.is_launcher_variable(name)
+    assert not any(name.endswith("*") for name in environments.launcher_variables())
+
+
+# --- any number of names -------------------------------------------------------------------------------
+
+# https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html
+FLUX = {
+    **{"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"},
+    **{"FLUX_JOB_NNODES": "2", "FLUX_JOB_ID": "ƒ2oLkTLb"},
+}
+FLUX_NAMES = {
+    "rank": "FLUX_TASK_RANK",
+    "world_size": "FLUX_JOB_SIZE",
+    "local_rank": "FLUX_TASK_LOCAL_ID",
+    "nnodes": "FLUX_JOB_NNODES",
+}
+
+
+def _numbered(environ: Mapping[str, str], *attributes: str) -> Environment:
+    names = {attribute: FLUX_NAMES[attribute] for attribute in ("rank", "world_size", *attributes)}
+    return numbered(environ, "Flux", "flux run", names, job=environ["FLUX_JOB_ID"], first_host="node7")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "local_rank", "nnodes"),
+    [((), None, None), (("local_rank",), 1, None), (("nnodes",), None, 2), (("local_rank", "nnodes"), 1, 2)],
+    ids=str,
+)
+def test_a_launcher_may_set_any_number_of_variables(
+    attributes: tuple[str, ...], local_rank: int | None, nnodes: int | None
+) -> None:
+    found = _numbered(FLUX, *attributes)
+    assert (found.launcher, found.rank, found.world_size) == ("Flux", 1, 4)
+    assert (found.local_rank, found.nproc_per_node, found.nnodes) == (local_rank, None, nnodes)
+    assert (found.node_rank, found.main_address) == (None, "node7")
+    assert found.reason == "FLUX_TASK_RANK and FLUX_JOB_SIZE are set"
+
+
+def test_a_variable_that_was_named_and_is_missing_is_told() -> None:
+    with pytest.raises(EnvironmentVariablesError, match=r"flux run: .*FLUX_TASK_LOCAL_ID missing"):
+        _numbered(without(FLUX, "FLUX_TASK_LOCAL_ID"), "local_rank")
+
+
+def test_one_node_is_this_node() -> None:
+    found = _numbered({**FLUX, "FLUX_JOB_NNODES": "1"}, "local_rank", "nnodes")
+    assert (found.nproc_per_node, found.nnodes, found.node_rank) == (4, 1, 0)
+    assert found.main_address == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"nnodes": 1}, (4, 1, 0, "127.0.0.1")),
+        ({"nproc_per_node": 4}, (4, 1, 0, "127.0.0.1")),
+        ({"nproc_per_node": 4, "nnodes": 1}, (4, 1, 0, "127.0.0.1")),
+        ({"nnodes": 1, "main_address": "here"}, (4, 1, 0, "here")),
+        ({"nproc_per_node": 2, "nnodes": 2}, (2, 2, None, "node7")),
+        ({"nnodes": 2}, (None, 2, None, "node7")),
+        ({}, (None, None, None, "node7")),
+    ],
+    ids=str,
+)
+def test_what_follows_from_the_sizes(sizes: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    found = located(Environment("Flux", 1, 4, **sizes), "node7")
+    assert (found.nproc_per_node, found.nnodes, found.node_rank, found.main_address) == expected
+
+
+@pytest.mark.parametrize("sizes", [{"nproc_per_node": 4, "nnodes": 2}, {"nproc_per_node": 2, "nnodes": 1}])
+def test_sizes_that_contradict_each_other(sizes: dict[str, Any]) -> None:
+    with pytest.raises(EnvironmentVariablesError, match="contradict each other"):
+        located(Environment("Flux", 1, 4, **sizes), "node7")
+
+
+# --- launchers of other packages -----------------------------------------------------------------------
+
+
+def _flux(environ: Mapping[str, str]) -> Environment | None:
+    return _numbered(environ, "local_rank", "nnodes") if "FLUX_JOB_ID" in environ else None
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+    """A registry with the built-in launchers alone, to which a test may add others."""
+    built_in = environments._launchers
+    mine = Registry(built_in._first, built_in._last)
+    monkeypatch.setattr(environments, "_launchers", mine)
+    yield mine
+
+
+def test_a_registered_launcher_is_found(registry: Registry) -> None:
+    assert detect(FLUX) is None
+
+    @environments.register_environment
+    class Flux:
+        LAUNCHER = "Flux"
+        VARIABLES = (*FLUX_NAMES.values(), "FLUX_JOB_ID", "FLUX_*")
+        detect = staticmethod(_flux)
+
+    assert environments.register_environment(Flux) is Flux  # a second time has no effect
+    assert [launcher.LAUNCHER for launcher in registry].count("Flux") == 1
+    found = found_in(FLUX)
+    assert (found.launcher, found.rank, found.nnodes) == ("Flux", 1, 2)
+    assert environments.is_launcher_variable("FLUX_URI")
+    assert "FLUX_JOB_SIZE" in environments.launcher_variables()
+    assert environments.launcher_variables().isdisjoint({"FLUX_URI", "FLUX_*"})
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        (SLURM, "FLUX_TASK_RANK and FLUX_JOB_SIZE are set, before Slurm"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "FLUX_TASK_RANK and FLUX_JOB_SIZE are set, before PMI"),
+        (TORCHRUN, "TORCHELASTIC_RUN_ID is set, before Flux"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE are set, before Flux"),
+    ],
+    ids=["Slurm", "PMI", "torchrun", "RANK"],
+)
+def test_it_comes_behind_rank_and_world_size_and_before_the_others(
+    registry: Registry, others: dict[str, str], reason: str
+) -> None:
+    registry.register(SimpleNamespace(LAUNCHER="Flux", VARIABLES=("FLUX_*",), detect=_flux))
+    assert found_in({**FLUX, **others}).reason == reason
+
+
+def test_ranks_by_hand_that_contradict_it_are_refused(registry: Registry) -> None:
+    registry.register(SimpleNamespace(LAUNCHER="Flux", VARIABLES=("FLUX_*",), detect=_flux))
+    with pytest.raises(EnvironmentVariablesError, match="but Flux says rank 1 of 4"):
+        detect({**FLUX, "RANK": "0", "WORLD_SIZE": "4"})
+
+
+def test_two_launchers_of_one_name_are_refused(registry: Registry) -> None:
+    with pytest.raises(ValueError, match=r"'torchrun': ignite_dist\.environments\.torchrun is") as info:
+        registry.register(SimpleNamespace(LAUNCHER="torchrun", VARIABLES=(), detect=_flux))
+    assert "types.SimpleNamespace is not" in str(info.value)
+    assert registry.register(torchrun) is torchrun
+
+
+@pytest.mark.parametrize(
+    ("wrong", "lacks"),
+    [
+        ({"LAUNCHER": "Flux", "VARIABLES": ()}, "detect(environ), a function."),
+        ({"LAUNCHER": "Flux", "detect": _flux}, "VARIABLES, a tuple of str."),
+        ({"LAUNCHER": "Flux", "detect": _flux, "VARIABLES": "FLUX_*"}, "VARIABLES, a tuple of str."),
+        ({"LAUNCHER": "Flux", "detect": _flux, "VARIABLES": (1,)}, "VARIABLES, a tuple of str."),
+        ({"VARIABLES": (), "detect": _flux}, "LAUNCHER, a str."),
+        ({}, "LAUNCHER, a str; VARIABLES, a tuple of str; detect(environ), a function."),
+    ],
+)
+def test_what_is_no_environment_is_told_what_it_lacks(
+    registry: Registry, wrong: dict[str, Any], lacks: str
+) -> None:
+    with pytest.raises(TypeError) as info:
+        registry.register(SimpleNamespace(**wrong))
+    assert str(info.value).endswith(f"lacks: {lacks}")
+
+
+@pytest.mark.parametrize("answer", [{"rank": 0}, (0, 2), True])
+def test_detect_returns_an_environment_or_none(registry: Registry, answer: Any) -> None:
+    registry.register(SimpleNamespace(LAUNCHER="Flux", VARIABLES=(), detect=lambda environ: answer))
+    with pytest.raises(TypeError, match="'Flux' returned"):
+        detect({})
+
+
+def test_an_environment_of_another_package_is_checked_too(registry: Registry) -> None:
+    wrong = Environment("Flux", rank=2, world_size=2)
+    registry.register(SimpleNamespace(LAUNCHER="Flux", VARIABLES=(), detect=lambda environ: wrong))
+    with pytest.raises(EnvironmentVariablesError, match="Flux contradict each other: rank 2"):
+        detect({})
+
+
+# --- entry points --------------------------------------------------------------------------------------
+
+FLUX_FILE = """
+    from ignite_dist.environments.base import numbered
+
+    LAUNCHER = "Flux"
+    VARIABLES = ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_ID", "FLUX_*")
+
+
+    def detect(environ):
+        if not environ.get("FLUX_JOB_ID"):
+            return None
+        names = {"rank": VARIABLES[0], "world_size": VARIABLES[1], "local_rank": VARIABLES[2]}
+        return numbered(
+            environ, LAUNCHER, "flux run", names, job=environ["FLUX_JOB_ID"], first_host=None
+        )
+"""
+
+
+def _run_with_entry_points(folder: Path, source: str, *values: str, **environ: str) -> tuple[int, str]:
+    helpers.write_script(folder, FLUX_FILE, "flux_environment.py")
+    info = folder / "some_launcher-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-launcher\nVersion: 1.0\n")
+    lines = [f"launcher-{position} = {value}" for position, value in enumerate(values)]
+    (info / "entry_points.txt").write_text("\n".join(["[ignite_dist.environments]", *lines, ""]))
+    complete = helpers.plain_environ(**environ)
+    complete["PYTHONPATH"] = os.pathsep.join([str(folder), complete["PYTHONPATH"]])
+    ended = helpers.run_python("-c", source, env=complete)
+    return ended.returncode, ended.stdout
+
+
+def test_a_launcher_that_another_package_declares_as_an_entry_point(tmp_path: Path) -> None:
+    source = (
+        "import json, sys, ignite_dist as idist; before = 'flux_environment' in sys.modules;"
+        "found = idist.environment(); print(json.dumps([before, found]))"
+    )
+    code, output = _run_with_entry_points(tmp_path, source, "flux_environment", **FLUX)
+    assert code == 0, output
+    before, (launcher, rank, world_size, local_rank, *_) = json.loads(output)
+    assert before is False  # importing the package loads no code of others
+    assert (launcher, rank, world_size, local_rank) == ("Flux", 1, 4, 1)
+
+
+# The last one fails to import, with an error that a text alone does not make.
+@pytest.mark.parametrize("value", ["json:dumps", "no_such_module", "flux_environment:no_such", "not_utf_8"])
+def test_a_broken_entry_point_is_named_at_every_call(value: str, tmp_path: Path) -> None:
+    (tmp_path / "not_utf_8.py").write_text("b'\\xff'.decode()")
+    source = (
+        "import ignite_dist as idist\n"
+        "for _ in range(2):\n"
+        "    try:\n"
+        "        print(idist.environment())\n"
+        "    except ImportError as error:\n"
+        "        print(error)\n"
+    )
+    code, output = _run_with_entry_points(tmp_path, source, "flux_environment", value, **FLUX)
+    assert code == 0, output
+    first, second = output.splitlines()
+    assert first == second
+    assert first.startswith(f"Entry point launcher-1 = {value}: ")
 
 
 # --- what this process has set itself ----------------------------------------------------------------

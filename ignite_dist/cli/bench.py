@@ -1,6 +1,6 @@
-"""``bench``: latency and bandwidth of collectives, beside raw torch.distributed.
+"""``bench``: latency and bandwidth of collectives, compared with raw torch.distributed.
 
-Time and bandwidth are defined as by NVIDIA's nccl-tests, so that figures can be compared:
+Time and bandwidth are defined as in NVIDIA's nccl-tests, so that the figures can be compared:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 
@@ -21,13 +21,13 @@ from torch.distributed import ProcessGroup
 
 import ignite_dist as idist
 from ignite_dist.arguments import did_you_mean
-from ignite_dist.cli.jobs import Meeting
+from ignite_dist.cli.jobs import Steps
 
 __all__ = ["COLLECTIVES", "Bench", "BenchReport", "Figure", "bus_bytes", "parse_collectives", "parse_sizes"]
 
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier")
 
-# For one size of one collective, ours and raw together; what is large takes longer, for the fewest calls.
+# Time for one size of one collective, ours and raw together. Slow calls take longer: see _MIN_ROUNDS.
 _SECONDS = 0.3
 _MIN_ROUNDS, _ROUNDS, _MAX_CALLS = 3, 15, 500
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -37,20 +37,22 @@ _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """``"4:64M"`` (by factors of 2), ``"4:64M:4"`` or ``"4,1K,16M"`` in bytes.
+    """The sizes in bytes of ``"4:64M"`` (each twice the one before), ``"4:64M:4"`` or ``"4,1K,16M"``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: ``text`` has another form.
     """
     if ":" not in text:
         return tuple(map(_parse_size, text.split(",")))
     first, last, *more = text.split(":")
     factor = more[0] if more else "2"
     if len(more) > 1 or not factor.isdecimal() or int(factor) < 2:
-        raise ValueError(f"--sizes is from:to or from:to:factor, with a factor of at least 2; got {text!r}.")
+        raise ValueError(
+            f"--sizes must be from:to or from:to:factor, with a factor of at least 2; got {text!r}."
+        )
     size, end = _parse_size(first), _parse_size(last)
     if size > end:
-        raise ValueError(f"--sizes goes from the smallest to the largest, got {text!r}.")
+        raise ValueError(f"--sizes must go from the smallest to the largest, got {text!r}.")
     sizes = []
     while size <= end:
         sizes.append(size)
@@ -63,17 +65,17 @@ def _parse_size(text: str) -> int:
     size = int(found[1]) * _UNITS[found[2].upper()] if found else 0
     if not 4 <= size <= 1 << 36:
         raise ValueError(
-            "--sizes takes numbers of bytes, at least 4 and at most 64G, with K, M or G for powers of 1024, "
-            f"as 4:64M or 4,1K,16M; got {text!r}."
+            "--sizes must be numbers of bytes, at least 4 and at most 64G. K, M and G are powers of 1024, as "
+            f"in 4:64M or 4,1K,16M; got {text!r}."
         )
     return size
 
 
 def parse_collectives(text: str) -> tuple[str, ...]:
-    """``"all_reduce,barrier"``; all of them if it is empty.
+    """The names in ``"all_reduce,barrier"``; all collectives if ``text`` is empty.
 
     Raises:
-        ValueError: there is no such collective.
+        ValueError: a name is not one of :data:`COLLECTIVES`.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
@@ -85,18 +87,19 @@ def parse_collectives(text: str) -> tuple[str, ...]:
     return tuple(names) or COLLECTIVES
 
 
-# --- what is measured --------------------------------------------------------------------------------
+# --- measurements ------------------------------------------------------------------------------------
 
 
 class Figure(NamedTuple):
-    """One collective at one size: medians over rounds, means over ranks.
+    """One collective at one size. Times are medians over rounds, and means of these over ranks.
 
     Attributes:
         collective: one of :data:`COLLECTIVES`.
-        num_bytes: the size S of nccl-tests: of an all_gather's result, else of each rank's tensor.
-        seconds: of a call of ours.
-        raw_seconds: of torch.distributed's own call; None with a backend that is not torch's.
-        bus_bytes: what a call moves over the busiest link; divided by the time it is the bus bandwidth.
+        num_bytes: the size S of nccl-tests: of the result for all_gather, else of each rank's tensor.
+        seconds: the time of our call.
+        raw_seconds: the time of torch.distributed's call; None if the backend is not torch's.
+        bus_bytes: the bytes that a call moves over the busiest link. Divided by the time, it is the bus
+            bandwidth.
     """
 
     collective: str
@@ -107,7 +110,7 @@ class Figure(NamedTuple):
 
 
 class BenchReport(NamedTuple):
-    """What ``bench`` has measured."""
+    """The results of ``bench``."""
 
     backend: str
     device: str
@@ -117,12 +120,12 @@ class BenchReport(NamedTuple):
 
     @property
     def exit_status(self) -> int:
-        """A figure is never wrong."""
+        """Always 0: no figure is a failure."""
         return 0
 
 
 def bus_bytes(collective: str, num_bytes: int, world_size: int) -> float:
-    """``num_bytes`` times nccl-tests' factor from algorithm to bus bandwidth."""
+    """``num_bytes`` times the factor of nccl-tests between algorithm bandwidth and bus bandwidth."""
     others = (world_size - 1) / world_size
     factor = {"all_reduce": 2 * others, "all_gather": others, "broadcast": 1.0, "barrier": 0.0}
     return num_bytes * factor[collective]
@@ -130,7 +133,7 @@ def bus_bytes(collective: str, num_bytes: int, world_size: int) -> float:
 
 @dataclass(frozen=True)
 class Bench:
-    """The collectives and sizes to measure; called on every rank."""
+    """Measures ``collectives`` at ``sizes``. Every rank calls it."""
 
     collectives: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -146,23 +149,23 @@ class Bench:
 
     @property
     def announcement(self) -> str:
-        """How long it will take."""
+        """How many measurements there are, and how long they take."""
         count = len(self.rows)
-        seconds = f"{count * _SECONDS:.0f} s, and more where a call takes long"
+        seconds = f"{count * _SECONDS:.0f} s, longer if calls are slow"
         return f"{count} measurement{'s' * (count > 1)} of {_SECONDS} s each: {seconds}."
 
-    def __call__(self, meeting: Meeting) -> BenchReport:
-        """Measure, on every rank."""
+    def __call__(self, steps: Steps) -> BenchReport:
+        """Measure. Every rank calls it and gets the same report."""
         figures = []
         for collective, size in self.rows:
-            with meeting.step(f"{collective} of {size} bytes"):
+            with steps.step(f"{collective} of {size} bytes"):
                 figures.append(_figure(collective, size))
                 _show_progress(len(figures), len(self.rows))
         return BenchReport(
             backend=str(idist.backend()),
             device=idist.device().type,
             world_size=idist.get_world_size(),
-            hosts=meeting.hosts,
+            hosts=steps.hosts,
             figures=figures,
         )
 
@@ -176,11 +179,11 @@ def _show_progress(done: int, total: int) -> None:
 def _figure(collective: str, num_bytes: int) -> Figure:
     world_size = idist.get_world_size()
     shared = world_size if collective == "all_gather" else 1
-    numel = max(1, num_bytes // (4 * shared))  # as nccl-tests: rounded down to what can be shared
+    numel = max(1, num_bytes // (4 * shared))  # rounded down to whole floats of each rank, as in nccl-tests
     num_bytes = 0 if collective == "barrier" else numel * 4 * shared
     tensor = torch.zeros(numel, dtype=torch.float32, device=idist.device())
     out = tensor.new_empty(numel * shared)
-    calls = _contenders(collective, tensor, out)
+    calls = _calls(collective, tensor, out)
     own = [statistics.median(samples) for samples in _time_in_turn(calls, tensor)]
     seconds, *raw = idist.all_reduce(own, "AVERAGE")
     return Figure(
@@ -188,8 +191,8 @@ def _figure(collective: str, num_bytes: int) -> Figure:
     )
 
 
-def _contenders(collective: str, tensor: Tensor, out: Tensor) -> list[Callable[[], Any]]:
-    """Our call, and torch's own where there is one."""
+def _calls(collective: str, tensor: Tensor, out: Tensor) -> list[Callable[[], Any]]:
+    """Our call, and torch's own if the backend is torch's."""
     ours: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: idist.all_reduce(tensor),
         "all_gather": lambda: idist.all_gather(tensor, out=out),
@@ -208,9 +211,10 @@ def _contenders(collective: str, tensor: Tensor, out: Tensor) -> list[Callable[[
 
 
 def _time_in_turn(calls: Sequence[Callable[[], Any]], tensor: Tensor) -> list[list[float]]:
-    """Seconds per call of each contender, in blocks that take turns, so that noise meets all alike."""
-    # All ranks agree on how long calls take, and so on how many they make.
-    first = idist.all_reduce(max(_block(call, 2, tensor) for call in calls), "MAX")  # connections, caches
+    """Samples of seconds per call, for each of ``calls``. They take turns, so noise affects all alike."""
+    # All ranks must make the same number of calls, so they agree on the time of one.
+    # The first block opens connections and fills caches.
+    first = idist.all_reduce(max(_block(call, 2, tensor) for call in calls), "MAX")
     few = 3 if first < 0.01 else 1
     slowest: float = idist.all_reduce(max(_block(call, few, tensor) for call in calls), "MAX")
     num_calls = int(_SECONDS / (slowest * len(calls)))
@@ -219,15 +223,15 @@ def _time_in_turn(calls: Sequence[Callable[[], Any]], tensor: Tensor) -> list[li
     samples: list[list[float]] = [[] for _ in calls]
     for position in range(rounds):
         order = list(zip(samples, calls, strict=True))
-        for kept, call in order if position % 2 else reversed(order):
-            kept.append(_block(call, per_block, tensor))
+        for times, call in order if position % 2 else reversed(order):
+            times.append(_block(call, per_block, tensor))
     return samples
 
 
 def _block(call: Callable[[], Any], num_calls: int, tensor: Tensor) -> float:
-    """Seconds per call."""
+    """Seconds per call, over ``num_calls`` calls."""
     idist.barrier()
-    call()  # ranks leave a barrier one after the other; this brings them into step
+    call()  # ranks leave a barrier one after the other; this call brings them together
     _synchronize(tensor)
     started = time.perf_counter()
     for _ in range(num_calls):
@@ -237,6 +241,6 @@ def _block(call: Callable[[], Any], num_calls: int, tensor: Tensor) -> float:
 
 
 def _synchronize(tensor: Tensor) -> None:
-    """Return when the device has done what it was given."""
+    """Wait until the device has finished."""
     if tensor.device.type != "cpu":
         tensor[0].item()

@@ -1,4 +1,4 @@
-"""The chart of ``bench``: latency and bus bandwidth over the size, ours and raw."""
+"""The chart of ``bench``: latency and bus bandwidth by size, ours and torch.distributed's."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ __all__ = ["check_file", "draw"]
 
 
 def check_file(path: str) -> None:
-    """Refuse a chart that could not be drawn, before anything is measured.
+    """Raise if the chart could not be saved. ``bench`` calls it before it measures.
 
     Raises:
-        ValueError: there is no matplotlib, no such format, or no such folder, or the file cannot be written.
+        ValueError: matplotlib is not installed, matplotlib cannot write this format, the folder does not
+            exist, or the file cannot be written.
     """
     if find_spec("matplotlib") is None:
-        raise ValueError("--save draws with matplotlib, which is not installed: pip install matplotlib")
+        raise ValueError("--save needs matplotlib, which is not installed: pip install matplotlib")
     file = Path(path).resolve()
     if not file.parent.is_dir():
         raise ValueError(f"--save {path}: there is no folder {file.parent}.")
@@ -38,7 +39,7 @@ def _figure(**kwargs: Any) -> Any:
 
 
 def draw(report: BenchReport, path: str) -> None:
-    """Draw a column of two panels for each collective that has sizes."""
+    """Save a chart with two panels for each collective that has sizes: latency above bandwidth."""
     by_collective: dict[str, list[Figure]] = {}
     for figure in report.figures:
         if figure.num_bytes:

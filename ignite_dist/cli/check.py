@@ -1,4 +1,4 @@
-"""``check``: every collective over every dtype, on this very set-up."""
+"""``check``: every collective over every dtype, on the ranks of this job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import ignite_dist as idist
 from ignite_dist.cli import network, values
-from ignite_dist.cli.jobs import Meeting
+from ignite_dist.cli.jobs import Steps
 from ignite_dist.collectives.tensors import sent_dtype
 from ignite_dist.comp_models.transport import CollectiveKind
 from ignite_dist.context.live import current_model
@@ -20,14 +20,14 @@ __all__ = ["PER_DTYPE", "Cell", "CheckReport", "check", "short"]
 
 
 class Cell(NamedTuple):
-    """How one collective went over tensors of one dtype, or over what is no tensor.
+    """The outcome of one collective with one dtype.
 
     Attributes:
-        operation: the collective, and its operation if it has one.
-        dtype: empty for what is not a matter of dtypes.
+        operation: the collective, and the operation of a reduction.
+        dtype: of the tensors; ``""`` if the operation does not depend on a dtype.
         outcome: "passed", "carried" (through another dtype), "refused" or "failed".
-        detail: what it was carried through, why it was refused, or what went wrong.
-        rank: where it failed.
+        detail: the carrier dtype, the reason of the refusal, or the error.
+        rank: the rank on which it failed.
     """
 
     operation: str
@@ -38,7 +38,7 @@ class Cell(NamedTuple):
 
 
 class CheckReport(NamedTuple):
-    """What ``check`` has found, on all ranks together."""
+    """The results of ``check``, of all ranks together."""
 
     backend: str
     device: str
@@ -50,33 +50,33 @@ class CheckReport(NamedTuple):
 
     @property
     def failures(self) -> list[Cell]:
-        """The cells that failed, each on the first rank where it did."""
+        """The failed cells. If several ranks failed, the cell is that of the lowest rank."""
         return [cell for cell in self.cells if cell.outcome == "failed"]
 
     @property
     def exit_status(self) -> int:
-        """1 if anything failed. A slow host is none: the job would run."""
+        """1 if a cell failed, else 0. A slow host is not a failure: jobs run on it."""
         return int(bool(self.failures))
 
 
-def check(meeting: Meeting) -> CheckReport:
-    """Run every collective; every rank calls it."""
+def check(steps: Steps) -> CheckReport:
+    """Run every collective. Every rank calls it and gets the same report."""
     own: list[Cell] = []
     for operation, call in PER_DTYPE.items():
-        with meeting.step(operation):
+        with steps.step(operation):
             own += [_cell(operation, dtype, partial(call, dtype)) for dtype in values.DTYPES]
     for operation, plain_call in _OTHERS.items():
-        with meeting.step(operation):
+        with steps.step(operation):
             own.append(_cell(operation, None, plain_call))
-    with meeting.step("the links between hosts"):
-        measured = network.measure(meeting.hosts)
-    with meeting.step("the exchange of the outcomes"):
+    with steps.step("the links between hosts"):
+        measured = network.measure(steps.hosts)
+    with steps.step("the exchange of the outcomes"):
         cells = [_worst(column) for column in zip(*idist.all_gather(own), strict=True)]
     return CheckReport(
         backend=str(idist.backend()),
         device=idist.device().type,
         world_size=idist.get_world_size(),
-        hosts=meeting.hosts,
+        hosts=steps.hosts,
         cells=cells,
         links=measured,
         slow_hosts=network.slow_hosts(measured),
@@ -84,7 +84,10 @@ def check(meeting: Meeting) -> CheckReport:
 
 
 def _cell(operation: str, dtype: torch.dtype | None, call: Callable[[], str]) -> Cell:
-    """How ``call`` went. What raises before anything is sent does so on all ranks, and the next can go on."""
+    """The outcome of ``call``.
+
+    Wrong arguments raise on all ranks before anything is sent, so the next call can follow.
+    """
     name = short(dtype) if dtype else ""
     op = operation.partition(" ")[2]
     refusal = ""
@@ -101,30 +104,31 @@ def _cell(operation: str, dtype: torch.dtype | None, call: Callable[[], str]) ->
     except (AssertionError, ValueError, NotImplementedError) as error:
         return failed(str(error) or type(error).__name__)
     if refusal:
-        return failed(f"it is not refused: {refusal}")
+        return failed(f"it was not refused: {refusal}")
     return Cell(operation, name, "carried" if via else "passed", via)
 
 
 def _worst(column: tuple[Cell, ...]) -> Cell:
-    """What all ranks together say of a cell: the first failure, if there is one."""
+    """One cell for all ranks: the failure of the lowest rank; without failures, the cell of rank 0."""
     return next((cell for cell in column if cell.outcome == "failed"), column[0])
 
 
 def short(dtype: torch.dtype) -> str:
-    """``float32``, for example."""
+    """The name of ``dtype`` without ``torch.``: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def _require(holds: bool, found: Any, wanted: Any) -> None:
     if not holds:
         shown = [one.tolist() if isinstance(one, torch.Tensor) else one for one in (found, wanted)]
-        raise AssertionError(f"{shown[0]!r}, and right is {shown[1]!r}")
+        raise AssertionError(f"got {shown[0]!r}, expected {shown[1]!r}")
 
 
-# --- over each dtype: each returns what the dtype was carried through ---------------------------------------
+# --- for each dtype: the functions return the name of the carrier dtype -------------------------------------
 
 
 def _via(collective: CollectiveKind, tensor: torch.Tensor, op: str = "") -> str:
+    """The carrier dtype; ``""`` if ``tensor`` is sent as it is, ``"gather"`` if values are gathered."""
     sent = sent_dtype(current_model(), collective, tensor, op)
     return "gather" if sent is None else "" if sent is tensor.dtype else short(sent)
 
@@ -177,7 +181,7 @@ PER_DTYPE: dict[str, Callable[[torch.dtype], str]] = {
 }
 
 
-# --- over everything else -----------------------------------------------------------------------------------
+# --- without a dtype ----------------------------------------------------------------------------------------
 
 
 def _barrier() -> str:
@@ -186,7 +190,7 @@ def _barrier() -> str:
 
 
 def _safe_mode() -> str:
-    """A tensor and an object that only the last rank knows of."""
+    """Broadcast a tensor and an object that only the last rank has."""
     src = idist.get_world_size() - 1
     wanted = values.own_rows(src, torch.float32)
     is_src = idist.get_rank() == src
@@ -198,7 +202,7 @@ def _safe_mode() -> str:
 
 
 def _objects() -> str:
-    """A small one travels in the header, a large one behind it."""
+    """Small objects are sent in the header, large ones after it."""
     ranks = range(idist.get_world_size())
     for size in (1, 10_000):
         wanted = [{"rank": rank, "text": "x" * size} for rank in ranks]
@@ -210,7 +214,7 @@ def _objects() -> str:
 
 
 def _trees() -> str:
-    """Numbers larger than any dtype, and tensors, in one tree."""
+    """Reduce a tree of tensors, and of numbers that fit no dtype."""
     world_size = idist.get_world_size()
     ones = torch.ones(3, device=idist.device())
     found = idist.all_reduce({"count": 2**80, "loss": 0.5, "tensors": [ones, ones.long()]})
@@ -222,7 +226,7 @@ def _trees() -> str:
 
 
 def _groups() -> str:
-    """Even and odd ranks, as a list and by a handle; each rank has a part in one of the two."""
+    """Groups of even and of odd ranks, given as a list and as a handle."""
     rank, world_size = idist.get_rank(), idist.get_world_size()
     for ranks in (list(range(0, world_size, 2)), list(range(1, world_size, 2))):
         if not ranks:

@@ -1,4 +1,4 @@
-"""``env``: what this machine has. Nothing is started, and no GPU is touched."""
+"""``env``: versions, backends, devices, launcher and network. It starts nothing and uses no GPU."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.text import Text
 
 import ignite_dist as idist
 from ignite_dist import devices, environments
 from ignite_dist.cli import interfaces
-from ignite_dist.cli.output import Output, facts
+from ignite_dist.cli.output import Output
+from ignite_dist.cli.tables import Text, facts
 from ignite_dist.comp_models import registered_computation_models
 from ignite_dist.errors import EnvironmentVariablesError
 from ignite_dist.rendezvous import network_interfaces
 
 __all__ = ["collect", "show_env"]
 
-# What launchers set and backends read, without what a scheduler tells only of itself.
-_RELEVANT = re.compile(
-    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
-    r"|SLURM_(JOB_ID|PROCID|LOCALID|NODEID|NTASKS.*|STEP_.*|JOB_NODELIST|JOB_NUM_NODES|GPUS.*)"
-    r"|OMPI_COMM_WORLD_.*|PMI_.*|PMIX_(RANK|NAMESPACE)|MPI_LOCAL.*|JSM_.*|LSB_(JOBID|MCPU_HOSTS|HOSTS)|PET_.*"
-    r"|GLOO_.*|NCCL_.*|TORCH_NCCL_.*|HOROVOD_.*|PJRT_.*|CPU_NUM_DEVICES|TPU_.*|XLA_.*|CUDA_VISIBLE_DEVICES"
+# The variables that backends read. Those of launchers are declared by their environments.
+_OF_BACKENDS = re.compile(
+    r"GLOO_.*|NCCL_.*|TORCH_NCCL_.*|HOROVOD_.*|PJRT_.*|CPU_NUM_DEVICES|TPU_.*|XLA_.*|CUDA_VISIBLE_DEVICES"
     r"|OMP_NUM_THREADS|IGNITE_DIST_.*"
 )
 _LIBRARIES = ("torch", "horovod", "torch_xla", "rich", "matplotlib")
 
 
 def collect(environ: Mapping[str, str]) -> dict[str, Any]:
-    """All that is known, as it goes into JSON."""
+    """All facts, as ``--json`` writes them."""
     known = network_interfaces.by_interface()
     environment = _environment(environ)
     interface, reason = interfaces.choice_of_gloo(environ, known, environment.get("main_address"))
+    of_launchers = environments.launcher_variables()
+    shown = [name for name in sorted(environ) if name in of_launchers or _OF_BACKENDS.fullmatch(name)]
     return {
         "versions": _versions(),
         "backends": _backends(),
@@ -47,7 +46,7 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
         "environment": environment,
         "interfaces": known,
         "gloo": {"interface": interface, "reason": reason},
-        "variables": {name: environ[name] for name in sorted(environ) if _RELEVANT.fullmatch(name)},
+        "variables": {name: environ[name] for name in shown},
     }
 
 
@@ -67,7 +66,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _backends() -> dict[str, dict[str, Any]]:
-    """Each backend that this package knows: whether it runs here, and why not."""
+    """Each known backend: whether it works here, and why not."""
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
     names = dict.fromkeys((*known, "horovod", "xla-tpu", *idist.available_backends()))
     return {name: _backend(name) for name in names}
@@ -91,11 +90,11 @@ def _backend(name: str) -> dict[str, Any]:
 
 def _devices() -> dict[str, Any]:
     found: dict[str, Any] = {"cores": devices.num_cores(), "cuda": torch.cuda.device_count()}
-    # As the driver tells: torch would have to make a context to know the name.
-    told = Path("/proc/driver/nvidia/gpus")
+    # From the driver's files: torch would have to create a CUDA context.
+    folder = Path("/proc/driver/nvidia/gpus")
     names = [
         line.partition(":")[2].strip()
-        for file in (sorted(told.glob("*/information")) if told.is_dir() else ())
+        for file in (sorted(folder.glob("*/information")) if folder.is_dir() else ())
         for line in file.read_text().splitlines()
         if line.startswith("Model:")
     ]
@@ -103,7 +102,7 @@ def _devices() -> dict[str, Any]:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the launcher says; a contradiction is told as such."""
+    """What the launcher says, or the error if its variables contradict each other."""
     try:
         return (environments.detect(environ) or environments.ALONE)._asdict()
     except EnvironmentVariablesError as error:
@@ -114,14 +113,14 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def show_env(output: Output) -> None:
-    """Write all of it, as tables or as JSON."""
+    """Write all facts, as tables or as JSON."""
     found = collect(os.environ)
     if output.as_json:
         output.json(found)
         return
     tables = {
         "Versions": {
-            name: value or Text("not installed", "dim") for name, value in _without_absent(found).items()
+            name: value or Text(("not installed", "dim")) for name, value in _versions_shown(found).items()
         },
         "Backends": {name: _backend_line(one) for name, one in found["backends"].items()},
         "Devices": {name: _device_line(name, value) for name, value in found["devices"].items()},
@@ -130,17 +129,17 @@ def show_env(output: Output) -> None:
         "Variables": found["variables"] or {"none": "of those that launchers set and backends read"},
     }
     for position, (title, rows) in enumerate(tables.items()):
-        output.show(*([""] if position else []), facts(title, rows))
+        output.show(*([Text()] if position else []), facts(title, rows))
 
 
-def _without_absent(found: Mapping[str, Any]) -> dict[str, Any]:
+def _versions_shown(found: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found["versions"].items() if value or name in _LIBRARIES}
 
 
 def _backend_line(one: Mapping[str, Any]) -> Text:
     if one["works"]:
-        return Text.assemble(("works", "green"), f" ({one['model']})")
-    return Text.assemble(("no: ", "yellow"), one["reason"])
+        return Text(("works", "green"), f" ({one['model']})")
+    return Text(("no: ", "yellow"), one["reason"])
 
 
 def _device_line(name: str, value: Any) -> str:
@@ -149,7 +148,7 @@ def _device_line(name: str, value: Any) -> str:
 
 def _launcher_lines(environment: Mapping[str, Any]) -> dict[str, Any]:
     if "error" in environment:
-        return {"contradiction": Text(environment["error"], "bold red")}
+        return {"contradiction": Text((environment["error"], "bold red"))}
     lines = {name.replace("_", " "): value for name, value in environment.items() if value not in (None, "")}
     return {"launcher": lines.pop("launcher"), "because": lines.pop("reason", ""), **lines}
 
@@ -161,5 +160,5 @@ def _network_lines(known: Mapping[str, list[str]], gloo: Mapping[str, str]) -> d
     else:
         others = [name for name, own in known.items() if own and "127.0.0.1" not in own]
         advice = f" For several machines: export GLOO_SOCKET_IFNAME={others[0]}" if others else ""
-        lines["gloo"] = Text(f"for this machine alone: {gloo['reason']}.{advice}", "yellow")
+        lines["gloo"] = Text((f"for this machine alone: {gloo['reason']}.{advice}", "yellow"))
     return lines

@@ -1,4 +1,4 @@
-"""Which of this machine's network interfaces gloo would use."""
+"""The network interface of this machine that gloo would use."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ __all__ = ["choice_of_gloo"]
 def choice_of_gloo(
     environ: Mapping[str, str], known: Mapping[str, list[str]], main_address: str | None
 ) -> tuple[str, str]:
-    """The interface that gloo uses between machines, and why; empty where there is none of use.
+    """The interface that gloo uses between machines, and the reason. The interface is ``""`` if none fits.
 
-    It is the one that is named, else the one that ``initialize`` names: towards the main address, if a
-    launcher has told one on the network, else as if it were this machine's.
+    ``GLOO_SOCKET_IFNAME`` decides. Without it, ``initialize`` takes the interface that leads to the main
+    address if the launcher gives one on the network, else the interface that leads to other machines.
+
+    Args:
+        environ: all environment variables.
+        known: the addresses of each interface of this machine.
+        main_address: the address of rank 0's node, if a launcher gives one.
     """
     named = environ.get("GLOO_SOCKET_IFNAME")
     if named:

@@ -1,4 +1,4 @@
-"""Running a function on every rank: of the launcher that started this process, or of workers of its own."""
+"""How a command runs a function on every rank: on a launcher's processes, or on workers that it starts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from ignite_dist.arguments import keywords_of
 from ignite_dist.context import live
 from ignite_dist.errors import DistributedError, MissingRanksError, RankFailedError
 
-__all__ = ["Job", "Meeting", "Report", "explanation", "num_processes", "run"]
+__all__ = ["Job", "Report", "Steps", "explanation", "num_processes", "run"]
 
-# How much later than a backend's own timeout a rank that is stuck ends itself.
+# A stuck rank ends itself this long after the timeout, which the backend itself may enforce earlier.
 _GRACE_SECONDS = 10.0
 
 
 class Job(NamedTuple):
-    """Which ranks a command runs on.
+    """The ranks on which a command runs.
 
     Attributes:
         backend: one of ``available_backends()``.
         timeout: how long a rank waits for the others, in the rendezvous and in each step.
-        nproc_per_node: how many workers to start here; None: two, or those of the launcher.
-        nodes: ``nnodes``, ``node_rank``, ``master_addr`` and ``master_port`` of ``idist.spawn``, if given.
+        nproc_per_node: number of workers to start here; None: the launcher's processes, or two workers.
+        nodes: those of ``nnodes``, ``node_rank``, ``master_addr`` and ``master_port`` that the user gave, for
+            ``idist.spawn``.
     """
 
     backend: str
@@ -42,11 +43,11 @@ class Job(NamedTuple):
 
 
 class Report(Protocol):
-    """What a command has found: the same on all ranks, and it can be pickled."""
+    """The results of a command. They are the same on all ranks, and can be pickled."""
 
     @property
     def exit_status(self) -> int:
-        """That of the command."""
+        """Exit status of the command."""
         ...
 
 
@@ -55,18 +56,24 @@ _Report = TypeVar("_Report", bound=Report)
 
 def run(
     job: Job,
-    function: Callable[[Meeting], _Report],
+    function: Callable[[Steps], _Report],
     show: Callable[[_Report], None],
     say: Callable[[str], None],
 ) -> int:
-    """Run ``function``, which can be pickled, on every rank, and ``show`` its report on one of them.
+    """Run ``function`` on every rank of ``job``, and ``show`` its report once.
+
+    Args:
+        job: where to run.
+        function: can be pickled.
+        show: prints a report; called in one process.
+        say: prints a message.
 
     Returns:
         The report's exit status.
 
     Raises:
-        ValueError, RuntimeError: nothing was started; see ``idist.spawn`` and ``idist.initialize``.
-        RankFailedError, MissingRanksError: a rank has failed, or has not come.
+        ValueError, RuntimeError: as ``idist.spawn`` and ``idist.initialize``. Nothing was started.
+        RankFailedError, MissingRanksError: a rank has failed, or has not arrived.
     """
     place = idist.environment()
     given = [name for name, value in job.nodes.items() if value is not None]
@@ -76,23 +83,22 @@ def run(
     if given:
         named = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ValueError(
-            f"{named}: for processes that are started here, and these {place.world_size} were started by "
-            f"{place.launcher} ({place.reason}). Leave it out."
+            f"{named} is for processes that this command starts, but {place.launcher} has started these "
+            f"{place.world_size} ({place.reason}). Leave it out."
         )
     say(f"Joining {num_processes(place.world_size)}, started by {place.launcher}: {place.reason}.")
-    options: dict[str, Any] = {}
-    if "timeout" in keywords_of(live.find_model(job.backend).open):
-        options["timeout"] = job.timeout
+    keywords = keywords_of(live.find_model(job.backend).open)
+    options: dict[str, Any] = {"timeout": job.timeout} if "timeout" in keywords else {}
     with idist.Parallel(job.backend, **options):
-        report = function(Meeting(job.timeout))
-        if idist.get_rank() == 0:  # before any leaves: a launcher ends all when one leaves with a failure
+        report = function(Steps(job.timeout))
+        if idist.get_rank() == 0:  # inside the block: when a rank fails, its launcher ends the others
             show(report)
     return report.exit_status
 
 
 def _run_in_workers(
     job: Job,
-    function: Callable[[Meeting], _Report],
+    function: Callable[[Steps], _Report],
     show: Callable[[_Report], None],
     say: Callable[[str], None],
 ) -> int:
@@ -115,36 +121,39 @@ def num_processes(count: int) -> str:
     return f"{count} process{'es' * (count != 1)}"
 
 
-def _in_worker(local_rank: int, function: Callable[[Meeting], Any], timeout: timedelta) -> Any:
-    return function(Meeting(timeout))
+def _in_worker(local_rank: int, function: Callable[[Steps], Any], timeout: timedelta) -> Any:
+    return function(Steps(timeout))
 
 
-class Meeting:
-    """Where the ranks meet before each step, so that who does not come is named.
+class Steps:
+    """The steps of a command. All ranks begin each step together, so an error can name the missing ranks.
 
-    Every rank makes one, and the same calls of it.
+    Every rank creates one object, and calls its methods in the same order.
 
     Args:
-        timeout: how long to wait for the others.
+        timeout: how long a rank waits for the others.
+
+    Attributes:
+        hosts: the host of each rank.
     """
 
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
         self.hosts: list[str] = []
-        idist.watch(timeout)  # a rank that is stuck tells the others where
+        idist.watch(timeout)  # the watchdog reports where a rank is stuck
         with self.step("the first exchange"):
             self.hosts = idist.all_gather(socket.gethostname())
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """A part that all ranks come to, and in which none of them may stay.
+        """A block that all ranks enter together. A rank that stays in it for too long ends its process.
 
         Raises:
-            MissingRanksError: ranks have not come to it, or are lost in it; with their hosts.
+            MissingRanksError: ranks did not begin the step, or ended within it. The error names their hosts.
         """
-        self._meet(name, self.timeout)
-        patience = self.timeout.total_seconds() + _GRACE_SECONDS
-        timer = threading.Timer(patience, self._give_up, (name, idist.get_rank()))
+        self._wait_for_all(name, self.timeout)
+        longest = self.timeout.total_seconds() + _GRACE_SECONDS
+        timer = threading.Timer(longest, self._give_up, (name, idist.get_rank()))
         timer.daemon = True
         timer.start()
         try:
@@ -152,13 +161,13 @@ class Meeting:
         except RuntimeError as error:
             timer.cancel()
             if not isinstance(error, DistributedError):
-                # Is it that another rank has gone? Those that are there come here soon, with the same error.
-                self._meet(name, timedelta(seconds=_GRACE_SECONDS))
+                # If another rank has ended, the others get the same error, and soon wait here too.
+                self._wait_for_all(name, timedelta(seconds=_GRACE_SECONDS))
             raise
         finally:
             timer.cancel()
 
-    def _meet(self, name: str, timeout: timedelta) -> None:
+    def _wait_for_all(self, name: str, timeout: timedelta) -> None:
         try:
             idist.barrier(timeout=timeout)
         except MissingRanksError as error:
@@ -167,7 +176,7 @@ class Meeting:
             raise MissingRanksError(f"Before {name}:{where} {error}", error.ranks, error.where) from error
 
     def _give_up(self, name: str, rank: int) -> None:
-        """The backend has no timeout of its own: no other thread can end its wait."""
+        """End this process. If the backend has no timeout, no other thread can end its wait."""
         seconds = self.timeout.total_seconds()
         sys.stderr.write(
             f"Rank {rank} on {socket.gethostname()} has been in {name} for more than "
@@ -178,7 +187,7 @@ class Meeting:
 
 
 def explanation(error: BaseException) -> str:
-    """What to tell of ``error``: without the traceback, if it is of a kind that explains itself."""
+    """The message for ``error``, without the traceback if the type of the error explains itself."""
     if isinstance(error, RankFailedError):
         explains_itself = hasattr(errors, error.error_type) or hasattr(torch.distributed, error.error_type)
         _, found, text = error.traceback.rpartition(f"{error.error_type}: ")

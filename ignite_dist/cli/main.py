@@ -1,6 +1,6 @@
 """The arguments of the command line, and its exit status.
 
-0: all is well. 1: something that was asked for does not work. 2: wrong arguments, and nothing was started.
+0: success. 1: something does not work. 2: wrong arguments or environment variables, nothing was started.
 130: Ctrl-C.
 """
 
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 status: int = options.command(options, output)
                 return status
             except (Exception, KeyboardInterrupt) as error:
-                status, text = _told(error)
-                if options.json and _is_first():
+                status, text = _status_and_message(error)
+                if options.json and _prints_results():
                     output.json({"ok": False, "error": text})
                 sys.stderr.write(f"ignite-dist: {text}\n")
                 return status
@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _FAILED
 
 
-def _told(error: BaseException) -> tuple[int, str]:
-    """The exit status and what is said of ``error``; what nobody foresaw is raised with its traceback."""
+def _status_and_message(error: BaseException) -> tuple[int, str]:
+    """The exit status and the message for ``error``. An unexpected error is raised again."""
     if isinstance(error, KeyboardInterrupt):
         return _INTERRUPTED, "interrupted."
     if isinstance(error, (idist.RankFailedError, idist.MissingRanksError)):
@@ -59,7 +59,7 @@ def _told(error: BaseException) -> tuple[int, str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong; ``--help`` has the rest."""
+    """A parser whose errors have one line. ``--help`` shows the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(_USAGE, f"{self.prog}: {message}\n")
@@ -69,35 +69,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="ignite-dist",
         description="What this machine has, whether a set-up works, and how fast it is.",
-        epilog="check and bench start processes of their own, or join those of a launcher: "
+        epilog="check and bench start processes, or join those of a launcher: "
         "torchrun --nproc-per-node 2 -m ignite_dist check",
     )
     parser.add_argument("--version", action="version", version=f"ignite_dist {idist.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="env | check | bench")
-
-    everywhere = _Parser(add_help=False)
-    everywhere.add_argument("--json", action="store_true", help="results as JSON")
-    on_ranks = _Parser(add_help=False)
-    on_ranks.add_argument("--backend", default="gloo", help="one of those that `env` shows (%(default)s)")
-    on_ranks.add_argument(
-        "--nproc-per-node", type=int, metavar="N", help="processes to start here (2), if no launcher has"
-    )
-    on_ranks.add_argument("--nnodes", type=int, metavar="N", help="machines, each of which runs this")
-    on_ranks.add_argument("--node-rank", type=int, metavar="I", help="this machine's number, from 0")
-    on_ranks.add_argument("--master-addr", metavar="HOST", help="address of machine 0")
-    on_ranks.add_argument("--master-port", type=int, metavar="PORT", help="a free port there")
-    on_ranks.add_argument(
-        "--timeout", type=_seconds, default="60", metavar="S", help="seconds to wait for a rank (%(default)s)"
-    )
-
-    env = commands.add_parser("env", parents=[everywhere], help="versions, backends, devices, the launcher")
+    common, ranks = _common_arguments(), _arguments_of_ranks()
+    env = commands.add_parser("env", parents=[common], help="versions, backends, devices, the launcher")
     env.set_defaults(command=_env)
     check = commands.add_parser(
-        "check", parents=[everywhere, on_ranks], help="every collective over every dtype, on this set-up"
+        "check", parents=[common, ranks], help="run every collective with every dtype"
     )
     check.set_defaults(command=_check)
     bench = commands.add_parser(
-        "bench", parents=[everywhere, on_ranks], help="latency and bandwidth, beside raw torch.distributed"
+        "bench", parents=[common, ranks], help="latency and bandwidth, compared with torch.distributed"
     )
     bench.add_argument(
         "--sizes",
@@ -105,8 +90,31 @@ def _parser() -> argparse.ArgumentParser:
         help="in bytes: from:to, from:to:factor or a list, 4,1K,16M (%(default)s)",
     )
     bench.add_argument("--collectives", default="", metavar="NAMES", help="some of them: all_reduce,barrier")
-    bench.add_argument("--save", metavar="FILE", help="draw a chart into it: chart.png")
+    bench.add_argument("--save", metavar="FILE", help="draw a chart into this file: chart.png")
     bench.set_defaults(command=_bench)
+    return parser
+
+
+def _common_arguments() -> _Parser:
+    parser = _Parser(add_help=False)
+    parser.add_argument("--json", action="store_true", help="results as JSON")
+    return parser
+
+
+def _arguments_of_ranks() -> _Parser:
+    """The arguments of the commands that run on several ranks."""
+    parser = _Parser(add_help=False)
+    parser.add_argument("--backend", default="gloo", help="one of those that `env` shows (%(default)s)")
+    parser.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help="processes to start here (2), without a launcher"
+    )
+    parser.add_argument("--nnodes", type=int, metavar="N", help="machines; run the command on each")
+    parser.add_argument("--node-rank", type=int, metavar="I", help="number of this machine, from 0")
+    parser.add_argument("--master-addr", metavar="HOST", help="address of machine 0")
+    parser.add_argument("--master-port", type=int, metavar="PORT", help="a free port of machine 0")
+    parser.add_argument(
+        "--timeout", type=_seconds, default="60", metavar="S", help="seconds to wait for a rank (%(default)s)"
+    )
     return parser
 
 
@@ -115,7 +123,7 @@ def _seconds(text: str) -> timedelta:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 1e-3 <= seconds < 1e9:  # a store counts in milliseconds
+    if not 1e-3 <= seconds < 1e9:  # stores count milliseconds
         raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
     return timedelta(seconds=seconds)
 
@@ -127,8 +135,8 @@ def _job(options: argparse.Namespace) -> jobs.Job:
     return jobs.Job(options.backend, options.timeout, options.nproc_per_node, nodes)
 
 
-def _say_on_first(output: Output, text: str) -> None:
-    if _is_first():
+def _say_once(output: Output, text: str) -> None:
+    if _prints_results():
         output.say(text, "dim")
 
 
@@ -138,13 +146,13 @@ def _say_on_first(output: Output, text: str) -> None:
 def _env(options: argparse.Namespace, output: Output) -> int:
     from ignite_dist.cli.env import show_env
 
-    if _is_first():
+    if _prints_results():
         show_env(output)
     return 0
 
 
-def _is_first() -> bool:
-    """Whether this process is the one that speaks, of those that a launcher has started."""
+def _prints_results() -> bool:
+    """True on rank 0 of a launcher's processes, and without a launcher."""
     try:
         return idist.environment().rank == 0
     except idist.EnvironmentVariablesError:
@@ -155,7 +163,7 @@ def _check(options: argparse.Namespace, output: Output) -> int:
     from ignite_dist.cli.check import check
     from ignite_dist.cli.show_check import show_check
 
-    say = partial(_say_on_first, output)
+    say = partial(_say_once, output)
     return jobs.run(_job(options), check, partial(show_check, output=output), say)
 
 
@@ -167,6 +175,6 @@ def _bench(options: argparse.Namespace, output: Output) -> int:
     if options.save is not None:
         chart.check_file(options.save)
     bench = Bench(parse_collectives(options.collectives), parse_sizes(options.sizes))
-    say = partial(_say_on_first, output)
+    say = partial(_say_once, output)
     say(bench.announcement)
     return jobs.run(_job(options), bench, partial(show_bench, output=output, save=options.save), say)

@@ -1,4 +1,4 @@
-"""The links between hosts: how long a message takes on each, and which host is slow."""
+"""The links between hosts: the time of a message on each link, and the slow hosts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import ignite_dist as idist
 __all__ = ["Link", "measure", "slow_hosts"]
 
 _SLOW = 3.0
-_NUM_BYTES = 1 << 20  # large enough that bandwidth counts, and soon through on a link of 10 Mbit/s
+_NUM_BYTES = 1 << 20  # bandwidth dominates its time, and a link of 10 Mbit/s carries it in 1 s
 _SMALL_CALLS, _LARGE_CALLS = 10, 3
 
 
 class Link(NamedTuple):
-    """What a broadcast between the first ranks of two hosts takes.
+    """The time of a broadcast between the first ranks of two hosts.
 
     Attributes:
-        hosts: their names.
-        ranks: the ranks that measured it.
-        latency_seconds: of 4 bytes.
-        seconds: of 1 MB.
+        hosts: the names of the two hosts.
+        ranks: the ranks that measured the link.
+        latency_seconds: the time of 4 bytes.
+        seconds: the time of 1 MiB.
     """
 
     hosts: tuple[str, str]
@@ -36,12 +36,12 @@ class Link(NamedTuple):
 
     @property
     def megabytes_per_second(self) -> float:
-        """Of the larger message."""
+        """Bandwidth of the larger message, in 10**6 bytes per second."""
         return _NUM_BYTES / self.seconds / 1e6
 
 
 def measure(hosts: Sequence[str]) -> list[Link]:
-    """The links between neighbouring hosts, in a ring. Every rank calls it.
+    """The links between neighbours in a ring of all hosts. Every rank calls it and gets all links.
 
     Args:
         hosts: the host of each rank.
@@ -51,7 +51,7 @@ def measure(hosts: Sequence[str]) -> list[Link]:
     if len(first_ranks) > 2:
         pairs.append((first_ranks[-1], first_ranks[0]))
     own: list[Link] = []
-    for pair in pairs[::2] + pairs[1::2]:  # a half at once, then the other: no wave goes through all hosts
+    for pair in pairs[::2] + pairs[1::2]:  # neighbouring pairs share a host, so they measure in turn
         latency, seconds = _time(pair, 4, _SMALL_CALLS), _time(pair, _NUM_BYTES, _LARGE_CALLS)
         if idist.get_rank() == pair[0]:
             own.append(Link((hosts[pair[0]], hosts[pair[1]]), pair, latency, seconds))
@@ -59,7 +59,7 @@ def measure(hosts: Sequence[str]) -> list[Link]:
 
 
 def _time(pair: tuple[int, int], num_bytes: int, num_calls: int) -> float:
-    """The median time of a message there and back, halved."""
+    """Half of the median time of a message from one rank of ``pair`` to the other and back."""
     group = list(pair)
     tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=idist.device())
     samples = []
@@ -67,16 +67,18 @@ def _time(pair: tuple[int, int], num_bytes: int, num_calls: int) -> float:
         started = time.perf_counter()
         for src in pair:
             idist.broadcast(tensor, src=src, group=group)
-        tensor[0].item()  # what is still on its way, on a device
+        tensor[0].item()  # waits until the device has finished
         samples.append((time.perf_counter() - started) / 2)
-    return statistics.median(samples[1:])  # in the first one the pair has met, and made the connection
+    return statistics.median(
+        samples[1:]
+    )  # the first sample includes the wait for the peer and the connection
 
 
 def slow_hosts(links: Sequence[Link]) -> list[str]:
-    """The hosts of which even the best link takes more than three times what the best of most hosts take.
+    """The hosts whose best link takes more than three times as long as the median host's best link.
 
-    The best, because a slow host's links make its neighbours look slow too. With two hosts there is one link,
-    and nothing to compare it with.
+    The best link counts, because a link to a slow host makes its neighbour look slow too. Two hosts have only
+    one link, and nothing to compare it with.
     """
     hosts = list(dict.fromkeys(host for link in links for host in link.hosts))
     if len(hosts) < 3:

@@ -1,4 +1,4 @@
-"""Where the results of a command go, and nothing else with them."""
+"""Where a command writes its results and its messages."""
 
 from __future__ import annotations
 
@@ -9,49 +9,60 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-from rich.console import Console, RenderableType
-from rich.table import Table
-from rich.text import Text
+from ignite_dist.cli.plain_text import PlainPrinter
+from ignite_dist.cli.tables import Printer, Table, Text
 
-__all__ = ["Output", "facts", "results_on_stdout"]
+__all__ = ["Output", "results_on_stdout"]
 
 
 class Output:
-    """The standard output, for results, and the standard error, for what is said on the way.
+    """The standard output for results, and the standard error for messages.
 
     Args:
         stream: where results go.
-        as_json: whether they are JSON, and tables are left out.
+        as_json: True if the results are JSON. A command then writes no tables.
     """
 
     def __init__(self, stream: IO[str], as_json: bool) -> None:
         self.as_json = as_json
         self._stream = stream
-        self._results = Console(file=stream, highlight=False)
-        self._messages = Console(file=sys.stderr, highlight=False, stderr=True)
+        self._results = _printer(stream, breaks_lines=True)
+        self._messages = _printer(sys.stderr, breaks_lines=False)
 
     def json(self, value: Any) -> None:
         """Write ``value`` as JSON."""
         self._stream.write(json.dumps(value, indent=1) + "\n")
         self._stream.flush()
 
-    def show(self, *renderables: RenderableType) -> None:
-        """Write tables and text."""
-        for renderable in renderables:
-            self._results.print(renderable)
+    def show(self, *blocks: Table | Text) -> None:
+        """Write tables and texts to the results."""
+        for block in blocks:
+            self._results.print(block)
         self._stream.flush()
 
     def say(self, text: str, style: str = "") -> None:
         """Write a line to the standard error."""
-        self._messages.print(Text(text, style=style), soft_wrap=True)
+        self._messages.print(Text((text, style)))
+
+
+def _printer(stream: IO[str], breaks_lines: bool) -> Printer:
+    """A printer that uses rich if rich is installed (the extra ``cli``), else one of plain text.
+
+    This is the only place that decides between the two.
+    """
+    try:
+        from ignite_dist.cli.rich_text import RichPrinter
+    except ImportError:
+        return PlainPrinter(stream)
+    return RichPrinter(stream, breaks_lines)
 
 
 @contextmanager
 def results_on_stdout(as_json: bool) -> Iterator[Output]:
-    """An :class:`Output` of which the standard output gets results alone.
+    """An :class:`Output` that has the standard output for itself.
 
-    Backends' libraries write there too, from their own threads and from the workers, which inherit it: in the
-    block all of that goes to the standard error.
+    The libraries of backends write to the standard output too: from their threads, and from workers, which
+    inherit it. Within this block everything except results goes to the standard error.
     """
     sys.stdout.flush()
     encoding = sys.stdout.encoding or "utf-8"
@@ -63,13 +74,3 @@ def results_on_stdout(as_json: bool) -> Iterator[Output]:
             sys.stdout.flush()
             stream.flush()
             os.dup2(stream.fileno(), 1)
-
-
-def facts(title: str, rows: dict[str, Any]) -> Table:
-    """A table of names and values."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(Text(name), value if isinstance(value, Text) else Text(str(value)))
-    return table

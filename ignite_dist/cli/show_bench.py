@@ -4,30 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from ignite_dist.cli import chart
 from ignite_dist.cli.bench import BenchReport, Figure
 from ignite_dist.cli.jobs import num_processes
 from ignite_dist.cli.output import Output
+from ignite_dist.cli.tables import Column, Table, Text
 
 __all__ = ["show_bench"]
 
 _NOTE = "us: median time of a call. GB/s: bus bandwidth. Sizes and bandwidth as in nccl-tests."
+_NUMBERS = ("size", "ours us", "raw us", "ratio", "ours GB/s", "raw GB/s")
 
 
 def show_bench(report: BenchReport, output: Output, save: str | None = None) -> None:
-    """Write the figures as a table or as JSON, and draw the chart."""
+    """Write the figures as a table or as JSON. Draw a chart into the file ``save``."""
     if output.as_json:
         output.json({**report._asdict(), "figures": [_as_json(figure) for figure in report.figures]})
     else:
         num_hosts = len(set(report.hosts))
         hosts = f" on {num_hosts} hosts" if num_hosts > 1 else ""
         title = f"{report.backend}, {num_processes(report.world_size)}{hosts}, {report.device}, float32"
-        output.show(f"[bold]{title}[/]", _table(report.figures))
-        output.show(Text(_NOTE, "dim"))
+        output.show(Text((title, "bold")), _table(report.figures), Text((_NOTE, "dim")))
     if save:
         chart.draw(report, save)
         output.say(f"Chart: {save}")
@@ -46,16 +43,13 @@ def _bandwidth(figure: Figure, seconds: float | None) -> float | None:
 
 
 def _table(figures: list[Figure]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("collective", style="cyan", no_wrap=True)
-    for heading in ("size", "ours us", "raw us", "ratio", "ours GB/s", "raw GB/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = Table([Column("collective", "cyan"), *(Column(name, is_number=True) for name in _NUMBERS)])
     previous = ""
     for figure in figures:
         if previous not in ("", figure.collective):
-            table.add_section()
+            table.rows.append(())
         ratio = "" if figure.raw_seconds is None else f"{figure.seconds / figure.raw_seconds:.2f} x"
-        table.add_row(
+        row = (
             figure.collective if figure.collective != previous else "",
             _size(figure.num_bytes) if figure.num_bytes else "",
             _time(figure.seconds),
@@ -64,12 +58,13 @@ def _table(figures: list[Figure]) -> Table:
             _speed(_bandwidth(figure, figure.seconds)),
             _speed(_bandwidth(figure, figure.raw_seconds)),
         )
+        table.rows.append(row)
         previous = figure.collective
     return table
 
 
 def _size(num_bytes: int) -> str:
-    """``64 KiB``, or the bytes where they are no round number of larger units."""
+    """``64 KiB``, in the largest unit that gives a whole number."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes % size == 0:
             return f"{num_bytes // size} {unit}"

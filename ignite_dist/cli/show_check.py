@@ -1,23 +1,20 @@
-"""The table of ``check``: a line per dtype, a column per collective."""
+"""The table of ``check``: one line for each dtype, one column for each collective."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from ignite_dist.cli.check import PER_DTYPE, Cell, CheckReport, short
 from ignite_dist.cli.jobs import num_processes
 from ignite_dist.cli.output import Output
+from ignite_dist.cli.tables import Column, Table, Text
 from ignite_dist.cli.values import DTYPES
 
 __all__ = ["show_check"]
 
 _STYLES = {"passed": "green", "carried": "cyan", "refused": "dim", "failed": "bold red"}
 _WORDS = {"passed": "ok", "refused": "-", "failed": "FAIL"}
-# 80 columns hold no longer ones.
+# Short, because the table must fit into 80 columns.
 _HEADINGS = {"AVERAGE": "AVG", "PRODUCT": "PROD", "all_gather": "gather", "all_gather_ragged": "ragged"}
 _CARRIERS = {
     "float32": "f32",
@@ -35,27 +32,35 @@ def show_check(report: CheckReport, output: Output) -> None:
         output.json(_as_json(report))
         return
     num_hosts = len(set(report.hosts))
+    where = f"{num_hosts} hosts" if num_hosts > 1 else report.hosts[0]
     processes = num_processes(report.world_size)
-    where = f"{processes} on {num_hosts} hosts" if num_hosts > 1 else f"{processes} on {report.hosts[0]}"
-    output.show(f"[bold]{report.backend}[/], {where}, device {report.device}")
-    output.show(_matrix(report.cells), _others(report.cells), _legend(report.cells))
+    output.show(Text((report.backend, "bold"), f", {processes} on {where}, device {report.device}"))
+    output.show(_matrix(report.cells), _others(report.cells), *_legend(report.cells))
     if report.links:
         output.show(_links(report))
+    output.show(*map(Text, _problems(report)), _verdict(report))
+
+
+def _problems(report: CheckReport) -> list[tuple[str, str]]:
+    """A line and its style for each failure and for each slow host."""
+    lines = []
     for failure in report.failures:
         what = f"{failure.operation} of {failure.dtype}" if failure.dtype else failure.operation
         host = report.hosts[failure.rank or 0]
-        output.show(Text(f"FAILED: {what}, on rank {failure.rank} ({host}): {failure.detail}", "bold red"))
+        lines.append((f"FAILED: {what}, on rank {failure.rank} ({host}): {failure.detail}", "bold red"))
     for host in report.slow_hosts:
-        output.show(Text(f"SLOW: every link of {host} takes more than 3 times as long as usual.", "yellow"))
+        lines.append((f"SLOW: every link of {host} takes more than 3 times as long as usual.", "yellow"))
+    return lines
+
+
+def _verdict(report: CheckReport) -> Text:
     count = {outcome: sum(cell.outcome == outcome for cell in report.cells) for outcome in _STYLES}
     verdict = f"{count['failed']} failed" if report.failures else "All is well"
-    output.show(
-        Text(
-            f"{verdict}: {count['passed']} passed, {count['carried']} carried through another dtype, "
-            f"{count['refused']} refused.",
-            "bold red" if report.failures else "bold green",
-        )
+    text = (
+        f"{verdict}: {count['passed']} passed, {count['carried']} carried through another dtype, "
+        f"{count['refused']} refused."
     )
+    return Text((text, "bold red" if report.failures else "bold green"))
 
 
 def _as_json(report: CheckReport) -> dict[str, Any]:
@@ -67,48 +72,47 @@ def _as_json(report: CheckReport) -> dict[str, Any]:
     }
 
 
-def _word(cell: Cell) -> Text:
+def _word(cell: Cell) -> tuple[str, str]:
+    """The word for an outcome, and its style."""
     word = _WORDS.get(cell.outcome) or _CARRIERS.get(cell.detail, cell.detail)
-    return Text(word, _STYLES[cell.outcome])
+    return word, _STYLES[cell.outcome]
 
 
 def _matrix(cells: list[Cell]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("dtype", style="cyan", no_wrap=True)
-    for operation in PER_DTYPE:
-        name = operation.removeprefix("all_reduce ")
-        table.add_column(_HEADINGS.get(name, name), no_wrap=True)
+    names = [operation.removeprefix("all_reduce ") for operation in PER_DTYPE]
+    table = Table([Column("dtype", "cyan"), *(Column(_HEADINGS.get(name, name)) for name in names)])
     found = {(cell.operation, cell.dtype): cell for cell in cells}
     for dtype in map(short, DTYPES):
-        table.add_row(dtype, *(_word(found[operation, dtype]) for operation in PER_DTYPE))
+        table.rows.append((dtype, *(Text(_word(found[operation, dtype])) for operation in PER_DTYPE)))
     return table
 
 
 def _others(cells: list[Cell]) -> Text:
-    parts = [
-        Text.assemble(cell.operation, " ", _word(cell)) for cell in cells if cell.operation not in PER_DTYPE
-    ]
-    return Text("  ").join(parts)
+    """The outcomes that belong to no dtype, in one line."""
+    pieces: list[str | tuple[str, str]] = []
+    for cell in cells:
+        if cell.operation not in PER_DTYPE:
+            pieces += ["  " if pieces else "", f"{cell.operation} ", _word(cell)]
+    return Text(*pieces)
 
 
-def _legend(cells: list[Cell]) -> Text:
+def _legend(cells: list[Cell]) -> list[Text]:
+    """What the words in the table mean, as far as they occur."""
     carriers = dict.fromkeys(cell.detail for cell in cells if cell.outcome == "carried")
     sent = [f"{_CARRIERS.get(name, name)}: sent as {name}" for name in carriers if name != "gather"]
     notes = [", ".join(sent)] if sent else []
     if "gather" in carriers:
-        notes.append("all: all values are gathered, and reduced on each rank")
+        notes.append("all: all values are gathered, and each rank reduces them")
     if any(cell.outcome == "refused" for cell in cells):
         notes.append("-: refused before anything is sent, because it has no exact meaning")
-    return Text("\n".join(notes), "dim")
+    return [Text((note, "dim")) for note in notes]
 
 
 def _links(report: CheckReport) -> Table:
-    table = Table(title="Between hosts", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("link", style="cyan", overflow="fold")
-    table.add_column("latency", justify="right")
-    table.add_column("1 MB", justify="right")
+    columns = [Column("link", "cyan", may_wrap=True), Column("latency", is_number=True)]
+    table = Table([*columns, Column("1 MB", is_number=True)], title="Between hosts")
     for link in report.links:
         style = "yellow" if set(link.hosts) & set(report.slow_hosts) else ""
-        figures = f"{link.latency_seconds * 1e6:,.0f} us", f"{link.megabytes_per_second:,.3g} MB/s"
-        table.add_row(" - ".join(link.hosts), *figures, style=style)
+        latency, speed = f"{link.latency_seconds * 1e6:,.0f} us", f"{link.megabytes_per_second:,.3g} MB/s"
+        table.rows.append([Text((cell, style)) for cell in (" - ".join(link.hosts), latency, speed)])
     return table

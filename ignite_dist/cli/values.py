@@ -1,7 +1,7 @@
-"""What each rank contributes to the collectives of ``check``, and what has to come out of them.
+"""The tensors that each rank contributes to the collectives of ``check``, and the right results.
 
-Every rank works out the right results by itself. All values are exact in every dtype, and so are their sums
-and products, at any number of ranks: for an element two ranks contribute something, and all others nothing.
+Every rank computes the right results by itself. All values, sums and products are exact in every dtype, at
+any number of ranks: for each element only two ranks contribute a value that changes the result.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _COMBINE: dict[str, Callable[[int | complex, int | complex], int | complex]] = {
     "AND": and_,
     "OR": or_,
 }
-# What changes nothing. The contributions are 1, 2 and 3.
+# The value that does not change the result. The contributions are 1, 2 and 3.
 _NEUTRAL = {"SUM": 0, "AVERAGE": 0, "PRODUCT": 1, "MIN": 3, "MAX": 0, "AND": 3, "OR": 0}
 
 
 def contribution(op: str, rank: int, world_size: int, dtype: torch.dtype) -> Tensor:
-    """What ``rank`` gives to a reduction by ``op``."""
+    """The tensor that ``rank`` contributes to a reduction by ``op``."""
     return torch.tensor([_element(op, rank, world_size, dtype, j) for j in range(_NUMEL)]).to(dtype)
 
 
 def reduced(op: str, world_size: int, dtype: torch.dtype) -> Tensor:
-    """What the reduction of all contributions is; of an AVERAGE in a wider dtype."""
+    """The right result of a reduction by ``op``. That of AVERAGE has a wider dtype."""
     totals = []
     for j in range(_NUMEL):
         owners = {j % world_size, (j + 1) % world_size}
@@ -83,7 +83,7 @@ def _element(op: str, rank: int, world_size: int, dtype: torch.dtype, j: int) ->
 
 
 def own_rows(rank: int, dtype: torch.dtype, num_rows: int = 2) -> Tensor:
-    """``(num_rows, 3)``: what ``rank`` gives to a gather or a broadcast."""
+    """The tensor of shape ``(num_rows, 3)`` that ``rank`` contributes to a gather or a broadcast."""
     values = (torch.arange(num_rows * 3).view(num_rows, 3) + rank) % 4
     if not dtype.is_complex:
         return values.to(dtype)
@@ -91,9 +91,10 @@ def own_rows(rank: int, dtype: torch.dtype, num_rows: int = 2) -> Tensor:
 
 
 def is_same(found: Tensor, wanted: Tensor) -> bool:
-    """Whether ``found`` is ``wanted``, bit by bit, on whatever device it is."""
-    here, there = _bytes(_on_cpu(found)), _bytes(wanted)
-    return found.dtype is wanted.dtype and found.shape == wanted.shape and torch.equal(here, there)
+    """True if ``found``, on any device, equals ``wanted`` bit by bit."""
+    if found.dtype is not wanted.dtype or found.shape != wanted.shape:
+        return False
+    return torch.equal(_bytes(_on_cpu(found)), _bytes(wanted))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def is_right(op: str, found: Tensor, world_size: int, dtype: torch.dtype) -> bool:
-    """Whether ``found`` is what the reduction by ``op`` has to give."""
+    """True if ``found`` is the right result of a reduction by ``op``, up to rounding for AVERAGE."""
     wanted = reduced(op, world_size, dtype)
     if op != "AVERAGE":
         return is_same(found, wanted)
@@ -110,7 +111,7 @@ def is_right(op: str, found: Tensor, world_size: int, dtype: torch.dtype) -> boo
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
-    """Whole: torch_xla's own way from a device loses imaginary parts of complex128."""
+    """A copy on the CPU. torch_xla's own copy loses the imaginary part of complex128."""
     if tensor.is_complex():
         return torch.view_as_complex(torch.view_as_real(tensor).cpu())
     return tensor.cpu()

@@ -1,12 +1,21 @@
-"""What the environment variables of a launcher say, and who that launcher is.
+"""Which launcher started this process, and what its environment variables say.
 
-Each launcher has a module with one function ``detect(environ)``: an :class:`Environment`, or None if the
-launcher did not start this process. They are pure functions over a mapping.
+Each launcher has a file with three names: ``LAUNCHER`` (its name), ``VARIABLES`` (the environment variables
+that it sets) and ``detect(environ)``, a pure function. ``detect`` returns an :class:`Environment`, or None if
+the launcher did not start this process. :func:`register_environment` adds launchers of other packages.
+
+The order of detection is part of the result, because one launcher often runs inside another one:
+
+1. ``idist.spawn``, torchrun, Ray Train, Kubeflow, and ``RANK`` with ``WORLD_SIZE``: they start processes
+   inside jobs of any other launcher.
+2. The launchers of other packages, in the order in which they were registered. Those that are declared as
+   entry points come after the others, sorted by name.
+3. Lightning, Horovod, LSF, Open MPI, PMI, Slurm and TPU pods, in this order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from ignite_dist.environments import (
     horovod,
@@ -22,11 +31,21 @@ from ignite_dist.environments import (
     torchrun,
     tpu_pod,
 )
-from ignite_dist.environments.base import Environment
+from ignite_dist.environments.base import Environment, require_range
+from ignite_dist.environments.registry import Launcher, LauncherT, Registry
 from ignite_dist.environments.variables import given
 from ignite_dist.errors import EnvironmentVariablesError
 
-__all__ = ["ALONE", "Environment", "current", "detect"]
+__all__ = [
+    "ALONE",
+    "Environment",
+    "Launcher",
+    "current",
+    "detect",
+    "is_launcher_variable",
+    "launcher_variables",
+    "register_environment",
+]
 
 ALONE = Environment(
     "none",
@@ -39,66 +58,95 @@ ALONE = Environment(
     reason="no variable of a launcher is set",
 )
 
-# What starts processes inside of a job goes before what has started the job: torchrun under srun is common,
-# and so is mpirun in an allocation. TPU pods come last, because their variables are those of the machine.
-_DETECTORS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (
-    spawned.detect,
-    torchrun.detect,
-    ray.detect,
-    kubeflow.detect,
-    plain.detect,
-    lightning.detect,
-    horovod.detect,
-    lsf.detect,
-    open_mpi.detect,
-    pmi.detect,
-    slurm.detect,
-    tpu_pod.detect,
+# The inner launcher comes before the outer one: torchrun under srun is common, and so is mpirun in a Slurm
+# allocation. jsrun sets Open MPI's variables too. The variables of a TPU pod belong to the machine.
+_launchers = Registry(
+    first=(spawned, torchrun, ray, kubeflow, plain),
+    last=(lightning, horovod, lsf, open_mpi, pmi, slurm, tpu_pod),
 )
 
 
-def detect(environ: Mapping[str, str]) -> Environment | None:
-    """The environment of the launcher that started this process, or None.
+def register_environment(launcher: LauncherT) -> LauncherT:
+    """Add the launcher of another package. Registering the same one twice has no effect.
+
+    ``launcher`` is a module, a class (this function can decorate it) or another object with the three names
+    of :class:`Launcher`. Without a call, a package can declare it as an entry point of the group
+    ``ignite_dist.environments``. Entry points are loaded when somebody first asks for the environment, and
+    not when ``ignite_dist`` is imported.
+
+    The launcher is asked after ``idist.spawn``, torchrun, Ray Train, Kubeflow, and ``RANK`` with
+    ``WORLD_SIZE``; before Lightning, Horovod, LSF, Open MPI, PMI, Slurm and TPU pods. If one of the latter
+    can run inside the new launcher, ``detect`` has to return None where it finds their variables.
+
+    Returns:
+        ``launcher``.
 
     Raises:
-        EnvironmentVariablesError: the variables are half set, not numbers, out of range, or number the
-            processes of one world in two ways.
+        ValueError: another launcher has the same name. It stays registered.
+        TypeError: ``launcher`` lacks one of the three names.
     """
-    for position, detector in enumerate(_DETECTORS):
-        found = detector(environ)
+    return _launchers.register(launcher)
+
+
+def detect(environ: Mapping[str, str]) -> Environment | None:
+    """The environment of the launcher that started this process; None if no launcher did.
+
+    Raises:
+        EnvironmentVariablesError: the variables are incomplete, not numbers, out of range, or give one
+            process two ranks in one world.
+        ImportError: an entry point of another package is broken; the error names it.
+    """
+    launchers = list(_launchers)
+    for position, launcher in enumerate(launchers):
+        found = _ask(launcher, environ)
         if found is not None:
-            others = list(_others(environ, _DETECTORS[position + 1 :]))
+            outer = list(_detect_all(launchers[position + 1 :], environ))
             if found.launcher == plain.LAUNCHER:
-                for other in others:
+                for other in outer:
                     _check_numbering(found, other)
-            names = " and ".join(dict.fromkeys(other.launcher for other in others))
+            names = " and ".join(dict.fromkeys(other.launcher for other in outer))
             return found._replace(reason=f"{found.reason}, before {names}") if names else found
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
-        raise plain.half_set(environ)
-    unknown = open_mpi.without_size(environ)
-    if unknown is not None:
-        raise unknown
+        raise plain.half_set_error(environ)
+    if environ.get("PMIX_RANK"):
+        raise open_mpi.missing_size_error(environ)
     return None
 
 
-def _others(
-    environ: Mapping[str, str], detectors: tuple[Callable[[Mapping[str, str]], Environment | None], ...]
-) -> Iterator[Environment]:
-    """What the launchers around the one that was found say, if they are in order: they do not matter."""
-    for detector in detectors:
+def _ask(launcher: Launcher, environ: Mapping[str, str]) -> Environment | None:
+    """What ``launcher`` detects.
+
+    Raises:
+        EnvironmentVariablesError: its variables are incomplete or contradict each other.
+        TypeError: it returns something other than an ``Environment`` or None.
+    """
+    found: object = launcher.detect(environ)
+    if found is None:
+        return None
+    if not isinstance(found, Environment):
+        raise TypeError(
+            f"detect(environ) of the environment {launcher.LAUNCHER!r} returned {found!r}. It must return an "
+            "ignite_dist.environments.Environment or None."
+        )
+    return require_range(found)
+
+
+def _detect_all(launchers: Iterable[Launcher], environ: Mapping[str, str]) -> Iterator[Environment]:
+    """The environments of all ``launchers`` whose variables are complete, without ``RANK`` by hand."""
+    for launcher in launchers:
         try:
-            other = detector(environ)
+            found = _ask(launcher, environ)
         except EnvironmentVariablesError:
-            continue
-        if other is not None and other.launcher != plain.LAUNCHER:
-            yield other
+            continue  # another launcher was found, so this one's variables decide nothing
+        if found is not None and found.launcher != plain.LAUNCHER:
+            yield found
 
 
 def _check_numbering(found: Environment, other: Environment) -> None:
-    """Refuse ``RANK`` and ``WORLD_SIZE`` that were meant to be the launcher's, and are not.
+    """Raise if ``RANK`` contradicts the rank that the launcher ``other`` gives in a world of the same size.
 
-    Set once for the whole job, in a batch script, say. Worlds of other sizes are others: a launcher may start
-    tasks each of which has started a few processes by hand.
+    A batch script that sets ``RANK`` once for the whole job causes this. Worlds of different sizes are
+    different worlds: each task of a launcher may have started a few processes by hand.
     """
     if found.world_size == other.world_size > 1 and found.rank != other.rank:
         raise EnvironmentVariablesError(
@@ -109,9 +157,32 @@ def _check_numbering(found: Environment, other: Environment) -> None:
 
 
 def current() -> Environment:
-    """The environment that this process was given, whatever this package has set since; or :data:`ALONE`.
+    """The environment that a launcher gave this process; :data:`ALONE` if no launcher did.
+
+    Variables that this package has set since do not count.
 
     Raises:
-        EnvironmentVariablesError: as :func:`detect`.
+        EnvironmentVariablesError, ImportError: see :func:`detect`.
     """
     return detect(given()) or ALONE
+
+
+# --- the variables of all launchers ------------------------------------------------------------------
+
+
+def launcher_variables() -> frozenset[str]:
+    """The variables of all launchers that their ``VARIABLES`` name in full: those that ``detect`` reads."""
+    return frozenset(name for name in _declared_variables() if not name.endswith("*"))
+
+
+def is_launcher_variable(name: str) -> bool:
+    """True if the ``VARIABLES`` of any launcher contain ``name``, in full or by its beginning."""
+    return any(
+        name.startswith(declared[:-1]) if declared.endswith("*") else name == declared
+        for declared in _declared_variables()
+    )
+
+
+def _declared_variables() -> Iterator[str]:
+    for launcher in _launchers:
+        yield from launcher.VARIABLES

@@ -1,11 +1,11 @@
-"""What every launcher tells its processes, under one set of names."""
+"""The place of a process in its job, and how to read it from environment variables."""
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from ignite_dist.environments import variables
 from ignite_dist.errors import EnvironmentVariablesError
@@ -24,25 +24,25 @@ __all__ = [
 
 LOOPBACK = "127.0.0.1"
 
-# What launchers write. int() takes more: other scripts' digits, underscores, numbers of any length.
+# The numbers that launchers write. int() accepts more: digits of other scripts, underscores, any length.
 _NUMBER = re.compile(r"\s*[+-]?[0-9]{1,10}\s*")
 
 
 class Environment(NamedTuple):
-    """The place of one process in a job, as its launcher describes it. None is what it does not say.
+    """The place of one process in a job, as its launcher describes it. None: the launcher does not say.
 
     Attributes:
-        launcher: ``"torchrun"``, ``"Slurm"``, ``"Open MPI"``, ...; ``"none"``: there are no others.
+        launcher: ``"torchrun"``, ``"Slurm"``, ``"Open MPI"``, ...; ``"none"`` if no launcher was found.
         rank: of this process, in [0, world_size).
         world_size: number of processes.
-        local_rank: of this process among those of its node.
+        local_rank: of this process among the processes of its node.
         nproc_per_node: number of processes on this node.
         nnodes: number of nodes.
         node_rank: of this node, in [0, nnodes).
         main_address: address of rank 0's node.
-        main_port: where rank 0 serves the rendezvous there.
-        has_own_devices: whether the launcher shows each process just its own accelerators.
-        reason: the variables that decided for this launcher, and the other launchers that it goes before.
+        main_port: the port on which rank 0 serves the rendezvous.
+        has_own_devices: True if each process sees only its own accelerators.
+        reason: the variables by which this launcher was found, and the launchers around it.
     """
 
     launcher: str
@@ -58,20 +58,20 @@ class Environment(NamedTuple):
     reason: str = ""
 
     def teardown(self) -> None:
-        """Give back the environment variables that ``initialize`` has set in this process.
+        """Remove the environment variables that ``initialize`` has set in this process.
 
-        For a script that goes on to start programs of its own, which must not take themselves for ranks. The
-        context lives on, but groups made after it may listen on another interface. :func:`finalize` does the
-        same at its end. A second call has no effect.
+        Call it before the script starts other programs, which would otherwise take these variables for their
+        own. The context stays usable, but new groups may listen on another network interface. ``finalize``
+        removes the variables too. A second call has no effect.
         """
         variables.give_back()
 
 
 def read_int(environ: Mapping[str, str], name: str) -> int | None:
-    """The number in the variable ``name``, or None if it is not set or empty.
+    """The number in the variable ``name``; None if the variable is missing or empty.
 
     Raises:
-        EnvironmentVariablesError: it holds something else, or more than ten digits.
+        EnvironmentVariablesError: the value is not a number of at most ten digits.
     """
     value = environ.get(name, "")
     if not value:
@@ -84,10 +84,10 @@ def read_int(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def read_port(environ: Mapping[str, str], name: str) -> int | None:
-    """The port in the variable ``name``, or None if it is not set or empty.
+    """The port in the variable ``name``; None if the variable is missing or empty.
 
     Raises:
-        EnvironmentVariablesError: it holds something else.
+        EnvironmentVariablesError: the value is not a port.
     """
     port = read_int(environ, name)
     if port is not None and not 1 <= port <= 65535:
@@ -98,10 +98,10 @@ def read_port(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def require(environ: Mapping[str, str], launcher: str, *names: str) -> list[int]:
-    """The numbers in the variables ``names``, all of which ``launcher`` sets.
+    """The numbers in the variables ``names``. ``launcher`` sets all of them.
 
     Raises:
-        EnvironmentVariablesError: one is missing, or holds something else.
+        EnvironmentVariablesError: a variable is missing, or its value is not a number.
     """
     values = {name: read_int(environ, name) for name in names}
     missing = [name for name, value in values.items() if value is None]
@@ -116,7 +116,7 @@ def require(environ: Mapping[str, str], launcher: str, *names: str) -> list[int]
 
 
 def port_of_job(job: str) -> int:
-    """One port for all processes of a job, which other jobs are unlikely to share: from the job's name."""
+    """A port that all processes of ``job`` compute alike, and that other jobs rarely have."""
     number = int(job) if job.isdecimal() and len(job) <= 10 else zlib.crc32(job.encode())
     return 15000 + number % 10000
 
@@ -125,58 +125,65 @@ def numbered(
     environ: Mapping[str, str],
     launcher: str,
     command: str,
-    names: Sequence[str],
+    names: Mapping[str, str],
     *,
     job: str,
     first_host: str | None,
 ) -> Environment:
-    """The environment of a launcher that numbers its processes, and gives them no address.
+    """The environment of a launcher that numbers its processes, and tells them no address.
 
     Args:
         environ: all variables.
         launcher: its name.
         command: what starts the processes, for errors.
-        names: the variables of rank and world size, and those of local rank and local size if there are any.
-        job: what tells its jobs apart.
-        first_host: where rank 0 runs, if not here; None if nothing says it.
+        names: attributes of :class:`Environment`, each with the variable that holds its number:
+            ``{"rank": "FLUX_TASK_RANK", "world_size": "FLUX_JOB_SIZE", "local_rank": "FLUX_TASK_LOCAL_ID"}``.
+            ``rank`` and ``world_size`` must be there.
+        job: the name of the job, from which the port follows.
+        first_host: the host of rank 0; None if no variable says it.
 
     Raises:
-        EnvironmentVariablesError: one of ``names`` is missing, or they contradict each other.
+        EnvironmentVariablesError: one of the variables is missing, or they contradict each other.
     """
-    rank, world_size, *on_node = require(environ, command, *names)
-    local_rank, nproc_per_node = on_node or (None, None)
+    numbers: dict[str, Any] = dict(zip(names, require(environ, command, *names.values()), strict=True))
     found = Environment(
         launcher=launcher,
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        nproc_per_node=nproc_per_node,
+        **numbers,
         main_address=environ.get("MASTER_ADDR") or None,
         main_port=read_port(environ, "MASTER_PORT") or port_of_job(job),
-        reason=f"{names[0]} and {names[1]} are set",
+        reason=f"{names['rank']} and {names['world_size']} are set",
     )
     return located(found, first_host)
 
 
 def located(found: Environment, first_host: str | None) -> Environment:
-    """``found`` with what follows from its sizes, and with the address of rank 0's node.
+    """``found`` with the address of rank 0's node, and with the sizes that follow from the others.
 
-    That is ``first_host`` where the processes are on several nodes, None if nothing says it.
+    All processes are on this node if ``nnodes`` is 1 or ``nproc_per_node`` is the world size.
+
+    Args:
+        found: what the launcher says.
+        first_host: the host of rank 0 in a job of several nodes; None if no variable says it.
 
     Raises:
         EnvironmentVariablesError: ``found`` contradicts itself.
     """
-    if found.nproc_per_node == found.world_size:
-        found = found._replace(nnodes=1, node_rank=0)
+    if found.nnodes == 1 and found.nproc_per_node is None:
+        found = found._replace(nproc_per_node=found.world_size)
+    if found.nnodes is None and found.nproc_per_node == found.world_size:
+        found = found._replace(nnodes=1)
+    if found.nnodes == 1:
         first_host = LOOPBACK
+        if found.node_rank is None:
+            found = found._replace(node_rank=0)
     return require_range(found._replace(main_address=found.main_address or first_host))
 
 
 def require_range(environment: Environment) -> Environment:
-    """``environment``, if its sizes are at least 1 and its ranks lie within them.
+    """``environment`` itself, if every size is at least 1 and every rank is smaller than its size.
 
     Raises:
-        EnvironmentVariablesError: they are not, or do not.
+        EnvironmentVariablesError: a size or a rank is out of range.
     """
     at, size = environment, environment.world_size
     ranks = (
@@ -197,7 +204,7 @@ def require_range(environment: Environment) -> Environment:
         if part is not None and not 1 <= part <= size
     ]
     if at.nproc_per_node is not None and at.nnodes is not None:
-        num_elsewhere = size - at.nproc_per_node  # at least one on each other node, none if there is no other
+        num_elsewhere = size - at.nproc_per_node  # each other node has at least one process
         if num_elsewhere < at.nnodes - 1 or (at.nnodes == 1 and num_elsewhere > 0):
             wrong.append(" and ".join(f"{name} {part}" for name, part in sizes) + f" with world size {size}")
     if wrong:

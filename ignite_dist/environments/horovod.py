@@ -1,7 +1,7 @@
 """``horovodrun``.
 
-https://horovod.readthedocs.io/en/stable/running_include.html; the names are those of Horovod's own source,
-horovod/runner/gloo_run.py.
+https://horovod.readthedocs.io/en/stable/running_include.html. The names of the variables are in Horovod's
+source, horovod/runner/gloo_run.py.
 """
 
 from __future__ import annotations
@@ -10,18 +10,38 @@ from collections.abc import Mapping
 
 from ignite_dist.environments.base import Environment, numbered
 
-__all__ = ["detect"]
+__all__ = ["LAUNCHER", "VARIABLES", "detect"]
+
+LAUNCHER = "Horovod"
+VARIABLES = (
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "HOROVOD_GLOO_*",
+    "HOROVOD_CROSS_*",
+    "HOROVOD_HOSTNAME",
+    "HOROVOD_CONTROLLER",
+    "HOROVOD_CPU_OPERATIONS",
+)
 
 
 def detect(environ: Mapping[str, str]) -> Environment | None:
     """The environment of a process that ``horovodrun`` started.
 
     Raises:
-        EnvironmentVariablesError: a variable that it sets is missing, or holds something else.
+        EnvironmentVariablesError: a variable of horovodrun is missing or not a number, or the variables
+            contradict each other.
     """
     if not environ.get("HOROVOD_RANK") and not environ.get("HOROVOD_SIZE"):
         return None
-    # HOROVOD_CROSS_SIZE counts the nodes that have this local rank, so where nodes differ it is not all.
-    names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
+    # Not nnodes: HOROVOD_CROSS_SIZE counts the nodes that have this local rank. Not every node may have it.
+    names = {
+        "rank": "HOROVOD_RANK",
+        "world_size": "HOROVOD_SIZE",
+        "local_rank": "HOROVOD_LOCAL_RANK",
+        "nproc_per_node": "HOROVOD_LOCAL_SIZE",
+    }
     job = environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
-    return numbered(environ, "Horovod", "horovodrun", names, job=job, first_host=None)
+    return numbered(environ, LAUNCHER, "horovodrun", names, job=job, first_host=None)

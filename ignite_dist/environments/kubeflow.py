@@ -1,7 +1,8 @@
-"""Kubeflow: a pod of a PyTorchJob or of a TrainJob, which started the script without torchrun.
+"""Kubeflow: a pod of a PyTorchJob or of a TrainJob that started the script without torchrun.
 
-The first sets RANK and WORLD_SIZE by pod; both set what torchrun takes for its arguments (PET_...):
-https://www.kubeflow.org/docs/components/trainer/ and, for PyTorchJob, https://github.com/kubeflow/trainer/tree/v1.9.0.
+A PyTorchJob sets RANK and WORLD_SIZE, which count pods. Both kinds of job set the variables from which
+torchrun takes its arguments (PET_...): https://www.kubeflow.org/docs/components/trainer/ and, for PyTorchJob,
+https://github.com/kubeflow/trainer/tree/v1.9.0.
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ from collections.abc import Mapping
 from ignite_dist.environments.base import LOOPBACK, Environment, read_int, read_port, require_range
 from ignite_dist.errors import EnvironmentVariablesError
 
-__all__ = ["detect"]
+__all__ = ["LAUNCHER", "VARIABLES", "detect"]
+
+LAUNCHER = "Kubeflow"
+VARIABLES = (
+    "PET_NODE_RANK",
+    "PET_NNODES",
+    "PET_NPROC_PER_NODE",
+    "PET_MASTER_ADDR",
+    "PET_MASTER_PORT",
+    "PET_*",
+)
 
 _DEFAULT_PORT = 29500  # torchrun's
 
@@ -20,26 +31,27 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     """The environment of a pod that runs one process.
 
     Raises:
-        EnvironmentVariablesError: a pod is to run several, or they are to come and go: torchrun's to start.
+        EnvironmentVariablesError: the pod is meant to run several processes, or the number of nodes may
+            change. Only torchrun can start such a job.
     """
     if not environ.get("PET_NODE_RANK") or not environ.get("PET_NNODES"):
         return None
     node_rank = read_int(environ, "PET_NODE_RANK") or 0
     nproc_per_node, nnodes = environ.get("PET_NPROC_PER_NODE") or "1", environ["PET_NNODES"]
-    by_pod = bool(environ.get("RANK") and environ.get("WORLD_SIZE"))
-    # "auto" is as many as the pod has devices: with a rank by pod it may as well be one process.
-    one_process = nproc_per_node == "1" or (by_pod and not nproc_per_node.isdecimal())
+    has_rank = bool(environ.get("RANK") and environ.get("WORLD_SIZE"))
+    # "auto" means one process per device. With RANK set, the pod may still run a single process.
+    one_process = nproc_per_node == "1" or (has_rank and not nproc_per_node.isdecimal())
     if not one_process or ":" in nnodes:
         raise EnvironmentVariablesError(
             f"Kubeflow set PET_NNODES={nnodes} and PET_NPROC_PER_NODE={nproc_per_node}, which are for "
             "torchrun. This script was started without it: start it with `torchrun script.py`."
         )
-    rank = read_int(environ, "RANK") if by_pod else node_rank
-    world_size = read_int(environ, "WORLD_SIZE" if by_pod else "PET_NNODES")
+    rank = read_int(environ, "RANK") if has_rank else node_rank
+    world_size = read_int(environ, "WORLD_SIZE" if has_rank else "PET_NNODES")
     assert rank is not None and world_size is not None
     return require_range(
         Environment(
-            launcher="Kubeflow",
+            launcher=LAUNCHER,
             rank=rank,
             world_size=world_size,
             local_rank=0,

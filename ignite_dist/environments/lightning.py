@@ -1,4 +1,4 @@
-"""Lightning's own launcher, which gives each process its local rank and leaves the rest to Lightning.
+"""Lightning's own launcher. It gives each process a local rank; Lightning itself computes the rank.
 
 https://lightning.ai/docs/fabric/stable/guide/multi_node/barebones.html
 """
@@ -9,19 +9,22 @@ from collections.abc import Mapping
 
 from ignite_dist.environments.base import LOOPBACK, Environment, read_int, read_port, require, require_range
 
-__all__ = ["detect"]
+__all__ = ["LAUNCHER", "VARIABLES", "detect"]
+
+LAUNCHER = "Lightning"
+VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LT_*")
 
 
 def detect(environ: Mapping[str, str]) -> Environment | None:
-    """The environment of a process of the first node; those of others do not know their rank from it."""
+    """The environment of a process of node 0. On other nodes the variables do not determine the rank."""
     if environ.get("RANK") or not (environ.get("LOCAL_RANK") and environ.get("WORLD_SIZE")):
         return None
     if read_int(environ, "NODE_RANK") != 0:
         return None
-    local_rank, world_size = require(environ, "Lightning", "LOCAL_RANK", "WORLD_SIZE")
+    local_rank, world_size = require(environ, LAUNCHER, "LOCAL_RANK", "WORLD_SIZE")
     return require_range(
         Environment(
-            launcher="Lightning",
+            launcher=LAUNCHER,
             rank=local_rank,
             world_size=world_size,
             local_rank=local_rank,

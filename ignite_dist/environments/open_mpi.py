@@ -11,27 +11,45 @@ from ignite_dist.environments import slurm
 from ignite_dist.environments.base import Environment, numbered
 from ignite_dist.errors import EnvironmentVariablesError
 
-__all__ = ["detect", "without_size"]
+__all__ = ["LAUNCHER", "VARIABLES", "detect", "missing_size_error"]
+
+LAUNCHER = "Open MPI"
+VARIABLES = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "OMPI_COMM_WORLD_NODE_RANK",
+    "OMPI_UNIVERSE_SIZE",
+    "PMIX_NAMESPACE",
+    "PMIX_RANK",
+    "OMPI_*",
+    "PMIX_*",
+)
 
 
 def detect(environ: Mapping[str, str]) -> Environment | None:
     """The environment of a process that Open MPI's ``mpirun`` started.
 
     Raises:
-        EnvironmentVariablesError: a variable that it sets is missing, or holds something else.
+        EnvironmentVariablesError: a variable of mpirun is missing or not a number, or the variables
+            contradict each other.
     """
     if not environ.get("OMPI_COMM_WORLD_RANK") and not environ.get("OMPI_COMM_WORLD_SIZE"):
         return None
-    # OMPI_COMM_WORLD_NODE_RANK is a rank on the node among the processes of all jobs, not the node's.
-    names = [f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    # Not node_rank: OMPI_COMM_WORLD_NODE_RANK numbers the processes of all jobs on this node.
+    names = {
+        "rank": "OMPI_COMM_WORLD_RANK",
+        "world_size": "OMPI_COMM_WORLD_SIZE",
+        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
+        "nproc_per_node": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    }
     job, first_host = environ.get("PMIX_NAMESPACE", ""), slurm.first_host_of_job(environ)
-    return numbered(environ, "Open MPI", "Open MPI's mpirun", names, job=job, first_host=first_host)
+    return numbered(environ, LAUNCHER, "Open MPI's mpirun", names, job=job, first_host=first_host)
 
 
-def without_size(environ: Mapping[str, str]) -> EnvironmentVariablesError | None:
-    """The error of a process that some launcher started by PMIx, whose variables do not say how many."""
-    if not environ.get("PMIX_RANK"):
-        return None
+def missing_size_error(environ: Mapping[str, str]) -> EnvironmentVariablesError:
+    """The error for a process that has ``PMIX_RANK``, and no variable with the number of processes."""
     return EnvironmentVariablesError(
         f"PMIX_RANK={environ['PMIX_RANK']} is set, so a launcher has started several processes, but no "
         "variable says how many. Set RANK and WORLD_SIZE (and LOCAL_RANK, MASTER_ADDR, MASTER_PORT) for "

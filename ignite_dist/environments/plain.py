@@ -1,7 +1,8 @@
-"""``RANK`` and ``WORLD_SIZE``, set by hand or by a launcher that is not known here.
+"""``RANK`` and ``WORLD_SIZE``, set by hand or by a launcher without a file of its own.
 
-torchrun's names (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables), which others
-have taken over; ``NODE_RANK`` is Azure ML's and Lightning's.
+Other launchers have adopted torchrun's names:
+https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. ``NODE_RANK`` comes from
+Azure ML and Lightning.
 """
 
 from __future__ import annotations
@@ -11,11 +12,23 @@ from collections.abc import Mapping
 from ignite_dist.environments.base import LOOPBACK, Environment, read_int, read_port, require_range
 from ignite_dist.errors import EnvironmentVariablesError
 
-__all__ = ["LAUNCHER", "detect", "half_set", "read"]
+__all__ = ["LAUNCHER", "VARIABLES", "detect", "half_set_error", "read"]
 
 LAUNCHER = "RANK and WORLD_SIZE"
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MASTER_*",
+)
 
-# What pytorch-ignite falls back to, for a launcher that gives ranks but no address.
+# pytorch-ignite's default, for a launcher that sets ranks but no address.
 _DEFAULT_PORT = 15000
 
 
@@ -27,14 +40,19 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
 
 
 def read(environ: Mapping[str, str], launcher: str, reason: str) -> Environment:
-    """What the variables say that ``launcher``, like torchrun, has set; ``reason`` is why it is that one.
+    """The environment of a ``launcher`` that sets torchrun's variables.
+
+    Args:
+        environ: all variables.
+        launcher: its name.
+        reason: the variables by which it was found.
 
     Raises:
         EnvironmentVariablesError: ``RANK`` or ``WORLD_SIZE`` is missing, or they contradict each other.
     """
     rank, world_size = read_int(environ, "RANK"), read_int(environ, "WORLD_SIZE")
     if rank is None or world_size is None:
-        raise half_set(environ, reason)
+        raise half_set_error(environ, reason)
     local_rank, node_rank = read_int(environ, "LOCAL_RANK"), read_int(environ, "GROUP_RANK")
     return require_range(
         Environment(
@@ -52,8 +70,8 @@ def read(environ: Mapping[str, str], launcher: str, reason: str) -> Environment:
     )
 
 
-def half_set(environ: Mapping[str, str], reason: str = "") -> EnvironmentVariablesError:
-    """The error of an environment that has only one of ``RANK`` and ``WORLD_SIZE``."""
+def half_set_error(environ: Mapping[str, str], reason: str = "") -> EnvironmentVariablesError:
+    """The error for an environment with only one of ``RANK`` and ``WORLD_SIZE``."""
     state = ", ".join(f"{name}={environ.get(name)!r}" for name in ("RANK", "WORLD_SIZE"))
     return EnvironmentVariablesError(
         f"Half-set environment variables: {state}{f' ({reason})' if reason else ''}. Set RANK and WORLD_SIZE "

@@ -1,7 +1,7 @@
 """Slurm's ``srun``.
 
-The names are those of https://slurm.schedmd.com/srun.html (OUTPUT ENVIRONMENT VARIABLES). ``srun`` sets
-those of its step beside those of the job, which may be larger; ``sbatch`` and ``salloc`` the latter alone.
+The names of the variables: https://slurm.schedmd.com/srun.html (OUTPUT ENVIRONMENT VARIABLES). A job consists
+of steps. ``srun`` sets the variables of its step and of the job; ``sbatch`` and ``salloc`` set the job's.
 """
 
 from __future__ import annotations
@@ -20,21 +20,43 @@ from ignite_dist.environments.base import (
 )
 from ignite_dist.errors import EnvironmentVariablesError
 
-__all__ = ["detect", "first_host", "first_host_of_job"]
+__all__ = ["LAUNCHER", "VARIABLES", "detect", "first_host", "first_host_of_job"]
 
-# A host, with brackets that stand for several. Nothing has to follow it, so it is found in linear time.
+LAUNCHER = "Slurm"
+VARIABLES = (
+    "SLURM_JOB_ID",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_STEP_NODELIST",
+    "SLURM_JOB_NODELIST",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_*",
+    "SLURMD_*",
+)
+
+# A host, or several hosts with numbers in brackets. The pattern matches in linear time: nothing follows it.
 _HOSTS = re.compile(r"(?:[^\s,\[\]]+|\[[0-9][0-9,-]*\])+")
 _BRACKET = re.compile(r"\[([0-9]+)[^\]]*\]")
-# "2(x3)": two tasks on each of the next three nodes.
+# "2(x3)" means two tasks on each of the next three nodes.
 _TASKS = re.compile(r"([0-9]{1,10})(?:\(x([0-9]{1,10})\))?")
 
 
 def detect(environ: Mapping[str, str]) -> Environment | None:
-    """The environment of a task that ``srun`` started; a step's variables go before the job's.
+    """The environment of a task that ``srun`` started, from the variables of its step.
 
     Raises:
-        EnvironmentVariablesError: the job has several tasks, and this is none of them; a variable that srun
-            sets is missing, or holds something else.
+        EnvironmentVariablesError: the job has several tasks, but this process is not one of them; or a
+            variable of srun is missing or not a number, or they contradict each other.
     """
     if not environ.get("SLURM_JOB_ID"):
         return None
@@ -46,7 +68,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     address = environ.get("MASTER_ADDR")
     return require_range(
         Environment(
-            launcher="Slurm",
+            launcher=LAUNCHER,
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
@@ -62,18 +84,19 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
 
 
 def _outside_of_steps(environ: Mapping[str, str]) -> Environment:
-    """The environment of the shell of ``sbatch`` or ``salloc``: alone, if that is all that was asked for."""
+    """The environment of a process that ``sbatch`` or ``salloc`` started, in a job of one task."""
     num_tasks = read_int(environ, "SLURM_NTASKS") or 1
     if num_tasks > 1:
         raise EnvironmentVariablesError(
             f"This Slurm job has SLURM_NTASKS={num_tasks} tasks, but this process is none of them: "
             "SLURM_STEP_NUM_TASKS is not set. Start the script with srun, or unset SLURM_JOB_ID to run alone."
         )
-    alone = Environment("Slurm", rank=0, world_size=1, local_rank=0, nproc_per_node=1)
+    alone = Environment(LAUNCHER, rank=0, world_size=1, local_rank=0, nproc_per_node=1)
     return located(alone._replace(reason="SLURM_JOB_ID is set, and SLURM_NTASKS is not above 1"), None)
 
 
 def _tasks_on_node(environ: Mapping[str, str], node_rank: int | None, world_size: int) -> int | None:
+    """The number of tasks on the node ``node_rank``; None if the variables do not say it."""
     tasks_per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if not tasks_per_node or node_rank is None:
         return None
@@ -99,7 +122,7 @@ def _tasks_on_node(environ: Mapping[str, str], node_rank: int | None, world_size
 
 
 def _binds_devices(environ: Mapping[str, str]) -> bool:
-    """With a number of GPUs for each task (or of tasks for each GPU) Slurm shows a task its own alone."""
+    """True if Slurm shows each task only its own GPUs: the job has GPUs per task, or tasks per GPU."""
     by_task = ("SLURM_NTASKS_PER_GPU", "SLURM_GPUS_PER_TASK")
     return any(environ.get(name) for name in by_task) or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
 
@@ -109,7 +132,7 @@ def _job_nodes(environ: Mapping[str, str]) -> str:
 
 
 def first_host_of_job(environ: Mapping[str, str]) -> str | None:
-    """The first node of the Slurm job in which another launcher runs; None if there is no such job."""
+    """The first node of the Slurm job in which another launcher runs; None outside of Slurm jobs."""
     nodes = _job_nodes(environ)
     return first_host(nodes) if nodes else None
 
@@ -118,7 +141,7 @@ def first_host(nodes: str) -> str:
     """The first host of a Slurm list: ``"gpu[03-05,9],login"`` -> ``"gpu03"``.
 
     Raises:
-        EnvironmentVariablesError: there is none.
+        EnvironmentVariablesError: ``nodes`` is not such a list.
     """
     hosts = _HOSTS.match(nodes := nodes.strip())
     if hosts is None or nodes[hosts.end() :].lstrip()[:1] not in ("", ","):

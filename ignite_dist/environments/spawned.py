@@ -1,4 +1,4 @@
-"""``idist.spawn``: its workers have torchrun's variables, and a mark."""
+"""``idist.spawn``: its workers have torchrun's variables, and one that names ``spawn``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Mapping
 from ignite_dist.environments import plain
 from ignite_dist.environments.base import Environment
 
-__all__ = ["LAUNCHER", "detect", "mark"]
-
-LAUNCHER = "idist.spawn"
+__all__ = ["LAUNCHER", "VARIABLES", "detect", "mark"]
 
 _MARK = "IGNITE_DIST_SPAWNED"
 
+LAUNCHER = "idist.spawn"
+VARIABLES = (_MARK,)
+
 
 def mark(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that tells workers with the variables ``environ`` that ``spawn`` has started them.
+    """The variable by which workers with the variables ``environ`` know that ``spawn`` has started them.
 
-    It names their rendezvous: what a worker starts in its turn, with another launcher, has another one.
+    Its value names their rendezvous. A process that a worker starts with another launcher inherits the
+    variable, but has another rendezvous.
     """
     return {_MARK: _rendezvous(environ)}
 

@@ -1,7 +1,7 @@
 """A TPU pod: one process on each of its hosts, started by hand or by GKE.
 
-https://docs.cloud.google.com/kubernetes-engine/docs/concepts/tpus. Ranks of XLA's own are a chip each; they
-come from its runtime, not from here.
+https://docs.cloud.google.com/kubernetes-engine/docs/concepts/tpus. The XLA backend has other ranks: XLA's
+runtime gives each chip a rank.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from collections.abc import Mapping
 
 from ignite_dist.environments.base import Environment, read_port, require, require_range
 
-__all__ = ["LAUNCHER", "detect"]
+__all__ = ["LAUNCHER", "VARIABLES", "detect"]
 
 LAUNCHER = "TPU pod"
+VARIABLES = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
 
 _DEFAULT_PORT = 15000
 
 
 def detect(environ: Mapping[str, str]) -> Environment | None:
-    """The environment of a host's process, if there are several hosts."""
+    """The environment of the process of one host; None if there is only one host."""
     hosts = [host.strip() for host in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host.strip()]
     if len(hosts) < 2:
         return None

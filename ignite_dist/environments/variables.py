@@ -1,4 +1,4 @@
-"""The environment variables that this package sets, so that it can give back just those."""
+"""The environment variables that this package sets in its own process, and how it removes them again."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 __all__ = ["give_back", "given", "set_missing"]
 
-# What was set, and whether the variable was there before, empty.
+# Each variable that was set: its value, and whether it existed before with an empty value.
 _set: dict[str, tuple[str, bool]] = {}
 
 
 def set_missing(wanted: Mapping[str, object]) -> None:
-    """Set the variables in ``wanted`` that are missing or empty; None is not a value."""
+    """Set each variable in ``wanted`` that is missing or empty. A value of None sets nothing."""
     for name, value in wanted.items():
         if value is not None and not os.environ.get(name):
             _set[name] = (str(value), name in os.environ)
@@ -20,7 +20,7 @@ def set_missing(wanted: Mapping[str, object]) -> None:
 
 
 def give_back() -> None:
-    """Take back what was set, but for what somebody has changed since."""
+    """Undo :func:`set_missing`, except for variables whose value has changed since."""
     for name, (value, was_empty) in _set.items():
         if os.environ.get(name) == value:
             if was_empty:
@@ -31,6 +31,6 @@ def give_back() -> None:
 
 
 def given() -> dict[str, str]:
-    """The environment as it was given to this process: without what was set here."""
+    """The environment of this process without the variables that :func:`set_missing` has set."""
     ours = {name: value for name, (value, _) in _set.items()}
     return {name: value for name, value in os.environ.items() if ours.get(name) != value}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.text import Text
 
 import ignite_dist as idist
-from ignite_dist import devices, environments
+from ignite_dist import _torch, devices, environments
 from ignite_dist.cli import interfaces
 from ignite_dist.cli.output import Output, facts
 from ignite_dist.comp_models import registered_computation_models
@@ -42,6 +42,7 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     interface, reason = interfaces.choice_of_gloo(environ, known, environment.get("main_address"))
     return {
         "versions": _versions(),
+        "private_names": _private_names(),
         "backends": _backends(),
         "devices": _devices(),
         "environment": environment,
@@ -64,6 +65,12 @@ def _versions() -> dict[str, str | None]:
     if dist.is_nccl_available():
         found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return found
+
+
+def _private_names() -> dict[str, Any]:
+    """Whether the installed torch has what the package uses of it without a promise."""
+    missing = {one.name: one.fallback for one in _torch.check()}
+    return {"known": len(_torch.PRIVATE_NAMES), "missing": missing}
 
 
 def _backends() -> dict[str, dict[str, Any]]:
@@ -121,7 +128,8 @@ def show_env(output: Output) -> None:
         return
     tables = {
         "Versions": {
-            name: value or Text("not installed", "dim") for name, value in _without_absent(found).items()
+            **{name: value or Text("not installed", "dim") for name, value in _without_absent(found).items()},
+            "private names of torch": _private_names_line(found["private_names"]),
         },
         "Backends": {name: _backend_line(one) for name, one in found["backends"].items()},
         "Devices": {name: _device_line(name, value) for name, value in found["devices"].items()},
@@ -135,6 +143,14 @@ def show_env(output: Output) -> None:
 
 def _without_absent(found: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found["versions"].items() if value or name in _LIBRARIES}
+
+
+def _private_names_line(found: Mapping[str, Any]) -> str | Text:
+    missing = found["missing"]
+    if not missing:
+        return f"all {found['known']} found"
+    told = "; ".join(f"{name} (instead: {fallback})" for name, fallback in missing.items())
+    return Text(f"{len(missing)} of {found['known']} missing: {told}", "yellow")
 
 
 def _backend_line(one: Mapping[str, Any]) -> Text:

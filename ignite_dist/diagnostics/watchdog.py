@@ -25,6 +25,7 @@ from weakref import WeakSet
 
 from torch.distributed import DistError, Store
 
+from ignite_dist import _torch
 from ignite_dist.arguments import check_timeout
 from ignite_dist.call_sites import is_library, site_of, users_frame
 from ignite_dist.comp_models import ComputationModel
@@ -410,7 +411,7 @@ _WAITING_MODULES = frozenset(
     {
         "horovod.torch.mpi_ops",
         "torch.autograd.graph",
-        "torch.distributed._functional_collectives",
+        _torch.FUNCTIONAL_COLLECTIVES,
         "torch.distributed.distributed_c10d",
         "torch.nn.parallel.distributed",
     }

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from datetime import timedelta
 from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ __all__ = [
     "register_builtin_hook",
     "run_after_backward",
     "run_without_compiler",
+    "save",
     "sequence_number",
     "step_hooks",
     "step_pre_hooks",
@@ -155,6 +156,13 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch_xla leaves the base of a view as it was. No public function says what a view is.",
         _OLD,
         "none: all_reduce of XLA tensors raises AttributeError",
+    ),
+    PrivateName(
+        "torch.save._use_new_zipfile_serialization",
+        "A zip archive, the default of torch.save(), takes 1,260 bytes for a small object and the older format 150: "
+        "only the latter fits the header of a message.",
+        _OLD,
+        "none: objects sent as safe ones raise TypeError",
     ),
     PrivateName(
         "torch.nn.modules.batchnorm._BatchNorm",
@@ -270,7 +278,7 @@ def _is_found(name: str) -> bool:
 
 
 def _names_in_code_of(owner: Any) -> Iterator[str]:
-    """The names and strings in the code of a function, or of the methods of a class."""
+    """The parameters, and the names and strings in the code of a function, or of the methods of a class."""
     for member in vars(owner).values() if isinstance(owner, type) else (owner,):
         function = getattr(member, "__func__", member)  # of a class method
         while hasattr(function, "__wrapped__"):
@@ -280,6 +288,7 @@ def _names_in_code_of(owner: Any) -> Iterator[str]:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str):
@@ -403,6 +412,11 @@ def storage_base(tensor: Tensor) -> Tensor | None:
 def is_view(tensor: Tensor) -> bool:
     """True if ``tensor`` is a view of another one."""
     return tensor._is_view()
+
+
+def save(value: Any, file: IO[bytes], pickle_module: Any, protocol: int, *, as_zip: bool) -> None:
+    """As ``torch.save``, in its default format, a zip archive, or in its older and shorter one."""
+    torch.save(value, file, pickle_module, protocol, _use_new_zipfile_serialization=as_zip)
 
 
 def run_after_backward(function: Callable[[], None]) -> None:

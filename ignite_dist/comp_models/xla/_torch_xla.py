@@ -30,17 +30,17 @@ __all__ = [
 ]
 
 _LAST = "2.9"  # the last release, and the only one that the package supports
-_XLAC = "torch_xla._XLAC"
+_IN_C = "torch_xla._XLAC"
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
-        f"{_XLAC}._xla_runtime_is_initialized",
+        f"{_IN_C}._xla_runtime_is_initialized",
         "No public function looks at the runtime without initializing it.",
         _LAST,
         "none: every look for a context raises AttributeError once torch_xla is imported",
     ),
     PrivateName(
-        f"{_XLAC}._xla_set_default_device",
+        f"{_IN_C}._xla_set_default_device",
         "No public function says which device a thread has, and with it which replica it is.",
         _LAST,
         "none: spawn and loaders raise AttributeError",
@@ -52,13 +52,13 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "none: spawn and loaders raise AttributeError",
     ),
     PrivateName(
-        f"{_XLAC}._xla_sync_multi",
+        f"{_IN_C}._xla_sync_multi",
         "xm.unlazy() waits for the result as well, and here other replicas wait for the lock meanwhile.",
         _LAST,
         "none: collectives of several replicas in a process raise AttributeError",
     ),
     PrivateName(
-        f"{_XLAC}._set_all_reduce_token",
+        f"{_IN_C}._set_all_reduce_token",
         "Each collective depends on the one before. No public function ends that.",
         _LAST,
         "none: collectives of several replicas in a process raise AttributeError",

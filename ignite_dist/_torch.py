@@ -159,8 +159,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "torch.save._use_new_zipfile_serialization",
-        "A zip archive, the default of torch.save(), takes 1,260 bytes for a small object and the older format 150: "
-        "only the latter fits the header of a message.",
+        "A zip archive, the default of torch.save(), takes 1,260 bytes for a small object, and the older "
+        "format 150. Only the latter fits the header of a message.",
         _OLD,
         "none: objects sent as safe ones raise TypeError",
     ),

@@ -149,7 +149,7 @@ def _private_names_line(found: Mapping[str, Any]) -> str | Text:
     missing = found["missing"]
     if not missing:
         return f"all {found['known']} found"
-    told = "; ".join(f"{name} (instead: {fallback})" for name, fallback in missing.items())
+    told = "; ".join(f"{name} (fallback: {fallback})" for name, fallback in missing.items())
     return Text(f"{len(missing)} of {found['known']} missing: {told}", "yellow")
 
 

@@ -77,7 +77,7 @@ def check() -> list[PrivateName]:
 
 
 init_mark_of: Callable[[Any], object] = attrgetter("_handle_map")
-"""The object of ``hvd.mpi_ops`` that each ``hvd.init()`` replaces. (Not a Python function, for get_rank().)"""
+"""The object of ``hvd.mpi_ops`` that each ``hvd.init()`` replaces. (In C: get_rank() asks for it.)"""
 
 
 def native_process_set_ranks(mpi_ops: Any) -> Callable[..., int]:

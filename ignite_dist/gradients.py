@@ -13,6 +13,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ignite_dist._torch import version_of
+
 __all__ = [
     "accumulation_node",
     "add_gradients",
@@ -100,7 +102,7 @@ _MARK = "_ignite_dist_averaged"
 
 def mark_averaged(optimizer: Optimizer) -> None:
     """Note that the gradients, as they are now, are averaged. A change of any of them takes the mark away."""
-    optimizer.__dict__[_MARK] = [(gradient, gradient._version) for gradient in _gradients(optimizer)]
+    optimizer.__dict__[_MARK] = [(gradient, version_of(gradient)) for gradient in _gradients(optimizer)]
 
 
 def take_mark(optimizer: Optimizer) -> bool:
@@ -110,7 +112,7 @@ def take_mark(optimizer: Optimizer) -> bool:
         return False
     gradients = _gradients(optimizer)
     return len(gradients) == len(marked) and all(
-        gradient is known and gradient._version == version
+        gradient is known and version_of(gradient) == version
         for gradient, (known, version) in zip(gradients, marked, strict=True)
     )
 

@@ -7,7 +7,7 @@ break, and runs as without a compiler.
 
 All of it are marks on functions, which cost a call without a compiler nothing. torch's public functions that
 set them (``torch.compiler.disable``, ``assume_constant_result`` and ``substitute_in_graph``) import the
-tracer, which takes half a second, so the marks are set here.
+tracer, which takes half a second, so the marks are set by :mod:`ignite_dist._torch`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 from types import FunctionType
 from typing import Any, TypeVar
 
-from torch._C._dynamo import eval_frame
+from ignite_dist import _torch
 
 __all__ = [
     "eager_functions",
@@ -35,16 +35,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 eager_functions: dict[str, Callable[..., Any]] = {}
 """Those that are :func:`traced_as` another, by name."""
 
-_SKIP = eval_frame._FrameAction.SKIP
-# Neither the frame nor what it calls: between two graphs the tracer looks at each frame by itself.
-_SKIP_ALL = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
-
 
 def untraced(function: _Function) -> _Function:
     """Decorator: in a compiled function a call is a graph break, and runs as without a compiler."""
     _runs_alone(function)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "ignite_dist runs it outside of the graph"  # type: ignore[attr-defined]
+    _torch.mark_as_untraced(function, "ignite_dist runs it outside of the graph")
     return function
 
 
@@ -53,7 +48,7 @@ def _runs_alone(function: _Function) -> _Function:
     inner: Any = function
     while inner is not None:  # what contextmanager and wraps have put around it, too
         if isinstance(inner, FunctionType):
-            eval_frame.set_code_exec_strategy(inner.__code__, _SKIP_ALL)
+            _torch.run_without_compiler(inner.__code__)
         inner = getattr(inner, "__wrapped__", None)
     return function
 
@@ -64,7 +59,7 @@ def traced_as(replacement: Callable[..., Any]) -> Callable[[_Function], _Functio
     def mark(function: _Function) -> _Function:
         _runs_alone(function)
         eager_functions[function.__name__] = function
-        function._torchdynamo_inline = replacement  # type: ignore[attr-defined]
+        _torch.mark_replacement(function, replacement)
         return function
 
     return mark
@@ -72,7 +67,7 @@ def traced_as(replacement: Callable[..., Any]) -> Callable[[_Function], _Functio
 
 def resolved_while_tracing(function: _Function) -> _Function:
     """Decorator: the tracer calls it, and takes its result for a constant. Guards are the caller's task."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _torch.mark_as_constant(function)
     return function
 
 
@@ -83,14 +78,15 @@ def traced(function: _Function) -> _Function:
     return function
 
 
-_MARKS = {"_torchdynamo_disable", "_torchdynamo_inline", "_dynamo_marked_constant", "_ignite_dist_traced"}
+def _has_mark(function: FunctionType) -> bool:
+    return _torch.has_mark_of_compiler(function) or hasattr(function, "_ignite_dist_traced")
 
 
 def untrace_class(one: type, traced_methods: Collection[str] = ()) -> None:
     """All methods of a class that bear no mark are :func:`untraced`; those of these names, :func:`traced`."""
     for name, member in vars(one).items():
         method = getattr(member, "__func__", member)  # of a class method
-        if isinstance(method, FunctionType) and not _MARKS & vars(method).keys():
+        if isinstance(method, FunctionType) and not _has_mark(method):
             (traced if name in traced_methods else untraced)(method)
 
 
@@ -103,7 +99,7 @@ def untrace_package(package: str) -> None:
                 continue
             if isinstance(member, type):
                 untrace_class(member)
-            elif isinstance(member, FunctionType) and not _MARKS & vars(member).keys():
+            elif isinstance(member, FunctionType) and not _has_mark(member):
                 untraced(member)
 
 

@@ -79,6 +79,7 @@ def test_env_shows_what_there_is(capfd: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in output  # colours are for terminals
     for text in ("Versions", "ignite_dist", "gloo", "works (native-dist)", "127.0.0.1", "launcher", "none"):
         assert text in output
+    assert re.search(r"private names of torch +all \d+ found", output)
 
 
 def test_env_as_json_says_why_backends_do_not_work(capfd: pytest.CaptureFixture[str]) -> None:
@@ -91,6 +92,7 @@ def test_env_as_json_says_why_backends_do_not_work(capfd: pytest.CaptureFixture[
     for name in ("nccl", "mpi", "horovod", "xla-tpu"):
         assert found["backends"][name]["works"] or len(found["backends"][name]["reason"]) > 20
     assert "127.0.0.1" in [address for own in found["interfaces"].values() for address in own]
+    assert found["private_names"]["missing"] == {}
     assert found["environment"]["launcher"] == "none"
     assert found["variables"].keys().isdisjoint({"PATH", "HOME"})
 

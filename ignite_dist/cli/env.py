@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ignite_dist as idist
-from ignite_dist import devices, environments
+from ignite_dist import _torch, devices, environments
 from ignite_dist.cli import interfaces
 from ignite_dist.cli.output import Output
 from ignite_dist.cli.tables import Text, facts
@@ -41,6 +41,7 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     shown = [name for name in sorted(environ) if name in of_launchers or _OF_BACKENDS.fullmatch(name)]
     return {
         "versions": _versions(),
+        "private_names": _private_names(),
         "backends": _backends(),
         "devices": _devices(),
         "environment": environment,
@@ -63,6 +64,12 @@ def _versions() -> dict[str, str | None]:
     if dist.is_nccl_available():
         found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return found
+
+
+def _private_names() -> dict[str, Any]:
+    """Whether the installed torch has what the package uses of it without a promise."""
+    missing = {one.name: one.fallback for one in _torch.check()}
+    return {"known": len(_torch.PRIVATE_NAMES), "missing": missing}
 
 
 def _backends() -> dict[str, dict[str, Any]]:
@@ -120,7 +127,11 @@ def show_env(output: Output) -> None:
         return
     tables = {
         "Versions": {
-            name: value or Text(("not installed", "dim")) for name, value in _versions_shown(found).items()
+            **{
+                name: value or Text(("not installed", "dim"))
+                for name, value in _versions_shown(found).items()
+            },
+            "private names of torch": _private_names_line(found["private_names"]),
         },
         "Backends": {name: _backend_line(one) for name, one in found["backends"].items()},
         "Devices": {name: _device_line(name, value) for name, value in found["devices"].items()},
@@ -134,6 +145,14 @@ def show_env(output: Output) -> None:
 
 def _versions_shown(found: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found["versions"].items() if value or name in _LIBRARIES}
+
+
+def _private_names_line(found: Mapping[str, Any]) -> str | Text:
+    missing = found["missing"]
+    if not missing:
+        return f"all {found['known']} found"
+    told = "; ".join(f"{name} (fallback: {fallback})" for name, fallback in missing.items())
+    return Text((f"{len(missing)} of {found['known']} missing: {told}", "yellow"))
 
 
 def _backend_line(one: Mapping[str, Any]) -> Text:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ignite_dist import _torch
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.transport import CollectiveKind
 from ignite_dist.comp_models.work import Steps, Work
@@ -506,7 +507,7 @@ def check_writable(function: str, tensor: Tensor) -> None:
     is_xla = tensor.is_xla  # type: ignore[attr-defined]  # which tells no layout, so not by its strides either
     if tensor.is_contiguous() and not is_xla:
         return
-    base = tensor._base if is_xla else None
+    base = _torch.storage_base(tensor) if is_xla else None
     if (base is not None and tensor.nbytes > base.nbytes) or _overlaps_itself(tensor):
         raise ValueError(
             f"{function} writes its result into the tensor, whose elements share memory (as after expand()). "

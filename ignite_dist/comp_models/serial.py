@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
 from ignite_dist import environments
+from ignite_dist._torch import WORLD_STATE
 from ignite_dist.comp_models.base import ComputationModel, Training, weakly
 from ignite_dist.comp_models.groups import Groups
 from ignite_dist.comp_models.objects import LocalObjects
@@ -63,11 +63,11 @@ class SerialModel(ComputationModel):
         # As short as can be, because every get_rank() of a serial script comes here: default_pg is what
         # torch.distributed.is_initialized() looks at, at 40% less (two property calls fewer), and libraries
         # that have not been imported cannot have made a context.
-        return distributed_c10d._world.default_pg is None and len(sys.modules) == self._num_modules
+        return WORLD_STATE.default_pg is None and len(sys.modules) == self._num_modules
 
     def is_current_by_guards(self) -> bool:
         # Not the modules: any guard on them has the graph made again after each import.
-        return distributed_c10d._world.default_pg is None
+        return WORLD_STATE.default_pg is None
 
     def gives_way_to(self, model: type[ComputationModel]) -> bool:
         return True

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
+from ignite_dist import _torch
 from ignite_dist.call_sites import is_library, site_of, users_frame
 from ignite_dist.comp_models.work import is_marked_as_waiting, work_of
 from ignite_dist.diagnostics import flight_recorder
@@ -90,7 +91,7 @@ _WAITING_MODULES = frozenset(
     {
         "horovod.torch.mpi_ops",
         "torch.autograd.graph",
-        "torch.distributed._functional_collectives",
+        _torch.FUNCTIONAL_COLLECTIVES,
         "torch.distributed.distributed_c10d",
         "torch.nn.parallel.distributed",
     }

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Module
 
+from ignite_dist import _torch
 from ignite_dist.collectives.tensors import broadcast_tensors, is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
@@ -151,7 +152,7 @@ def _compare(live: ComputationModel, known: _OfGroup) -> tuple[_Found, list[int]
 
 def _own_buffers(module: Module) -> list[tuple[str, Tensor]]:
     """The buffers of ``module`` by name, without those that are each rank's own (``DDP`` has this rule)."""
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    ignored = _torch.ignored_by_ddp(module)
     return [
         (name, buffer)
         for name, buffer in module.named_buffers()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ignite_dist import _torch
 from ignite_dist.collectives.all_gather import all_gather_tensors_with_shapes
 from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.tensors import average_tensors
@@ -118,7 +119,7 @@ def _average_sparse(live: ComputationModel, parameters: Sequence[Parameter], gro
 
 def average_in_step(optimizer: Optimizer) -> None:
     """Make ``optimizer`` average its gradients before each step, once however often this is called."""
-    if _average_first not in optimizer._optimizer_step_pre_hooks.values():
+    if _average_first not in _torch.step_pre_hooks(optimizer).values():
         optimizer.register_step_pre_hook(_average_first)
 
 
@@ -170,7 +171,7 @@ def average_losses(optimizer: Optimizer) -> None:
     For where the backward pass averages the gradients. An optimizer that decides by the loss (a line search)
     then decides alike on all ranks.
     """
-    if _average_loss not in optimizer._optimizer_step_pre_hooks.values():
+    if _average_loss not in _torch.step_pre_hooks(optimizer).values():
         optimizer.register_step_pre_hook(_average_loss)
 
 

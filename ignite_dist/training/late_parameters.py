@@ -10,6 +10,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ignite_dist import _torch
 from ignite_dist.comp_models import ComputationModel
 
 __all__ = ["watch_frozen"]
@@ -30,7 +31,7 @@ def watch_frozen(live: ComputationModel, module: Module, wrapped: Module, is_ave
         is_averaged_later: whether a parameter of ``module`` that is unfrozen later begins with the same value
             on every rank, and is averaged.
     """
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    ignored = _torch.ignored_by_ddp(module)
     wrapper = wrapped if isinstance(wrapped, DistributedDataParallel) else None
     for name, parameter in module.named_parameters():
         handle = _watched.pop(parameter, None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
+
+from ignite_dist import _torch
 
 __all__ = ["mark_forward_method", "unwrap_model"]
 
@@ -20,12 +21,11 @@ def unwrap_model(model: Module) -> Module:
     a method of its own. Never communicates, so one rank may call it alone. After training the module's
     buffers are this rank's, until a pass over a loader of ``auto_dataloader(exact=...)`` begins.
     """
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # imported by torch.compile, in 0.5 s
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
-        elif compiler is not None and isinstance(model, compiler.OptimizedModule):
-            model = model._orig_mod
+        elif (inside := _torch.inside_of_compiled(model)) is not None:
+            model = inside
         else:
             return model
 

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ignite_dist import _torch
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError
 
 __all__ = ["VARIABLE", "ask_again", "broken", "is_message", "is_safe", "load", "safe", "safe_objects", "save"]
@@ -140,7 +141,7 @@ def _save(value: Any, pickler: type[Any]) -> bytes:
         file = io.BytesIO()
         module = _MODULES[pickler, takes_tensors]
         with suppress(_HoldsTensors):
-            torch.save(value, file, module, _PROTOCOL, _use_new_zipfile_serialization=takes_tensors)
+            _torch.save(value, file, module, _PROTOCOL, as_zip=takes_tensors)
             break
     return file.getvalue()
 

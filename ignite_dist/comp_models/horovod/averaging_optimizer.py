@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ignite_dist.comp_models.horovod import _horovod
 from ignite_dist.comp_models.horovod.gradients import Gradients
 from ignite_dist.comp_models.horovod.reduction import Carried, Reduction
 from ignite_dist.comp_models.horovod.rounds import Exchange
@@ -256,7 +257,7 @@ def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
         for optimizer in optimizers:
             if hasattr(optimizer, "_gradients"):
                 stack.enter_context(_is_local(optimizer._gradients))
-            elif hasattr(optimizer, "_allreduce_delay"):
+            elif _horovod.counts_passes(optimizer):
                 stack.enter_context(_out_of_reach(optimizer))
             else:
                 raise ValueError(
@@ -302,16 +303,17 @@ def _is_local(gradients: Gradients) -> Iterator[None]:
 @contextmanager
 def _out_of_reach(optimizer: Any) -> Iterator[None]:
     """Have Horovod's own optimizer send nothing: it sends when it has counted enough passes."""
-    known = dict(optimizer._allreduce_delay)
-    optimizer._allreduce_delay.update(dict.fromkeys(known, _NEVER))
+    known = dict(_horovod.passes_until_sent(optimizer))
+    _horovod.passes_until_sent(optimizer).update(dict.fromkeys(known, _NEVER))
     try:
         yield
     finally:
-        optimizer._allreduce_delay.update(known)
+        _horovod.passes_until_sent(optimizer).update(known)
         # What its hooks have noted without sending it; its synchronize() sends what has no note.
-        for parameter, (handle, _) in list(optimizer._handles.items()):
+        noted = _horovod.noted_calls(optimizer)
+        for parameter, (handle, _) in list(noted.items()):
             if handle is None:
-                del optimizer._handles[parameter]
+                del noted[parameter]
 
 
 def _mean(loss: Any, name: str, gradients: Gradients) -> Any:

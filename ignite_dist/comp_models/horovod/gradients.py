@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ignite_dist._torch import version_of
 from ignite_dist.comp_models.horovod.reduction import Call, Reduction
 from ignite_dist.comp_models.horovod.rounds import Exchange
 from ignite_dist.comp_models.horovod.units import Unit, Units
@@ -220,7 +221,7 @@ class Gradients:
         reference, version = self._averaged.get(index, (None, None))
         if reference is None or reference() is not gradient:
             return True
-        return version is not None and version != gradient._version
+        return version is not None and version != version_of(gradient)
 
     def submit_missing(self) -> None:
         """Begin to average what has changed on any rank, as far as this rank has not."""
@@ -309,4 +310,4 @@ class Gradients:
             if gradient is None:
                 del self._averaged[index]
             else:
-                self._averaged[index] = reference, gradient._version
+                self._averaged[index] = reference, version_of(gradient)

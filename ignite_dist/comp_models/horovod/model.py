@@ -5,7 +5,6 @@ Horovod itself, and what of this package only its users need, is imported inside
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +18,8 @@ import torch
 from ignite_dist import devices, environments
 from ignite_dist.arguments import check_keywords
 from ignite_dist.comp_models.base import ComputationModel, weakly
-from ignite_dist.comp_models.horovod import transport
+from ignite_dist.comp_models.horovod import _horovod, transport
+from ignite_dist.comp_models.horovod._horovod import init_mark_of
 from ignite_dist.comp_models.horovod.launcher import HorovodLauncher
 from ignite_dist.comp_models.horovod.training import HorovodTraining
 from ignite_dist.comp_models.horovod.transport import HorovodTransport
@@ -63,7 +63,7 @@ class HorovodModel(ComputationModel):
         self._is_initialized = hvd.is_initialized
         # hvd.init() makes a new map each time: the only trace of a shutdown and another init in between.
         self._mpi_ops = hvd.mpi_ops
-        self._epoch = hvd.mpi_ops._handle_map
+        self._epoch = init_mark_of(hvd.mpi_ops)
         self._rank: int = hvd.rank()
         self._world_size: int = hvd.size()
         self._local_rank: int = hvd.local_rank()
@@ -111,7 +111,7 @@ class HorovodModel(ComputationModel):
             return cls(undo.pop_all().close)
 
     def is_current(self) -> bool:
-        return self._mpi_ops._handle_map is self._epoch and self._is_initialized()
+        return init_mark_of(self._mpi_ops) is self._epoch and self._is_initialized()
 
     def close(self) -> None:
         self._hvd.shutdown()
@@ -129,9 +129,8 @@ class HorovodModel(ComputationModel):
         is_initialized = getattr(hvd, "is_initialized", None)
         if is_initialized is None or not is_initialized():
             return None
-        atexit.unregister(hvd.mpi_ops._basics.shutdown)  # it would wait for Horovod's thread
-        mark: object = hvd.mpi_ops._handle_map
-        return mark
+        _horovod.stop_waiting_at_exit(hvd.mpi_ops)  # it would wait for Horovod's thread
+        return init_mark_of(hvd.mpi_ops)
 
     # --- identity ------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ignite_dist import _torch
 from ignite_dist.comp_models.horovod.reduction import Call
 from ignite_dist.errors import CollectiveMismatchError
 
@@ -95,9 +96,8 @@ class Exchange:
     def run_after_pass(self, rounds: Rounds) -> None:
         """Schedule the due one of ``rounds`` at the end of the running backward pass."""
         self._due.add(rounds.position)
-        # torch has no public function for the end of a backward pass; its own wrappers of models use this
-        # one. Not once per pass: a pass that has failed forgets its callbacks.
-        torch.autograd.Variable._execution_engine.queue_callback(self._run_due)
+        # Not once per pass: a pass that has failed forgets its callbacks.
+        _torch.run_after_backward(self._run_due)
 
     def _run_due(self) -> None:
         # In the same order on each rank: a rank waits in one round before it begins the next.

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ignite_dist import _torch
 from ignite_dist.comp_models.base import NO_OPTIMIZER, ComputationModel, Training
 from ignite_dist.comp_models.transport import Group
 
@@ -144,12 +144,19 @@ class HorovodTraining(Training):
 
 def _with_sync_bn(module: Module, sync_batch_norm: type[Module]) -> Module:
     """``module`` with each of its BatchNorm modules replaced, parameters and statistics kept."""
-    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+    if _torch.is_batch_norm(module):
         names = ("num_features", "eps", "momentum", "affine", "track_running_stats")
         made = sync_batch_norm(*(getattr(module, name) for name in names))
-        kept = {name: vars(module)[name] for name in ("_parameters", "_buffers", "training")}
-        vars(made).update(kept)
-        return made
+        # Those that are None, too, and what a subclass has beside them.
+        for name in ("weight", "bias"):
+            made.register_parameter(name, getattr(module, name))
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            made.register_buffer(name, getattr(module, name))
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            made.register_parameter(name, parameter)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            made.register_buffer(name, buffer)
+        return made.train(module.training)
     for name, child in module.named_children():
         setattr(module, name, _with_sync_bn(child, sync_batch_norm))
     return module

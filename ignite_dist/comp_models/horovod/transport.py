@@ -24,6 +24,7 @@ from ignite_dist import devices
 from ignite_dist.arguments import check_keywords
 from ignite_dist.call_sites import local_of
 from ignite_dist.comp_models.groups import Once
+from ignite_dist.comp_models.horovod import _horovod
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, WaitedFor
 from ignite_dist.comp_models.work import Completed, Work, waits_for_ranks, work_of
 from ignite_dist.rendezvous import connections, stores
@@ -87,9 +88,7 @@ class HorovodTransport(Transport):
         self._hvd = hvd
         self._is_current = is_current
         self._mpi_ops = hvd.mpi_ops
-        self._process_set_ranks: Callable[..., int] = (
-            hvd.mpi_ops._basics.MPI_LIB_CTYPES.horovod_process_set_ranks
-        )
+        self._process_set_ranks = _horovod.native_process_set_ranks(hvd.mpi_ops)
         self._rank: int = hvd.rank()
         self._world_size: int = hvd.size()
         self._world = Group(None, tuple(range(self._world_size)))
@@ -134,7 +133,7 @@ class HorovodTransport(Transport):
         if len(ranks) == self._world_size:
             return 0
         with self._changing_sets:
-            known = self._mpi_ops._basics._get_process_set_ids_and_ranks()
+            known = _horovod.known_process_sets(self._mpi_ops)
         return next((number for number, members in known.items() if tuple(members) == ranks), None)
 
     def _new_process_set(self, ranks: tuple[int, ...]) -> Any:
@@ -146,7 +145,7 @@ class HorovodTransport(Transport):
         patience.start()
         try:
             # Local: the set of all ranks is there already, so this raises what the addition of another would.
-            self._mpi_ops._basics._add_process_set_impl(range(self._world_size))
+            _horovod.add_process_set(self._mpi_ops, range(self._world_size))
             # Other threads may add other sets. So all ranks come first, then rank 0 says which set is next.
             self._tell_all("come", ranks)
             with self._changing_sets if self._rank == 0 else nullcontext():
@@ -352,7 +351,7 @@ class HorovodTransport(Transport):
         if not self._changing_sets.acquire(timeout=_LOCK_SECONDS):  # it may be this change that is waited for
             return WaitedFor()
         try:
-            sets = self._mpi_ops._basics._get_process_set_ids_and_ranks().values()
+            sets = _horovod.known_process_sets(self._mpi_ops).values()
         finally:
             self._changing_sets.release()
         members = [ranks for ranks in sets if self._rank in ranks and len(ranks) > 1]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ignite_dist._torch import version_of
 from ignite_dist.comp_models.horovod.reduction import Reduction, Wait
 
 __all__ = ["Unit", "Units"]
@@ -146,7 +147,7 @@ class Units:
 
 
 def _version(gradient: Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
+    return -1 if gradient is None else version_of(gradient)
 
 
 def _make_units(groups: Any, parameters: Sequence[Tensor], first: int) -> list[Unit]:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
-from ignite_dist import devices, environments
+from ignite_dist import _torch, devices, environments
+from ignite_dist._torch import WORLD_STATE
 from ignite_dist.arguments import as_int, check_keywords, check_timeout
 from ignite_dist.comp_models.base import ComputationModel, weakly
 from ignite_dist.comp_models.native import gloo
@@ -93,7 +94,7 @@ class NativeModel(ComputationModel):
 
     @classmethod
     def find(cls) -> Self | None:
-        world = distributed_c10d._world.default_pg
+        world = dist.group.WORLD
         return None if world is None else cls(world)
 
     @classmethod
@@ -168,7 +169,7 @@ class NativeModel(ComputationModel):
         return model
 
     def is_current(self) -> bool:
-        return distributed_c10d._world.default_pg is self._world
+        return WORLD_STATE.default_pg is self._world
 
     def is_current_by_guards(self) -> bool:
         return self.is_current()
@@ -180,7 +181,7 @@ class NativeModel(ComputationModel):
         dist.destroy_process_group()
 
     def abort(self) -> None:
-        distributed_c10d._abort_process_group()
+        _torch.abort_process_groups()
         self.transport.end_waits()  # the other ranks', too: a DistributedDataParallel would keep them open
 
     def forget(self) -> None:
@@ -193,10 +194,10 @@ class NativeModel(ComputationModel):
     @classmethod
     def keep_through_fork(cls) -> object | None:
         gloo.forget_lent()
-        groups = list(distributed_c10d._world.pg_map.items())
+        groups = _torch.groups_and_stores()
         for one in groups:  # they would wait at their ends for their threads: this list never ends
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
-        return distributed_c10d._world.default_pg
+        return dist.group.WORLD
 
     # --- identity ------------------------------------------------------------------------------------
 
@@ -254,7 +255,7 @@ class NativeModel(ComputationModel):
 
 
 def _world() -> ProcessGroup:
-    world = distributed_c10d._world.default_pg
+    world = dist.group.WORLD
     assert world is not None
     return world
 

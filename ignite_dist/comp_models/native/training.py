@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ignite_dist import _torch
 from ignite_dist.arguments import check_keywords
 from ignite_dist.comp_models.base import Training
 from ignite_dist.comp_models.native import ddp_reduction
@@ -133,11 +134,11 @@ def _wrap_model(
         kwargs["device_ids"] = [device.index]
     wrapped: Any = wrapper(model, **kwargs)
     if isinstance(hook, dist.BuiltinCommHookType):
-        wrapped._register_builtin_comm_hook(hook)
+        _torch.register_builtin_hook(wrapped, hook)
     elif hook is not None:
         wrapped.register_comm_hook(*hook)
     if buffer_hook is not None:
-        wrapped._register_buffer_comm_hook(*buffer_hook)
+        _torch.register_buffer_hook(wrapped, *buffer_hook)
     return wrapped  # type: ignore[no-any-return]
 
 
@@ -163,7 +164,7 @@ def _accumulating(model: Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
-                if module.static_graph and not module._static_graph_delay_allreduce_enqueued:
+                if module.static_graph and not _torch.has_learnt_static_graph(module):
                     raise ValueError(
                         "static_graph=True: torch learns the graph from a first backward pass that averages "
                         "gradients. Make one before any that does not, or leave static_graph out."
@@ -276,8 +277,8 @@ def _shard_optimizer(optimizer: Optimizer) -> Optimizer:
     sharded = ZeroRedundancyOptimizer(groups, type(optimizer), **options)
     for group, other in zip(sharded.param_groups, optimizer.param_groups, strict=True):
         group.update({name: value for name, value in other.items() if name != "params"})  # initial_lr, say
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        vars(sharded)[hooks].update(vars(optimizer)[hooks])
+    for hooks, others in zip(_torch.step_hooks(sharded), _torch.step_hooks(optimizer), strict=True):
+        hooks.update(others)
     if optimizer.state:
         sharded.load_state_dict(optimizer.state_dict())
     return sharded

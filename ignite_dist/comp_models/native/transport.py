@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DistError, GroupMember, ProcessGroup, Store, distributed_c10d
+from torch.distributed import DistError, GroupMember, ProcessGroup, Store
+from torch.distributed.distributed_c10d import AllgatherOptions
 
+from ignite_dist import _torch
 from ignite_dist.comp_models.native import gloo, narrow_floats, waits
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, WaitedFor
 from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
@@ -40,7 +42,7 @@ _ALL_REDUCE = {
     "AND": _all_reduce_options(dist.ReduceOp.BAND),
     "OR": _all_reduce_options(dist.ReduceOp.BOR),
 }
-_ALL_GATHER = distributed_c10d.AllgatherOptions()
+_ALL_GATHER = AllgatherOptions()
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _ARITHMETIC = frozenset({"SUM", "PRODUCT", "MIN", "MAX"})
@@ -144,23 +146,20 @@ class NativeTransport(Transport):
         # histories would wait for each other for ever. A name made of the ranks alone needs the members only.
         generation = next(self._generations.setdefault(ranks, count(1)))
         digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
-        backend, worlds_store = distributed_c10d._world.pg_map[self._world]
-        is_member = self._rank in ranks
-        store = self._connection(worlds_store) if is_member else worlds_store
-        handle, _ = distributed_c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(self._rank) if is_member else None,
-            list(ranks),
+        backend, worlds_store = _torch.backend_and_store(self._world)
+        store = self._connection(worlds_store) if self._rank in ranks else worlds_store
+        handle = _torch.new_group_by_name(
+            f"ignite_dist:{digest}:{generation}",
+            ranks,
+            self._rank,
             backend,
             store,
-            group_name=f"ignite_dist:{digest}:{generation}",  # type: ignore[arg-type]
-            timeout=self._timeout(backend),
-            group_desc=f"ignite_dist:{describe_ranks(ranks)}",
+            # The world's own, which torch would not pass on to a group.
+            timeout=_torch.timeout_of(self._world, self._device()),
+            description=f"ignite_dist:{describe_ranks(ranks)}",
         )
         if handle is not GroupMember.NON_GROUP_MEMBER:
             self._free_connections.append(store)  # not after an error: it may have been left in an answer
-            positions = {rank: position for position, rank in enumerate(ranks)}
-            distributed_c10d._world.pg_group_ranks[handle] = positions
         return handle
 
     def _connection(self, worlds_store: Any) -> Any:
@@ -174,13 +173,8 @@ class NativeTransport(Transport):
         except IndexError:
             return _connected_again(worlds_store)
 
-    def _timeout(self, backend: str) -> timedelta:
-        """The world's own timeout, which torch would not pass on to a group."""
-        options = getattr(self._world._get_backend(self._device()), "options", None)
-        return options._timeout if options else distributed_c10d._get_default_timeout(dist.Backend(backend))
-
     def is_alive(self, handle: Any) -> bool:
-        return handle in distributed_c10d._world.pg_map or handle == GroupMember.NON_GROUP_MEMBER
+        return _torch.is_live(handle) or handle == GroupMember.NON_GROUP_MEMBER
 
     def ranks_of(self, handle: Any) -> tuple[int, ...]:
         if not isinstance(handle, ProcessGroup):
@@ -271,7 +265,7 @@ class NativeTransport(Transport):
             if works is not None:
                 return _TorchWorks(works, out, handle, group.ranks)
         return _TorchWork(
-            handle._allgather_base(gloo.lend(out.view(-1)), gloo.lend(tensor.view(-1)), _ALL_GATHER),
+            _torch.all_gather_into(handle, gloo.lend(out.view(-1)), gloo.lend(tensor.view(-1)), _ALL_GATHER),
             out,
             handle,
             group.ranks,
@@ -306,15 +300,12 @@ class NativeTransport(Transport):
 
     def worlds_store(self) -> Store | None:
         """The store of the default process group, whoever has made it."""
-        _, store = distributed_c10d._world.pg_map[self._world]
+        _, store = _torch.backend_and_store(self._world)
         return store if isinstance(store, Store) else None
 
     def num_collectives(self) -> int:
-        groups: list[Any] = list(distributed_c10d._world.pg_map)
-        try:
-            return sum(group._get_sequence_number_for_group() for group in groups)
-        except RuntimeError:  # not every backend counts
-            return 0
+        numbers = [_torch.sequence_number(group) for group, _ in _torch.groups_and_stores()]
+        return 0 if None in numbers else sum(filter(None, numbers))
 
     def calls_begun(self) -> dict[str, int | None]:
         return waits.calls_begun()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from types import FrameType
-from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, distributed_c10d
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
+from ignite_dist import _torch
 from ignite_dist.call_sites import is_library, local_of
 from ignite_dist.comp_models.transport import WaitedFor
 from ignite_dist.comp_models.work import work_of
@@ -33,16 +34,7 @@ _WHERE_SEEN = ("torch.distributed.distributed_c10d", "torch.nn.parallel.distribu
 
 def calls_begun() -> dict[str, int | None]:
     """How many calls, also of other libraries, each live group of this rank has begun, by its name."""
-    groups: list[Any] = list(distributed_c10d._world.pg_map)
-    return {group.group_name: _num_begun(group) for group in groups}
-
-
-def _num_begun(group: Any) -> int | None:
-    try:
-        number: int = group._get_sequence_number_for_group()
-        return number
-    except RuntimeError:  # not every backend counts
-        return None
+    return {group.group_name: _torch.sequence_number(group) for group, _ in _torch.groups_and_stores()}
 
 
 def waited_for(frame: FrameType, world: ProcessGroup, rank: int, device: torch.device) -> WaitedFor:
@@ -76,8 +68,14 @@ def waited_for(frame: FrameType, world: ProcessGroup, rank: int, device: torch.d
     source = _rank_named(frame, "src") if names & _BROADCASTS else None
     if source is not None and source != rank:
         return WaitedFor((source,), handle.group_name, is_known=True, needs_all=True)
-    ranks = tuple(distributed_c10d._world.pg_group_ranks.get(handle, {}))
-    return WaitedFor(ranks, handle.group_name, is_known=True, needs_all=bool(names & _NEEDS_ALL))
+    return WaitedFor(_ranks_of(handle), handle.group_name, is_known=True, needs_all=bool(names & _NEEDS_ALL))
+
+
+def _ranks_of(group: ProcessGroup) -> tuple[int, ...]:
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:  # it is being made, or was destroyed
+        return ()
 
 
 def _names(frame: FrameType | None) -> set[str]:
@@ -93,13 +91,14 @@ def _rank_named(frame: FrameType, *names: str) -> int | None:
     """The rank that an argument of one of these names gives, as a rank of the world or of the group."""
     rank = local_of(frame, *names)
     if rank is None and (position := local_of(frame, *(f"group_{name}" for name in names))) is not None:
-        positions = distributed_c10d._world.pg_group_ranks.get(local_of(frame, "group"), {})
-        rank = next((one for one, place in positions.items() if place == position), None)
+        try:
+            rank = dist.get_global_rank(local_of(frame, "group"), position)
+        except ValueError:  # no group of this rank, or it has no such position
+            return None
     return None if rank is None else int(rank)
 
 
 def _in_each_group() -> tuple[int, ...]:
     """The ranks that are in each of this rank's groups: it waits for them, whichever group it waits in."""
-    groups = list(distributed_c10d._world.pg_group_ranks.values())  # others may be made meanwhile
-    members = [set(ranks) for ranks in groups if len(ranks) > 1]
+    members = [ranks for ranks in _torch.ranks_of_groups() if len(ranks) > 1]
     return tuple(set.intersection(*members)) if members else ()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from ignite_dist.arguments import check_counts
 from ignite_dist.comp_models.launcher import Launcher
-from ignite_dist.comp_models.xla import replicas
+from ignite_dist.comp_models.xla import _torch_xla, replicas
 from ignite_dist.errors import EnvironmentVariablesError
 
 __all__ = ["XlaLauncher", "check_pjrt_device"]
@@ -22,7 +21,7 @@ class XlaLauncher(Launcher):
     def check(cls, *, nproc_per_node: int, nnodes: int | None = None, **kwargs: Any) -> None:
         check_counts(nproc_per_node=nproc_per_node, nnodes=1 if nnodes is None else nnodes)
         check_pjrt_device()
-        if _is_runtime_initialized():
+        if _torch_xla.is_runtime_initialized():
             raise RuntimeError(
                 "This process has used an XLA device, and PJRT gives the devices of a host to one process at "
                 "a time. Start the replicas before any XLA device is asked for, or from another process."
@@ -54,11 +53,6 @@ class XlaLauncher(Launcher):
         cls.check(nproc_per_node=nproc_per_node, nnodes=nnodes)
         workers = replicas.start(entry, nproc_per_node, start_method, daemon)
         return workers.join() if join else workers
-
-
-def _is_runtime_initialized() -> bool:
-    torch_xla = sys.modules.get("torch_xla")
-    return torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized()
 
 
 def check_pjrt_device() -> None:

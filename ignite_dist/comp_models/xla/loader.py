@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch_xla
 from torch.utils.data import DataLoader
-from torch_xla import runtime
 from torch_xla.distributed.parallel_loader import MpDeviceLoader, ParallelLoader
 
+from ignite_dist.comp_models.xla import _torch_xla
 from ignite_dist.samplers import Pass
 
 __all__ = ["DeviceLoader"]
@@ -23,16 +22,17 @@ class DeviceLoader(MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no ty
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
+        self._batches_from, self._batches_on = loader, device
         super().__init__(loader, device)
 
     def __iter__(self) -> Pass:
         # It fetches ahead, so the pass over the loader inside ends before the one out here.
-        return Pass(_DeviceBatches(self._loader, self._device), self.sampler)
+        return Pass(_DeviceBatches(self._batches_from, self._batches_on), self.sampler)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # before __init__, and what is torch's own
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self._batches_from, name)
 
 
 class _DeviceBatches:
@@ -79,8 +79,7 @@ class _Source:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        torch_xla._XLAC._xla_set_default_device(str(self._device))
-        runtime._init_world_size_ordinal()
+        _torch_xla.use_device(self._device)
         try:
             yield from self._loader
         except Exception as error:

@@ -14,12 +14,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.distributed import distributed_c10d
 
+from ignite_dist._torch import WORLD_STATE
 from ignite_dist.arguments import check_keywords
 from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.comp_models.topology import Topology
-from ignite_dist.comp_models.xla import dtype_views, replicas
+from ignite_dist.comp_models.xla import _torch_xla, dtype_views, replicas
 from ignite_dist.comp_models.xla.launcher import XlaLauncher, check_pjrt_device
 from ignite_dist.comp_models.xla.training import XlaTraining
 from ignite_dist.comp_models.xla.transport import XlaTransport
@@ -88,8 +88,7 @@ class XlaModel(ComputationModel):
 
     @classmethod
     def find(cls) -> Self | None:
-        xlac = getattr(sys.modules["torch_xla"], "_XLAC", None)  # not there while it is being imported
-        if xlac is None or not xlac._xla_runtime_is_initialized():
+        if not _torch_xla.is_runtime_initialized():
             return None
         model = cls._live()
         return None if model.get_rank() in model._meeting.ended else model
@@ -128,7 +127,7 @@ class XlaModel(ComputationModel):
         if ended and self.get_rank() in ended:
             return False
         # Who has an XLA device at hand may still make a context of another kind.
-        return self._world_size > 1 or distributed_c10d._world.default_pg is None or bool(self._initialized)
+        return self._world_size > 1 or WORLD_STATE.default_pg is None or bool(self._initialized)
 
     def gives_way_to(self, model: type[ComputationModel]) -> bool:
         if self.get_rank() in self._initialized:
@@ -149,8 +148,7 @@ class XlaModel(ComputationModel):
 
     @classmethod
     def keep_through_fork(cls) -> object | None:
-        xlac = getattr(sys.modules["torch_xla"], "_XLAC", None)
-        return None if xlac is None or not xlac._xla_runtime_is_initialized() else XlaModel
+        return XlaModel if _torch_xla.is_runtime_initialized() else None
 
     def abort(self) -> None:
         kind, error, _ = sys.exc_info()

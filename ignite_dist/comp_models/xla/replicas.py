@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from ignite_dist.comp_models.work import waits_for_ranks
+from ignite_dist.comp_models.xla import _torch_xla
 from ignite_dist.devices import num_cores
 from ignite_dist.errors import CollectiveMismatchError, DistributedError, MissingRanksError, RankFailedError
 from ignite_dist.values import pytree, serialization
@@ -160,7 +161,7 @@ def _num_running() -> int:
 
 
 # The functions that run a replica: torch_xla's, and our own below.
-_STARTERS = ("_thread_fn", "_run_replica")
+_STARTERS = (_torch_xla.REPLICA_OF_TORCH_XLA, "_run_replica")
 
 _meeting: Meeting | None = None
 _making = threading.Lock()
@@ -195,22 +196,21 @@ def counts_here() -> tuple[int, int]:
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"CPU_NUM_DEVICES is a number of devices, got {text!r}.")
         return 1, int(text)
-    from torch_xla._internal import neuron, tpu
     from torch_xla.experimental import plugins
 
-    known = {"CPU", "TPU", "NEURON", *plugins._plugin_registry}
+    known = {"CPU", "TPU", "NEURON", *_torch_xla.device_types_of_plugins()}
     if device_type not in known:
         raise ValueError(f"PJRT_DEVICE is {device_type!r}, not one of {', '.join(map(repr, sorted(known)))}.")
-    if device_type == "TPU" and not tpu.num_available_chips():
+    if device_type == "TPU" and not _torch_xla.num_tpu_chips():
         raise ValueError("PJRT_DEVICE is 'TPU', and torch_xla finds no TPU here. 'CPU' runs on the CPU.")
     num_processes = 1
     if plugins.using_dynamic_plugins():
         num_processes = plugins.default().physical_chip_count()
     elif device_type == "TPU":
-        num_processes = tpu.num_local_processes()
+        num_processes = _torch_xla.num_tpu_processes()
     elif device_type == "NEURON":
-        num_processes = neuron.num_local_processes()
-    return num_processes, tpu.num_logical_cores_per_chip() if device_type == "TPU" else 1
+        num_processes = _torch_xla.num_neuron_processes()
+    return num_processes, _torch_xla.num_replicas_per_tpu_chip() if device_type == "TPU" else 1
 
 
 def start(
@@ -243,9 +243,8 @@ def start(
 
 def _run_alone(sent: Any, posts: Sequence[Post]) -> Failure | None:
     from torch_xla import runtime
-    from torch_xla._internal import pjrt
 
-    pjrt.initialize_singleprocess()
+    _torch_xla.initialize_alone()
     (post,) = posts
     return post.run(partial(_result_on_cpu, sent), runtime.global_ordinal())
 
@@ -253,9 +252,8 @@ def _run_alone(sent: Any, posts: Sequence[Post]) -> Failure | None:
 def _run_replicas(sent: Any, posts: Sequence[Post]) -> Failure | None:
     """One thread for each device of this process, as torch_xla's own launcher has it."""
     import torch_xla
-    from torch_xla._internal import pjrt
 
-    pjrt.initialize_multiprocess(
+    _torch_xla.initialize_process(
         int(os.environ["PJRT_LOCAL_PROCESS_RANK"]), int(os.environ["PJRT_LOCAL_PROCESS_COUNT"])
     )
     devices = torch_xla.devices()
@@ -279,11 +277,9 @@ def _run_replicas(sent: Any, posts: Sequence[Post]) -> Failure | None:
 
 
 def _run_replica(sent: Any, post: Post, device: Any, failures: list[Failure]) -> None:
-    import torch_xla
     from torch_xla import runtime
 
-    torch_xla._XLAC._xla_set_default_device(str(device))  # of this thread, and with it the ordinal
-    runtime._init_world_size_ordinal()
+    _torch_xla.use_device(device)
     rank = runtime.global_ordinal()
     failure = post.run(partial(_result_on_cpu, sent), rank)
     if failure is not None:

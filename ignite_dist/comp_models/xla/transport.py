@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, Store
 
+from ignite_dist import _torch
 from ignite_dist.arguments import check_keywords
 from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport
 from ignite_dist.comp_models.work import Completed, Work, waits_for_ranks
-from ignite_dist.comp_models.xla import dtype_views, replicas
+from ignite_dist.comp_models.xla import _torch_xla, dtype_views, replicas
 from ignite_dist.values import serialization
 
 __all__ = ["XlaTransport"]
@@ -59,7 +60,7 @@ class XlaTransport(Transport):
 
         self._context = context
         self._meeting = meeting
-        self._xla, self._xm = torch_xla, xla_model
+        self._xm = xla_model
         self._world_size: int = runtime.world_size()
         self._real_names = dict(zip(torch_xla.devices(), xla_model.xla_real_devices(), strict=True))
         self._reduced = _REDUCED_BY_TPUS if runtime.device_type() == "TPU" else _REDUCED
@@ -94,7 +95,7 @@ class XlaTransport(Transport):
             if group.handle is not None:  # XLA's are a partition of the world: each of the others is alone
                 others = set(range(self._world_size)).difference(group.ranks)
                 groups = [list(group.ranks), *([rank] for rank in sorted(others))]
-            if self._meeting.size == 1 and not tensor._is_view() and not tensor.is_inference():
+            if self._meeting.size == 1 and not _torch.is_view(tensor) and not tensor.is_inference():
                 # One node of the graph less, but torch_xla would leave the base of a view as it was.
                 self._xm.all_reduce(_OPS[op], [tensor], groups=groups)
                 return Completed(tensor)
@@ -166,9 +167,9 @@ class XlaTransport(Transport):
         self._meeting.meet(self._context.get_rank(), call)
         result = collective(tensor)  # not in place: PJRT's CPU hangs where an input gives its memory up
         with _compiling:
-            self._xla._XLAC._xla_sync_multi([result], [], wait=False)
+            _torch_xla.begin_to_compute(result)
         # Each collective depends on the one before until this is taken back; what has been computed need not.
-        self._xla._XLAC._set_all_reduce_token(str(tensor.device), None)
+        _torch_xla.forget_order_of_collectives(tensor.device)
         # Calls under way hold threads of a pool, and with enough of them nobody can complete one. (Of this
         # device: to wait for all of them would be to wait for those who wait for us.)
         self._xm.wait_device_ops([self._real_names[tensor.device]])

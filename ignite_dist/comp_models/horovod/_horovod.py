@@ -1,0 +1,119 @@
+"""Horovod's private names. No other file of the package uses one.
+
+See :mod:`ignite_dist._torch` for what the fields say. Horovod is imported by :func:`check` alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterable, MutableMapping
+from operator import attrgetter
+from typing import Any
+
+from ignite_dist._torch import PrivateName, missing
+
+__all__ = [
+    "PRIVATE_NAMES",
+    "add_process_set",
+    "check",
+    "counts_passes",
+    "init_mark_of",
+    "known_process_sets",
+    "native_process_set_ranks",
+    "noted_calls",
+    "passes_until_sent",
+    "stop_waiting_at_exit",
+]
+
+_LAST = "0.28.1"  # the last release, and the only one that the package is tested with
+
+PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    PrivateName(
+        "horovod.torch.mpi_ops._handle_map",
+        "hvd.init() makes a new one each time: the only trace of a shutdown and another init() between two "
+        "looks.",
+        _LAST,
+        "none: a Horovod context raises AttributeError",
+    ),
+    PrivateName(
+        "horovod.torch.mpi_ops._basics",
+        "Its library in C is asked, without the GIL, whether Horovod still runs: a public function may wait "
+        "for a lock that needs the GIL. And a forked child has to take its shutdown() back from atexit.",
+        _LAST,
+        "none: a Horovod context raises AttributeError",
+    ),
+    PrivateName(
+        "horovod.torch.mpi_ops._basics._get_process_set_ids_and_ranks",
+        "No public function lists the process sets.",
+        _LAST,
+        "none: a new group raises AttributeError",
+    ),
+    PrivateName(
+        "horovod.torch.mpi_ops._basics._add_process_set_impl",
+        "Tells this rank alone, before any other is asked, why no process set could be added. "
+        "hvd.add_process_set() waits for all ranks.",
+        _LAST,
+        "none: a new group raises AttributeError",
+    ),
+    *(
+        PrivateName(
+            f"horovod.torch.optimizer.{optimizer}.{name}",
+            "Horovod's own optimizer has no function that keeps it from sending gradients for a while.",
+            _LAST,
+            fallback,
+        )
+        for optimizer in ("_DistributedOptimizer", "_DistributedAdasumOptimizer")
+        for name, fallback in (
+            ("_allreduce_delay", "accumulation with Horovod's own optimizer is refused with a ValueError"),
+            ("_handles", "none: accumulation with Horovod's own optimizer raises AttributeError"),
+        )
+    ),
+)
+
+
+def check() -> list[PrivateName]:
+    """Those of :data:`PRIVATE_NAMES` that the installed Horovod lacks. Imports it."""
+    return missing(PRIVATE_NAMES)
+
+
+init_mark_of: Callable[[Any], object] = attrgetter("_handle_map")
+"""The object of ``hvd.mpi_ops`` that each ``hvd.init()`` replaces. (In C: get_rank() asks for it.)"""
+
+
+def native_process_set_ranks(mpi_ops: Any) -> Callable[..., int]:
+    """Horovod's function in C that writes the ranks of a process set, or gives a negative number."""
+    function: Callable[..., int] = mpi_ops._basics.MPI_LIB_CTYPES.horovod_process_set_ranks
+    return function
+
+
+def known_process_sets(mpi_ops: Any) -> dict[int, list[int]]:
+    """The ranks of each process set, by its number. Horovod reads its table without a lock."""
+    known: dict[int, list[int]] = mpi_ops._basics._get_process_set_ids_and_ranks()
+    return known
+
+
+def add_process_set(mpi_ops: Any, ranks: Iterable[int]) -> None:
+    """Add a process set without waiting for the other ranks."""
+    mpi_ops._basics._add_process_set_impl(ranks)
+
+
+def stop_waiting_at_exit(mpi_ops: Any) -> None:
+    """Keep the end of the interpreter from shutting Horovod down."""
+    atexit.unregister(mpi_ops._basics.shutdown)
+
+
+def counts_passes(optimizer: Any) -> bool:
+    """True for Horovod's own optimizers, which send when they have counted enough backward passes."""
+    return hasattr(optimizer, "_allreduce_delay")
+
+
+def passes_until_sent(optimizer: Any) -> MutableMapping[Any, int]:
+    """How many backward passes are left before one of Horovod's own optimizers sends, by parameter."""
+    left: MutableMapping[Any, int] = optimizer._allreduce_delay
+    return left
+
+
+def noted_calls(optimizer: Any) -> MutableMapping[Any, tuple[Any, Any]]:
+    """What one of Horovod's own optimizers has sent, by parameter; a handle of None: not sent yet."""
+    noted: MutableMapping[Any, tuple[Any, Any]] = optimizer._handles
+    return noted

@@ -1,0 +1,184 @@
+"""torch_xla's private names. No other file of the package uses one.
+
+See :mod:`ignite_dist._torch` for what the fields say. torch_xla is imported by the functions that need it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from ignite_dist._torch import PrivateName, missing
+
+__all__ = [
+    "PRIVATE_NAMES",
+    "REPLICA_OF_TORCH_XLA",
+    "begin_to_compute",
+    "check",
+    "device_types_of_plugins",
+    "forget_order_of_collectives",
+    "initialize_alone",
+    "initialize_process",
+    "is_runtime_initialized",
+    "num_neuron_processes",
+    "num_replicas_per_tpu_chip",
+    "num_tpu_chips",
+    "num_tpu_processes",
+    "use_device",
+]
+
+_LAST = "2.9"  # the last release, and the only one that the package supports
+_IN_C = "torch_xla._XLAC"
+
+PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    PrivateName(
+        f"{_IN_C}._xla_runtime_is_initialized",
+        "No public function looks at the runtime without initializing it.",
+        _LAST,
+        "none: every look for a context raises AttributeError once torch_xla is imported",
+    ),
+    PrivateName(
+        f"{_IN_C}._xla_set_default_device",
+        "No public function says which device a thread has, and with it which replica it is.",
+        _LAST,
+        "none: spawn and loaders raise AttributeError",
+    ),
+    PrivateName(
+        "torch_xla.runtime._init_world_size_ordinal",
+        "torch_xla's own launcher calls it in each thread: torch.compile reads what it notes.",
+        _LAST,
+        "none: spawn and loaders raise AttributeError",
+    ),
+    PrivateName(
+        f"{_IN_C}._xla_sync_multi",
+        "xm.unlazy() waits for the result as well, and here other replicas wait for the lock meanwhile.",
+        _LAST,
+        "none: collectives of several replicas in a process raise AttributeError",
+    ),
+    PrivateName(
+        f"{_IN_C}._set_all_reduce_token",
+        "Each collective depends on the one before. No public function ends that.",
+        _LAST,
+        "none: collectives of several replicas in a process raise AttributeError",
+    ),
+    PrivateName(
+        "torch_xla.experimental.plugins._plugin_registry",
+        "No public function lists the device types of plugins.",
+        _LAST,
+        "none: devices other than the CPU are refused with AttributeError",
+    ),
+    *(
+        PrivateName(
+            f"torch_xla._internal.{name}",
+            "torch_xla.launch() would start the processes and threads itself, and return no results.",
+            _LAST,
+            f"none: {what} raises ImportError or AttributeError",
+        )
+        for name, what in (
+            ("pjrt.initialize_singleprocess", "spawn of one replica"),
+            ("pjrt.initialize_multiprocess", "spawn"),
+            ("tpu.num_available_chips", "spawn on TPUs"),
+            ("tpu.num_local_processes", "spawn on TPUs"),
+            ("tpu.num_logical_cores_per_chip", "spawn on TPUs"),
+            ("neuron.num_local_processes", "spawn on Neuron devices"),
+        )
+    ),
+    PrivateName(
+        "torch_xla._internal.pjrt._run_thread_per_device._thread_fn",
+        "The function in which a thread of torch_xla's launcher runs a replica.",
+        _LAST,
+        "replicas of torch_xla's own launcher do not count as running",
+    ),
+)
+
+
+def check() -> list[PrivateName]:
+    """Those of :data:`PRIVATE_NAMES` that the installed torch_xla lacks. Imports it."""
+    return missing(PRIVATE_NAMES)
+
+
+REPLICA_OF_TORCH_XLA = "_thread_fn"
+"""The name of the function in which torch_xla's launcher runs a replica."""
+
+
+def is_runtime_initialized() -> bool:
+    """True if this process has asked for an XLA device. Imports nothing."""
+    xlac = getattr(sys.modules.get("torch_xla"), "_XLAC", None)  # not there while it is being imported
+    return xlac is not None and xlac._xla_runtime_is_initialized()
+
+
+def use_device(device: Any) -> None:
+    """Make the calling thread the replica of ``device``."""
+    import torch_xla
+    from torch_xla import runtime
+
+    torch_xla._XLAC._xla_set_default_device(str(device))
+    runtime._init_world_size_ordinal()
+
+
+def begin_to_compute(tensor: Tensor) -> None:
+    """Have what ``tensor`` is made of compiled and begun."""
+    import torch_xla
+
+    torch_xla._XLAC._xla_sync_multi([tensor], [], wait=False)
+
+
+def forget_order_of_collectives(device: Any) -> None:
+    """Let the next collective on ``device`` depend on none before."""
+    import torch_xla
+
+    torch_xla._XLAC._set_all_reduce_token(str(device), None)
+
+
+# --- for the launcher --------------------------------------------------------------------------------
+
+
+def device_types_of_plugins() -> list[str]:
+    """What ``PJRT_DEVICE`` may say beside the devices that torch_xla knows itself."""
+    from torch_xla.experimental import plugins
+
+    return list(plugins._plugin_registry)
+
+
+def initialize_alone() -> None:
+    """Initialize the runtime for a world of one replica."""
+    from torch_xla._internal import pjrt
+
+    pjrt.initialize_singleprocess()
+
+
+def initialize_process(local_rank: int, num_processes: int) -> None:
+    """Initialize the runtime for one of several processes of this host."""
+    from torch_xla._internal import pjrt
+
+    pjrt.initialize_multiprocess(local_rank, num_processes)
+
+
+def num_tpu_chips() -> int:
+    """The number of TPU chips of this host."""
+    from torch_xla._internal import tpu
+
+    return int(tpu.num_available_chips())
+
+
+def num_tpu_processes() -> int:
+    """How many processes share the TPU chips of this host."""
+    from torch_xla._internal import tpu
+
+    return int(tpu.num_local_processes())
+
+
+def num_replicas_per_tpu_chip() -> int:
+    """How many XLA devices one TPU chip is."""
+    from torch_xla._internal import tpu
+
+    return int(tpu.num_logical_cores_per_chip())
+
+
+def num_neuron_processes() -> int:
+    """How many processes share the Neuron devices of this host."""
+    from torch_xla._internal import neuron
+
+    return int(neuron.num_local_processes())

@@ -42,7 +42,7 @@ demo: $(call needs,examples)  ## train on real data, on two processes
 test: $(call needs,test examples)  ## run the tests that need neither GPU, Horovod nor torch_xla, on all cores
 	$(PY) -m pytest -n logical -m "not gpu and not horovod and not launchers and not xla" $(ARGS)
 
-test-launchers: $(call needs,test launchers)  ## run the tests under real launchers; installs packages of Debian
+test-launchers: $(call needs,test examples launchers)  ## run the tests under real launchers and on mpi4py; installs packages of Debian
 	.ci/install-launchers
 	$(PY) -m pytest -n 2 -m launchers $(ARGS)
 
@@ -75,7 +75,7 @@ xla-suite: $(call needs,test examples xla)
 	$(PY) -m pytest -m xla $(ARGS)
 
 conformance: xla  ## run the conformance suite on every backend, write docs/conformance.md
-	+$(MAKE) conformance-results SUITE="not gpu and not xla" RESULTS=$(RESULTS)-torch.json
+	+$(MAKE) conformance-results SUITE="not gpu and not launchers and not xla" RESULTS=$(RESULTS)-torch.json
 	+$(IN_XLA) conformance-results SUITE=xla RESULTS=$(RESULTS)-xla.json
 	$(PY) tests/conformance/table.py docs/conformance.md $(RESULTS)-torch.json $(RESULTS)-xla.json
 
@@ -88,7 +88,7 @@ conformance-newest:  ## run the conformance suite on the newest torch, in .venv-
 	+$(MAKE) VENV=.venv-newest CONSTRAINTS=constraints-newest.txt conformance-suite
 
 conformance-suite: $(call needs,test examples)
-	$(PY) -m pytest tests/conformance -n logical -m "not gpu and not horovod and not xla" $(ARGS)
+	$(PY) -m pytest tests/conformance -n logical -m "not gpu and not horovod and not launchers and not xla" $(ARGS)
 
 bench: $(call needs,bench horovod)  ## measure against torch.distributed, Horovod and pytorch-ignite
 	$(PY) benchmarks/bench.py $(ARGS)

@@ -8,6 +8,7 @@
     horovodrun -np 2 python examples/digits.py --backend horovod
     PJRT_DEVICE=CPU python examples/digits.py --backend xla-tpu           # XLA, which has a CPU too
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/digits.py --backend xla-tpu --nproc-per-node 2
+    mpirun -np 2 python examples/digits.py --backend mpi4py               # a backend of a third party
 
 and on two nodes, here both on one machine. Give a port that is free on node 0, and, from another machine, the
 address of node 0 as --master-addr:
@@ -304,10 +305,12 @@ def default_backend(nproc_per_node):
 
 
 def main():
-    # torchrun or horovodrun, or whatever started us, has set one of them.
-    launched = "WORLD_SIZE" in os.environ or "HOROVOD_SIZE" in os.environ
+    # torchrun, horovodrun or mpirun, or whatever started us, has set one of them.
+    launched = any(name in os.environ for name in ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE"))
     args = parse_arguments(launched)
     backend = args.backend
+    if backend == "mpi4py":
+        import mpi4py_backend  # noqa: F401  # beside this file; it registers that backend
     if backend is None and (launched or args.nproc_per_node):
         backend = default_backend(args.nproc_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 

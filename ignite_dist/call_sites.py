@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_library", "is_library_path", "is_package_path", "local_of", "site_of", "users_frame"]
+__all__ = [
+    "is_library",
+    "is_library_path",
+    "is_package_path",
+    "local_of",
+    "note_library",
+    "site_of",
+    "users_frame",
+]
 
 _MAX_SITE = 90
 
@@ -21,6 +29,8 @@ _LIBRARIES = tuple(
     for folder in (_PACKAGE, os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
 )
 _INSTALLED = ("torch", "torch_xla", "horovod", os.path.basename(_PACKAGE))
+# The code of backends that others have written: files, and folders of packages.
+_backends: set[str] = set()
 
 
 def is_package_path(path: str) -> bool:
@@ -28,9 +38,24 @@ def is_package_path(path: str) -> bool:
     return path.startswith(_LIBRARIES[0])
 
 
+def note_library(module: str) -> None:
+    """Count ``module``, which defines a backend, and its whole package as a library's code.
+
+    Not a script that defines a backend beside its own code.
+    """
+    found = sys.modules.get(module.partition(".")[0])
+    path = getattr(found, "__file__", None)
+    if path is not None and module != "__main__":
+        folder, name = os.path.split(path)
+        _backends.add(os.path.join(folder, "") if name == "__init__.py" else path)
+        is_library_path.cache_clear()
+
+
 @lru_cache(maxsize=4096)
 def is_library_path(path: str) -> bool:
     """True if ``path`` is code of this package, of torch, of a backend's library or of Python's own."""
+    if path.startswith(tuple(_backends)):
+        return True
     _, packages, rest = path.rpartition("-packages" + os.sep)  # site-packages, dist-packages
     if packages:
         return rest.partition(os.sep)[0] in _INSTALLED

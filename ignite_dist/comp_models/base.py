@@ -4,6 +4,7 @@ A backend implements the abstract methods of :class:`ComputationModel`, below, a
 :class:`~ignite_dist.comp_models.transport.Transport`. Everything else has a default that works: groups given
 as lists, objects as bytes, any dtype and memory layout, numbers, trees, gradients and the topology of the
 nodes are made of these primitives, the same for every backend. What a backend needs is imported from here.
+``examples/mpi4py_backend.py`` is a whole one.
 """
 
 from __future__ import annotations
@@ -268,7 +269,8 @@ class ComputationModel(ABC):
     def find(cls) -> Self | None:
         """A model of the live context, whoever made it, or None. Called often.
 
-        It must not communicate nor import anything; :attr:`library` is imported.
+        It must not communicate nor import anything; :attr:`library` is imported. A library that is imported,
+        or has been started, is no context yet: None until somebody has asked for one.
         """
 
     @classmethod
@@ -276,13 +278,20 @@ class ComputationModel(ABC):
     def open(cls, backend: str, **options: Any) -> Self:
         """Make a context and its model. Every rank calls it; it returns when all have.
 
+        ``options`` are the keywords of ``initialize``. A backend names each that it has as a keyword-only
+        parameter, which is how ``Parallel`` knows them too, and leaves ``**options`` out. A process may make
+        one context after another.
+
         Raises:
             TypeError, ValueError: options that are not there, or that do not go together. Nothing was sent.
         """
 
     @abstractmethod
     def is_current(self) -> bool:
-        """True if the context that made this model is still the live one. Asked by every call."""
+        """True if the context that made this model is still the live one. Asked by every call.
+
+        False after :meth:`close` and :meth:`abort`.
+        """
 
     def is_current_by_guards(self) -> bool:
         """True if guards of ``torch.compile`` can tell that this context is the live one, and it is.
@@ -305,7 +314,11 @@ class ComputationModel(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End the context after a failure on this rank. Waits for nobody; :meth:`forget` comes next."""
+        """End the context after a failure on this rank. Waits for nobody; :meth:`forget` comes next.
+
+        Other ranks may wait in a collective for this one. Their waits have to end: by the backend, or because
+        its launcher ends the job with this process. So nothing may wait for them at the end of the process.
+        """
 
     def forget(self) -> None:
         """The context has ended, whoever ended it: take back what this model did to the process for it."""
@@ -326,7 +339,10 @@ class ComputationModel(ABC):
             warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=4)
 
     def context_mark(self) -> object | None:
-        """What stands for this context, and for no other; None if a forked child may go on with it."""
+        """What stands for this context, and for no other; None if a forked child may go on with it.
+
+        It is compared by identity. ``self`` will do where each context has one model.
+        """
         return None
 
     @classmethod
@@ -342,11 +358,11 @@ class ComputationModel(ABC):
 
     @abstractmethod
     def get_rank(self) -> int:
-        """Rank of the caller, in [0, world_size). Asked before ``__init__`` of this class has run, too."""
+        """Rank of the caller, in [0, world_size)."""
 
     @abstractmethod
     def get_world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks. ``__init__`` of this class asks: a subclass knows it before it calls that."""
 
     @abstractmethod
     def device(self) -> torch.device:
@@ -390,7 +406,7 @@ class ComputationModel(ABC):
         return self.find_topology().node_rank
 
     def find_topology(self) -> Topology:
-        """The topology. The first call may be an exchange."""
+        """The topology. The first call may be an exchange: :meth:`open`, where all ranks are, may make it."""
         found = self.known_topology()
         if found is None:
             with self.groups.once("the topology", self.get_rank()):

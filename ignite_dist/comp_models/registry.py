@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import TypeVar, overload
 
+from ignite_dist.call_sites import note_library
 from ignite_dist.comp_models.base import ComputationModel
 
 __all__ = ["ENTRY_POINT_GROUP", "Registry", "register_computation_model", "registered_computation_models"]
@@ -38,6 +39,7 @@ class Registry(Sequence[type[ComputationModel]]):
                     f"{_full_name(model)} is not. Give one of them another name."
                 )
         self._models.append(model)
+        note_library(model.__module__)  # the watchdog tells its frames from the user's
         return model
 
     def _loaded(self) -> list[type[ComputationModel]]:

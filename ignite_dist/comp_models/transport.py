@@ -66,14 +66,18 @@ class Transport(ABC):
     different groups at once. It begins the collective and returns a :class:`Work`, whose ``wait()`` gives the
     result. Where the backend can only block, it returns :class:`Completed`. Tensors may have no elements.
     A failure of the backend, also the end of another rank, is a ``RuntimeError`` from the primitive or from
-    ``wait()``.
+    ``wait()``. The calls of one group come in the same order on all of its ranks, one at a time.
     """
 
     groups_need_everyone: ClassVar[bool] = False
     """True if the collectives of a group are calls that every rank of the world makes, members or not."""
 
     overlap: ClassVar[bool] = False
-    """True if a rank may begin a collective of a group before an earlier one of that group has completed."""
+    """True if a rank may begin a collective of a group before an earlier one of that group has completed.
+
+    What has begun has to go on at least while any thread of the rank waits for another collective. If False,
+    a thread of the package waits for each one, so that it goes on while the rank computes.
+    """
 
     is_synchronous: ClassVar[bool] = False
     """True if every primitive is complete when it returns, so that there is nothing to wait for."""
@@ -89,7 +93,12 @@ class Transport(ABC):
         """True if ``kind`` takes such a tensor as it is. False for a ``kind`` that it does not know.
 
         Asked once for each kind of tensor. What is not supported is sent as something that is: at least
-        "all_gather" and "broadcast" of ``uint8`` on the CPU or on the device of the model.
+        "all_gather" and "broadcast" of ``uint8`` on the CPU or on the device of the model. Reductions of
+        ``float32``, ``float64``, ``int32`` and ``int64`` carry nearly everything else.
+
+        A reduction is supported if it gives what torch would: sums and products of ints wrap around, "AND"
+        and "OR" are those of the bits, and "MIN" and "MAX" of floats are NaN where any rank has one. For the
+        last False is right in most libraries: floats then go as ints that have the same order.
 
         Args:
             kind: the primitive's name.
@@ -127,8 +136,9 @@ class Transport(ABC):
     def make_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
         """A handle for the ascending global ``ranks``. Without options only the members have to call it.
 
-        It is any object but None. ``ranks`` may be empty, and need not have this rank in it: then no
-        collective is made on the handle. Called once for a list of ranks, and for each ``new_group()``.
+        It is any object but None, a list, a tuple (a named one too) or a range: those are ranks. ``ranks``
+        may be empty, and need not have this rank in it: then no collective is made on the handle. Called once
+        for a list of ranks, and for each ``new_group()``; for different ranks by several threads at once.
 
         Raises:
             TypeError: options that the backend does not have. Nothing was sent.
@@ -136,10 +146,11 @@ class Transport(ABC):
 
     @abstractmethod
     def ranks_of(self, handle: Any) -> tuple[int, ...]:
-        """The global ranks of a live handle, ascending; empty if this rank is outside.
+        """The global ranks of a live handle, ascending; empty if this rank is outside and does not know them.
 
         Raises:
-            ValueError: the handle is not one of this transport's, or was destroyed.
+            ValueError: the handle, which may be anything that a user gave, is not one of this transport's, or
+                was destroyed by the backend's own function.
         """
 
     def is_alive(self, handle: Any) -> bool:
@@ -153,7 +164,9 @@ class Transport(ABC):
     def group_key(self, group: Group) -> str:
         """What tells ``group`` from others of the same ranks, the same on all of them; empty for the world.
 
-        By it the ranks know, out of band, of which group a call is. Only members ask.
+        By it the ranks know, out of band, of which group a call is. Only members ask. The default knows a
+        group by its ranks: not enough for two handles of the same ranks that several threads use. The number
+        of groups of these ranks that were made before tells them apart.
         """
         return "" if group.handle is None else key_of_ranks(group.ranks)
 
@@ -175,7 +188,10 @@ class Transport(ABC):
         return {}
 
     def waited_for(self, frame: FrameType) -> WaitedFor:
-        """What a rank waits for whose innermost waiting frame is ``frame``."""
+        """What a rank waits for whose innermost waiting frame is ``frame``.
+
+        It is one of a function marked by :func:`waits_for_ranks`.
+        """
         return WaitedFor()
 
     def is_broken(self) -> bool | None:
@@ -183,4 +199,4 @@ class Transport(ABC):
         return None
 
     def end_waits(self) -> None:  # noqa: B027  # not abstract: not every backend can
-        """Let the collectives that this process waits in fail."""
+        """Let the collectives that this process waits in fail: their ``wait()`` raises ``RuntimeError``."""

@@ -16,8 +16,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Work(ABC):
     """A collective that has begun on this rank.
 
-    It owns the memory that it reads and writes until it has completed. Any thread of the rank may wait for
-    it, more than once.
+    It owns the memory that it reads and writes until it has completed: also if nobody has a reference to it
+    any longer, say because a ``KeyboardInterrupt`` came while it was waited for. Any thread of the rank may
+    wait for it, more than once, and two may at once. A subclass marks its :meth:`wait` with
+    :func:`waits_for_ranks`.
     """
 
     __slots__ = ("__weakref__",)
@@ -41,7 +43,7 @@ class Work(ABC):
         """Return the result when the collective has completed.
 
         Args:
-            timeout: None waits for as long as it takes. Primitives of a transport get None.
+            timeout: None waits for as long as it takes. For the works of a transport it always is None.
 
         Raises:
             RuntimeError: the backend has failed.
@@ -118,7 +120,11 @@ _WAITING: set[CodeType] = set()
 
 
 def waits_for_ranks(function: _Function) -> _Function:
-    """Decorator: a thread inside of ``function`` waits for other ranks. It costs a call nothing."""
+    """Decorator: a thread inside of ``function`` waits for other ranks. It costs a call nothing.
+
+    The watchdog looks for such functions in this package and in the modules of registered backends, up to the
+    first frame of other code.
+    """
     _WAITING.add(function.__code__)
     return function
 

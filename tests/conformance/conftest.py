@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from worlds import SerialWorld, SpawnedWorld, XlaWorld
+from worlds import MpiWorld, SerialWorld, SpawnedWorld, XlaWorld
 
 _FACTORIES = {
     "serial": SerialWorld,
@@ -18,6 +18,9 @@ _FACTORIES = {
     "xla-1": lambda: XlaWorld(1),
     "xla-2": lambda: XlaWorld(2),
     "xla-3": lambda: XlaWorld(3),
+    # A backend of a third party: examples/mpi4py_backend.py
+    "mpi4py-2": lambda: MpiWorld(2),
+    "mpi4py-3": lambda: MpiWorld(3),
     # On one GPU: NCCL takes a world of one, gloo carries CUDA tensors between two ranks that share it.
     "nccl-1": lambda: SpawnedWorld("nccl", 1),
     "gloo-cuda-2": lambda: SpawnedWorld("gloo", 2),
@@ -29,7 +32,9 @@ def _marks(name: str) -> list[Any]:
     if name in _ON_A_GPU:
         skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
         return [pytest.mark.gpu, skip]
-    return [getattr(pytest.mark, marker) for marker in ("horovod", "xla") if name.startswith(marker)]
+    markers = {"horovod": "horovod", "mpi4py": "launchers", "xla": "xla"}
+    marker = markers.get(name.partition("-")[0])
+    return [getattr(pytest.mark, marker)] if marker else []
 
 
 # One world at a time: pytest runs its cases together and then ends its workers. Horovod's are never idle.

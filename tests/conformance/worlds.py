@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import traceback
@@ -21,7 +23,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+import helpers
 import ignite_dist as idist
+from ignite_dist.comp_models.base import Training
 from ignite_dist.comp_models.work import Completed, Steps
 from ignite_dist.context.live import current_model
 from table import PROPERTY
@@ -79,12 +83,14 @@ class SpawnedWorld:
             tempfile.TemporaryDirectory() as folder,
             Listener(str(Path(folder) / "cases"), "AF_UNIX") as listener,
         ):
-            self._workers = idist.spawn(
-                self._backend, _serve, (listener.address,), nproc_per_node=self.size, join=False
-            )
+            self._workers = self._launched(listener.address)
             accepted = [listener.accept() for _ in range(self.size)]
         by_rank = {connection.recv(): connection for connection in accepted}
         self._connections = [by_rank[rank] for rank in range(self.size)]
+
+    def _launched(self, address: Any) -> Any:
+        """Workers that run :func:`_serve`. ``terminate()`` ends them."""
+        return idist.spawn(self._backend, _serve, (address,), nproc_per_node=self.size, join=False)
 
     def _answers(self) -> dict[int, tuple[str, Any]]:
         answers: dict[int, tuple[str, Any]] = {}
@@ -119,6 +125,39 @@ class XlaWorld(SpawnedWorld):
             patch.setenv("PJRT_DEVICE", "CPU")
             patch.setenv("CPU_NUM_DEVICES", str(self.size))
             super()._start()
+
+
+class MpiWorld(SpawnedWorld):
+    """Ranks that mpirun starts, with the backend of ``examples/mpi4py_backend.py``."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("mpi4py", size)
+
+    def _launched(self, address: Any) -> Any:
+        options = ["--allow-run-as-root", "--oversubscribe", "-np", str(self.size)]
+        folders = [str(Path(__file__).parent), str(helpers.ROOT / "tests"), str(helpers.ROOT / "examples")]
+        path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
+        return subprocess.Popen(
+            ["mpirun.openmpi", *options, sys.executable, "-c", _MPI_RANK, address],
+            env=helpers.plain_environ(PYTHONPATH=path),
+            stdin=subprocess.DEVNULL,
+        )
+
+    def close(self) -> None:
+        workers = self._workers
+        super().close()
+        if workers is not None:
+            workers.wait()
+
+
+_MPI_RANK = """
+import sys
+import mpi4py_backend
+import ignite_dist as idist
+import worlds
+idist.initialize("mpi4py")
+worlds._serve(idist.get_local_rank(), sys.argv[1])
+"""
 
 
 def _serve(local_rank: int, address: str) -> None:
@@ -162,6 +201,11 @@ def on_every_rank(case: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # --- for the cases -----------------------------------------------------------------------------------
+
+
+def has_join() -> bool:
+    """Whether ranks may make different numbers of steps here: not every backend has a ``join()``."""
+    return type(current_model().training).join is not Training.join
 
 
 @contextmanager

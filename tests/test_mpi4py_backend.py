@@ -1,0 +1,93 @@
+"""The example of a third party's backend under mpirun; the conformance suite has it as a world, too."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import ROOT, plain_environ, write_script
+
+MPIRUN = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+EXAMPLES = ROOT / "examples"
+
+
+def mpirun(script: Path, *arguments: Any, seconds: float = 280) -> subprocess.CompletedProcess[str]:
+    """How two ranks of ``script`` have ended."""
+    environ = plain_environ(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    environ["PYTHONPATH"] = f"{EXAMPLES}:{environ['PYTHONPATH']}"
+    return subprocess.run(
+        [*MPIRUN, "python", *map(str, (script, *arguments))],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+
+
+def test_it_can_be_read_in_one_sitting() -> None:
+    assert len((EXAMPLES / "mpi4py_backend.py").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.launchers
+def test_it_trains_the_example(tmp_path: Path) -> None:
+    ended = mpirun(EXAMPLES / "digits.py", "--backend", "mpi4py", "--output-dir", tmp_path)
+    assert ended.returncode == 0, ended.stdout
+    found = re.search(r"^test accuracy: (\d+\.\d)%$", ended.stdout, re.MULTILINE)
+    assert found is not None and float(found[1]) >= 98, ended.stdout
+
+
+@pytest.mark.launchers
+def test_contexts_follow_one_another(tmp_path: Path) -> None:
+    """A communicator that is left behind by each would be the last of them, at some point."""
+    script = write_script(
+        tmp_path,
+        """
+        import mpi4py_backend
+        import ignite_dist as idist
+
+        assert idist.get_world_size() == 1
+        for _ in range(3):
+            idist.initialize("mpi4py")
+            assert idist.get_world_size() == idist.get_nproc_per_node() == 2
+            handle = idist.new_group([1])
+            assert idist.all_reduce(1) == 2
+            assert idist.all_reduce(1, group=handle) == 1
+            idist.finalize()
+            assert idist.get_world_size() == 1
+        from mpi4py import MPI
+        print("ended", MPI.COMM_WORLD.allreduce(1))  # MPI itself goes on
+        """,
+    )
+    ended = mpirun(script)
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.split() == ["ended", "2", "ended", "2"]
+
+
+@pytest.mark.launchers
+def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
+    """The other waits for it in a collective, and MPI_Finalize would wait for both."""
+    script = write_script(
+        tmp_path,
+        """
+        import mpi4py_backend
+        import ignite_dist as idist
+
+        def train(local_rank):
+            if idist.get_rank() == 1:
+                raise LookupError("this rank has no data")
+            idist.all_reduce(1)
+
+        with idist.Parallel("mpi4py") as parallel:
+            parallel.run(train)
+        """,
+    )
+    ended = mpirun(script, seconds=120)
+    assert ended.returncode != 0
+    assert "LookupError: this rank has no data" in ended.stdout, ended.stdout

@@ -28,7 +28,7 @@ endif
 .DEFAULT_GOAL := help
 # Two pips at once in one .venv would break it; the tests use all cores by themselves.
 .NOTPARALLEL:
-.PHONY: help venv demo test test-gpu stress horovod test-horovod test-launchers xla test-xla xla-suite \
+.PHONY: help venv demo test test-gpu stress horovod test-horovod test-launchers test-mpi4py xla test-xla xla-suite \
     conformance conformance-results conformance-newest conformance-suite bench scale bench-xla bench-here lint style type clean
 
 help:  ## list the targets
@@ -40,17 +40,21 @@ demo: $(call needs,examples)  ## train on real data, on two processes
 	$(PY) examples/digits.py --nproc-per-node 2 $(ARGS)
 
 test: $(call needs,test examples)  ## run the tests that need neither GPU, Horovod nor torch_xla, on all cores
-	$(PY) -m pytest -n logical -m "not gpu and not horovod and not launchers and not xla" $(ARGS)
+	$(PY) -m pytest -n logical -m "not gpu and not horovod and not launchers and not mpi4py and not xla" $(ARGS)
 
-test-launchers: $(call needs,test examples launchers)  ## run the tests under real launchers and on mpi4py; installs packages of Debian
+test-launchers: $(call needs,test launchers)  ## run the tests under real launchers; installs packages of Debian
 	.ci/install-launchers
 	$(PY) -m pytest -n 2 -m launchers $(ARGS)
+
+test-mpi4py: $(call needs,test examples launchers)  ## run the conformance suite on a backend of a third party, over a real MPI
+	.ci/install-launchers
+	$(PY) -m pytest -m mpi4py $(ARGS)
 
 test-gpu: $(call needs,test examples)  ## run the tests that need a CUDA device, one at a time
 	$(PY) -m pytest -m gpu $(ARGS)
 
 stress: $(call needs,test examples horovod)  ## repeat failures, launches and contexts until one of them goes wrong (35 minutes)
-	$(PY) -m pytest -m "stress and not gpu and not xla" --stress $(ARGS)
+	$(PY) -m pytest -m "stress and not gpu and not mpi4py and not xla" --stress $(ARGS)
 
 horovod: $(call needs,horovod)  ## build Horovod for the torch in .venv, once, and install it there
 
@@ -75,7 +79,7 @@ xla-suite: $(call needs,test examples xla)
 	$(PY) -m pytest -m xla $(ARGS)
 
 conformance: xla  ## run the conformance suite on every backend, write docs/conformance.md
-	+$(MAKE) conformance-results SUITE="not gpu and not launchers and not xla" RESULTS=$(RESULTS)-torch.json
+	+$(MAKE) conformance-results SUITE="not gpu and not mpi4py and not xla" RESULTS=$(RESULTS)-torch.json
 	+$(IN_XLA) conformance-results SUITE=xla RESULTS=$(RESULTS)-xla.json
 	$(PY) tests/conformance/table.py docs/conformance.md $(RESULTS)-torch.json $(RESULTS)-xla.json
 
@@ -88,7 +92,7 @@ conformance-newest:  ## run the conformance suite on the newest torch, in .venv-
 	+$(MAKE) VENV=.venv-newest CONSTRAINTS=constraints-newest.txt conformance-suite
 
 conformance-suite: $(call needs,test examples)
-	$(PY) -m pytest tests/conformance -n logical -m "not gpu and not horovod and not launchers and not xla" $(ARGS)
+	$(PY) -m pytest tests/conformance -n logical -m "not gpu and not horovod and not mpi4py and not xla" $(ARGS)
 
 bench: $(call needs,bench horovod)  ## measure against torch.distributed, Horovod and pytorch-ignite
 	$(PY) benchmarks/bench.py $(ARGS)

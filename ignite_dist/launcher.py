@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, overload
 
 from ignite_dist.arguments import as_int, as_port, check_keywords, keywords_of
 from ignite_dist.context import identity, live
@@ -15,12 +16,16 @@ from ignite_dist.environments import spawned, tpu_pod
 from ignite_dist.errors import EnvironmentVariablesError
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
+
+    from ignite_dist.workers.processes import Workers
 
 __all__ = ["Parallel", "spawn"]
 
 _logger = logging.getLogger(__name__)
 
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 
 _PLAIN = {"nproc_per_node": as_int, "nnodes": as_int, "node_rank": as_int, "master_port": as_port}
 
@@ -49,6 +54,65 @@ class _Entry:
         result = self.function(local_rank, *self.args, **self.kwargs)
         live.conclude()
         return result
+
+
+class SpawnOptions(TypedDict, total=False):
+    """The keywords of :func:`spawn`, as editors show them. Not every backend has all; it says which."""
+
+    nnodes: int | None
+    node_rank: int | None
+    master_addr: str | None
+    master_port: int | str | None
+    init_method: str | None
+    timeout: timedelta | None
+    start_method: str | None
+    daemon: bool
+    hosts: str | None
+    verbose: int | None
+    use_mpi: bool | None
+    ssh_port: int | None
+    start_timeout: int | None
+    network_interfaces: str | None
+    env: Any
+
+
+class ParallelOptions(TypedDict, total=False):
+    """The further keywords of :class:`Parallel`, as editors show them."""
+
+    timeout: timedelta | None
+    start_method: str | None
+    join: bool
+    daemon: bool
+    hosts: str | None
+    pg_options: Any
+    device_id: Any
+    comm: Any
+
+
+@overload
+def spawn(
+    backend: str,
+    fn: Callable[..., _Result],
+    args: tuple[Any, ...] = ...,
+    kwargs_dict: Mapping[str, Any] | None = ...,
+    nproc_per_node: int = ...,
+    *,
+    join: Literal[True] = ...,
+    **kwargs: Unpack[SpawnOptions],
+) -> list[_Result]: ...
+
+
+@overload
+def spawn(
+    backend: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = ...,
+    kwargs_dict: Mapping[str, Any] | None = ...,
+    nproc_per_node: int = ...,
+    *,
+    join: Literal[False],
+    **kwargs: Unpack[SpawnOptions],
+) -> Workers: ...
 
 
 def spawn(
@@ -174,7 +238,7 @@ class Parallel:
         master_addr: str | None = None,
         master_port: int | str | None = None,
         init_method: str | None = None,
-        **spawn_kwargs: Any,
+        **spawn_kwargs: Unpack[ParallelOptions],
     ) -> None:
         places = {
             "nnodes": nnodes,
@@ -229,7 +293,12 @@ class Parallel:
                 stacklevel=3,
             )
 
-    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self,
+        func: Callable[Concatenate[int, _Params], _Result],
+        *args: _Params.args,
+        **kwargs: _Params.kwargs,
+    ) -> _Result:
         """Call ``func(local_rank, *args, **kwargs)`` in every process.
 
         Returns:
@@ -242,8 +311,9 @@ class Parallel:
             _logger.info("Run '%s' in %d processes", func, identity.get_world_size())
             return func(identity.get_local_rank(), *args, **kwargs)
         _logger.info("Spawn '%s' with %s", func, self._spawn_kwargs)
-        results = spawn(self.backend, func, args=args, kwargs_dict=kwargs, **self._spawn_kwargs)
-        return results[0] if isinstance(results, list) else results
+        results: Any = spawn(self.backend, func, args=args, kwargs_dict=kwargs, **self._spawn_kwargs)
+        first: _Result = results[0] if isinstance(results, list) else results
+        return first
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

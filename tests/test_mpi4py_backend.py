@@ -35,7 +35,7 @@ def test_it_can_be_read_in_one_sitting() -> None:
     assert len((EXAMPLES / "mpi4py_backend.py").read_text(encoding="utf-8").splitlines()) <= 200
 
 
-@pytest.mark.launchers
+@pytest.mark.mpi4py
 def test_it_trains_the_example(tmp_path: Path) -> None:
     ended = mpirun(EXAMPLES / "digits.py", "--backend", "mpi4py", "--output-dir", tmp_path)
     assert ended.returncode == 0, ended.stdout
@@ -43,7 +43,7 @@ def test_it_trains_the_example(tmp_path: Path) -> None:
     assert found is not None and float(found[1]) >= 98, ended.stdout
 
 
-@pytest.mark.launchers
+@pytest.mark.mpi4py
 def test_contexts_follow_one_another(tmp_path: Path) -> None:
     """A communicator that is left behind by each would be the last of them, at some point."""
     script = write_script(
@@ -70,7 +70,7 @@ def test_contexts_follow_one_another(tmp_path: Path) -> None:
     assert ended.stdout.split() == ["ended", "2", "ended", "2"]
 
 
-@pytest.mark.launchers
+@pytest.mark.mpi4py
 def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
     """The other waits for it in a collective, and MPI_Finalize would wait for both."""
     script = write_script(

@@ -217,7 +217,7 @@ def _trees() -> str:
     """Reduce a tree of tensors, and of numbers that fit no dtype."""
     world_size = idist.get_world_size()
     ones = torch.ones(3, device=idist.device())
-    found = idist.all_reduce({"count": 2**80, "loss": 0.5, "tensors": [ones, ones.long()]})
+    found: dict[str, Any] = idist.all_reduce({"count": 2**80, "loss": 0.5, "tensors": [ones, ones.long()]})
     found["tensors"] = [one.tolist() for one in found["tensors"]]
     sums = [[float(world_size)] * 3, [world_size] * 3]
     wanted = {"count": world_size * 2**80, "loss": world_size / 2, "tensors": sums}

@@ -105,11 +105,11 @@ def _run_in_workers(
     model = live.find_model(job.backend)
     nproc_per_node = 2 if job.nproc_per_node is None else job.nproc_per_node
     model.launcher.check(nproc_per_node=nproc_per_node, **job.nodes)
-    timeout = {"timeout": job.timeout} if "timeout" in model.launcher.options() else {}
+    options: Any = dict(job.nodes)
+    if "timeout" in model.launcher.options():
+        options["timeout"] = job.timeout
     say(f"Starting {num_processes(nproc_per_node)} on {job.backend} ...")
-    results = idist.spawn(
-        job.backend, _in_worker, (function, job.timeout), None, nproc_per_node, **job.nodes, **timeout
-    )
+    results = idist.spawn(job.backend, _in_worker, (function, job.timeout), None, nproc_per_node, **options)
     report: _Report = results[0]
     if not job.nodes.get("node_rank"):
         show(report)

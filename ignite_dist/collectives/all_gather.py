@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 from operator import index
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -26,11 +26,35 @@ from ignite_dist.tracing import traced, traced_as
 __all__ = ["all_gather", "all_gather_ragged", "all_gather_tensors_with_shapes"]
 
 
+_Object = TypeVar("_Object")
+
+
 @traced
 def _all_gather_in_a_graph(*args: Any, **kwargs: Any) -> Any:
     from ignite_dist.collectives import compiled
 
     return compiled.all_gather(*args, **kwargs)
+
+
+@overload
+def all_gather(  # type: ignore[overload-overlap]  # a tensor is an object, too
+    tensor: Tensor,
+    group: Any = ...,
+    *,
+    out: Tensor | None = ...,
+    sync_grads: bool = ...,
+    async_op: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def all_gather(tensor: _Object, group: Any = ..., *, async_op: Literal[False] = ...) -> list[_Object]: ...
+
+
+@overload
+def all_gather(
+    tensor: Any, group: Any = ..., *, out: Tensor | None = ..., async_op: Literal[True]
+) -> Work: ...
 
 
 @traced_as(_all_gather_in_a_graph)
@@ -125,6 +149,16 @@ def _gather_objects(
         value="an object",
         async_op=async_op,
     )
+
+
+@overload
+def all_gather_ragged(
+    tensor: Tensor, group: Any = ..., *, async_op: Literal[False] = ...
+) -> list[Tensor]: ...
+
+
+@overload
+def all_gather_ragged(tensor: Tensor, group: Any = ..., *, async_op: Literal[True]) -> Work: ...
 
 
 def all_gather_ragged(tensor: Tensor, group: Any = None, *, async_op: bool = False) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from numbers import Number
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ignite_dist.collectives.tensors import (
     to_message,
 )
 from ignite_dist.comp_models import ComputationModel, Group
-from ignite_dist.comp_models.work import Completed, Steps
+from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.context.live import current_model
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.tracing import traced, traced_as
@@ -34,11 +34,39 @@ _PACK_BYTES = 1 << 16
 _INLINE_BYTES = 448
 
 
+_Value = TypeVar("_Value")
+
+
 @traced
 def _all_reduce_in_a_graph(*args: Any, **kwargs: Any) -> Any:
     from ignite_dist.collectives import compiled
 
     return compiled.all_reduce(*args, **kwargs)
+
+
+@overload
+def all_reduce(
+    tensor: _Value,
+    op: str = ...,
+    group: Any = ...,
+    *,
+    inplace: bool = ...,
+    sync_grads: bool = ...,
+    exact: bool = ...,
+    async_op: Literal[False] = ...,
+) -> _Value: ...
+
+
+@overload
+def all_reduce(
+    tensor: Any,
+    op: str = ...,
+    group: Any = ...,
+    *,
+    inplace: bool = ...,
+    exact: bool = ...,
+    async_op: Literal[True],
+) -> Work: ...
 
 
 @traced_as(_all_reduce_in_a_graph)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, overload
 
 from ignite_dist.arguments import check_timeout
 from ignite_dist.collectives.path import is_member, perform
@@ -21,6 +21,14 @@ def _barrier_in_a_graph(*args: Any, **kwargs: Any) -> Any:
     from ignite_dist.collectives import compiled
 
     return compiled.barrier(*args, **kwargs)
+
+
+@overload
+def barrier(group: Any = ..., timeout: timedelta | None = ..., *, async_op: Literal[False] = ...) -> None: ...
+
+
+@overload
+def barrier(group: Any = ..., *, async_op: Literal[True]) -> Work: ...
 
 
 @traced_as(_barrier_in_a_graph)

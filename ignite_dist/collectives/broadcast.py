@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -23,11 +23,37 @@ from ignite_dist.tracing import traced, traced_as
 __all__ = ["broadcast", "broadcast_anything"]
 
 
+_Value = TypeVar("_Value")
+
+
 @traced
 def _broadcast_in_a_graph(*args: Any, **kwargs: Any) -> Any:
     from ignite_dist.collectives import compiled
 
     return compiled.broadcast(*args, **kwargs)
+
+
+@overload
+def broadcast(
+    tensor: _Value,
+    src: int = ...,
+    safe_mode: Literal[False] = ...,
+    group: Any = ...,
+    *,
+    async_op: Literal[False] = ...,
+) -> _Value: ...
+
+
+@overload
+def broadcast(
+    tensor: Any, src: int = ..., safe_mode: bool = ..., group: Any = ..., *, async_op: Literal[False] = ...
+) -> Any: ...
+
+
+@overload
+def broadcast(
+    tensor: Any, src: int = ..., safe_mode: bool = ..., group: Any = ..., *, async_op: Literal[True]
+) -> Work: ...
 
 
 @traced_as(_broadcast_in_a_graph)

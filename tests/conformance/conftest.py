@@ -32,9 +32,7 @@ def _marks(name: str) -> list[Any]:
     if name in _ON_A_GPU:
         skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
         return [pytest.mark.gpu, skip]
-    markers = {"horovod": "horovod", "mpi4py": "launchers", "xla": "xla"}
-    marker = markers.get(name.partition("-")[0])
-    return [getattr(pytest.mark, marker)] if marker else []
+    return [getattr(pytest.mark, one) for one in ("horovod", "mpi4py", "xla") if name.startswith(one)]
 
 
 # One world at a time: pytest runs its cases together and then ends its workers. Horovod's are never idle.

@@ -1,0 +1,52 @@
+"""What editors and mypy know of the facade. Checked by `make type`: an unused "type: ignore" is an error."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+import ignite_dist as idist
+
+if TYPE_CHECKING:
+    from typing_extensions import assert_type
+
+    from ignite_dist.workers.processes import Workers
+
+
+def train(local_rank: int, config: dict[str, int], epochs: int = 1) -> float:
+    return config["seed"] * epochs + 0.5
+
+
+def collectives(tensor: Tensor, tree: dict[str, float]) -> None:
+    assert_type(idist.all_reduce(tensor), Tensor)
+    assert_type(idist.all_reduce(1.5), float)
+    assert_type(idist.all_reduce(tree, "AVERAGE"), dict[str, float])
+    assert_type(idist.all_reduce(tensor, async_op=True), idist.Work)
+    assert_type(idist.all_gather(tensor), Tensor)
+    assert_type(idist.all_gather("text"), list[str])
+    assert_type(idist.all_gather("text", async_op=True), idist.Work)
+    assert_type(idist.all_gather_ragged(tensor), list[Tensor])
+    assert_type(idist.broadcast(tensor), Tensor)
+    assert_type(idist.broadcast("text"), str)
+    assert_type(idist.broadcast(None, safe_mode=True), Any)
+    assert_type(idist.broadcast(tensor, async_op=True), idist.Work)
+    assert_type(idist.barrier(async_op=True), idist.Work)
+    idist.barrier(timeout=timedelta(seconds=1))
+    idist.all_reduce(tensor, inplce=False)  # type: ignore[call-overload]
+    idist.all_reduce(tensor, sync_grads=True, async_op=True)  # type: ignore[call-overload]
+    idist.all_gather("text", out=tensor)  # type: ignore[call-overload]
+    idist.barrier(timeout=timedelta(seconds=1), async_op=True)  # type: ignore[call-overload]
+
+
+def launching(config: dict[str, int]) -> None:
+    assert_type(idist.spawn("gloo", train, (config,), nproc_per_node=2), list[float])
+    assert_type(idist.spawn("gloo", train, (config,), nproc_per_node=2, join=False), Workers)
+    idist.spawn("gloo", train, (config,), timeout=timedelta(minutes=1), start_method="spawn")
+    idist.spawn("gloo", train, (config,), nprocs=2)  # type: ignore[call-overload]
+    with idist.Parallel("gloo", nproc_per_node=2, timeout=timedelta(minutes=1)) as parallel:
+        assert_type(parallel.run(train, config, epochs=2), float)
+        parallel.run(train, config, epoch=2)  # type: ignore[call-arg]
+        parallel.run(train, "no config")  # type: ignore[arg-type]
+    idist.Parallel("gloo", nproc_per_nodes=2)  # type: ignore[call-arg]

@@ -17,6 +17,7 @@ __all__ = [
     "local_of",
     "note_library",
     "site_of",
+    "site_of_place",
     "users_frame",
 ]
 
@@ -49,6 +50,7 @@ def note_library(module: str) -> None:
         folder, name = os.path.split(path)
         _backends.add(os.path.join(folder, "") if name == "__init__.py" else path)
         is_library_path.cache_clear()
+        _known.clear()
 
 
 @lru_cache(maxsize=4096)
@@ -69,9 +71,18 @@ def is_library(frame: FrameType) -> bool:
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame, from ``frame`` on outwards, that is the user's own code."""
-    while frame is not None and (is_library(frame) or _is_generated(frame)):
+    while frame is not None:
+        path = frame.f_code.co_filename
+        is_of_library = _known.get(path)  # each collective comes here while its calls are kept
+        if is_of_library is None:
+            is_of_library = _known[path] = is_library_path(path)
+        if not is_of_library and not _is_generated(frame):
+            break
         frame = frame.f_back
     return frame
+
+
+_known: dict[str, bool] = {}
 
 
 def local_of(frame: FrameType | None, *names: str) -> Any:
@@ -92,7 +103,12 @@ def _is_generated(frame: FrameType) -> bool:
 
 def site_of(frame: FrameType | None) -> str:
     """``"folder/file.py:12"``, the same on machines where the code is in different places."""
-    return "?" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "?" if frame is None else site_of_place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def site_of_place(path: str, line: int) -> str:
+    """:func:`site_of` a line of a file."""
+    return f"{_short(path)}:{line}"
 
 
 @lru_cache(maxsize=4096)

@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from ignite_dist.arguments import check_timeout
 from ignite_dist.call_sites import site_of, users_frame
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
 from ignite_dist.context.live import ending
 from ignite_dist.diagnostics import pending_calls
@@ -73,7 +73,7 @@ class _Pending(Work):
                     self._error = error
                 # Not after a KeyboardInterrupt: then it goes on.
                 self._inner = None
-                _pending.get(self._model, {}).pop(id(self), None)
+                _pending.setdefault(self._model, {}).pop(id(self), None)
         if self._error is not None:
             raise self._error
         return self._result
@@ -95,12 +95,12 @@ class _Pending(Work):
         return inner is None or inner.is_completed()
 
 
-_pending: WeakKeyDictionary[ComputationModel, dict[int, _Pending]] = WeakKeyDictionary()
+_pending: PerContext[dict[int, _Pending]] = PerContext()
 
 
 def _wait_for_all(model: ComputationModel) -> None:
     """Before the context ends: wait for what nobody has waited for."""
-    left = list(_pending.get(model, {}).values())
+    left = list(_pending.setdefault(model, {}).values())
     for work in left:
         warnings.warn(f"Nobody has waited for the {work.call}: call wait() of the Work.", stacklevel=5)
     for work in left:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from ignite_dist import _torch
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.transport import CollectiveKind
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.diagnostics.announcing import announce
@@ -402,12 +402,12 @@ class _Plans:
         self.routes: dict[tuple[CollectiveKind, torch.dtype, torch.device], _Route] = {}
 
 
-_plans: WeakKeyDictionary[ComputationModel, _Plans] = WeakKeyDictionary()
+_plans: PerContext[_Plans] = PerContext()
 
 
 def _plans_of(model: ComputationModel) -> _Plans:
     try:
-        return _plans[model]
+        return _plans.by_id[id(model)]
     except KeyError:
         return _plans.setdefault(model, _Plans())
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.diagnostics import pending_calls
 from ignite_dist.diagnostics.flight_recorder import Comparison, Recorder
 from ignite_dist.errors import EnvironmentVariablesError
@@ -38,7 +38,7 @@ def compare_in_new_contexts(comparison: Comparison | None) -> None:
 
 
 # None: nobody keeps the calls of that context.
-_recorders: WeakKeyDictionary[ComputationModel, Recorder | None] = WeakKeyDictionary()
+_recorders: PerContext[Recorder | None] = PerContext()
 
 
 _making = threading.RLock()
@@ -47,7 +47,7 @@ _making = threading.RLock()
 def recorder_of(model: ComputationModel) -> Recorder | None:
     """The recorder of a context, if it has one."""
     try:
-        return _recorders[model]
+        return _recorders.by_id[id(model)]
     except KeyError:
         with _making:
             return _recorders.setdefault(model, _wanted_in_new_contexts())
@@ -111,6 +111,8 @@ def announce(
     Raises:
         CollectiveMismatchError: the ranks are about to make different calls; raised on all of them.
     """
+    if _recorders.by_id.get(id(model), model) is None and not pending_calls.queues.by_id:
+        return
     rank, transport = model.get_rank(), model.transport
     if group.handle is not None and group.position(rank) is None and not transport.groups_need_everyone:
         return

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ignite_dist.call_sites import site_of, users_frame
+from ignite_dist.call_sites import site_of_place, users_frame
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.values.ranks import describe_ranks, key_of_ranks, ranges
 
@@ -47,7 +47,7 @@ class Call(NamedTuple):
         op: ``"SUM"``; where a broadcast comes from; else empty.
         layout: of what was sent: ``(dtype, shape)`` of a tensor, those of the leaves of a tree, or words.
         group: the global ranks; empty for all.
-        site: ``"file:line"`` of the caller outside of this package.
+        place: path and line of the caller outside of this package; None if there is none.
         key: what tells the group from others of the same ranks, the same on all of them; empty for all.
     """
 
@@ -56,8 +56,13 @@ class Call(NamedTuple):
     op: str
     layout: Any
     group: tuple[int, ...]
-    site: str
+    place: tuple[str, int] | None
     key: str = ""
+
+    @property
+    def site(self) -> str:
+        """``"folder/file.py:12"``, the same on machines where the code is in different places."""
+        return "?" if self.place is None else site_of_place(*self.place)
 
     @property
     def value(self) -> str:
@@ -106,7 +111,7 @@ class Log:
     error: str = ""
     num_calls: int = 0
     calls: deque[Call] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
-    by_group: Counter[str] = field(default_factory=Counter)
+    by_group: dict[str, int] = field(default_factory=dict)
 
 
 class Watchdog(Protocol):
@@ -172,16 +177,17 @@ class Recorder:
         key: str | None = None,
     ) -> Call:
         """Note a call of ``rank`` in the ``group``, which is empty for all ranks; see :class:`Call`."""
-        log = self.log_of(rank)
-        site = site_of(users_frame(sys._getframe(1)))
-        key = key_of_ranks(group) if key is None else key
+        log = self.logs.get(rank) or self.log_of(rank)
+        frame = users_frame(sys._getframe(1))
+        place = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        layout = (value.dtype, value.shape) if type(value) is Tensor else _layout(value)
+        if key is None:
+            key = key_of_ranks(group)
         with self._counting:
             log.thread, log.error = threading.get_ident(), ""
             log.num_calls += 1
-            log.by_group.setdefault(key, 0)  # the next lines then call nothing, so no signal is handled there
-            log.by_group[key] += 1
-            number = log.by_group[key]
-            call = Call(number, operation, op, _layout(value), group, site, key)
+            number = log.by_group[key] = log.by_group.get(key, 0) + 1
+            call = Call(number, operation, op, layout, group, place, key)
             log.calls.append(call)
         return call
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from weakref import WeakKeyDictionary
 
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Work, waits_for_ranks
 
-__all__ = ["Job", "drain", "is_busy", "submit"]
+__all__ = ["Job", "drain", "is_busy", "queues", "submit"]
 
 
 class Job(Work):
@@ -91,18 +91,19 @@ class _Queue:
                 self._changed.wait()
 
 
-_queues: WeakKeyDictionary[ComputationModel, dict[str, _Queue]] = WeakKeyDictionary()
+queues: PerContext[dict[str, _Queue]] = PerContext()
+"""The threads of the groups of each context that has some."""
 
 
 def _queue(model: ComputationModel, group: Group) -> _Queue | None:
-    queues = _queues.get(model) if _queues else None
-    return None if queues is None else queues.get(model.transport.group_key(group))
+    found = queues.get(model)
+    return None if found is None else found.get(model.transport.group_key(group))
 
 
 def submit(model: ComputationModel, group: Group, work: Work) -> Job:
     """Make ``work`` in the thread of ``group``, after what was submitted there before."""
-    queues = _queues.setdefault(model, {})
-    return queues.setdefault(model.transport.group_key(group), _Queue()).submit(work)
+    found = queues.setdefault(model, {})
+    return found.setdefault(model.transport.group_key(group), _Queue()).submit(work)
 
 
 def is_busy(model: ComputationModel, group: Group) -> bool:

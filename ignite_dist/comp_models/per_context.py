@@ -1,0 +1,56 @@
+"""What other rooms know of a context, for as long as its model lives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+from weakref import ref
+
+from ignite_dist.comp_models.base import ComputationModel
+
+__all__ = ["PerContext"]
+
+_Value = TypeVar("_Value")
+
+
+class PerContext(Generic[_Value]):
+    """A value for each computation model.
+
+    A ``WeakKeyDictionary`` would do. This one answers in a third of the time, and collectives ask it.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, _Value] = {}
+        """For readers in a hurry: the values by ``id(model)``."""
+        self._references: dict[int, ref[ComputationModel]] = {}
+
+    def get(self, model: ComputationModel) -> _Value | None:
+        """The value of ``model``, if it has one."""
+        return self.by_id.get(id(model))
+
+    def setdefault(self, model: ComputationModel, value: _Value) -> _Value:
+        """The value of ``model``; ``value`` from here on if it has none."""
+        key = id(model)
+        if key not in self._references:
+
+            def forget(_: ref[ComputationModel]) -> None:
+                self.by_id.pop(key, None)
+                self._references.pop(key, None)
+
+            self._references[key] = ref(model, forget)
+        return self.by_id.setdefault(key, value)
+
+    def __setitem__(self, model: ComputationModel, value: _Value) -> None:
+        self.setdefault(model, value)
+        self.by_id[id(model)] = value
+
+    def __bool__(self) -> bool:
+        return bool(self.by_id)
+
+    def __iter__(self) -> Iterator[_Value]:
+        return iter(list(self.by_id.values()))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.by_id.clear()
+        self._references.clear()

@@ -11,7 +11,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_dist.collectives.tensors import broadcast_tensors
+from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import exchange_outcomes

@@ -15,7 +15,7 @@ from torch import Tensor
 from ignite_dist.arguments import as_int
 from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.broadcast import broadcast_anything
-from ignite_dist.collectives.tensors import check_dense
+from ignite_dist.collectives.checks import check_dense
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics.announcing import announce, recorder_of

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from ignite_dist.collectives import autograd
 from ignite_dist.collectives.arguments import check_blocking
+from ignite_dist.collectives.checks import check_dense
 from ignite_dist.collectives.path import is_member, perform
-from ignite_dist.collectives.tensors import (
-    check_dense,
-    gather_rows,
-)
+from ignite_dist.collectives.tensors import gather_rows
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.context.live import current_model

@@ -11,14 +11,9 @@ from torch import Tensor
 
 from ignite_dist.collectives import autograd
 from ignite_dist.collectives.arguments import check_blocking, copy_of
+from ignite_dist.collectives.checks import check_writable
 from ignite_dist.collectives.path import is_member, perform
-from ignite_dist.collectives.tensors import (
-    check_writable,
-    plan_reduction,
-    reduce_messages,
-    reduce_tensor,
-    to_message,
-)
+from ignite_dist.collectives.tensors import plan_reduction, reduce_messages, reduce_tensor, to_message
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.context.live import current_model

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_dist.collectives.tensors import check_dense, gather_rows, plan_reduction, reduce_tensor
+from ignite_dist.collectives.checks import check_dense
+from ignite_dist.collectives.tensors import gather_rows, plan_reduction, reduce_tensor
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.diagnostics.announcing import announce
 from ignite_dist.values import reduce_ops

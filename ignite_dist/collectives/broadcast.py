@@ -9,12 +9,9 @@ from torch import Tensor
 
 from ignite_dist.arguments import as_int
 from ignite_dist.collectives.arguments import copy_of
+from ignite_dist.collectives.checks import check_dense, check_writable
 from ignite_dist.collectives.path import perform
-from ignite_dist.collectives.tensors import (
-    broadcast_tensor,
-    check_dense,
-    check_writable,
-)
+from ignite_dist.collectives.tensors import broadcast_tensor
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.context.live import current_model

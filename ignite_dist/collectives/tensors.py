@@ -5,31 +5,26 @@ How a transport takes tensors of one dtype on one device is worked out once.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ignite_dist import _torch
+from ignite_dist.collectives.checks import check_dense
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.transport import CollectiveKind
 from ignite_dist.comp_models.work import Steps, Work
-from ignite_dist.diagnostics.announcing import announce
 from ignite_dist.values import carriers, reduce_ops, serialization
 
 __all__ = [
-    "average_tensors",
+    "PIECE_BYTES",
     "broadcast_tensor",
-    "broadcast_tensors",
-    "check_dense",
-    "check_writable",
+    "carrying_device",
     "gather_rows",
-    "is_sharded",
+    "plain",
     "plan_reduction",
     "reduce_messages",
     "reduce_tensor",
@@ -37,9 +32,9 @@ __all__ = [
     "to_message",
 ]
 
-# Large enough that a collective's own time does not count, small enough for a second copy.
-_BUCKET_BYTES = 16 << 20
 
+# Large enough that a collective's own time does not count, small enough for a second copy.
+PIECE_BYTES = 16 << 20
 
 # --- reduce ------------------------------------------------------------------------------------------
 
@@ -94,7 +89,7 @@ def _make_plan(model: ComputationModel, op: str, tensor: Tensor, exact: bool) ->
         raise ValueError(
             f"ADASUM needs Horovod built with MPI; backend {model.backend()!r} does not have it."
         )
-    device = _carrying_device(model, tensor)
+    device = carrying_device(model, tensor)
     is_rounded = exact and reduce_ops.is_rounded(op, tensor.dtype)
     rounds_once = is_rounded and supports("reduce_narrow", op, tensor.dtype, device)
 
@@ -153,7 +148,7 @@ def _in_inference_mode(begin: Callable[[], Work]) -> Work:
 
 
 def _piece_numel(carrier: carriers.Carrier) -> int:
-    return _BUCKET_BYTES // carrier.dtype.itemsize
+    return PIECE_BYTES // carrier.dtype.itemsize
 
 
 def _reduce_in_pieces(
@@ -253,77 +248,10 @@ def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: G
     return work.then(finish)
 
 
-def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: int, group: Group) -> None:
-    """Fill ``tensors`` with those of the global rank ``src``, which has as many of the same layouts.
-
-    Small ones travel together, as bytes: one collective for each :data:`_BUCKET_BYTES`.
-
-    Raises:
-        TypeError, ValueError: one of them is not dense, or overlaps itself. Nothing was sent.
-    """
-    checked = _checked("broadcast", tensors)
-    announce(model, "broadcast", group, checked, f"from {src}")
-    for bucket in _buckets(checked, lambda tensor: tensor.device):
-        with torch.no_grad():
-            device = _carrying_device(model, bucket[0])
-            sent = torch.cat([serialization.as_bytes(_plain(tensor)).to(device) for tensor in bucket])
-            model.transport.broadcast(sent, src, group).wait()
-            parts = torch.split(sent, [tensor.nbytes for tensor in bucket])
-            for tensor, part in zip(bucket, parts, strict=True):
-                # A part may begin at any byte, but is looked at as elements only where one begins.
-                _fill(tensor, part.clone().view(tensor.dtype))
-
-
-def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: Group) -> None:
-    """Fill ``tensors`` with their means over the ranks, each of which has as many of the same layouts.
-
-    Small ones of one dtype travel together: one collective for each :data:`_BUCKET_BYTES`.
-
-    Raises:
-        TypeError, ValueError: one of them cannot be averaged, or overlaps itself. Nothing was sent.
-    """
-    for bucket in _buckets(_checked("average", tensors), lambda tensor: (tensor.dtype, tensor.device)):
-        with torch.no_grad():
-            flat = torch.cat([_plain(tensor).view(-1) for tensor in bucket])
-            plan = plan_reduction(model, "AVERAGE", flat)
-            reduce_tensor(model, flat, "AVERAGE", plan, group).wait()
-            parts = torch.split(flat, [tensor.numel() for tensor in bucket])
-            for tensor, part in zip(bucket, parts, strict=True):
-                _fill(tensor, part)
-
-
-def _fill(tensor: Tensor, values: Tensor) -> None:
-    with torch.inference_mode() if tensor.is_inference() else nullcontext():  # the only place where it may be
-        tensor.detach().copy_(values.view(tensor.shape))
-
-
-def _checked(function: str, tensors: Iterable[Tensor]) -> list[Tensor]:
-    """``tensors``, if each can be sent and hold a result."""
-    checked = list(tensors)
-    for tensor in checked:
-        check_dense(function, tensor)
-        check_writable(function, tensor)
-    return checked
-
-
-def _buckets(tensors: Sequence[Tensor], kind: Callable[[Tensor], Any]) -> Iterator[list[Tensor]]:
-    """``tensors`` in their order, as lists of one ``kind`` and of :data:`_BUCKET_BYTES` at most."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        size += tensor.nbytes
-        if bucket and (size > _BUCKET_BYTES or kind(tensor) != kind(bucket[0])):
-            yield bucket
-            bucket, size = [], tensor.nbytes
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
-
-
 # --- where and how a tensor is sent ------------------------------------------------------------------
 
 
-def _carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
+def carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
     """Where ``tensor`` is sent from: where it is, if the backend takes bytes from there."""
     if model.transport.supports("all_gather", None, torch.uint8, tensor.device):
         return tensor.device
@@ -349,15 +277,15 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def plain(tensor: Tensor) -> Tensor:
     """``tensor`` without a graph, in memory that is its value; its own memory if that is so already."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _sendable(model: ComputationModel, tensor: Tensor, moves: bool) -> Tensor:
-    """``tensor`` as :func:`_plain` has it, where it is sent from."""
-    plain = _plain(tensor)
-    return _moved(plain, model.objects.device) if moves else plain
+    """``tensor`` as :func:`plain` has it, where it is sent from."""
+    whole = plain(tensor)
+    return _moved(whole, model.objects.device) if moves else whole
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -387,7 +315,7 @@ def _route(model: ComputationModel, kind: CollectiveKind, tensor: Tensor) -> _Ro
     key = (kind, tensor.dtype, tensor.device)
     found = routes.get(key)
     if found is None:
-        device = _carrying_device(model, tensor)
+        device = carrying_device(model, tensor)
         as_is = model.transport.supports(kind, None, tensor.dtype, device)
         moves = device != tensor.device
         found = routes[key] = _Route(moves, as_is, as_is and not moves)
@@ -448,93 +376,4 @@ def reduce_messages(messages: Sequence[bytes], tensors: Sequence[Tensor], op: st
     return reduced
 
 
-def is_sharded(tensor: Any) -> bool:
-    """Whether ``tensor`` is a ``DTensor``, of which this rank has a part."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(tensor, tensors.DTensor)
-
-
 # --- arguments -----------------------------------------------------------------------------------------
-
-
-def check_dense(function: str, tensor: Any) -> None:
-    """Refuse what has no dense memory to send, with a ``TypeError`` that names ``function``."""
-    if (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_meta
-        and reduce_ops.is_movable(tensor.dtype)
-    ):
-        return
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{function} takes a tensor, got {type(tensor).__name__}.")
-    if is_sharded(tensor):
-        raise TypeError(
-            f"{function} takes plain tensors, got a DTensor, of which each rank has a part. Use "
-            "tensor.full_tensor(), or tensor.to_local() for this rank's part."
-        )
-    if tensor.is_nested:
-        raise TypeError(
-            f"{function} takes dense tensors, got a nested one. Use tensor.unbind() for its parts, or "
-            "torch.nested.to_padded_tensor(tensor, 0.0)."
-        )
-    if tensor.is_meta:
-        raise TypeError(f"{function} takes tensors with data, got one on the meta device.")
-    if tensor.is_quantized:
-        raise TypeError(
-            f"{function} takes no quantized tensors, whose scales may differ between ranks. Use "
-            "tensor.dequantize()."
-        )
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{function} takes dense tensors, got {tensor.layout}. Use tensor.to_dense().")
-    if not reduce_ops.is_movable(tensor.dtype):
-        raise TypeError(
-            f"{function} takes no {tensor.dtype}, which torch does not compute with. Use "
-            "tensor.view(torch.uint8) for its bytes."
-        )
-    kind = type(tensor)
-    is_wrapper = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # keeps its values in other tensors
-    if is_wrapper and tensor.device.type != "xla" and not tensor.data_ptr():
-        raise TypeError(
-            f"{function} takes plain tensors, got a {kind.__name__}, which has no memory of its own. "
-            "Pass the tensors that it is made of."
-        )
-
-
-def check_writable(function: str, tensor: Tensor) -> None:
-    """Refuse a tensor that cannot hold a result, with a ``ValueError`` that names ``function``."""
-    is_xla = tensor.is_xla  # type: ignore[attr-defined]  # which tells no layout, so not by its strides either
-    if tensor.is_contiguous() and not is_xla:
-        return
-    base = _torch.storage_base(tensor) if is_xla else None
-    if (base is not None and tensor.nbytes > base.nbytes) or _overlaps_itself(tensor):
-        raise ValueError(
-            f"{function} writes its result into the tensor, whose elements share memory (as after expand()). "
-            "Pass tensor.clone()."
-        )
-
-
-def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements of ``tensor`` are in the same place."""
-    if not tensor.numel():
-        return False
-    extent = 0  # of the dimensions looked at so far: how far their last element is from the first
-    dimensions = [
-        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
-    ]
-    for stride, size in sorted(dimensions):
-        if stride == 0:
-            return True
-        if stride <= extent:
-            break
-        extent += stride * (size - 1)
-    else:
-        return False  # each dimension steps over all that the smaller ones reach
-    # Only a layout made by hand comes here. So mark the places, and count them.
-    extent = sum(stride * (size - 1) for stride, size in dimensions)
-    if tensor.numel() > extent + 1:
-        return True
-    taken = torch.zeros(extent + 1, dtype=torch.bool, device="cpu")
-    taken.as_strided(tensor.shape, tensor.stride()).fill_(True)
-    return int(taken.count_nonzero()) < tensor.numel()

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from ignite_dist import _torch
-from ignite_dist.collectives.tensors import broadcast_tensors, is_sharded
+from ignite_dist.collectives.buckets import broadcast_tensors
+from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics.announcing import announce

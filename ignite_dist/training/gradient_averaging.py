@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ignite_dist import _torch
 from ignite_dist.collectives.all_gather import all_gather_tensors_with_shapes
 from ignite_dist.collectives.all_reduce import all_reduce
-from ignite_dist.collectives.tensors import average_tensors
+from ignite_dist.collectives.buckets import average_tensors
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import exchange_outcomes

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ignite_dist.collectives.tensors import is_sharded
+from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.base import NO_OPTIMIZER
 from ignite_dist.context.live import current_model

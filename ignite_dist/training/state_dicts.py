@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ignite_dist.collectives.tensors import broadcast_tensor, broadcast_tensors, is_sharded
+from ignite_dist.collectives.buckets import broadcast_tensors
+from ignite_dist.collectives.checks import is_sharded
+from ignite_dist.collectives.tensors import broadcast_tensor
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import exchange_outcomes

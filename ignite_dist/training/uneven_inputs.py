@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ignite_dist.collectives.tensors import broadcast_tensors
+from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.context.live import current_model
 
 __all__ = ["join"]

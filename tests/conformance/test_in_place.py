@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import ignite_dist as idist
-from ignite_dist.collectives.tensors import average_tensors, broadcast_tensors
+from ignite_dist.collectives.buckets import average_tensors, broadcast_tensors
 from ignite_dist.context.live import current_model
 from test_all_reduce import here, on_device
 from worlds import count_collectives, on_every_rank, raises

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.masked import masked_tensor
 
 import ignite_dist as idist
-from ignite_dist.collectives.tensors import average_tensors, broadcast_tensors
+from ignite_dist.collectives.buckets import average_tensors, broadcast_tensors
 from ignite_dist.context.live import current_model
 from worlds import count_collectives, on_every_rank, raises
 

@@ -1,0 +1,85 @@
+"""Many tensors in few collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ignite_dist.collectives.checks import check_dense, check_writable
+from ignite_dist.collectives.tensors import PIECE_BYTES, carrying_device, plain, plan_reduction, reduce_tensor
+from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.diagnostics.announcing import announce
+from ignite_dist.values import serialization
+
+__all__ = ["average_tensors", "broadcast_tensors"]
+
+
+def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: int, group: Group) -> None:
+    """Fill ``tensors`` with those of the global rank ``src``, which has as many of the same layouts.
+
+    Small ones travel together, as bytes: one collective for each :data:`PIECE_BYTES`.
+
+    Raises:
+        TypeError, ValueError: one of them is not dense, or overlaps itself. Nothing was sent.
+    """
+    checked = _checked("broadcast", tensors)
+    announce(model, "broadcast", group, checked, f"from {src}")
+    for bucket in _buckets(checked, lambda tensor: tensor.device):
+        with torch.no_grad():
+            device = carrying_device(model, bucket[0])
+            sent = torch.cat([serialization.as_bytes(plain(tensor)).to(device) for tensor in bucket])
+            model.transport.broadcast(sent, src, group).wait()
+            parts = torch.split(sent, [tensor.nbytes for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                # A part may begin at any byte, but is looked at as elements only where one begins.
+                _fill(tensor, part.clone().view(tensor.dtype))
+
+
+def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: Group) -> None:
+    """Fill ``tensors`` with their means over the ranks, each of which has as many of the same layouts.
+
+    Small ones of one dtype travel together: one collective for each :data:`PIECE_BYTES`.
+
+    Raises:
+        TypeError, ValueError: one of them cannot be averaged, or overlaps itself. Nothing was sent.
+    """
+    for bucket in _buckets(_checked("average", tensors), lambda tensor: (tensor.dtype, tensor.device)):
+        with torch.no_grad():
+            flat = torch.cat([plain(tensor).view(-1) for tensor in bucket])
+            plan = plan_reduction(model, "AVERAGE", flat)
+            reduce_tensor(model, flat, "AVERAGE", plan, group).wait()
+            parts = torch.split(flat, [tensor.numel() for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                _fill(tensor, part)
+
+
+def _fill(tensor: Tensor, values: Tensor) -> None:
+    with torch.inference_mode() if tensor.is_inference() else nullcontext():  # the only place where it may be
+        tensor.detach().copy_(values.view(tensor.shape))
+
+
+def _checked(function: str, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """``tensors``, if each can be sent and hold a result."""
+    checked = list(tensors)
+    for tensor in checked:
+        check_dense(function, tensor)
+        check_writable(function, tensor)
+    return checked
+
+
+def _buckets(tensors: Sequence[Tensor], kind: Callable[[Tensor], Any]) -> Iterator[list[Tensor]]:
+    """``tensors`` in their order, as lists of one ``kind`` and of :data:`PIECE_BYTES` at most."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        size += tensor.nbytes
+        if bucket and (size > PIECE_BYTES or kind(tensor) != kind(bucket[0])):
+            yield bucket
+            bucket, size = [], tensor.nbytes
+        bucket.append(tensor)
+    if bucket:
+        yield bucket

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,8 @@ _KB, _MB = 1 << 10, 1 << 20
 _SMALL = {"32 B": 32, "128 B": 128, "512 B": 512, "2 KB": 2 * _KB, "8 KB": 8 * _KB}
 _LARGE = {"1 MB": _MB, "16 MB": 16 * _MB}
 _TWENTY = "20 calls"
+_ALONE = "without the computation"
+_LATE_SECONDS = 0.1
 _NUMBERS: dict[str, Any] = {f"metric_{i}": i * 1000 + 1 if i % 2 else i / 7 for i in range(20)}
 
 
@@ -77,6 +80,15 @@ def tensor_rows(backend: str = "gloo", ranks: int = 2, device: str = "cpu") -> l
     if ranks > 1:
         bars = (Bar("more", 5, label="dist.all_reduce, group ready"),)
         found.append(row(group, "tensor, 4 B", bars=bars, contenders=_group_reduce, slow=(IGNITE,), weight=3))
+        bars = (Bar("ratio", 1.15, reference=_ALONE, label="the same without the computation"),)
+        found.append(
+            row(
+                f"all_reduce(async_op=True){where}",
+                "16 MB from a rank that is 100 ms late, and 100 ms of computation",
+                bars=bars,
+                contenders=_under_a_computation,
+            )
+        )
     return found
 
 
@@ -124,6 +136,31 @@ def _all_reduce(size: int, device: torch.device) -> Contenders:
     if ignite is not None:
         contenders[IGNITE] = lambda: ignite.all_reduce(tensor)
     return contenders
+
+
+def _under_a_computation(device: torch.device) -> Contenders:
+    """Rank 1 comes late, as if the transfer took that long and no core: rank 0 computes meanwhile.
+
+    With as many ranks as cores gloo takes a core from the computation, so no overlap would show.
+    """
+    tensor = zeros(16 * _MB, device)
+    matrix = torch.ones(128, 128, device=device)
+    start = time.perf_counter()
+    num_products = 0
+    while time.perf_counter() - start < _LATE_SECONDS:
+        matrix @ matrix
+        num_products += 1
+    is_late = idist.get_rank() == 1
+
+    def reduce(computes: bool) -> None:
+        if is_late:
+            time.sleep(_LATE_SECONDS)
+        work = idist.all_reduce(tensor, async_op=True)
+        for _ in range(num_products if computes and not is_late else 0):
+            matrix @ matrix
+        work.wait()
+
+    return {OURS: partial(reduce, True), _ALONE: partial(reduce, False)}
 
 
 def _all_gather(size: int, device: torch.device) -> Contenders:

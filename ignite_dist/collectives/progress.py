@@ -39,6 +39,7 @@ def begin(model: ComputationModel, operation: str, group: Group, start: Callable
         work = pending_calls.submit(model, group, Steps(lambda: start().wait()))
     else:
         work = start()
+        work.start()
         if isinstance(work, Steps):
             if model.device().type == "cpu":
                 work = pending_calls.submit(model, group, work)

@@ -38,6 +38,13 @@ class Work(ABC):
         """The name of its group, as in :meth:`Transport.calls_begun`."""
         return ""
 
+    def start(self) -> None:  # noqa: B027  # not abstract: most have begun when they are made
+        """Begin, if the collective has not begun yet, because the caller does something else before it waits.
+
+        Called once, before :meth:`wait`, or not at all. A library that can wait in the caller's own thread
+        does so where it is not called.
+        """
+
     @abstractmethod
     def wait(self, timeout: timedelta | None = None) -> Any:
         """Return the result when the collective has completed.
@@ -104,6 +111,9 @@ class _Then(Work):
     def __init__(self, inner: Work, finish: Callable[[Any], Any]) -> None:
         self._inner = inner
         self._finish = finish
+
+    def start(self) -> None:
+        self._inner.start()
 
     def wait(self, timeout: timedelta | None = None) -> Any:
         return self._finish(self._inner.wait())

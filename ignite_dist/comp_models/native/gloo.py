@@ -104,14 +104,15 @@ def stream(group: ProcessGroup, rows: Tensor) -> list[Work] | None:
     """Fill ``rows``, this rank's own being there, from all ranks at once; None if they are too many."""
     if len(rows) > _MAX_STREAMS:
         return None
-    return [group.broadcast([lend(row)], from_root(root)) for root, row in enumerate(rows.unbind())]
+    return [group.broadcast([lend(row)], from_root(root, True)) for root, row in enumerate(rows.unbind())]
 
 
 @lru_cache(maxsize=4 * _MAX_STREAMS)
-def from_root(root: int) -> BroadcastOptions:
+def from_root(root: int, is_async: bool) -> BroadcastOptions:
     """The options of a broadcast from the rank at ``root`` in the group; read only."""
     options = BroadcastOptions()
     options.rootRank = root
+    options.asyncOp = is_async
     return options
 
 
@@ -129,11 +130,11 @@ class ScratchBuffers:
 
     def all_reduce(
         self, group: ProcessGroup, tensor: Tensor, op: str, group_size: int
-    ) -> tuple[Work, Callable[[Any], Tensor]]:
-        """Begin to reduce the contiguous ``tensor`` in place.
+    ) -> tuple[Callable[[bool], Work], Callable[[Any], Tensor]]:
+        """Prepare to reduce the contiguous ``tensor`` in place.
 
         Returns:
-            The exchange of all ranks' values; and what to call after it, which gives ``tensor``.
+            What begins the exchange of all ranks' values; and what to call after it, which gives ``tensor``.
         """
         # Nothing is kept in a buffer between calls, so groups of one size share them.
         key = (group_size, tensor.dtype, tensor.shape)
@@ -155,7 +156,7 @@ class ScratchBuffers:
                 self._keep(key, buffer)
             return tensor
 
-        return exchange(group, sent, received), reduce
+        return lambda _: exchange(group, sent, received), reduce
 
     def _keep(self, key: object, buffer: _Buffer) -> None:
         """Keep the first buffer of a layout for the next call."""

@@ -28,21 +28,33 @@ from ignite_dist.values.serialization import as_bytes
 __all__ = ["NativeTransport"]
 
 
-def _all_reduce_options(op: Any) -> dist.AllreduceOptions:
+def _all_reduce_options(op: Any, is_async: bool) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = op
+    options.asyncOp = is_async
     return options
 
 
-_ALL_REDUCE = {
-    "SUM": _all_reduce_options(dist.ReduceOp.SUM),
-    "PRODUCT": _all_reduce_options(dist.ReduceOp.PRODUCT),
-    "MIN": _all_reduce_options(dist.ReduceOp.MIN),
-    "MAX": _all_reduce_options(dist.ReduceOp.MAX),
-    "AND": _all_reduce_options(dist.ReduceOp.BAND),
-    "OR": _all_reduce_options(dist.ReduceOp.BOR),
+def _all_gather_options(is_async: bool) -> AllgatherOptions:
+    options = AllgatherOptions()
+    options.asyncOp = is_async
+    return options
+
+
+_OPS = {
+    "SUM": dist.ReduceOp.SUM,
+    "PRODUCT": dist.ReduceOp.PRODUCT,
+    "MIN": dist.ReduceOp.MIN,
+    "MAX": dist.ReduceOp.MAX,
+    "AND": dist.ReduceOp.BAND,
+    "OR": dist.ReduceOp.BOR,
 }
-_ALL_GATHER = AllgatherOptions()
+# By whether the caller goes on meanwhile. If not, gloo works in the caller's thread, and NCCL in its stream.
+_ALL_REDUCE = {
+    is_async: {name: _all_reduce_options(op, is_async) for name, op in _OPS.items()}
+    for is_async in (False, True)
+}
+_ALL_GATHER = {is_async: _all_gather_options(is_async) for is_async in (False, True)}
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _ARITHMETIC = frozenset({"SUM", "PRODUCT", "MIN", "MAX"})
@@ -59,19 +71,20 @@ _UNCUT_NUMEL = 2
 
 
 class _TorchWork(Work):
-    """A collective of a process group."""
+    """A collective of a process group, which ``begin(is_async)`` begins."""
 
-    __slots__ = ("_group", "_result", "_work", "needs_all", "ranks")
+    __slots__ = ("_begin", "_group", "_result", "_work", "needs_all", "ranks")
 
     def __init__(
         self,
-        work: dist.Work | None,
+        begin: Callable[[bool], dist.Work | None],
         result: Any,
         group: ProcessGroup,
         ranks: tuple[int, ...],
         needs_all: bool = True,
     ) -> None:
-        self._work = work
+        self._begin: Callable[[bool], dist.Work | None] | None = begin
+        self._work: dist.Work | None = None
         self._result = result
         self._group = group
         self.ranks = ranks
@@ -81,14 +94,25 @@ class _TorchWork(Work):
     def group_name(self) -> str:
         return self._group.group_name
 
+    def start(self) -> None:
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            self._work = begin(True)
+
     @waits_for_ranks
     def wait(self, timeout: timedelta | None = None) -> Any:
-        if self._work is not None:  # a backend may have waited by itself
-            connections.wait(self._work)
+        begin, self._begin = self._begin, None
+        try:
+            if begin is not None:
+                self._work = begin(False)
+            if self._work is not None:  # a backend may have waited by itself
+                self._work.wait()
+        except RuntimeError as error:
+            connections.raise_explained(error)
         return self._result
 
     def is_completed(self) -> bool:
-        return self._work is None or self._work.is_completed()
+        return self._begin is None and (self._work is None or self._work.is_completed())
 
 
 class NativeTransport(Transport):
@@ -222,9 +246,12 @@ class NativeTransport(Transport):
             and self._is_gloo_on_cpu(tensor.device)
             and gloo.in_one_round(tensor.nbytes, group_size)
         ):
-            exchanged, reduce = self._scratch.all_reduce(handle, tensor, op, group_size)
-            return _TorchWork(exchanged, None, handle, group.ranks).then(reduce)
-        return _TorchWork(handle.allreduce([gloo.lend(tensor)], _ALL_REDUCE[op]), tensor, handle, group.ranks)
+            exchange, reduce = self._scratch.all_reduce(handle, tensor, op, group_size)
+            return _TorchWork(exchange, None, handle, group.ranks).then(reduce)
+        lent = [gloo.lend(tensor)]
+        return _TorchWork(
+            lambda is_async: handle.allreduce(lent, _ALL_REDUCE[is_async][op]), tensor, handle, group.ranks
+        )
 
     def reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Work:
         group_size = len(group.ranks)
@@ -242,7 +269,7 @@ class NativeTransport(Transport):
         handle, group_size = self._handle(group), len(group.ranks)
 
         def exchange(sent: Tensor, received: Tensor) -> None:
-            _TorchWork(gloo.exchange(handle, sent, received), None, handle, group.ranks).wait()
+            _TorchWork(lambda _: gloo.exchange(handle, sent, received), None, handle, group.ranks).wait()
 
         def gather(sent: Tensor, received: Tensor) -> None:
             self.all_gather(sent, group, out=received.view(group_size, -1)).wait()
@@ -259,13 +286,14 @@ class NativeTransport(Transport):
         if self._is_gloo_on_cpu(tensor.device):
             if gloo.in_one_round(tensor.nbytes, group_size):
                 sent = tensor.expand(out.shape).contiguous()
-                return _TorchWork(gloo.exchange(handle, sent, out), out, handle, group.ranks)
+                return _TorchWork(lambda _: gloo.exchange(handle, sent, out), out, handle, group.ranks)
             out[group.position(self._rank)].copy_(tensor)
             works = gloo.stream(handle, out)
             if works is not None:
                 return _TorchWorks(works, out, handle, group.ranks)
+        into, lent = gloo.lend(out.view(-1)), gloo.lend(tensor.view(-1))
         return _TorchWork(
-            _torch.all_gather_into(handle, gloo.lend(out.view(-1)), gloo.lend(tensor.view(-1)), _ALL_GATHER),
+            lambda is_async: _torch.all_gather_into(handle, into, lent, _ALL_GATHER[is_async]),
             out,
             handle,
             group.ranks,
@@ -275,16 +303,25 @@ class NativeTransport(Transport):
         root = group.position(src)
         assert root is not None
         handle = self._handle(group)
-        work = handle.broadcast([gloo.lend(tensor)], gloo.from_root(root))
-        is_src = src == self._rank
-        return _TorchWork(work, tensor, handle, group.ranks if is_src else (src,), needs_all=not is_src)
+        lent, is_src = [gloo.lend(tensor)], src == self._rank
+        return _TorchWork(
+            lambda is_async: handle.broadcast(lent, gloo.from_root(root, is_async)),
+            tensor,
+            handle,
+            group.ranks if is_src else (src,),
+            needs_all=not is_src,
+        )
 
     def barrier(self, group: Group) -> Work:
         # NCCL guesses a device unless it is told one.
         device_ids = None if "cpu" in self._backends else [self._device().index]
         handle = self._handle(group)
-        work = dist.barrier(group=handle, device_ids=device_ids, async_op=True)
-        return _TorchWork(work, None, handle, group.ranks)
+        return _TorchWork(
+            lambda is_async: dist.barrier(group=handle, async_op=is_async, device_ids=device_ids),
+            None,
+            handle,
+            group.ranks,
+        )
 
     def _handle(self, group: Group) -> ProcessGroup:
         handle: ProcessGroup | None = group.handle
@@ -329,7 +366,7 @@ class _TorchWorks(_TorchWork):
     def __init__(
         self, works: list[dist.Work], result: Any, group: ProcessGroup, ranks: tuple[int, ...]
     ) -> None:
-        super().__init__(None, result, group, ranks)
+        super().__init__(lambda _: None, result, group, ranks)
         self._works = works
 
     @waits_for_ranks

@@ -30,6 +30,10 @@ def check_dense(function: str, tensor: Any) -> None:
         and reduce_ops.is_movable(tensor.dtype)
     ):
         return
+    _refuse_what_is_not_dense(function, tensor)
+
+
+def _refuse_what_is_not_dense(function: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function} takes a tensor, got {type(tensor).__name__}.")
     if is_sharded(tensor):

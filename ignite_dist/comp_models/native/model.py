@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -145,9 +145,7 @@ class NativeModel(ComputationModel):
                 if not brings_ranks:
                     store = stores.join_store(place, init_method, timeout)
                     kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
-                waiting = connections.wait_told(lambda: roll_call.waiting(place, "connections to the others"))
-                with to_all.noted(), waiting:
-                    dist.init_process_group(backend, **kwargs)
+                _init_process_group(backend, place, to_all, kwargs)
         except BaseException:
             variables.give_back()
             raise
@@ -258,6 +256,15 @@ def _world() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
+
+
+def _init_process_group(
+    backend: str, place: Environment, to_all: connections.Connections, kwargs: Mapping[str, Any]
+) -> None:
+    """Make the default process group; say for whom it waits if that takes long."""
+    waiting = connections.wait_told(lambda: roll_call.waiting(place, "connections to the others"))
+    with to_all.noted(), waiting:
+        dist.init_process_group(backend, **kwargs)
 
 
 def _by_device(backends: dist.BackendConfig | str) -> dict[str, str]:

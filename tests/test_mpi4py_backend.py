@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def mpirun(script: Path, *arguments: Any, seconds: float = 280) -> subprocess.Co
     environ = plain_environ(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     environ["PYTHONPATH"] = f"{EXAMPLES}:{environ['PYTHONPATH']}"
     return subprocess.run(
-        [*MPIRUN, "python", *map(str, (script, *arguments))],
+        [*MPIRUN, sys.executable, *map(str, (script, *arguments))],
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

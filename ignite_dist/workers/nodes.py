@@ -198,7 +198,7 @@ def _join(mine: Hello, address: str, port: int, deadline: float) -> Nodes:
         try:
             answer, *news = link.receive_some(deadline)
             if not answer.keys() & {"refused", "nodes"}:
-                raise ValueError("who listens there is no launcher")
+                raise ValueError("the peer is not an ignite_dist launcher")
         except (OSError, ValueError) as error:
             link.sock.close()
             # Unless it waits for others, it was the launcher of the job before, on its way out.

@@ -86,19 +86,19 @@ def weakly(method: Callable[[], _Result]) -> Callable[[], _Result]:
 class Training:
     """What a backend does around a model, an optimizer and a data loader. Every default leaves them alone.
 
-    A method that takes ``model`` and ``optimizers`` gets what :meth:`wrap_model` gave, or a module that
-    contains it, and those that :meth:`wrap_optimizer` gave and that have its parameters. Every rank calls
-    each method at the same point.
+    A method with the arguments ``model`` and ``optimizers`` gets the result of :meth:`wrap_model`, or a
+    module that contains the result, and the results of :meth:`wrap_optimizer` that have the model's
+    parameters. Every rank calls each method at the same point.
     """
 
     averages_gradients: ClassVar[bool] = False
     """True if the wrapped model or optimizer averages gradients. Elsewhere ``auto_optim`` does."""
 
     averages_in_backward: ClassVar[bool] = False
-    """True if backward passes leave averaged gradients behind, by what :meth:`wrap_model` gives."""
+    """True if the model from :meth:`wrap_model` averages gradients in the backward pass."""
 
     computes_lazily: bool = False
-    """True if tensors are computed when Python looks at them, so that it should not in each step."""
+    """True if tensors are computed only when Python reads them. A step should then not read them."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -111,7 +111,7 @@ class Training:
 
     @property
     def context(self) -> ComputationModel:
-        """The context that this belongs to."""
+        """The context of this object."""
         found = self._context()
         assert found is not None
         return found
@@ -137,11 +137,11 @@ class Training:
         return optimizer
 
     def make_loader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
-        """The loader of this rank's share of ``dataset``, which ``kwargs`` of ``DataLoader`` say."""
+        """The loader of this rank's share of ``dataset``, given the ``kwargs`` of ``DataLoader``."""
         return loader_class(dataset, kwargs.get("sampler"))(dataset, **kwargs)
 
     def check_sharding(self) -> None:
-        """Refuse :meth:`shard_model` where there is none, before anything is sent.
+        """Raise if the backend has no :meth:`shard_model`, before any communication.
 
         Raises:
             ValueError: the backend has none.
@@ -156,7 +156,7 @@ class Training:
         return model
 
     def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """An optimizer as ``optimizer``, with its state sharded over the ranks.
+        """An optimizer like ``optimizer``, with its state sharded over the ranks.
 
         Raises:
             ValueError: the backend has none.
@@ -168,10 +168,10 @@ class Training:
     def join(
         self, model: Module, optimizer: Optimizer | None, **kwargs: Any
     ) -> AbstractContextManager[list[int]]:
-        """In the block ranks may make different numbers of steps.
+        """Context manager: ranks may make different numbers of steps in the block.
 
-        It gives a list which after the block holds the rank whose parameters the others take, unless they
-        have them already.
+        It returns a list. After the block the list holds the rank whose parameters the other ranks have to
+        take; the list is empty if all ranks have these parameters already.
 
         Raises:
             ValueError: the backend has none.
@@ -182,16 +182,16 @@ class Training:
         )
 
     def accumulate(self, model: Module, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
-        """Backward passes in the block leave the gradients as each rank's own, to be averaged after it."""
+        """Context manager: backward passes in the block average no gradients; later code does."""
         return nullcontext()
 
     def average_in_block(
         self, model: Module, optimizers: Sequence[Optimizer]
     ) -> AbstractContextManager[None]:
-        """After the block the gradients of ``model`` are averaged, where backward passes do that.
+        """Context manager: after the block the gradients are averaged, if backward passes average.
 
-        Backward passes in the block average them. At its end this rank takes part in what it has left out:
-        the whole reduction of a rank without a backward pass, or that of the parameters it has not used.
+        Backward passes in the block average the gradients. At the end of the block this rank completes the
+        reduction: all of it after no backward pass, else that of the parameters that were not used.
         """
         return nullcontext()
 
@@ -204,17 +204,17 @@ class Training:
         return self.context.groups.world
 
     def check_forced(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse what an average over all ranks, apart from backward pass and step, would not get right.
+        """Raise if averaging over all ranks outside of backward pass and step would give wrong gradients.
 
         Raises:
-            ValueError: says what.
+            ValueError: the message gives the reason.
         """
 
     def mark_averaged(self, model: Module) -> None:
-        """Note that the gradients of ``model`` have been averaged apart from its backward passes."""
+        """Note that the gradients of ``model`` have been averaged outside of its backward passes."""
 
     def reduce_gradients(self, optimizer: Optimizer) -> None:
-        """Average now what a step of ``optimizer`` would average."""
+        """Average now the gradients that a step of ``optimizer`` would average."""
 
 
 class ComputationModel(ABC):
@@ -224,15 +224,15 @@ class ComputationModel(ABC):
     entry-point group ``ignite_dist.computation_models``.
 
     Args:
-        transport: what carries tensors between its ranks.
-        undo: takes back what :meth:`open` did to the process; called once, when the context has ended.
+        transport: carries tensors between the ranks.
+        undo: reverts the changes of :meth:`open` to the process; called once, when the context has ended.
     """
 
     name: ClassVar[str]
     """What ``model_name()`` returns: ``"native-dist"``, for example."""
 
     library: ClassVar[str]
-    """The module that makes this model's contexts; they are looked for only after its import."""
+    """The module that makes this backend's contexts. :meth:`find` is called only after its import."""
 
     available_backends: ClassVar[tuple[str, ...]]
     """The backends that this installation can run, by the names that ``initialize`` takes."""
@@ -269,8 +269,8 @@ class ComputationModel(ABC):
     def find(cls) -> Self | None:
         """A model of the live context, whoever made it, or None. Called often.
 
-        It must not communicate nor import anything; :attr:`library` is imported. A library that is imported,
-        or has been started, is no context yet: None until somebody has asked for one.
+        It must not communicate nor import anything; :attr:`library` is imported. A library that is
+        imported or started is not a context yet: return None until a context was requested.
         """
 
     @classmethod
@@ -278,17 +278,17 @@ class ComputationModel(ABC):
     def open(cls, backend: str, **options: Any) -> Self:
         """Make a context and its model. Every rank calls it; it returns when all have.
 
-        ``options`` are the keywords of ``initialize``. A backend names each that it has as a keyword-only
-        parameter, which is how ``Parallel`` knows them too, and leaves ``**options`` out. A process may make
-        one context after another.
+        ``options`` are the keywords of ``initialize``. A backend declares each of its options as a
+        keyword-only parameter, without ``**options``; ``Parallel`` reads these parameters too. A process may
+        make one context after another.
 
         Raises:
-            TypeError, ValueError: options that are not there, or that do not go together. Nothing was sent.
+            TypeError, ValueError: options that are unknown or incompatible; raised before any communication.
         """
 
     @abstractmethod
     def is_current(self) -> bool:
-        """True if the context that made this model is still the live one. Asked by every call.
+        """True if the context that made this model is still the live one. Every call checks this.
 
         False after :meth:`close` and :meth:`abort`.
         """
@@ -296,7 +296,8 @@ class ComputationModel(ABC):
     def is_current_by_guards(self) -> bool:
         """True if guards of ``torch.compile`` can tell that this context is the live one, and it is.
 
-        Traced: what is read here of Python's objects is looked at again at each call of a compiled function.
+        torch.compile traces this method: each Python attribute read here is checked again at each call of a
+        compiled function.
         """
         return False
 
@@ -316,32 +317,32 @@ class ComputationModel(ABC):
     def abort(self) -> None:
         """End the context after a failure on this rank. Waits for nobody; :meth:`forget` comes next.
 
-        Other ranks may wait in a collective for this one. Their waits have to end: by the backend, or because
-        its launcher ends the job with this process. So nothing may wait for them at the end of the process.
+        Other ranks may wait for this rank in a collective. Their waits have to end, either by the backend or
+        because its launcher ends the job with this process. So this process must not wait for them at exit.
         """
 
     def forget(self) -> None:
-        """The context has ended, whoever ended it: take back what this model did to the process for it."""
+        """Revert this backend's changes to the process, after any code has ended the context."""
         self.groups.forget()
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
 
     finds_early_ends: ClassVar[bool] = False
-    """True if :meth:`meet_at_end` itself finds that a rank ends while others wait in a collective."""
+    """True if :meth:`meet_at_end` itself detects that a rank ends while other ranks wait in a collective."""
 
     def meet_at_end(self) -> None:
-        """Return when all ranks have come to the end of the context; warn if one is gone."""
+        """Return when all ranks have reached the end of the context; warn if a rank has exited before."""
         try:
-            # Nobody may close its connections while another still waits for data from them.
+            # A rank must not close its connections while another rank still waits for its data.
             self.transport.barrier(self.groups.world).wait()
         except RuntimeError as error:
             warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=4)
 
     def context_mark(self) -> object | None:
-        """What stands for this context, and for no other; None if a forked child may go on with it.
+        """Return an object that identifies this context; None if a forked child may use it.
 
-        It is compared by identity. ``self`` will do where each context has one model.
+        The object is compared by identity. ``self`` is enough if each context has one model.
         """
         return None
 
@@ -349,8 +350,8 @@ class ComputationModel(ABC):
     def keep_through_fork(cls) -> object | None:
         """The :meth:`context_mark` of the context that this forked child has inherited, if there is one.
 
-        Called in the child, where the context's threads are not. Nothing that the child does at its end may
-        wait for them, nor end the parent's context.
+        Called in the child, which has none of the context's threads. At its exit the child must neither wait
+        for these threads nor end the parent's context.
         """
         return None
 
@@ -362,7 +363,7 @@ class ComputationModel(ABC):
 
     @abstractmethod
     def get_world_size(self) -> int:
-        """Number of ranks. ``__init__`` of this class asks: a subclass knows it before it calls that."""
+        """Number of ranks. ``__init__`` of this class calls this method: subclasses set the number first."""
 
     @abstractmethod
     def device(self) -> torch.device:
@@ -379,15 +380,15 @@ class ComputationModel(ABC):
     # --- topology: local where :meth:`known_topology` says it, else one exchange that every rank makes ---
 
     def known_topology(self) -> Topology | None:
-        """The topology if it is known without asking anybody."""
+        """The topology if it is known without communication."""
         return self._found_topology
 
     def known_local_rank(self) -> int | None:
-        """The local rank if it is known without asking anybody."""
+        """The local rank if it is known without communication."""
         return self._found_topology.local_rank if self._found_topology else None
 
     def set_local_rank(self, local_rank: int) -> None:  # noqa: B027  # not abstract: most models know it
-        """What ``idist.set_local_rank`` was told. Models that know better ignore it."""
+        """Set the local rank, for ``idist.set_local_rank``. Backends that know it ignore this call."""
 
     def get_local_rank(self) -> int:
         """Rank of the caller on its node."""
@@ -406,7 +407,7 @@ class ComputationModel(ABC):
         return self.find_topology().node_rank
 
     def find_topology(self) -> Topology:
-        """The topology. The first call may be an exchange: :meth:`open`, where all ranks are, may make it."""
+        """The topology. The first call may be an exchange. All ranks call :meth:`open`, so it may do that."""
         found = self.known_topology()
         if found is None:
             with self.groups.once("the topology", self.get_rank()):
@@ -419,7 +420,7 @@ class ComputationModel(ABC):
     def node_ranks(self) -> dict[int, int]:
         """The global ranks on this node, by local rank. The first call may be an exchange."""
         self.find_topology()
-        if self._found_node_ranks is None:  # the environment has said where this rank is, and no more
+        if self._found_node_ranks is None:  # the environment describes this rank only
             with self.groups.once("the ranks on this node", self.get_rank()):
                 if self._found_node_ranks is None:
                     self._exchange_places(f"node {self.get_node_rank()}", self.get_local_rank())

@@ -1,4 +1,4 @@
-"""Which ranks run on which node: from what the launcher says, else from the host names of all ranks."""
+"""Which ranks run on which node: by the launcher's variables, else by the host names of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PLACE_BYTES", "Place", "Topology", "read_places", "write_place"]
 
 
 class Place(NamedTuple):
-    """Where one rank runs: what tells its node from the others, and its local rank if it is known."""
+    """Where one rank runs: an identifier of its node, and its local rank if that is known."""
 
     node: Hashable
     local_rank: int | None
@@ -33,7 +33,7 @@ class Topology(NamedTuple):
 
     @classmethod
     def from_environment(cls, environment: Environment) -> Self | None:
-        """The topology, where what the launcher says leaves one possibility only."""
+        """The topology if the launcher's variables determine it; else None."""
         world_size, nnodes = environment.world_size, environment.nnodes
         local_rank, nproc_per_node = environment.local_rank, environment.nproc_per_node
         node_rank = environment.node_rank
@@ -42,7 +42,7 @@ class Topology(NamedTuple):
         if nnodes == 1:
             nproc_per_node = world_size if nproc_per_node is None else nproc_per_node
             node_rank = 0 if node_rank is None else node_rank
-        if nnodes == world_size:  # one process on each node; who is not told counts nodes by their first rank
+        if nnodes == world_size:  # one process on each node: without a node rank, nodes are numbered by rank
             nproc_per_node = 1 if nproc_per_node is None else nproc_per_node
             local_rank = 0 if local_rank is None else local_rank
             node_rank = environment.rank if node_rank is None else node_rank
@@ -52,9 +52,9 @@ class Topology(NamedTuple):
 
     @classmethod
     def from_places(cls, rank: int, places: Sequence[Place]) -> tuple[Self, dict[int, int]]:
-        """What follows from the places of all ranks, in rank order: in time that is linear in their number.
+        """Determine the topology from the places of all ranks, in rank order. Takes linear time.
 
-        A local rank that comes up twice on one node tells two launches there apart: two nodes.
+        If a host has the same local rank twice, two launches share the host. They count as two nodes.
 
         Returns:
             The topology of ``rank``, and the global ranks on its node by local rank.
@@ -81,10 +81,11 @@ class Topology(NamedTuple):
         return topology, {local_rank: other for other, local_rank in by_rank.items()}
 
 
-# --- how places travel ---------------------------------------------------------------------------------
+# --- places as bytes -----------------------------------------------------------------------------------
 
-# What it is and which version, the local rank, a digest of the name. Of a fixed size, so that one collective
-# does, and small: every rank gets one from every other. Two of 100,000 names have one digest in 10^9 jobs.
+# A magic number with the format's version, the local rank, a digest of the node's name. The size is fixed, so
+# one collective is enough. The size is small, because every rank receives one place from every other rank.
+# With 100,000 names, two names have the same digest in one job of 10^9.
 _PLACE = struct.Struct("<4sq8s")
 _MAGIC = b"idp1"
 _UNKNOWN = -1
@@ -92,7 +93,7 @@ PLACE_BYTES = _PLACE.size
 
 
 def write_place(node: str, local_rank: int | None) -> bytearray:
-    """The bytes that tell the other ranks where this one runs."""
+    """The bytes that describe to the other ranks where this rank runs."""
     digest = hashlib.blake2b(node.encode(), digest_size=8).digest()
     return bytearray(_PLACE.pack(_MAGIC, _UNKNOWN if local_rank is None else local_rank, digest))
 
@@ -101,7 +102,7 @@ def read_places(gathered: bytearray) -> list[Place]:
     """The places of all ranks, in rank order.
 
     Raises:
-        CollectiveMismatchError: a rank sent something else.
+        CollectiveMismatchError: a rank sent bytes that are not a place.
     """
     places = []
     for rank, (magic, local_rank, digest) in enumerate(_PLACE.iter_unpack(gathered)):

@@ -1,4 +1,4 @@
-"""A collective that has begun, and the marks by which the watchdog knows who waits for one."""
+"""A collective that has begun, and the marks by which the watchdog recognizes a waiting thread."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Work(ABC):
     """A collective that has begun on this rank.
 
-    It owns the memory that it reads and writes until it has completed: also if nobody has a reference to it
-    any longer, say because a ``KeyboardInterrupt`` came while it was waited for. Any thread of the rank may
-    wait for it, more than once, and two may at once. A subclass marks its :meth:`wait` with
-    :func:`waits_for_ranks`.
+    A work owns the memory that the collective reads and writes until the collective has completed. This holds
+    even if no reference to the work is left, for example after a ``KeyboardInterrupt`` in :meth:`wait`. Any
+    thread of the rank may call :meth:`wait`, more than once, and two threads may do so at the same time. A
+    subclass marks its :meth:`wait` with :func:`waits_for_ranks`.
     """
 
     __slots__ = ("__weakref__",)
 
     ranks: tuple[int, ...] = ()
-    """Those without which it cannot complete; empty if that is not known."""
+    """The ranks that the collective needs to complete; empty if they are not known."""
 
     needs_all: bool = True
-    """True if each of :attr:`ranks` is needed until it completes, rather than any of them."""
+    """True if the collective needs all of :attr:`ranks` to complete; False if any one of them is enough."""
 
     call: str = ""
-    """What the user calls it, if it was given to the user: ``"all_reduce begun at file.py:12"``."""
+    """The description for the user, if the user holds this work: ``"all_reduce begun at file.py:12"``."""
 
     @property
     def group_name(self) -> str:
-        """The name of its group, as in :meth:`Transport.calls_begun`."""
+        """The name of the collective's group, as in :meth:`Transport.calls_begun`."""
         return ""
 
-    def start(self) -> None:  # noqa: B027  # not abstract: most have begun when they are made
-        """Begin, if the collective has not begun yet, because the caller does something else before it waits.
+    def start(self) -> None:  # noqa: B027  # not abstract: most works have begun when they are made
+        """Begin the collective, if it has not begun yet, because the caller computes before it waits.
 
-        Called once, before :meth:`wait`, or not at all. A library that can wait in the caller's own thread
-        does so where it is not called.
+        Called at most once, and before :meth:`wait`. Without this call, a library that can run the collective
+        in the caller's own thread does so.
         """
 
     @abstractmethod
@@ -50,7 +50,7 @@ class Work(ABC):
         """Return the result when the collective has completed.
 
         Args:
-            timeout: None waits for as long as it takes. For the works of a transport it always is None.
+            timeout: None waits without a limit. A transport's works always get None.
 
         Raises:
             RuntimeError: the backend has failed.
@@ -61,7 +61,7 @@ class Work(ABC):
         """True if :meth:`wait` would return, or raise, without waiting for another rank."""
 
     def then(self, finish: Callable[[Any], Any]) -> Work:
-        """This work, with ``finish(result)`` as its result. ``finish`` runs once, in a thread that waits."""
+        """A work with the result ``finish(result)``. ``finish`` runs once, in a thread that waits."""
         return _Then(self, finish)
 
 
@@ -84,10 +84,10 @@ class Completed(Work):
 
 
 class Steps(Work):
-    """Several collectives, each of which follows from the one before: they begin when somebody waits.
+    """Several collectives in sequence; each needs the result of the previous one. The first begins in wait().
 
     Args:
-        run: makes them all, and gives the result.
+        run: runs all the collectives and returns the result.
     """
 
     __slots__ = ("_run",)
@@ -124,16 +124,16 @@ class _Then(Work):
 
 # --- who waits -------------------------------------------------------------------------------------------
 
-# The code of the functions that wait for other ranks. Whoever waits marks it: where its file lies is nothing
-# that anybody may rely on.
+# The code objects of the functions that wait for other ranks. Such a function is marked by a decorator,
+# because the path of its file is not reliable.
 _WAITING: set[CodeType] = set()
 
 
 def waits_for_ranks(function: _Function) -> _Function:
-    """Decorator: a thread inside of ``function`` waits for other ranks. It costs a call nothing.
+    """Decorator: marks that a thread inside ``function`` waits for other ranks. Calls get no slower.
 
-    The watchdog looks for such functions in this package and in the modules of registered backends, up to the
-    first frame of other code.
+    The watchdog searches the stack for such functions in this package and in the modules of registered
+    backends, up to the first frame of other code.
     """
     _WAITING.add(function.__code__)
     return function

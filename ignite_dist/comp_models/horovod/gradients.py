@@ -1,11 +1,12 @@
-"""Gradients that are averaged by Horovod while a backward pass computes them, and are there when it ends.
+"""Gradients that Horovod averages during the backward pass. The averages are ready when the pass ends.
 
-A *round* is what the ranks of a process set do together: they tell each other which gradients have changed,
-and average those that have on any rank. A round is made at the end of each backward pass of an optimizer's
-parameters, and in the step of an optimizer that has had none. Gradients are sent as soon as the backward pass
-has computed them.
+In a *round* the ranks of a process set exchange which gradients have changed, and average each gradient that
+has changed on any rank. A round runs at the end of each backward pass of an optimizer's parameters. If there
+was no backward pass, the round runs in the optimizer's step. Each gradient is sent as soon as the backward
+pass has computed it.
 
-Ranks may use different parameters and different optimizers in a pass: each rank takes part with what it has.
+Ranks may use different parameters and different optimizers in a pass. Each rank contributes the gradients
+that it has.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ignite_dist.comp_models.horovod.units import Unit, Units
 
 __all__ = ["Gradients"]
 
-# What a rank has to say about a gradient in a round; the greatest of all ranks counts.
+# The state of a gradient that a rank reports in a round. The greatest value over all ranks counts.
 _NOTHING, _SPARSE, _DENSE = range(3)
 
 _NOT_LINEAR = (
@@ -52,15 +53,15 @@ _OF_ANOTHER_OP = (
 class Gradients:
     """The gradients of one optimizer.
 
-    The hooks of the parameters hold this object, and it does not hold the parameters: it lives as long as any
-    of them, whether the optimizer does or not. So it does not depend on the garbage collector, which runs at
-    other times on each rank, which gradients are averaged.
+    The parameters' hooks reference this object; this object does not reference the parameters. So this object
+    lives as long as any of the parameters, even without the optimizer. Otherwise the garbage collector, which
+    runs at different times on each rank, would decide which gradients are averaged.
 
     Args:
-        exchange: of the context.
-        name: the same on every rank, and of no other optimizer.
-        reduction: how.
-        groups: which gradients are sent as one, see ``hvd.DistributedOptimizer``.
+        exchange: the context's exchange.
+        name: equal on every rank, and different from other optimizers' names.
+        reduction: how the gradients are reduced.
+        groups: which gradients are sent together, see ``hvd.DistributedOptimizer``.
         passes: the number of backward passes that add to a gradient before it is averaged.
     """
 
@@ -68,14 +69,14 @@ class Gradients:
         self, exchange: Exchange, name: str, reduction: Reduction, groups: Any = None, passes: int = 1
     ) -> None:
         self.passes = passes
-        self.is_local = False  # while backward passes leave gradients as each rank's own
+        self.is_local = False  # True while backward passes do not average gradients
         self._exchange = exchange
         self._name = f"ignite_dist.{name}"
         self._is_average = reduction.is_average
         self._op = reduction.op
         self.rounds = exchange.rounds(reduction.process_set)
         self.number = self.rounds.add(self)
-        # Parameters that were this optimizer's, by id, and who has averaged their gradients after it.
+        # Parameters that another optimizer has taken over, by id, each with that optimizer's Gradients.
         self._heirs: dict[int, tuple[weakref.ref[Tensor], Gradients]] = {}
         self._units = Units(reduction, groups)
         self._hooks: list[Any] = []
@@ -83,15 +84,15 @@ class Gradients:
         self._latest: int | None = None
         self._needs: Call = (0, "")
         self._agreed: list[int] = []  # of each gradient: _NOTHING, _SPARSE or _DENSE
-        self._sent_again: list[int] = []  # of each gradient: whether some rank sends it a second time
-        self._has_results = False  # of a round since the last step
+        self._sent_again: list[int] = []  # of each gradient: 1 if any rank sends it a second time
+        self._has_results = False  # True if a round has run since the last step
         # The gradients that hold an average, and their versions when the step after it ended.
         self._averaged: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
 
     # --- which parameters ------------------------------------------------------------------------------
 
     def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Average the gradients of these parameters from now on; no other optimizer does any more."""
+        """Average the gradients of these parameters from now on, in place of any other optimizer."""
         self._exchange.hand_over((parameter for _, parameter in named), self)
         for index, (_, parameter) in enumerate(named, len(self._units)):
             self._heirs.pop(id(parameter), None)
@@ -99,7 +100,7 @@ class Gradients:
         self._units.add(named)
 
     def leave(self, parameters: set[int], heir: Gradients) -> None:
-        """Average no more what is among ``parameters``, by ``id``; ``heir`` does."""
+        """Stop averaging the gradients of ``parameters``, given by ``id``; ``heir`` averages them now."""
         for index in range(len(self._units)):
             parameter = self._units.parameter(index)
             if parameter is not None and id(parameter) in parameters:
@@ -111,7 +112,7 @@ class Gradients:
                 self._heirs[id(parameter)] = weakref.ref(parameter), heir
 
     def _owners(self) -> list[Gradients]:
-        """Who averages the gradients of the optimizer's parameters: this object, or others meanwhile."""
+        """Return the objects that average the gradients of the parameters: this object or its heirs."""
         found = {id(self): self}
         for reference, heir in self._heirs.values():
             parameter = reference()
@@ -127,10 +128,10 @@ class Gradients:
         return one
 
     def check_heirs(self) -> None:
-        """Check that later optimizers reduce these gradients as this one would.
+        """Check that later optimizers reduce these gradients as this optimizer would.
 
         Raises:
-            RuntimeError: over other ranks, or by another operation.
+            RuntimeError: a later optimizer reduces over other ranks, or by another operation.
         """
         for one in self._owners():
             if one.rounds.ranks() != self.rounds.ranks():
@@ -142,7 +143,7 @@ class Gradients:
         is_alone = not self.rounds.is_active() and os.environ.get("HOROVOD_ELASTIC") != "1"
         if is_alone or not (parameter.is_floating_point() or parameter.is_complex()):
             return None
-        # torch takes hooks of what requires a gradient only. They stay, and run when it is trained later.
+        # torch registers hooks only if a gradient is required. The hook stays for a parameter unfrozen later.
         is_frozen = not parameter.requires_grad
         try:
             parameter.requires_grad_(True)
@@ -168,7 +169,8 @@ class Gradients:
         if count < self.passes:
             return
         self.rounds.run_after_pass(self)
-        # One behind: the user's hooks of this very gradient may come after this one, and change it.
+        # Submit the previous gradient, not this one: the user's hooks on this gradient may run after
+        # this hook and change it.
         latest, self._latest = self._latest, index
         if latest is not None:
             with self.rounds.explaining():
@@ -185,17 +187,17 @@ class Gradients:
                 return
             gradient = parameter.grad
             if gradient.is_sparse if gradient is not None else parameter.requires_grad:
-                return  # whether it is dense on other ranks, or None, is known at the end
+                return  # the end of the pass shows if other ranks have a dense gradient or None
         self._units.submit(unit)
 
     # --- a round ---------------------------------------------------------------------------------------
 
     def submit_needs(self) -> None:
-        """Begin to tell the other ranks which gradients have changed here."""
+        """Begin the exchange of which gradients have changed on each rank."""
         if self._latest is not None:
             self._submit_if_complete(self._units.unit_of(self._latest))
             self._latest = None
-        # Those that were sent and have changed since: in a pass within a pass, or after one that has failed.
+        # Gradients that have changed after they were sent: in a nested pass, or after a pass that has failed.
         changed = self._units.changed()
         again = [int(index in changed) for index in range(len(self._units))]
         self._needs = self.rounds.exchange_greatest([*self._own_needs(), *again], f"{self._name}.needs")
@@ -214,7 +216,7 @@ class Gradients:
         return needs
 
     def _is_new(self, index: int, parameter: Parameter) -> bool:
-        """Whether the gradient is none that a round has averaged, but somebody's who has put it there."""
+        """True if no round has averaged this gradient: other code has assigned or changed it."""
         gradient = parameter.grad
         if not parameter.requires_grad or gradient is None:
             return False
@@ -224,7 +226,7 @@ class Gradients:
         return version is not None and version != version_of(gradient)
 
     def submit_missing(self) -> None:
-        """Begin to average what has changed on any rank, as far as this rank has not."""
+        """Begin to average the gradients that have changed on any rank, unless already submitted."""
         agreed = self.rounds.result(self._needs).tolist()
         self._agreed, self._sent_again = agreed[: len(self._units)], agreed[len(self._units) :]
         if not self._is_average:
@@ -238,7 +240,7 @@ class Gradients:
                 self._units.submit(unit, self._sparse())
 
     def submit_changed(self) -> None:
-        """Average once more what has changed on any rank since it was sent."""
+        """Average again the gradients that have changed on any rank after they were sent."""
         for unit in self._units:
             if any(self._sent_again[index] for index in unit):
                 self._units.results(unit, self.rounds.result)
@@ -248,7 +250,7 @@ class Gradients:
         return {index for index, kind in enumerate(self._agreed) if kind == _SPARSE}
 
     def receive(self) -> None:
-        """Put the averages where the gradients are; what has none on any rank keeps None."""
+        """Write the averages into the gradients. A gradient that is None on all ranks stays None."""
         with torch.no_grad():
             for unit in self._units:
                 if self._units.is_under_way(unit):
@@ -273,7 +275,7 @@ class Gradients:
     # --- the optimizer ---------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Average what has not been averaged yet; a round is made if none was since the last step."""
+        """Average the gradients not averaged yet. Run a round if none has run since the last step."""
         owners = self._owners()
         self._exchange.run(one for one in owners if one._needs_round() and one.rounds.is_active())
 
@@ -282,7 +284,7 @@ class Gradients:
             return False
         if not self._has_results or any(self._own_needs()):
             return True
-        # They have been dropped by others than the optimizer, model.zero_grad() for one.
+        # Other code than the optimizer has dropped the gradients, for example model.zero_grad().
         return bool(self._averaged) and not any(self._is_there(index) for index in self._averaged)
 
     def _is_there(self, index: int) -> bool:
@@ -290,18 +292,18 @@ class Gradients:
         return gradient is not None and self._units.gradient(index) is gradient
 
     def begin(self) -> None:
-        """Have :meth:`finish` make a round if no backward pass does from now on."""
+        """Make :meth:`finish` run a round unless a backward pass runs one from now on."""
         for one in self._owners():
             one._has_results = False
 
     def forget(self) -> None:
-        """The optimizer has dropped the gradients, or set them to zero."""
+        """Clear the state of the gradients, after the optimizer has dropped them or set them to zero."""
         self._has_results = False
         self._counts.clear()
         self._averaged.clear()
 
     def end_step(self) -> None:
-        """The optimizer has made its step."""
+        """Update the state after the optimizer's step."""
         self.begin()
         self.rounds.end_step()
         self._counts.clear()

@@ -1,7 +1,7 @@
 """The parameters of an optimizer under Horovod, and what is under way for their gradients.
 
 A unit is what one call of Horovod reduces: the gradient of a parameter, or of several with ``groups=``.
-Parameters go by their numbers, which are the same on every rank.
+Parameters are identified by numbers, which are the same on every rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Units:
 
     Args:
         reduction: how gradients are reduced.
-        groups: how many units, or which; see ``hvd.DistributedOptimizer``. Who is in none is alone.
+        groups: how many units, or which; see ``hvd.DistributedOptimizer``. A parameter in no unit
+            gets a unit of its own.
     """
 
     def __init__(self, reduction: Reduction, groups: int | Sequence[Sequence[Tensor]] | None) -> None:
@@ -63,20 +64,20 @@ class Units:
         self._units += _make_units(self._groups, [parameter for _, parameter in named], first)
 
     def remove(self, number: int) -> None:
-        """Have this parameter here no more; the others keep their numbers."""
+        """Remove this parameter. The other parameters keep their numbers."""
         self._parameters[number] = None
 
     def are_removed(self) -> bool:
-        """Whether all parameters that were here have been removed."""
+        """True if all parameters have been removed."""
         return all(one is None for one in self._parameters)
 
     def parameter(self, number: int) -> Parameter | None:
-        """The parameter; None if it is gone."""
+        """The parameter; None if it was removed or no longer exists."""
         reference = self._parameters[number]
         return None if reference is None else reference()  # type: ignore[return-value]
 
     def gradient(self, number: int) -> Tensor | None:
-        """Its gradient, if there is one."""
+        """The parameter's gradient, or None."""
         parameter = self.parameter(number)
         return None if parameter is None else parameter.grad
 
@@ -85,7 +86,7 @@ class Units:
         return self._units[number]
 
     def is_under_way(self, unit: Unit) -> bool:
-        """Whether it has been submitted, and :meth:`results` have not been taken."""
+        """True if the unit has been submitted and its :meth:`results` have not been taken."""
         return unit in self._submitted
 
     def changed(self) -> set[int]:
@@ -101,7 +102,7 @@ class Units:
         )
 
     def submit(self, unit: Unit, sparse: Collection[int] = ()) -> None:
-        """Begin to reduce a unit, with zeros for who has no gradient.
+        """Begin to reduce a unit, with zeros for parameters without a gradient.
 
         Args:
             unit: one that is not under way.
@@ -127,14 +128,14 @@ class Units:
         return gradient.to_dense() if gradient.is_sparse else gradient.detach()
 
     def results(self, unit: Unit, wait: Wait) -> list[tuple[int, Tensor]]:
-        """What became of a unit: the results by the numbers of their parameters."""
+        """Return the results of a unit, with the numbers of their parameters."""
         found: list[tuple[int, Tensor]] = []
         for numbers, finish in self._submitted.pop(unit).calls:
             found += zip(numbers, finish(wait), strict=True)
         return found
 
     def write(self, number: int, result: Tensor, is_sparse: bool) -> None:
-        """Put a result where the gradient is."""
+        """Write a result into the gradient."""
         parameter = self.parameter(number)
         if parameter is None:
             return

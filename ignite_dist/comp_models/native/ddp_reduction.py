@@ -64,8 +64,8 @@ class _Reduction:
     """What one ``DistributedDataParallel`` has reduced since the beginning of the block.
 
     Attributes:
-        was_prepared: whether it was called, so that it expects a backward pass.
-        arrived: the numbers of the parameters through which a backward pass has come since.
+        was_prepared: True if the module was called, so that it expects a backward pass.
+        arrived: the numbers of the parameters that a backward pass has reached since that call.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -77,7 +77,7 @@ class _Reduction:
         self.sparse = _sparse_parameters(module)
         self.was_prepared = False
         self.arrived: set[int] = set()
-        self.usual: set[int] = set()  # of the last backward pass that was the user's
+        self.usual: set[int] = set()  # of the user's last backward pass
         # DDP holds the same nodes. Hooks are made once: 10 us for each parameter.
         self.nodes = [accumulation_node(parameter) for parameter in self.parameters]
         for number, node in enumerate(self.nodes):
@@ -96,7 +96,7 @@ class _Reduction:
             self.arrived.clear()
 
     def complete(self, module: DistributedDataParallel) -> None:
-        """Take part in what this rank has not reduced."""
+        """Complete the reduction on this rank."""
         if not self.parameters or not module.require_backward_grad_sync:  # within no_sync()
             return
         # Or it was called before the block: then DDP itself notes whether it is to synchronise.
@@ -129,7 +129,7 @@ class _Reduction:
 
 @contextmanager
 def _watching(module: DistributedDataParallel) -> Iterator[_Reduction]:
-    """In the block it is noted what ``module`` reduces."""
+    """Context manager: record what ``module`` reduces in the block."""
     reduction: _Reduction | None = vars(module).get(_REDUCTION)
     if reduction is None:
         reduction = vars(module)[_REDUCTION] = _Reduction(module)

@@ -152,7 +152,7 @@ def _find_hook(comm_hook: Any, backend: str) -> Any:
         return powerSGD_hook.PowerSGDState(process_group=None), powerSGD_hook.powerSGD_hook
     if comm_hook == "fp16":
         return None, default_hooks.fp16_compress_hook
-    if backend not in ("nccl", "xccl"):  # as torch itself, which says so only to a model that is wrapped
+    if backend not in ("nccl", "xccl"):  # torch checks this for wrapped models only
         raise ValueError(f"comm_hook='bf16' needs NCCL, and this backend is {backend!r}. Use 'fp16'.")
     return None, default_hooks.bf16_compress_hook
 
@@ -223,7 +223,7 @@ def _joined(model: Module, optimizer: Optimizer | None, kwargs: dict[str, Any]) 
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that FSDP2's shards of parameters would make another one.
+    """Raise if the optimizer would compute different steps on FSDP2's shards of parameters.
 
     Raises:
         ValueError: its parameters are sharded, and it treats them as one vector.

@@ -145,8 +145,8 @@ class NativeTransport(Transport):
         self._connecting = connecting
         self._own_store = own_store
         self._world_ranks = tuple(range(world.size()))
-        # How many groups of the same ranks this rank has made; and connections to the store, over which
-        # nobody makes a group at present. There is no lock: next(), pop() and append() are atomic.
+        # The number of groups of the same ranks that this rank has made; and the connections to the store
+        # that no thread uses at present. There is no lock: next(), pop() and append() are atomic.
         self._generations: dict[tuple[int, ...], Iterator[int]] = {}
         self._free_connections: list[Store] = []
         self._scratch = gloo.ScratchBuffers()
@@ -159,7 +159,7 @@ class NativeTransport(Transport):
         return self._world
 
     def make_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
-        if not ranks:  # which torch would take for all
+        if not ranks:  # torch would take an empty list for all ranks
             inspect.signature(dist.new_group).bind([], **options)
             return GroupMember.NON_GROUP_MEMBER
         with self._connecting(), self._to_groups.noted():

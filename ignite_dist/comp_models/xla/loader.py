@@ -66,8 +66,8 @@ class _DeviceBatches:
 class _Source:
     """A data loader as torch_xla's thread reads it.
 
-    An exception would end that thread and nothing else: it is kept for the loop. And in a thread of its own
-    the data set, which may share itself out by rank, would be on the process's first device.
+    An exception would end that thread only, so the exception is stored for the loop. In a separate thread the
+    rank would be that of the process's first device, but the data set may shard itself by rank.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:

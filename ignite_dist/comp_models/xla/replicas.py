@@ -33,7 +33,7 @@ __all__ = ["END", "Meeting", "counts_here", "meeting_here", "start"]
 
 _logger = logging.getLogger(__name__)
 
-# How long a replica waits for the others without a word, and how often it looks whether they are there.
+# How long a replica waits for the others before it reports the wait, and the polling interval.
 _PATIENCE_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 
@@ -63,7 +63,7 @@ class _Round:
         self.failure: tuple[int, str, str] | None = None
 
     def ended(self) -> list[int]:
-        """Those that have come to the end of their contexts while others make a collective."""
+        """The replicas that have reached the end of their contexts while other replicas make a collective."""
         ended = [rank for rank, call in self.calls.items() if call == END]
         return sorted(ended) if len(ended) < len(self.calls) else []
 
@@ -139,7 +139,7 @@ class Meeting:
                     self._round = _Round()
 
     def fail(self, rank: int, error_type: str, traceback: str) -> None:
-        """Say that ``rank`` has failed: those that wait, and whoever comes later, raise that."""
+        """Mark ``rank`` as failed: replicas that wait now or call later raise this error."""
         with self._changed:
             if self._round.failure is None:
                 self._round.failure = (rank, error_type, traceback)
@@ -147,7 +147,7 @@ class Meeting:
 
 
 def _num_running() -> int:
-    """How many threads of this process are at work as replicas, whoever has started them.
+    """Return the number of this process's threads that run as replicas, whichever code started them.
 
     The thread of a replica that has returned lives on in the pool of torch_xla's launcher.
     """

@@ -46,7 +46,7 @@ test-launchers: $(call needs,test launchers)  ## run the tests under real launch
 	.ci/install-launchers
 	$(PY) -m pytest -n 2 -m launchers $(ARGS)
 
-test-mpi4py: $(call needs,test examples launchers)  ## run the conformance suite on a backend of a third party, over a real MPI
+test-mpi4py: $(call needs,test examples mpi4py)  ## run the conformance suite on a backend of a third party, over a real MPI
 	.ci/install-launchers
 	$(PY) -m pytest -m mpi4py $(ARGS)
 

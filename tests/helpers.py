@@ -29,6 +29,7 @@ from ignite_dist.environments import is_launcher_variable
 from ignite_dist.values import safe_objects
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
 
 
 def plain_environ(**more: str) -> dict[str, str]:

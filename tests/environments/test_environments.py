@@ -3,63 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-import helpers
-import ignite_dist as idist
 from ignite_dist import environments
-from ignite_dist.environments import Environment, slurm, torchrun, variables
-from ignite_dist.environments.base import located, numbered
-from ignite_dist.environments.registry import Registry
+from ignite_dist.environments import Environment, slurm
+from ignite_dist.environments.base import located
 from ignite_dist.errors import EnvironmentVariablesError
+from recorded_jobs import FLUX, SLURM, TORCHRUN, detect, found_in, numbered_by_flux
 
-_DATA = Path(__file__).parent / "environments"
+_DATA = Path(__file__).parent
 RECORDED = json.loads((_DATA / "recorded.json").read_text())
 TRANSCRIBED = json.loads((_DATA / "transcribed.json").read_text())
-
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node0",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "none",
-}
-SLURM = {
-    "SLURM_JOB_ID": "1234567",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NTASKS": "8",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_STEP_NUM_NODES": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
-    "SLURM_STEP_NODELIST": "gpu[03-05,9]",
-    "SLURM_JOB_NODELIST": "gpu[03-05,9],login",
-    "SLURM_JOB_NUM_NODES": "5",
-    "SLURM_NODEID": "1",
-}
-
-
-def detect(environ: Mapping[str, str]) -> Environment | None:
-    return environments.detect(MappingProxyType(dict(environ)))  # it cannot be written to
-
-
-def found_in(environ: Mapping[str, str]) -> Environment:
-    found = detect(environ)
-    assert found is not None
-    return found
 
 
 def without(environ: Mapping[str, str], *names: str, **more: str) -> dict[str, str]:
@@ -417,23 +377,6 @@ def test_the_variables_of_a_launcher_are_known_and_no_others() -> None:
 
 # --- any number of names -------------------------------------------------------------------------------
 
-# https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html
-FLUX = {
-    **{"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"},
-    **{"FLUX_JOB_NNODES": "2", "FLUX_JOB_ID": "ƒ2oLkTLb"},
-}
-FLUX_NAMES = {
-    "rank": "FLUX_TASK_RANK",
-    "world_size": "FLUX_JOB_SIZE",
-    "local_rank": "FLUX_TASK_LOCAL_ID",
-    "nnodes": "FLUX_JOB_NNODES",
-}
-
-
-def _numbered(environ: Mapping[str, str], *attributes: str) -> Environment:
-    names = {attribute: FLUX_NAMES[attribute] for attribute in ("rank", "world_size", *attributes)}
-    return numbered(environ, "Flux", "flux run", names, job=environ["FLUX_JOB_ID"], first_host="node7")
-
 
 @pytest.mark.parametrize(
     ("attributes", "local_rank", "nnodes"),
@@ -443,7 +386,7 @@ def _numbered(environ: Mapping[str, str], *attributes: str) -> Environment:
 def test_a_launcher_may_set_any_number_of_variables(
     attributes: tuple[str, ...], local_rank: int | None, nnodes: int | None
 ) -> None:
-    found = _numbered(FLUX, *attributes)
+    found = numbered_by_flux(FLUX, *attributes)
     assert (found.launcher, found.rank, found.world_size) == ("Flux", 1, 4)
     assert (found.local_rank, found.nproc_per_node, found.nnodes) == (local_rank, None, nnodes)
     assert (found.node_rank, found.main_address) == (None, "node7")
@@ -452,11 +395,11 @@ def test_a_launcher_may_set_any_number_of_variables(
 
 def test_a_variable_that_was_named_and_is_missing_is_told() -> None:
     with pytest.raises(EnvironmentVariablesError, match=r"flux run: .*FLUX_TASK_LOCAL_ID missing"):
-        _numbered(without(FLUX, "FLUX_TASK_LOCAL_ID"), "local_rank")
+        numbered_by_flux(without(FLUX, "FLUX_TASK_LOCAL_ID"), "local_rank")
 
 
 def test_one_node_is_this_node() -> None:
-    found = _numbered({**FLUX, "FLUX_JOB_NNODES": "1"}, "local_rank", "nnodes")
+    found = numbered_by_flux({**FLUX, "FLUX_JOB_NNODES": "1"}, "local_rank", "nnodes")
     assert (found.nproc_per_node, found.nnodes, found.node_rank) == (4, 1, 0)
     assert found.main_address == "127.0.0.1"
 
@@ -483,215 +426,3 @@ def test_what_follows_from_the_sizes(sizes: dict[str, Any], expected: tuple[Any,
 def test_sizes_that_contradict_each_other(sizes: dict[str, Any]) -> None:
     with pytest.raises(EnvironmentVariablesError, match="contradict each other"):
         located(Environment("Flux", 1, 4, **sizes), "node7")
-
-
-# --- launchers of other packages -----------------------------------------------------------------------
-
-
-def _flux(environ: Mapping[str, str]) -> Environment | None:
-    return _numbered(environ, "local_rank", "nnodes") if "FLUX_JOB_ID" in environ else None
-
-
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
-    """A registry with the built-in launchers alone, to which a test may add others."""
-    built_in = environments._launchers
-    mine = Registry(built_in._first, built_in._last)
-    monkeypatch.setattr(environments, "_launchers", mine)
-    yield mine
-
-
-def test_a_registered_launcher_is_found(registry: Registry) -> None:
-    assert detect(FLUX) is None
-
-    @environments.register_environment
-    class Flux:
-        LAUNCHER = "Flux"
-        VARIABLES = (*FLUX_NAMES.values(), "FLUX_JOB_ID", "FLUX_*")
-        detect = staticmethod(_flux)
-
-    assert environments.register_environment(Flux) is Flux  # a second time has no effect
-    assert [launcher.LAUNCHER for launcher in registry].count("Flux") == 1
-    found = found_in(FLUX)
-    assert (found.launcher, found.rank, found.nnodes) == ("Flux", 1, 2)
-    assert environments.is_launcher_variable("FLUX_URI")
-    assert "FLUX_JOB_SIZE" in environments.launcher_variables()
-    assert environments.launcher_variables().isdisjoint({"FLUX_URI", "FLUX_*"})
-
-
-@pytest.mark.parametrize(
-    ("others", "reason"),
-    [
-        (SLURM, "FLUX_TASK_RANK and FLUX_JOB_SIZE are set, before Slurm"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "FLUX_TASK_RANK and FLUX_JOB_SIZE are set, before PMI"),
-        (TORCHRUN, "TORCHELASTIC_RUN_ID is set, before Flux"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE are set, before Flux"),
-    ],
-    ids=["Slurm", "PMI", "torchrun", "RANK"],
-)
-def test_it_comes_behind_rank_and_world_size_and_before_the_others(
-    registry: Registry, others: dict[str, str], reason: str
-) -> None:
-    registry.register(SimpleNamespace(LAUNCHER="Flux", VARIABLES=("FLUX_*",), detect=_flux))
-    assert found_in({**FLUX, **others}).reason == reason
-
-
-def test_ranks_by_hand_that_contradict_it_are_refused(registry: Registry) -> None:
-    registry.register(SimpleNamespace(LAUNCHER="Flux", VARIABLES=("FLUX_*",), detect=_flux))
-    with pytest.raises(EnvironmentVariablesError, match="but Flux says rank 1 of 4"):
-        detect({**FLUX, "RANK": "0", "WORLD_SIZE": "4"})
-
-
-def test_two_launchers_of_one_name_are_refused(registry: Registry) -> None:
-    with pytest.raises(ValueError, match=r"'torchrun': ignite_dist\.environments\.torchrun is") as info:
-        registry.register(SimpleNamespace(LAUNCHER="torchrun", VARIABLES=(), detect=_flux))
-    assert "types.SimpleNamespace is not" in str(info.value)
-    assert registry.register(torchrun) is torchrun
-
-
-@pytest.mark.parametrize(
-    ("wrong", "lacks"),
-    [
-        ({"LAUNCHER": "Flux", "VARIABLES": ()}, "detect(environ), a function."),
-        ({"LAUNCHER": "Flux", "detect": _flux}, "VARIABLES, a tuple of str."),
-        ({"LAUNCHER": "Flux", "detect": _flux, "VARIABLES": "FLUX_*"}, "VARIABLES, a tuple of str."),
-        ({"LAUNCHER": "Flux", "detect": _flux, "VARIABLES": (1,)}, "VARIABLES, a tuple of str."),
-        ({"VARIABLES": (), "detect": _flux}, "LAUNCHER, a str."),
-        ({}, "LAUNCHER, a str; VARIABLES, a tuple of str; detect(environ), a function."),
-    ],
-)
-def test_what_is_no_environment_is_told_what_it_lacks(
-    registry: Registry, wrong: dict[str, Any], lacks: str
-) -> None:
-    with pytest.raises(TypeError) as info:
-        registry.register(SimpleNamespace(**wrong))
-    assert str(info.value).endswith(f"lacks: {lacks}")
-
-
-@pytest.mark.parametrize("answer", [{"rank": 0}, (0, 2), True])
-def test_detect_returns_an_environment_or_none(registry: Registry, answer: Any) -> None:
-    registry.register(SimpleNamespace(LAUNCHER="Flux", VARIABLES=(), detect=lambda environ: answer))
-    with pytest.raises(TypeError, match="'Flux' returned"):
-        detect({})
-
-
-def test_an_environment_of_another_package_is_checked_too(registry: Registry) -> None:
-    wrong = Environment("Flux", rank=2, world_size=2)
-    registry.register(SimpleNamespace(LAUNCHER="Flux", VARIABLES=(), detect=lambda environ: wrong))
-    with pytest.raises(EnvironmentVariablesError, match="Flux contradict each other: rank 2"):
-        detect({})
-
-
-# --- entry points --------------------------------------------------------------------------------------
-
-FLUX_FILE = """
-    from ignite_dist.environments.base import numbered
-
-    LAUNCHER = "Flux"
-    VARIABLES = ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_ID", "FLUX_*")
-
-
-    def detect(environ):
-        if not environ.get("FLUX_JOB_ID"):
-            return None
-        names = {"rank": VARIABLES[0], "world_size": VARIABLES[1], "local_rank": VARIABLES[2]}
-        return numbered(
-            environ, LAUNCHER, "flux run", names, job=environ["FLUX_JOB_ID"], first_host=None
-        )
-"""
-
-
-def _run_with_entry_points(folder: Path, source: str, *values: str, **environ: str) -> tuple[int, str]:
-    helpers.write_script(folder, FLUX_FILE, "flux_environment.py")
-    info = folder / "some_launcher-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-launcher\nVersion: 1.0\n")
-    lines = [f"launcher-{position} = {value}" for position, value in enumerate(values)]
-    (info / "entry_points.txt").write_text("\n".join(["[ignite_dist.environments]", *lines, ""]))
-    complete = helpers.plain_environ(**environ)
-    complete["PYTHONPATH"] = os.pathsep.join([str(folder), complete["PYTHONPATH"]])
-    ended = helpers.run_python("-c", source, env=complete)
-    return ended.returncode, ended.stdout
-
-
-def test_a_launcher_that_another_package_declares_as_an_entry_point(tmp_path: Path) -> None:
-    source = (
-        "import json, sys, ignite_dist as idist; before = 'flux_environment' in sys.modules;"
-        "found = idist.environment(); print(json.dumps([before, found]))"
-    )
-    code, output = _run_with_entry_points(tmp_path, source, "flux_environment", **FLUX)
-    assert code == 0, output
-    before, (launcher, rank, world_size, local_rank, *_) = json.loads(output)
-    assert before is False  # importing the package loads no code of others
-    assert (launcher, rank, world_size, local_rank) == ("Flux", 1, 4, 1)
-
-
-# The last one fails to import, with an error that a text alone does not make.
-@pytest.mark.parametrize("value", ["json:dumps", "no_such_module", "flux_environment:no_such", "not_utf_8"])
-def test_a_broken_entry_point_is_named_at_every_call(value: str, tmp_path: Path) -> None:
-    (tmp_path / "not_utf_8.py").write_text("b'\\xff'.decode()")
-    source = (
-        "import ignite_dist as idist\n"
-        "for _ in range(2):\n"
-        "    try:\n"
-        "        print(idist.environment())\n"
-        "    except ImportError as error:\n"
-        "        print(error)\n"
-    )
-    code, output = _run_with_entry_points(tmp_path, source, "flux_environment", value, **FLUX)
-    assert code == 0, output
-    first, second = output.splitlines()
-    assert first == second
-    assert first.startswith(f"Entry point launcher-1 = {value}: ")
-
-
-# --- what this process has set itself ----------------------------------------------------------------
-
-
-def _what_is_set_and_given_back() -> tuple[Any, ...]:
-    before, found = dict(os.environ), idist.environment()
-    idist.initialize("gloo")
-    inside, seen = dict(os.environ), idist.environment()
-    idist.environment().teardown()
-    after_teardown = dict(os.environ)
-    total = idist.all_reduce(1)
-    idist.finalize()
-    return found, seen, total, inside != before, after_teardown == before, dict(os.environ) == before
-
-
-def test_variables_set_by_initialize_are_no_launchers_and_teardown_gives_them_back() -> None:
-    sizes = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    ended = helpers.run_python(
-        "-c",
-        "import json, test_environments as here; print(json.dumps(here._what_is_set_and_given_back()))",
-        env=helpers.plain_environ(**sizes, **ranks),
-        cwd=Path(__file__).parent,
-    )
-    found, seen, total, was_set, given_back, unchanged = json.loads(ended.stdout.splitlines()[-1])
-    assert found[0] == "Open MPI"
-    assert found == seen
-    assert "OMPI_COMM_WORLD_RANK" in found[-1]
-    assert (total, was_set, given_back, unchanged) == (1, True, True, True)
-
-
-def test_without_a_launcher_the_environment_is_that_of_one_process() -> None:
-    ended = helpers.run_python("-c", "import ignite_dist as idist; print(idist.environment())")
-    assert "launcher='none', rank=0, world_size=1" in ended.stdout
-
-
-def test_what_somebody_has_changed_since_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("IGNITE_DIST_TEST_A", "IGNITE_DIST_TEST_B", "IGNITE_DIST_TEST_C"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("IGNITE_DIST_TEST_B", "")
-    monkeypatch.setenv("IGNITE_DIST_TEST_D", "theirs")
-    variables.set_missing({f"IGNITE_DIST_TEST_{letter}": letter for letter in "ABCD"})
-    os.environ["IGNITE_DIST_TEST_C"] = "mine"
-    given = variables.given()
-    assert "IGNITE_DIST_TEST_A" not in given
-    assert given["IGNITE_DIST_TEST_C"] == "mine"
-    variables.give_back()
-    assert "IGNITE_DIST_TEST_A" not in os.environ
-    assert os.environ["IGNITE_DIST_TEST_B"] == ""
-    assert os.environ["IGNITE_DIST_TEST_C"] == "mine"
-    assert os.environ["IGNITE_DIST_TEST_D"] == "theirs"

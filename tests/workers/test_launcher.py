@@ -1,19 +1,13 @@
 from __future__ import annotations
 
 import functools
-import gc
-import inspect
 import multiprocessing
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,28 +15,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 import helpers
 import ignite_dist as idist
-
-FAILURE_SECONDS = 30  # a start of Python on a busy machine included
-
-
-def spawn(function: Callable[..., Any], *args: Any, nproc_per_node: int = 2, **kwargs: Any) -> Any:
-    return idist.spawn("gloo", function, args, nproc_per_node=nproc_per_node, **kwargs)
-
-
-def who(local_rank: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    assert idist.all_reduce(1) == idist.get_world_size()
-    return {
-        "local rank": local_rank,
-        "rank": idist.get_rank(),
-        "world size": idist.get_world_size(),
-        "backend": idist.backend(),
-        "args": args,
-        "kwargs": kwargs,
-    }
+from spawned import FAILURE_SECONDS, is_daemon, spawn, who, within
 
 
 def expected(local_rank: int, world_size: int = 2, args: Any = (), kwargs: Any = None) -> dict[str, Any]:
@@ -54,13 +30,6 @@ def expected(local_rank: int, world_size: int = 2, args: Any = (), kwargs: Any =
         "args": args,
         "kwargs": kwargs or {},
     }
-
-
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
-    started = time.monotonic()
-    yield
-    assert time.monotonic() - started < seconds
 
 
 # --- results and arguments ---------------------------------------------------------------------------
@@ -110,6 +79,7 @@ def test_this_process_stays_serial_and_its_environment_is_left_alone() -> None:
 
 
 # --- where the function is defined -------------------------------------------------------------------
+
 
 MAIN = """
     import ignite_dist as idist
@@ -377,7 +347,7 @@ def test_join_false_without_keeping_the_handle(tmp_path: Path) -> None:
         """,
     )
     environ = helpers.plain_environ()
-    environ["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
+    environ["PYTHONPATH"] += os.pathsep.join(["", str(helpers.TESTS), str(Path(__file__).parent)])
     (tmp_path / "made").mkdir()
     ended = helpers.run_python(script, tmp_path / "made", env=environ, seconds=200)
     assert ended.returncode == 0, ended.stdout
@@ -399,15 +369,9 @@ def test_fork_takes_what_cannot_be_pickled() -> None:
     assert spawn(function, start_method="fork") == [True, True]
 
 
-def _is_daemon(_: int) -> bool:
-    import multiprocessing
-
-    return multiprocessing.current_process().daemon
-
-
 def test_daemon() -> None:
-    assert spawn(_is_daemon, nproc_per_node=1, daemon=True) == [True]
-    assert spawn(_is_daemon, nproc_per_node=1) == [False]
+    assert spawn(is_daemon, nproc_per_node=1, daemon=True) == [True]
+    assert spawn(is_daemon, nproc_per_node=1) == [False]
 
 
 def _waits_alone(local_rank: int, path: str) -> str:
@@ -535,441 +499,3 @@ def _open_once_it_is_read(pipe: str, handle: Any) -> int:
         except OSError:  # nobody has opened it for reading yet
             assert time.monotonic() < deadline, "the worker did not come that far"
             assert handle.join(0.05) is None
-
-
-# --- failures ----------------------------------------------------------------------------------------
-
-
-def _fails(local_rank: int) -> None:
-    idist.barrier()
-    if local_rank == 1:
-        raise LookupError("no dåta here")
-    idist.all_reduce(torch.ones(3))
-    idist.barrier()
-
-
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
-def test_a_rank_that_raises_is_named_with_its_traceback(start_method: str) -> None:
-    with pytest.raises(idist.WorkerRaisedError) as info:
-        spawn(_fails, nproc_per_node=3, start_method=start_method)
-    error = info.value
-    assert (error.rank, error.error_type, error.error_index) == (1, "LookupError", 1)
-    for text in ("LookupError: no dåta here", "in _fails", "test_launcher.py"):
-        assert text in error.traceback
-        assert text in str(error)
-
-
-def _fails_on_one_rank_only(_: int) -> None:
-    idist.one_rank_only(rank=1, with_barrier=True)(_raises)()
-
-
-def _raises() -> None:
-    raise LookupError("the cause")
-
-
-def test_the_cause_is_named_not_those_who_heard_of_it() -> None:
-    for _ in range(15):
-        with pytest.raises(idist.RankFailedError) as info:
-            spawn(_fails_on_one_rank_only, nproc_per_node=3)
-        assert (info.value.rank, info.value.error_type) == (1, "LookupError")
-
-
-def test_workers_are_gone_after_a_failure() -> None:
-    handle = spawn(_fails, nproc_per_node=3, join=False)
-    with pytest.raises(idist.RankFailedError):
-        handle.join()
-    with pytest.raises(idist.RankFailedError):
-        handle.join()  # again
-    assert helpers.end_of_processes(handle.pids(), 0) == []
-
-
-def test_failed_launches_leave_nothing_for_the_garbage_collector_of_a_forked_process() -> None:
-    """A store that serves ends with its threads, which a forked process does not have."""
-    gc.disable()
-    try:
-        for _ in range(10):
-            with suppress(idist.RankFailedError):
-                spawn(sys.exit, nproc_per_node=2)
-        pid = os.fork()  # as a DataLoader with workers does, or a launch with start_method="fork"
-        if pid == 0:
-            gc.collect()
-            os._exit(0)
-        _, status = os.waitpid(pid, 0)
-    finally:
-        gc.enable()
-    assert status == 0
-
-
-def _unpicklable_result(local_rank: int) -> Any:
-    return threading.Lock() if local_rank == 1 else local_rank
-
-
-def test_a_result_that_cannot_be_sent_names_the_rank_and_the_type() -> None:
-    with within(FAILURE_SECONDS), pytest.raises(idist.WorkerRaisedError, match="lock") as info:
-        spawn(_unpicklable_result)
-    assert (info.value.rank, info.value.error_type) == (1, "TypeError")
-
-
-@pytest.mark.parametrize("where", ["function", "args", "kwargs_dict"])
-def test_a_call_that_cannot_be_sent_starts_nothing(where: str) -> None:
-    lock = threading.Lock()
-    calls: dict[str, tuple[Any, ...]] = {
-        "function": (lambda local_rank: lock.locked(),),
-        "args": (who, (lock,)),
-        "kwargs_dict": (who, (), {"lock": lock}),
-    }
-    children = set(psutil.Process().children(recursive=True))
-    with pytest.raises(TypeError, match="cannot be sent"):
-        idist.spawn("gloo", *calls[where], nproc_per_node=2)
-    assert set(psutil.Process().children(recursive=True)) <= children
-
-
-def _context_of_its_own(_: int) -> str:
-    idist.finalize()
-    assert idist.get_world_size() == 1
-    idist.initialize("gloo")
-    assert idist.get_world_size() == 2
-    return idist.broadcast("from 0" if idist.get_rank() == 0 else "")
-
-
-def test_a_function_may_end_its_context_and_make_another() -> None:
-    assert spawn(_context_of_its_own) == ["from 0", "from 0"]
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "error", "texts"),
-    [
-        ({"nprocs_per_node": 2}, TypeError, ["nprocs_per_node", "Allowed"]),
-        ({"start_metod": "fork"}, TypeError, ["start_metod", "Did you mean 'start_method'?"]),
-        ({"start_method": "fokr"}, ValueError, ["fokr", "'forkserver'"]),
-        ({"nproc_per_node": 0}, ValueError, ["nproc_per_node", "0"]),
-        ({"nproc_per_node": True}, ValueError, ["nproc_per_node", "True"]),
-        ({"nproc_per_node": "2"}, ValueError, ["nproc_per_node", "'2'"]),
-        ({"nnodes": 0}, ValueError, ["nnodes"]),
-        ({"nnodes": 2}, ValueError, ["master_addr", "master_port"]),
-        ({"nnodes": 2, "master_addr": "127.0.0.1"}, ValueError, ["master_port"]),
-        ({"nnodes": 2, "node_rank": 2, "master_addr": "h", "master_port": 1}, ValueError, ["node_rank"]),
-        ({"nnodes": 2, "node_rank": 0, "master_addr": "h", "master_port": 0}, ValueError, ["[1, 65535]"]),
-        ({"master_port": 65536}, ValueError, ["master_port", "65536"]),
-        ({"master_port": "2950x"}, ValueError, ["master_port", "'2950x'"]),
-        ({"node_rank": 1}, ValueError, ["node_rank"]),
-        ({"init_method": "file:///x", "master_port": 1}, ValueError, ["master_port", "init_method"]),
-        ({"master_port": 65536}, ValueError, ["master_port", "65536"]),
-        ({"master_port": "2950x"}, ValueError, ["master_port", "'2950x'"]),
-        ({"timeout": 30}, TypeError, ["timedelta"]),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_of_spawn(kwargs: dict[str, Any], error: type[Exception], texts: list[str]) -> None:
-    children = set(psutil.Process().children(recursive=True))
-    with pytest.raises(error) as info:
-        idist.spawn("gloo", who, **kwargs)
-    for text in texts:
-        assert text in str(info.value)
-    assert set(psutil.Process().children(recursive=True)) <= children
-
-
-def test_what_is_no_function() -> None:
-    with pytest.raises(TypeError, match="function"):
-        idist.spawn("gloo", "who")  # type: ignore[arg-type]
-
-
-def test_a_port_in_use() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        with pytest.raises(idist.LaunchError, match=str(port)):
-            spawn(who, master_port=port)
-
-
-# --- Parallel ----------------------------------------------------------------------------------------
-
-
-def _add(local_rank: int, a: int, *, b: int) -> list[int]:
-    return [local_rank + a + b, idist.get_world_size()]
-
-
-def test_parallel_without_a_backend_runs_here() -> None:
-    with idist.Parallel() as parallel:
-        assert parallel.run(_add, 1, b=2) == [3, 1]
-        assert idist.model_name() == "serial"
-
-
-def test_parallel_starts_processes() -> None:
-    with idist.Parallel("gloo", nproc_per_node=2) as parallel:
-        assert parallel.run(_add, 1, b=2) == [3, 2]
-        assert parallel.run(_add, 2, b=2) == [4, 2]
-        assert idist.model_name() == "serial"
-
-
-def test_parallel_alone_is_a_world_of_one() -> None:
-    before = dict(os.environ)
-    with idist.Parallel("gloo") as parallel:
-        assert idist.model_name() == "native-dist"
-        assert parallel.run(_add, 1, b=2) == [3, 1]
-    assert idist.model_name() == "serial"
-    assert dict(os.environ) == before
-
-
-def _joined() -> Any:
-    with idist.Parallel(backend="gloo", nproc_per_node=None) as parallel:
-        result = parallel.run(_add, 1, b=2)
-    assert idist.model_name() == "serial"
-    return result
-
-
-def test_parallel_joins_the_processes_of_a_launcher() -> None:
-    assert helpers.run_ranks(_joined) == [[3, 2], [4, 2]]
-
-
-def _joined_by_file(method: str) -> Any:
-    with idist.Parallel(backend="gloo", init_method=method) as parallel:
-        return parallel.run(_add, 1, b=2)
-
-
-def test_parallel_joins_over_a_file(tmp_path: Path) -> None:
-    assert helpers.run_ranks(_joined_by_file, f"file://{tmp_path}/meet") == [[3, 2], [4, 2]]
-
-
-def test_parallel_hands_its_keywords_to_spawn(tmp_path: Path) -> None:
-    keywords = {"start_method": "fork", "daemon": True, "init_method": f"file://{tmp_path}/meet"}
-    with idist.Parallel("gloo", nproc_per_node=2, **keywords) as parallel:
-        assert parallel.run(_is_daemon) is True
-
-
-def test_parallel_with_join_false_gives_the_handle() -> None:
-    with idist.Parallel("gloo", nproc_per_node=2, join=False) as parallel:
-        handle = parallel.run(_add, 1, b=2)
-    assert handle.join() == [[3, 2], [4, 2]]
-
-
-def _lives_on(world_size: int) -> bool:
-    """Whether the context is still there, and still works."""
-    return idist.get_world_size() == dist.get_world_size() == idist.all_reduce(1) == world_size
-
-
-def _inside_of_anothers_context(backend: str) -> Any:
-    dist.init_process_group(backend)
-    before = dict(os.environ)
-    with idist.Parallel(backend="gloo") as parallel:
-        result = parallel.run(_add, 1, b=2)
-    kept = _lives_on(2)
-    with suppress(LookupError), idist.Parallel(backend="gloo"):
-        raise LookupError("every rank has no data")
-    assert dict(os.environ) == before
-    return result, kept, _lives_on(2)
-
-
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
-def test_parallel_uses_a_live_context_and_leaves_it_to_its_owner(backend: str) -> None:
-    assert helpers.run_ranks(_inside_of_anothers_context, backend) == [
-        ([3, 2], True, True),
-        ([4, 2], True, True),
-    ]
-
-
-def _inside_of_a_worker(local_rank: int) -> Any:
-    with idist.Parallel(backend="gloo") as parallel:
-        result = parallel.run(_add, 1, b=2)
-    return result, _lives_on(2)
-
-
-def test_a_script_that_uses_parallel_can_be_spawned() -> None:
-    assert spawn(_inside_of_a_worker) == [([3, 2], True), ([4, 2], True)]
-
-
-def test_parallel_refuses_a_live_context_of_another_backend() -> None:
-    idist.initialize("gloo")
-    try:
-        with pytest.raises(RuntimeError, match="backend 'gloo' exists already"), idist.Parallel("cpu:gloo"):
-            pytest.fail("it was entered")
-        assert _lives_on(1)
-    finally:
-        idist.finalize()
-
-
-def test_parallel_says_which_keywords_come_too_late_for_a_live_context() -> None:
-    idist.initialize("gloo")
-    try:
-        keywords = {"timeout": timedelta(seconds=9), "init_method": "env://"}
-        with pytest.warns(UserWarning, match="without timeout:"), idist.Parallel("gloo", **keywords):
-            assert _lives_on(1)
-    finally:
-        idist.finalize()
-
-
-def test_parallel_can_be_entered_again() -> None:
-    parallel = idist.Parallel("gloo")
-    for _ in range(2):
-        with parallel:
-            assert idist.model_name() == "native-dist"
-        assert idist.model_name() == "serial"
-
-
-def _raises_in_the_block(where: str) -> None:
-    with idist.Parallel(backend="gloo") as parallel:
-        if where == "before":
-            idist.barrier()
-            if idist.get_rank() == 0:
-                raise LookupError("rank 0 has no data")
-        parallel.run(_raises_in_the_function, where)
-
-
-def _raises_in_the_function(local_rank: int, where: str) -> None:
-    idist.barrier()
-    if where == "inside" and local_rank == 0:
-        raise LookupError("rank 0 has no data")
-    idist.all_reduce(torch.ones(2))
-    idist.barrier()
-
-
-@pytest.mark.parametrize("where", ["before", "inside"])
-def test_an_exception_in_the_block_reaches_the_user_and_ends_the_wait_of_the_others(where: str) -> None:
-    failed, waiting = helpers.end_of_ranks(_raises_in_the_block, where, seconds=120)
-    assert failed.error.strip().endswith("LookupError: rank 0 has no data")
-    assert "During handling" not in failed.error
-    assert waiting.error, "the other rank cannot have come through"
-    assert "RuntimeError" in waiting.error or "DistBackendError" in waiting.error
-    assert abs(waiting.seconds - failed.seconds) < 20
-
-
-SCRIPT_THAT_FAILS = """
-    import torch
-    import ignite_dist as idist
-
-    def train(local_rank):
-        idist.barrier()
-        if local_rank == 0:
-            raise LookupError("rank 0 has no data")
-        idist.all_reduce(torch.ones(2))
-        idist.barrier()
-
-    if __name__ == "__main__":
-        with idist.Parallel(backend="gloo") as parallel:
-            parallel.run(train)
-"""
-
-
-def test_scripts_under_a_launcher_end_with_an_error_within_seconds(tmp_path: Path) -> None:
-    script = helpers.write_script(tmp_path, SCRIPT_THAT_FAILS)
-    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env=helpers.plain_environ(**helpers.loopback(), **environ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for environ in helpers.torchrun_environs(2, agent.port)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [1, 1], outputs
-    assert outputs[0].strip().splitlines()[-1] == "LookupError: rank 0 has no data"
-
-
-def test_parallel_that_spawned_raises_what_spawn_raises() -> None:
-    with (
-        within(FAILURE_SECONDS),
-        pytest.raises(idist.WorkerRaisedError) as info,
-        idist.Parallel("gloo", nproc_per_node=2) as parallel,
-    ):
-        parallel.run(_raises_in_the_function, "inside")
-    assert (info.value.rank, info.value.error_type) == (0, "LookupError")
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "error", "texts"),
-    [
-        ({"backend": "ncl"}, ValueError, ["Unknown backend 'ncl'", "'gloo'"]),
-        ({"backend": None, "nproc_per_node": 2}, ValueError, ["nproc_per_node", "None"]),
-        ({"backend": None, "nnodes": 2}, ValueError, ["nnodes", "None"]),
-        ({"backend": None, "node_rank": 0}, ValueError, ["node_rank", "None"]),
-        ({"backend": None, "master_addr": "h"}, ValueError, ["master_addr", "None"]),
-        ({"backend": None, "master_port": 1}, ValueError, ["master_port", "None"]),
-        ({"nproc_per_node": 0}, ValueError, ["nproc_per_node", "0"]),
-        ({"nproc_per_node": -1}, ValueError, ["nproc_per_node", "-1"]),
-        ({"nproc_per_node": 1, "nnodes": 0}, ValueError, ["nnodes", "0"]),
-        ({"nproc_per_node": 1, "nnodes": 2}, ValueError, ["nnodes=2", "node_rank"]),
-        ({"nproc_per_node": 1, "nnodes": 2, "node_rank": 2}, ValueError, ["node_rank", "2"]),
-        ({"nproc_per_node": 1, "nnodes": 2, "node_rank": -1}, ValueError, ["node_rank", "-1"]),
-        ({"nproc_per_node": 1, "node_rank": 1}, ValueError, ["node_rank", "1"]),
-        (
-            {"nproc_per_node": 1, "nnodes": 2, "node_rank": 0},
-            ValueError,
-            ["master_addr", "master_port", "init_method"],
-        ),
-        (
-            {"nproc_per_node": 1, "nnodes": 2, "node_rank": 0, "master_addr": "h"},
-            ValueError,
-            ["master_port", "init_method"],
-        ),
-        (
-            {"nproc_per_node": 2, "start_metod": "fork"},
-            TypeError,
-            ["start_metod", "Did you mean 'start_method'?"],
-        ),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_of_parallel(
-    kwargs: dict[str, Any], error: type[Exception], texts: list[str]
-) -> None:
-    """All of them when it is made, not when it runs something."""
-    with pytest.raises(error) as info:
-        idist.Parallel(**{"backend": "gloo", **kwargs})
-    for text in texts:
-        assert text in str(info.value)
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"backend": None, "start_method": "fork"},
-        {
-            "backend": "gloo",
-            "nproc_per_node": None,
-            "nnodes": None,
-            "node_rank": None,
-            "start_method": "fork",
-        },
-        {"backend": "gloo", "nproc_per_node": None, "nnodes": 1, "node_rank": 0},
-    ],
-    ids=str,
-)
-def test_what_scripts_pass_that_may_or_may_not_spawn(kwargs: dict[str, Any]) -> None:
-    """One set of keywords for ``python`` and for ``torchrun``: what only spawning needs is not an error."""
-    with idist.Parallel(**kwargs) as parallel:
-        assert parallel.run(_add, 1, b=2) == [3, 1]
-
-
-def test_the_signature_names_every_argument() -> None:
-    assert list(inspect.signature(idist.Parallel).parameters) == [
-        *("backend", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "init_method"),
-        "spawn_kwargs",
-    ]
-
-
-# --- a launcher and nproc_per_node ----------------------------------------------------------------------
-
-
-def test_several_machines_without_processes_to_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="nnodes=2 without nproc_per_node"):
-        idist.Parallel(backend="gloo", nnodes=2, node_rank=0)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    idist.Parallel(backend="gloo", nnodes=2, node_rank=0)  # its launcher's
-
-
-def test_a_job_for_each_process_of_a_launcher_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.warns(UserWarning, match="torchrun has started 2 processes, and nproc_per_node=2") as caught:
-        idist.Parallel(backend="gloo", nproc_per_node=2)
-    assert caught[0].filename == __file__

@@ -15,8 +15,6 @@ from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel
 from ignite_dist.comp_models.registry import Registry
 from store_model import StoreModel
 
-TESTS = Path(__file__).parent
-
 
 def test_the_built_in_models_are_registered_in_order() -> None:
     models = idist.registered_computation_models
@@ -158,7 +156,7 @@ def _run_with_entry_point(folder: Path, value: str, source: str) -> tuple[int, s
         f"[ignite_dist.computation_models]\nanything = {value}\n", encoding="utf-8"
     )
     environ = helpers.plain_environ()
-    environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(TESTS), environ["PYTHONPATH"]])
+    environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(helpers.TESTS), environ["PYTHONPATH"]])
     ended = helpers.run_python("-c", source, env=environ)
     return ended.returncode, ended.stdout
 

@@ -459,7 +459,7 @@ def test_the_last_calls_are_kept_without_their_tensors() -> None:
     for number in range(30):
         call = record.record(0, "all_reduce", (), torch.ones(number), "SUM")
     assert str(call) == (
-        "all_reduce(SUM torch.float32 (29,)), call 30, at tests/test_watchdog.py:"
+        "all_reduce(SUM torch.float32 (29,)), call 30, at diagnostics/test_watchdog.py:"
         f"{call.site.rpartition(':')[2]}"
     )
     assert [one.number for one in record.logs[0].calls] == list(range(11, 31))

@@ -77,8 +77,9 @@ def is_named(error: idist.RankFailedError, ended: int, wait: str) -> None:
 def test_a_collective_that_a_rank_has_ended_without(size: int, ended: int, wait: str) -> None:
     error = failure("gloo", waits_for_one, wait, ended, size=size)
     assert error.rank != ended
-    assert f"Rank {ended} did not come to {wait.partition(' ')[0]} at tests/test_ends_of_ranks.py:" in str(
-        error
+    assert (
+        f"Rank {ended} did not come to {wait.partition(' ')[0]} at diagnostics/test_ends_of_ranks.py:"
+        in str(error)
     )
     assert f"Rank {ended} failed after it: " in str(error)
     assert "So rank" not in error.traceback, "it is about the rank that waited"
@@ -136,7 +137,7 @@ def waits_elsewhere(local_rank: int, where: str) -> None:
 def test_what_else_a_rank_may_wait_in(where: str) -> None:
     error = failure("gloo", waits_elsewhere, where, size=3)
     assert "Rank 1 did not come to " in str(error)
-    assert "tests/test_ends_of_ranks.py:" in str(error), "where the other waits is said"
+    assert "diagnostics/test_ends_of_ranks.py:" in str(error), "where the other waits is said"
 
 
 def steps_alone(local_rank: int) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from test_horovod import HOSTS, run_script, spawn, who
 
 import helpers
 import ignite_dist as idist
 from ignite_dist.comp_models.horovod import launching
 from ignite_dist.context import live
-from test_horovod import HOSTS, run_script, spawn, who
 
 pytestmark = pytest.mark.horovod
 

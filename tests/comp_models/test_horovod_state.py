@@ -10,13 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import Linear, Module, Sequential
-from torch.nn.functional import mse_loss
-from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import StepLR
-
-import ignite_dist as idist
 from test_horovod_training import (
     CLOSURES,
     OPTIMIZERS,
@@ -36,6 +29,13 @@ from test_horovod_training import (
     equal_those_of_a_single_process,
     spawn,
 )
+from torch import Tensor
+from torch.nn import Linear, Module, Sequential
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+import ignite_dist as idist
 
 pytestmark = pytest.mark.horovod
 

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import random
-import re
 import socket
 import subprocess
 import sys
@@ -22,28 +20,11 @@ import torch.distributed as dist
 
 import helpers
 import ignite_dist as idist
-from ignite_dist.comp_models.topology import PLACE_BYTES, Place, Topology, read_places, write_place
+from contexts import SHORT, by_test_rank, facts, messages_of, my_rank, topology
 from ignite_dist.context import live
-from ignite_dist.environments import Environment
 
 CPU = torch.device("cpu")
-SHORT = timedelta(seconds=45)  # so that a test fails before its ranks have waited for half an hour
-
 BRIEF = timedelta(seconds=2)
-
-
-def facts() -> dict[str, Any]:
-    """What the facade says about this process without asking anybody."""
-    return {
-        "model": idist.model_name(),
-        "backend": idist.backend(),
-        "rank": idist.get_rank(),
-        "world size": idist.get_world_size(),
-        "local rank": idist.get_local_rank(),
-        "device": idist.device(),
-    }
-
-
 SERIAL = {"model": "serial", "backend": None, "rank": 0, "world size": 1, "local rank": 0, "device": CPU}
 
 
@@ -56,23 +37,6 @@ def native(rank: int, world_size: int, backend: str = "gloo") -> dict[str, Any]:
         "local rank": rank,
         "device": CPU,
     }
-
-
-def topology() -> tuple[int, int, int, int]:
-    return idist.get_local_rank(), idist.get_nproc_per_node(), idist.get_nnodes(), idist.get_node_rank()
-
-
-def my_rank() -> int:
-    return int(os.environ["TEST_RANK"])
-
-
-def by_test_rank(world_size: int = 2, **more: str) -> list[dict[str, str]]:
-    """Environments in which nothing but a name of ours tells the rank."""
-    return [{"TEST_RANK": str(rank), **more} for rank in range(world_size)]
-
-
-def messages_of(caught: list[warnings.WarningMessage]) -> list[str]:
-    return [str(one.message) for one in caught]
 
 
 # --- contexts that others have made ------------------------------------------------------------------
@@ -522,272 +486,6 @@ def test_a_second_initialize_says_that_there_is_one_already() -> None:
     idist.finalize()
 
 
-# --- local rank and topology -------------------------------------------------------------------------
-
-
-def _local_rank(
-    method: str, initialize: bool, before: int | None, after: int | None
-) -> tuple[Any, list[str]]:
-    if before is not None:
-        idist.set_local_rank(before)
-    kwargs: dict[str, Any] = {"init_method": method, "rank": my_rank(), "world_size": 2, "timeout": SHORT}
-    if initialize:
-        idist.initialize("gloo", **kwargs)
-    else:
-        dist.init_process_group("gloo", **kwargs)
-    if after is not None:
-        idist.set_local_rank(after)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = [idist.get_local_rank(), idist.get_local_rank()]
-        found.append(topology())
-    idist.finalize()
-    return found, messages_of(caught)
-
-
-@pytest.mark.parametrize("initialize", [True, False], ids=["initialized", "made-by-others"])
-class TestLocalRank:
-    def test_from_the_host_names_with_a_warning(self, initialize: bool, tmp_path: Path) -> None:
-        arguments = (f"file://{tmp_path}/x", initialize, None, None)
-        for rank, (found, messages) in enumerate(
-            helpers.run_ranks(_local_rank, *arguments, environs=by_test_rank())
-        ):
-            assert found == [rank, rank, (rank, 2, 1, 0)]
-            (message,) = messages
-            for text in ("LOCAL_RANK", "set_local_rank", "every rank"):
-                assert text in message
-
-    @pytest.mark.parametrize("when", ["before", "after"])
-    def test_from_set_local_rank(self, initialize: bool, when: str, tmp_path: Path) -> None:
-        before, after = (0, None) if when == "before" else (None, 0)
-        arguments = (f"file://{tmp_path}/x", initialize, before, after)
-        # both are told 0: two nodes of one process each, which happen to have one host name
-        for rank, (found, messages) in enumerate(
-            helpers.run_ranks(_local_rank, *arguments, environs=by_test_rank())
-        ):
-            assert found == [0, 0, (0, 1, 2, rank)]
-            assert messages == []
-
-    def test_from_the_environment(self, initialize: bool, tmp_path: Path) -> None:
-        """LOCAL_RANK alone, as the warning above recommends."""
-        arguments = (f"file://{tmp_path}/x", initialize, None, None)
-        environs = by_test_rank(LOCAL_RANK="0")
-        for rank, (found, messages) in enumerate(
-            helpers.run_ranks(_local_rank, *arguments, environs=environs)
-        ):
-            assert found == [0, 0, (0, 1, 2, rank)]
-            assert messages == []
-
-    def test_the_environment_goes_before_set_local_rank(self, initialize: bool) -> None:
-        arguments = ("env://", initialize, 5, 6)
-        environs = [
-            {**environ, "TEST_RANK": environ["RANK"]}
-            for environ in helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
-        ]
-        for rank, (found, messages) in enumerate(
-            helpers.run_ranks(_local_rank, *arguments, environs=environs)
-        ):
-            assert found == [rank, rank, (rank, 2, 1, 0)]
-            assert messages == []
-
-
-def _topology() -> tuple[Any, dict[int, int], bool, bool]:
-    idist.initialize("gloo", timeout=SHORT)
-    zeros = idist.is_global_zero(), idist.is_local_zero()
-    found = topology(), live.current_model().node_ranks(), *zeros
-    idist.finalize()
-    return found
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["torchrun", "local-rank-only"])
-def test_two_nodes_on_one_host(known: bool) -> None:
-    environs = helpers.torchrun_environs(4, helpers.free_port(), nproc_per_node=2, agent_store=False)
-    if not known:
-        for environ in environs:
-            for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK"):
-                del environ[name]
-    assert helpers.run_ranks(_topology, world_size=4, environs=environs) == [
-        ((0, 2, 2, 0), {0: 0, 1: 1}, True, True),
-        ((1, 2, 2, 0), {0: 0, 1: 1}, False, False),
-        ((0, 2, 2, 1), {0: 2, 1: 3}, False, True),
-        ((1, 2, 2, 1), {0: 2, 1: 3}, False, False),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        ([("a", None)], [(0, 1, 1, 0)]),
-        ([("a", None), ("b", None), ("a", None)], [(0, 2, 2, 0), (0, 1, 2, 1), (1, 2, 2, 0)]),
-        ([("a", 0), ("a", 1), ("b", 0)], [(0, 2, 2, 0), (1, 2, 2, 0), (0, 1, 2, 1)]),
-        ([("a", 1), ("a", 0)], [(1, 2, 1, 0), (0, 2, 1, 0)]),
-        ([("a", 0), ("a", 1), ("a", 0)], [(0, 2, 2, 0), (1, 2, 2, 0), (0, 1, 2, 1)]),
-        ([("a", 0), ("a", 0), ("a", 0)], [(0, 1, 3, 0), (0, 1, 3, 1), (0, 1, 3, 2)]),
-    ],
-)
-def test_topology_from_host_names(
-    hosts: list[tuple[str, int | None]], expected: list[tuple[int, ...]]
-) -> None:
-    places = read_places(bytearray().join(write_place(*host) for host in hosts))
-    found = [Topology.from_places(rank, places) for rank in range(len(hosts))]
-    assert [tuple(topology) for topology, _ in found] == expected
-    for rank, (topology, node_ranks) in enumerate(found):
-        assert node_ranks[topology.local_rank] == rank
-        assert len(node_ranks) == topology.nproc_per_node
-
-
-def test_places_are_told_from_what_other_calls_send() -> None:
-    with pytest.raises(idist.errors.CollectiveMismatchError, match="Rank 1"):
-        read_places(write_place("a", 0) + bytearray(PLACE_BYTES))
-
-
-def test_topology_of_many_ranks_takes_linear_time() -> None:
-    """Ten times the ranks take ten times as long, with room for noise; not a hundred times."""
-
-    def seconds(world_size: int) -> float:
-        places = [Place(rank // 8, None) for rank in range(world_size)]
-        start = time.process_time()
-        topology, _ = Topology.from_places(world_size - 1, places)
-        assert topology == (7, 8, world_size // 8, world_size // 8 - 1)
-        return time.process_time() - start
-
-    assert min(seconds(40_000) for _ in range(3)) < 40 * min(seconds(4_000) for _ in range(3))
-
-
-@pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
-        # launcher's rank, world size, local rank, processes on the node, nodes, node rank
-        ((5, 8, 1, 4, 2, 1), (1, 4, 2, 1)),
-        ((1, 4, 1, 4, None, None), (1, 4, 1, 0)),
-        ((1, 4, 1, None, 1, None), (1, 4, 1, 0)),
-        ((2, 4, None, None, 4, None), (0, 1, 4, 2)),
-        ((2, 4, None, None, 4, 3), (0, 1, 4, 3)),
-        ((1, 4, None, 4, 1, 0), None),  # nothing says that local ranks are in the order of the ranks
-        ((1, 4, 1, 2, None, None), None),  # nodes of 2 + 2 processes, or of 2 + 1 + 1
-        ((1, 4, 0, 1, None, None), None),
-        ((1, 4, 1, None, 2, 0), None),
-        ((3, 4, 1, 2, 2, None), None),
-        ((1, 4, 1, None, None, None), None),
-    ],
-)
-def test_topology_from_what_the_launcher_says(
-    facts: tuple[int, int, int | None, int | None, int | None, int | None], expected: tuple[int, ...] | None
-) -> None:
-    assert Topology.from_environment(Environment("a launcher", *facts)) == expected
-
-
-def _collectives_of_topology() -> list[tuple[Any, int]]:
-    """What each getter says, and how many collectives it has taken."""
-    idist.initialize("gloo", timeout=SHORT)
-    model = live.current_model()
-    found = []
-    for getter in (idist.get_local_rank, topology, model.node_ranks, topology, model.node_ranks):
-        before = model.transport.num_collectives()
-        found.append((getter(), model.transport.num_collectives() - before))
-    idist.finalize()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("left_out", "exchanges"),
-    [
-        ((), (0, 1)),
-        (("GROUP_WORLD_SIZE", "GROUP_RANK"), (0, 1)),
-        (("LOCAL_WORLD_SIZE", "GROUP_RANK"), (0, 1)),
-        (("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK"), (1, 0)),
-    ],
-    ids=["all", "one-node-by-processes", "one-node-by-nodes", "local-rank-only"],
-)
-def test_topology_takes_an_exchange_only_where_nobody_says_it(
-    left_out: tuple[str, ...], exchanges: tuple[int, int]
-) -> None:
-    environs = helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
-    for environ in environs:
-        for name in left_out:
-            del environ[name]
-    for rank, found in enumerate(helpers.run_ranks(_collectives_of_topology, environs=environs)):
-        where, on_node = (rank, 2, 1, 0), {0: 0, 1: 1}
-        counts = [0, exchanges[0], exchanges[1], 0, 0]
-        assert found == list(zip([rank, where, on_node, where, on_node], counts, strict=True))
-
-
-# --- show_config -------------------------------------------------------------------------------------
-
-SERIAL_LINES = [
-    "distributed configuration: serial",
-    "backend: None",
-    "device: cpu",
-    "rank: 0",
-    "local rank: 0",
-    "world size: 1",
-]
-
-
-@pytest.mark.parametrize("level", [None, "WARNING"], ids=["logging-not-configured", "root-at-warning"])
-def test_show_config_is_visible(level: str | None) -> None:
-    configure = f"logging.basicConfig(level=logging.{level}); " if level else ""
-    source = f"import logging, ignite_dist as idist; {configure}idist.show_config(); print(idist.hostname())"
-    ended = subprocess.run(
-        [sys.executable, "-c", source],
-        env=helpers.plain_environ(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ended.returncode == 0
-    for line in SERIAL_LINES:
-        assert len(re.findall(rf": ?{re.escape(line)}$", ended.stderr, re.MULTILINE)) == 1, ended.stderr
-    assert ended.stdout.strip() == socket.gethostname()
-
-
-def test_show_config_goes_through_logging_and_leaves_no_handler(caplog: pytest.LogCaptureFixture) -> None:
-    loggers = [
-        logging.getLogger(),
-        logging.getLogger("ignite_dist"),
-        logging.getLogger("ignite_dist.context"),
-    ]
-    before = [list(logger.handlers) for logger in loggers]
-    idist.show_config()
-    assert [list(logger.handlers) for logger in loggers] == before
-    messages = [record.getMessage() for record in caplog.records]
-    for line in SERIAL_LINES:
-        assert messages.count(line) == 1
-    assert {record.levelno for record in caplog.records} == {logging.INFO}
-    assert {record.name.partition(".")[0] for record in caplog.records} == {"ignite_dist"}
-
-
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def _show_config_on_one_rank_alone(method: str) -> list[str]:
-    dist.init_process_group("gloo", init_method=method, rank=my_rank(), world_size=2, timeout=SHORT)
-    handler = _Lines()
-    logging.getLogger().addHandler(handler)
-    if my_rank() == 0:
-        idist.show_config()  # the other rank does not call it, so it must not communicate
-    dist.barrier()
-    if my_rank() == 1:
-        idist.show_config()
-    idist.finalize()
-    return handler.lines
-
-
-def test_show_config_never_communicates_and_says_what_is_not_known_yet(tmp_path: Path) -> None:
-    method = f"file://{tmp_path}/x"
-    first, second = helpers.run_ranks(_show_config_on_one_rank_alone, method, environs=by_test_rank())
-    for line in ("distributed configuration: native-dist", "backend: gloo", "world size: 2", "rank: 0"):
-        assert line in first
-    assert any(line.startswith("local rank: ") and "not known" in line for line in first)
-    assert second == []
-
-
 # --- small ones --------------------------------------------------------------------------------------
 
 
@@ -809,6 +507,7 @@ def test_serial_has_a_topology_of_one() -> None:
 
 
 # --- contexts that nobody ends -------------------------------------------------------------------------
+
 
 LAST_STATEMENT = """
     import sys

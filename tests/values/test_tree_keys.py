@@ -205,7 +205,7 @@ def test_every_process_has_the_same_names_and_order() -> None:
         subprocess.run(
             [sys.executable, "-c", _PROGRAM, str(folder)],
             env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=folder.parent,
+            cwd=folder.parents[1],
             check=True,
             capture_output=True,
             timeout=200,

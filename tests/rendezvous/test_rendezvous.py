@@ -96,7 +96,7 @@ def test_the_workers_of_torchrun_on_one_machine_listen_on_the_loopback_interface
 ) -> None:
     script = helpers.write_script(tmp_path, UNDER_TORCHRUN)
     environ = helpers.plain_environ()
-    environ["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
+    environ["PYTHONPATH"] += os.pathsep + str(helpers.TESTS)
     for name in INTERFACES:
         environ.pop(name, None)
     run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

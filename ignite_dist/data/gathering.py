@@ -32,18 +32,18 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     Args:
         values: all results of this rank, in the order of its loader: a tensor of shape ``(n, *S)`` for ``n``
             samples; a list with one entry per sample; or a dict, tuple or named tuple of these. ``(*S)`` and
-            the dtype must be the same on every rank. Ignored on a rank without samples.
+            the dtype must be the same on every rank. A rank without samples may pass any value.
         loader: from ``auto_dataloader(..., exact=True)``; or any loader with an ``ExactSampler``, but a pass
             over such a loader does not share the buffers of models.
 
     Returns:
         The same structure for the ``N`` samples of the data set, on every rank. Tensors have shape
-        ``(N, *S)``, the device of this rank's tensor and no gradient. On a rank without samples they are on
-        :func:`device`, or on the CPU if the other ranks' are. Lists have ``N`` entries.
+        ``(N, *S)``, the device of this rank's tensor and no gradient. On a rank without samples the tensors are
+        on :func:`device`, or on the CPU if those of the other ranks are. Lists have ``N`` entries.
 
     Raises:
         ValueError: the loader has no ``ExactSampler`` or was made for another rank; or, raised on every rank,
-            a rank has not one value per sample, or the ranks' samplers differ.
+            a rank's numbers of values and samples differ, or the ranks' samplers differ.
         TypeError: unsupported values, raised on every rank; or a dict key that :func:`all_reduce` does not
             support, raised on this rank before any communication.
         CollectiveMismatchError: structures, shapes or dtypes differ between ranks; raised on every rank.
@@ -102,7 +102,7 @@ def gather_in_order(values: Any, loader: Any) -> Any:
 @safe
 @dataclass(frozen=True)
 class _Column:
-    """Metadata of one leaf: the number of its values, None if its type is not supported."""
+    """Metadata of one leaf: the number of its values, None if the leaf is not supported."""
 
     kind: str
     count: int | None = None

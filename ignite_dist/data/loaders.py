@@ -38,7 +38,7 @@ def auto_dataloader(
     With ``exact`` every rank must begin each pass, even without samples. If models with buffers (running
     statistics of BatchNorm) are trained, the pass begins with a collective: every model of
     :func:`auto_model` takes the buffers of rank 0, so ``unwrap_model(model)`` predicts the same on each
-    rank. A copy of a model (an average of its weights, say) has its own buffers: ``broadcast`` them first.
+    rank. A copy of a model (an average of its weights, say) has its own buffers: ``broadcast`` these first.
 
     Args:
         dataset: an ``IterableDataset`` must itself yield different data on each rank, unless ``shard``.
@@ -47,9 +47,10 @@ def auto_dataloader(
             the loop must not call collectives: use ``unwrap_model``. Under FSDP2 every forward pass is a
             collective. ``"padded"`` then gives all ranks equally many samples, and :func:`gather_in_order`
             drops the extra ones.
-        shard: split an ``IterableDataset`` that yields the same items in every process over ranks and
-            workers: rank ``r`` of ``n`` takes every ``n``-th item. Shares differ by at most one item, and
-            one batch. With ``drop_last=True`` and equally many workers per rank they are equal.
+        shard: split an ``IterableDataset`` over ranks and workers: rank ``r`` of ``n`` takes every ``n``-th
+            item. The data set must yield the same items in every process. The ranks' numbers of items, and
+            of batches, differ by at most one. They are equal with ``drop_last=True`` and equally many
+            workers per rank.
         kwargs: keywords of ``torch.utils.data.DataLoader``.
 
     Returns:

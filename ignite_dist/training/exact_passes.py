@@ -185,7 +185,7 @@ def _raise_for_buffers(
         + (
             f"rank {group.ranks[0]}: {first!r} is {', '.join(by_rank)}. "
             if first
-            else f"rank {group.ranks[0]}: their order differs. "
+            else f"rank {group.ranks[0]}: the buffers are in a different order. "
         )
         + "If each rank needs its own buffers, call auto_model(..., broadcast_buffers=False)."
     )

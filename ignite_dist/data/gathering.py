@@ -38,8 +38,8 @@ def gather_in_order(values: Any, loader: Any) -> Any:
 
     Returns:
         The same structure for the ``N`` samples of the data set, on every rank. Tensors have shape
-        ``(N, *S)``, the device of this rank's tensor and no gradient. On a rank without samples the tensors are
-        on :func:`device`, or on the CPU if those of the other ranks are. Lists have ``N`` entries.
+        ``(N, *S)``, the device of this rank's tensor and no gradient. A rank without samples gets them on
+        :func:`device`, or on the CPU if the other ranks pass CPU tensors. Lists have ``N`` entries.
 
     Raises:
         ValueError: the loader has no ``ExactSampler`` or was made for another rank; or, raised on every rank,

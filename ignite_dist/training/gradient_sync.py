@@ -57,7 +57,9 @@ class DDPSyncStrategy(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> Any:
-        raise ValueError(f"strategy must be one of {', '.join(map(str, cls))}, or a value; got {value!r}.")
+        raise ValueError(
+            f"strategy must be one of {', '.join(map(str, cls))}, or one of their values; got {value!r}."
+        )
 
 
 @contextmanager
@@ -94,7 +96,7 @@ def grad_sync(
     """Context manager around a microbatch's forward and backward pass.
 
     After the block of the final microbatch, the gradients are the sums over the microbatches, averaged over
-    the ranks (XLA and optimizers made by Horovod itself: after the step). Every rank must enter that block.
+    the ranks (XLA and optimizers made by Horovod itself: in the step). Every rank must enter that block.
     A rank may skip all passes in that block and then contributes its accumulated gradients; otherwise the
     rank makes as many passes as the other ranks. Under ``torch.no_grad()`` nothing is averaged. With
     FSDP2 no rank can skip a pass, because the other ranks need its shards. If all ranks skip the last pass,

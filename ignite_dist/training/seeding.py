@@ -38,7 +38,7 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
     rank's generator, so their numbers differ by rank too. Rank 0 draws the numbers of a single process.
 
     Args:
-        seed: in [0, 2**63), the same on every rank. None takes a :func:`shared_seed`; every rank must then
+        seed: in [0, 2**63), the same on every rank. None uses a :func:`shared_seed`; every rank must then
             call this.
         per_rank: False makes all ranks draw the same numbers, to initialise a model for example.
 

@@ -316,7 +316,7 @@ def test_an_environment_that_says_neither_is_an_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(safe_objects, "_mode", None)
     monkeypatch.setenv("IGNITE_DIST_SAFE_OBJECTS", text)
     for _ in range(2):  # and not for the first object only
-        with pytest.raises(EnvironmentVariablesError, match="IGNITE_DIST_SAFE_OBJECTS is 0 or 1"):
+        with pytest.raises(EnvironmentVariablesError, match="IGNITE_DIST_SAFE_OBJECTS must be 0 or 1"):
             serialization.pack(1)
 
 

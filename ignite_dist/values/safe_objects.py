@@ -200,8 +200,8 @@ def broken(rank: int, error: Exception) -> CollectiveMismatchError:
     """The error for an object that cannot be decoded."""
     return CollectiveMismatchError(
         f"The object of rank {rank} cannot be decoded ({type(error).__name__}: {error}). Unless its own "
-        "class raised this error, check that all ranks call the same collectives in the same order: the data may "
-        "belong to another collective."
+        "class raised this error, check that all ranks call the same collectives in the same order: the "
+        "data may belong to another collective."
     )
 
 

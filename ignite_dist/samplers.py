@@ -134,7 +134,7 @@ class Shard(IterableDataset[Any]):
     """Each rank's share of a stream. A data loader worker takes its part of that share.
 
     The stream is split into rounds of ``n`` items, one item for each of ``n`` ranks. Each of the ``m``
-    workers of a rank takes every ``m``-th round. So the shares of ranks differ by at most one item, for any ``m``.
+    workers of a rank takes every ``m``-th round. For any ``m`` the ranks' shares differ by at most one item.
 
     Args:
         dataset: must yield the same items in the same order in every process.

@@ -49,10 +49,9 @@ def auto_model(
     first rank of ``process_group`` or ``mesh``). A module without trainable parameters stays as it is, and no
     rank waits for another.
 
-    Unfreeze parameters before this call. A backward pass raises ``RuntimeError`` if it computes a gradient
-    that no rank would average: for a model that was entirely frozen here, and with
-    ``DistributedDataParallel`` for a parameter that was. ``auto_model(unwrap_model(model))`` adapts the model
-    again.
+    Unfreeze parameters before this call. No rank averages the gradients of a model that is entirely frozen
+    here, nor, with ``DistributedDataParallel``, those of a frozen parameter. A backward pass that computes
+    such a gradient raises ``RuntimeError``. ``auto_model(unwrap_model(model))`` adapts the model again.
 
     In training each rank has its own running statistics (buffers). Each pass over a loader of
     ``auto_dataloader(exact=...)`` begins with a broadcast of rank 0's buffers. Before another evaluation call
@@ -206,10 +205,10 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
 
     If the model's wrapper averages gradients, the optimizer does not. With XLA, and with a backend without a
     wrapper, a step hook averages gradients before the step, or after each call of a closure. A parameter
-    that this rank has not used counts with a zero gradient. Its gradient stays None if no rank has used it
+    that this rank has not used counts with a zero gradient. The gradient stays None if no rank has used it
     (except with one process per replica of XLA).
 
-    Under Horovod the optimizer becomes a ``hvd.DistributedOptimizer`` and takes the state of rank 0 (Adam's
+    Under Horovod the result works like ``hvd.DistributedOptimizer`` and takes the state of rank 0 (Adam's
     moments after a resume). Gradients are averages when ``backward`` returns, so a ``GradScaler``, clipping
     and other code that changes gradients before the step works as with ``DistributedDataParallel``.
     Ranks may use different parameters, also over several backward passes. But all ranks must make the same

@@ -34,7 +34,7 @@ def accumulation_node(parameter: Parameter) -> Node:
     """The autograd node that adds to ``parameter.grad``. Keep a reference: hooks live as long as the node.
 
     Hooks of ``parameter.register_hook`` also run in ``torch.autograd.grad``, which changes no ``.grad``.
-    Hooks on this node do not. They run before the hooks of DDP and Horovod, which follow the addition.
+    Hooks on this node do not. They run before the addition, and hooks of DDP and Horovod run after it.
     """
     return get_gradient_edge(parameter).node
 

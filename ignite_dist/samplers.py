@@ -62,7 +62,7 @@ class ExactSampler(DistributedSampler[Any]):
     """Each rank's share of a data set, every sample exactly once.
 
     Each rank draws a contiguous part of the order. If the number of samples is not divisible by the number of
-    ranks, the first ranks draw one more. With fewer samples than ranks, the last ranks draw none.
+    ranks, the first ranks draw one sample more. With fewer samples than ranks, the last ranks draw none.
 
     Args:
         dataset: a data set of constant length.
@@ -194,8 +194,8 @@ class DistributedProxySampler(_AutoEpoch):
         sampler: any sampler of constant length that is not distributed already.
         num_replicas: number of ranks; default: size of the default process group.
         rank: this rank; default: rank in the default process group.
-        drop_last: drop the draws that are not divisible by the number of ranks. Otherwise the first draws
-            are repeated.
+        drop_last: drop the last draws if the number of draws is not divisible by the number of ranks.
+            Otherwise the first draws are repeated.
 
     Raises:
         TypeError: ``sampler`` is not a sampler, has no length, or is a ``DistributedSampler``.
@@ -259,7 +259,7 @@ def _drawing_from(generator: torch.Generator, sampler: Any) -> Iterator[None]:
     if getattr(sampler, "generator", sampler) is not None:
         yield
         return
-    if isinstance(sampler, RandomSampler):  # draws a seed for its own generator from the global one
+    if isinstance(sampler, RandomSampler):  # draws a seed for a second generator
         seed = torch.empty((), dtype=torch.int64).random_(generator=generator).item()
         generator = torch.Generator().manual_seed(int(seed))
     sampler.generator = generator

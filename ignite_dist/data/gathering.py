@@ -138,7 +138,7 @@ def _agree(described: list[Any], counts: list[int]) -> Any:
             if column.count is None:
                 raise TypeError(
                     "gather_in_order takes tensors with one row per sample, lists with one entry per sample, "
-                    f"and dicts and tuples of them; rank {rank} gave a {column.kind}."
+                    f"and dicts and tuples of these; rank {rank} passed a {column.kind}."
                 )
             if column.count != count:
                 raise ValueError(

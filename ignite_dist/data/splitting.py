@@ -41,5 +41,5 @@ def split(sequence: Any) -> Any:
     except (TypeError, KeyError):
         raise TypeError(
             f"split needs a sequence with a length and slices, got {type(sequence).__name__}. "
-            "Make a list of other iterables first."
+            "Convert other iterables to a list first."
         ) from None

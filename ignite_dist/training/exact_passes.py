@@ -95,8 +95,8 @@ _KIND = "ignite_dist.exact_pass"
 def share_buffers() -> None:
     """Broadcast the buffers of all remembered models from the first rank of each model's group.
 
-    Every rank calls this. The cost is one gather of objects and one broadcast per 16 MB. Groups whose models
-    had no buffers in ``auto_model`` communicate nothing.
+    Every rank calls this. The cost is one gather of objects and one broadcast per 16 MB. A group whose models
+    had no buffers in ``auto_model`` does not communicate.
 
     Raises:
         CollectiveMismatchError: the ranks have different buffers, or another rank is in another call. No

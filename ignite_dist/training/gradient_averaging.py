@@ -92,7 +92,7 @@ def average_gradients(live: ComputationModel, parameters: Iterable[Parameter], g
 
 
 def _average_sparse(live: ComputationModel, parameters: Sequence[Parameter], group: Group) -> None:
-    """Average gradients that are sparse on every rank: gather their entries. The results are sparse."""
+    """Average gradients that are sparse on every rank: gather the entries, keep the results sparse."""
     named = None if group.handle is None else group.handle
     own = [parameter.grad.coalesce() for parameter in parameters if parameter.grad is not None]
     counts = live.objects.gather([len(gradient.values()) for gradient in own], group)

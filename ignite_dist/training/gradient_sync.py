@@ -283,10 +283,10 @@ def _weighed(
     mean: Callable[[float], float] | None,
     synced: Callable[..., AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """The block of one microbatch. ``weights`` are those of its step so far; its own is the last.
+    """The block of one microbatch. ``weights`` are those of the step so far, with its own at the end.
 
     Gradients are summed by weight until the last microbatch, which divides the sum by the total weight. The
-    division is linear, so the average over the ranks may come before or after it.
+    division is linear, so the average over the ranks may come before or after the division.
     """
     current_model().groups.check_not_joining()  # in join() is_final differs between ranks
     factor = weights[-1]

@@ -1,4 +1,4 @@
-"""Detect parameters that are unfrozen after ``auto_model``: nothing would average their gradients."""
+"""Detect parameters that are unfrozen after ``auto_model``: no rank would average their gradients."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def watch_frozen(live: ComputationModel, module: Module, wrapped: Module, is_ave
         live: the context.
         module: the module without its wrapper.
         wrapped: the module with its wrapper.
-        is_averaged_later: whether the gradient of a parameter that is unfrozen later will be averaged, and
-            its value is equal on all ranks.
+        is_averaged_later: whether a parameter that is unfrozen later has equal values on all ranks, and its
+            gradient is averaged.
     """
     ignored = _torch.ignored_by_ddp(module)
     wrapper = wrapped if isinstance(wrapped, DistributedDataParallel) else None

@@ -1,4 +1,4 @@
-"""Random numbers: one seed that all ranks agree on, and generators that differ by rank."""
+"""Random numbers: a shared seed, and generators that differ by rank."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ __all__ = ["Carrier", "as_itself", "find_carrier", "reduce_gathered"]
 
 
 class Carrier(NamedTuple):
-    """A reduction that a backend supports, with conversions that make its result that of another reduction.
+    """A reduction that replaces another one, with conversions before and after it.
 
     Attributes:
         op: the operation that is sent; SUM instead of AVERAGE.
@@ -71,8 +71,8 @@ def find_carrier(
         op: the operation; :func:`check_op` must allow it for ``dtype``.
         dtype: the dtype of the values.
         carries: ``carries(op, dtype)`` is True if the backend supports the reduction.
-        exact: send sums and products of narrow floats as float64, or as float32 if the backend has no
-            float64: a backend rounds narrow floats after each rank. With False they are sent unchanged.
+        exact: True sends sums and products of narrow floats as float64, or as float32 if the backend has no
+            float64, because a backend would round narrow floats after each rank. False sends them unchanged.
     """
     if op in ("MIN", "MAX") and dtype.is_floating_point:
         return _ordered_carrier(op, dtype, carries)
@@ -118,7 +118,7 @@ def _ordered_carrier(
 ) -> Carrier | None:
     """MIN and MAX of floats, sent as ints of the same order. A NaN sorts at the winning end.
 
-    Backends compare floats with ``<``, so whether a NaN survives depends on its rank. With the ints the
+    Backends compare floats with ``<``, so whether a NaN survives depends on the NaN's rank. With ints the
     result is NaN if any rank has a NaN, as in torch's ``amin`` and ``amax``.
     """
     exact = dtype if dtype in (torch.float32, torch.float64) else torch.float32
@@ -126,8 +126,8 @@ def _ordered_carrier(
     if not carries(op, integer):
         return None
     lowest, nan = torch.iinfo(integer).min, _NAN[integer]
-    # The bits of a NaN are above those of all numbers. XLA treats int constants as floats: any constant
-    # here must be exact as a float, as both of these are.
+    # The bits of a NaN are above those of all numbers. XLA treats int constants as floats, so
+    # constants here must be exact as floats. Both are.
     nan_key = nan if op == "MAX" else lowest
 
     def flip(bits: Tensor) -> Tensor:

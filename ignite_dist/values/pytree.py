@@ -59,7 +59,7 @@ def _flatten(value: Any, atom: type | tuple[()], is_local: bool, leaves: list[An
 
 
 def rebuild(value: Any, leaves: Iterator[Any], atom: type | tuple[()] = ()) -> Any:
-    """A new tree with the structure of ``value``. Its ``leaves`` are in the order of :func:`flatten`."""
+    """A new tree with the structure of ``value``. ``leaves`` are in the order of :func:`flatten`."""
     if isinstance(value, (dict, list, tuple)) and not isinstance(value, atom):
         return map_children(lambda child: rebuild(child, leaves, atom), value)
     return next(leaves)

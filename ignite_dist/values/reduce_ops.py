@@ -171,11 +171,12 @@ def _reduce_narrow(first: Tensor, others: Sequence[Tensor], op: str) -> Tensor:
 
 
 def rounded_to_odd(wide: Tensor) -> Tensor:
-    """Round ``wide`` (float64) to the bits of float32, such that one more rounding equals rounding ``wide``.
+    """Round ``wide`` (float64) to float32 precision, so that a later rounding to a narrow float is correct.
 
-    torch converts float64 to a narrow float by way of float32. A value near the midpoint of two narrow floats
-    would be rounded to the midpoint, and then wrongly. Here a value between two float32 numbers is rounded to
-    the odd one, which is never a midpoint. (Below 2**-126, for the smallest bfloat16 numbers, it may be one.)
+    torch converts float64 to a narrow float by way of float32. The first rounding may give the midpoint of
+    two narrow floats, and the second may then round in the wrong direction. This function rounds to the odd
+    one of the two float32 neighbours, which is never a midpoint. (Exception: the smallest bfloat16 numbers,
+    below 2**-126.)
     """
     bits = wide.view(torch.int64)
     odd = bits & _BEYOND_FLOAT32

@@ -39,7 +39,7 @@ _lock = threading.Lock()  # replicas of XLA are threads, and torch has one list 
 def safe_objects(*classes: Callable[..., Any]) -> None:
     """From now on, objects that other ranks send cannot run code in this process.
 
-    Objects are decoded by ``torch.load(weights_only=True)``. These need no registration: None, bools,
+    Objects are decoded by ``torch.load(weights_only=True)``. These types need no registration: None, bools,
     numbers, strings and bytes; lists, tuples, dicts, sets, ``OrderedDict``, ``defaultdict``, ``Counter``,
     ``deque``; tensors, dtypes and devices; numpy scalars and arrays, except arrays of Python objects; paths,
     dates and times, ``Decimal``, ``Fraction``, ``UUID``. Register all other classes here; subclasses of dict
@@ -153,10 +153,10 @@ def is_message(payload: bytes | memoryview) -> bool:
 
 
 def load(payload: bytes | memoryview, rank: int) -> Any:
-    """The value that :func:`save` made ``payload`` from, on the global ``rank``.
+    """The value that the global ``rank`` passed to :func:`save`.
 
     Raises:
-        UnsafeObjectError: the payload contains something that could run code. The code was not run.
+        UnsafeObjectError: the payload could run code. No code was run.
         CollectiveMismatchError: the payload is not a complete message.
     """
     _tell_torch()

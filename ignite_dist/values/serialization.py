@@ -59,7 +59,7 @@ def encode_by_value(value: Any) -> bytes:
     """``value`` as bytes that can be decoded without this process's main module.
 
     Raises:
-        TypeError: cloudpickle cannot serialise it.
+        TypeError: cloudpickle cannot serialise ``value``.
     """
     import cloudpickle
 
@@ -94,8 +94,7 @@ def unpack(payload: bytes | memoryview, rank: int) -> Any:
     """The value that the global ``rank`` passed to :func:`pack`.
 
     Raises:
-        UnsafeObjectError: the payload contains something that could run code, in safe mode. The code was not
-            run.
+        UnsafeObjectError: in safe mode, the payload could run code. No code was run.
         CollectiveMismatchError: the payload is not a complete message.
     """
     if safe_objects.is_message(payload):  # always decoded safely, in either mode
@@ -156,7 +155,7 @@ def read_header(header: memoryview, rank: int) -> tuple[int, memoryview | None]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, as a view. A library can send them whatever the dtype was."""
+    """The bytes of a contiguous tensor, as a uint8 view, for libraries that do not know its dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -211,12 +211,12 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
     Under Horovod the result works like ``hvd.DistributedOptimizer`` and takes the state of rank 0 (Adam's
     moments after a resume). Gradients are averages when ``backward`` returns, so a ``GradScaler``, clipping
     and other code that changes gradients before the step works as with ``DistributedDataParallel``.
-    Ranks may use different parameters, also over several backward passes. But all ranks must make the same
-    number of passes, or none more than ``backward_passes_per_step``; otherwise ``CollectiveMismatchError`` is
-    raised. Gradients that come from no backward pass are averaged in the step. Schedulers,
-    ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as usual, and parameters may
-    be frozen and unfrozen at any time. If optimizers share a parameter, the options of the optimizer that was
-    adapted last apply.
+    Ranks may use different parameters, also over several backward passes. Either all ranks make the same
+    number of passes, or each rank makes at most ``backward_passes_per_step``; otherwise
+    ``CollectiveMismatchError`` is raised. Gradients that come from no backward pass are averaged in the step.
+    Schedulers, ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as usual, and
+    parameters may be frozen and unfrozen at any time. If optimizers share a parameter, the options of the
+    optimizer that was adapted last apply.
 
     Args:
         optimizer: any torch optimizer.

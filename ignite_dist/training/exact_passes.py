@@ -62,7 +62,7 @@ def remember_model(live: ComputationModel, module: Module, group: Group, shares_
 
     Args:
         live: the context.
-        module: without its wrapper. Held by a weak reference. A second call for a module replaces the first.
+        module: the module without its wrapper, held by a weak reference. A second call replaces the first.
         group: the group over which gradients are averaged.
         shares_buffers: whether all ranks evaluate with the buffers of the group's first rank.
     """

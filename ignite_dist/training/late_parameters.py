@@ -53,7 +53,7 @@ def watch_frozen(live: ComputationModel, module: Module, wrapped: Module, is_ave
 
 
 class _Refusal:
-    """A hook that raises when a gradient is computed that no rank will average."""
+    """A hook that raises if no rank will average the computed gradient."""
 
     def __init__(self, live: ComputationModel, name: str, wrapper: DistributedDataParallel | None) -> None:
         self._live = weakref.ref(live)

@@ -35,7 +35,7 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
     """Seed Python's ``random``, numpy if it is imported, and torch on the CPU and on this rank's devices.
 
     The same seed, world size and rank give the same numbers. torch seeds data loader workers from this
-    rank's generator, so their numbers differ by rank too. Rank 0 draws the numbers of a single process.
+    rank's generator, so their numbers differ by rank too. Rank 0 draws the same numbers as one process.
 
     Args:
         seed: in [0, 2**63), the same on every rank. None uses a :func:`shared_seed`; every rank must then

@@ -49,7 +49,7 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
             Ignored on the other ranks.
 
     Raises:
-        RuntimeError: keys or shapes are not the module's; raised on rank 0. Nothing was changed.
+        RuntimeError: keys or shapes differ from the module's; raised on rank 0. Nothing was changed.
         RankFailedError: rank 0 raised that or any other error; raised on the other ranks.
     """
     live, inner = current_model(), unwrap_model(model)
@@ -138,7 +138,7 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> 
             optimizer. Ignored on the other ranks.
 
     Raises:
-        ValueError: groups or parameters are not the optimizer's; raised on every rank. Nothing was changed.
+        ValueError: groups or parameters do not fit the optimizer; raised on every rank. Nothing was changed.
     """
     live = current_model()
     saved: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Ranks that run out of data at different steps."""
+"""Support ranks that run out of data at different steps."""
 
 from __future__ import annotations
 

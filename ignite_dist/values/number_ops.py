@@ -36,8 +36,8 @@ def plain_number(value: Any) -> Any:
     A ``value`` that is not a number is returned unchanged.
 
     Raises:
-        TypeError: a number without such an equivalent (``longdouble``), or a ``Decimal``, whose sums are
-            rounded by a setting of each rank.
+        TypeError: a number without such an equivalent (``longdouble``), or a ``Decimal``, whose
+            rounding is a setting of each rank.
     """
     if type(value) in (int, float, bool, complex):
         return value

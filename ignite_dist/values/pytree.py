@@ -2,7 +2,7 @@
 
 All ranks visit the keys of a dict in the same order, whatever the insertion order, so the leaves of all
 ranks pair up. Keys that every rank can compare are str, int, bool, enum members, and tuples of these. Keys
-that Python treats as equal are one key: 1 and True, a member of an ``IntEnum`` and its value, an int and a
+that Python treats as equal count as one: 1 and True, a member of an ``IntEnum`` and its value, an int and a
 numpy int.
 """
 

@@ -1,4 +1,4 @@
-"""Objects that cannot run code when they are decoded, by ``torch.load(weights_only=True)``.
+"""Objects that cannot run code when ``torch.load(weights_only=True)`` decodes them.
 
 torch's unpickler builds plain values and tensors, and calls only registered functions. This module registers
 more types that only hold data, and converts other types to values that torch can read.
@@ -104,7 +104,7 @@ def is_safe() -> bool:
 
 
 def ask_again() -> None:
-    """Read the environment variable again: a forked process may have another environment."""
+    """Forget the cached variable: a forked process may have another environment."""
     global _mode
     _mode = None
 

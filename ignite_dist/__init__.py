@@ -1,6 +1,6 @@
-"""Distributed utilities: one script for one process, several, GPUs, Horovod and XLA.
+"""Distributed utilities: the same script runs in one process, in several, on GPUs, with Horovod and XLA.
 
-``import ignite_dist as idist``. Every function here works in any context, and without one.
+``import ignite_dist as idist``. Every function of this package works in any context, and without one.
 """
 
 from ignite_dist.auto import auto_model, auto_optim
@@ -70,7 +70,7 @@ from ignite_dist.values.safe_objects import safe_objects
 
 __version__ = "0.1.0"
 
-untrace_package(__name__)  # by torch.compile
+untrace_package(__name__)  # for torch.compile
 
 __all__ = [
     "CollectiveMismatchError",
@@ -153,5 +153,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names, for editors and consoles."""
+    """The public names, for completion in editors and consoles."""
     return sorted(__all__)

@@ -1,4 +1,4 @@
-"""A model and an optimizer, adapted to the live context; data loaders are in ``data``."""
+"""Adapt a model and an optimizer to the live context. Data loaders are in ``data``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ignite_dist.training.gradient_averaging import average_in_step, average_los
 from ignite_dist.training.late_parameters import watch_frozen
 from ignite_dist.training.wrapped_models import unwrap_model
 
-# Scripts written for pytorch-ignite import the loader and the sampler from here.
+# Scripts written for pytorch-ignite import auto_dataloader and DistributedProxySampler from here.
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
 
 _COMM_HOOKS = ("fp16", "bf16", "powersgd")
@@ -42,49 +42,50 @@ def auto_model(
 ) -> Module:
     """``model`` on :func:`device`, wrapped for the live context.
 
-    torch.distributed with more than one rank: ``DistributedDataParallel``, or sharded in place with
-    ``strategy="fsdp"``. No context and several GPUs: ``DataParallel``. With Horovod and XLA the optimizer
-    averages gradients (:func:`auto_optim`), so the module itself comes back; on XLA with new parameters, and
-    the optimizer is made from these. All ranks start from the parameters and buffers of rank 0 (of the first
-    rank of ``process_group`` or ``mesh``), unless the module has nothing to train: then it is left as it is,
-    and no rank waits for another.
+    torch.distributed with more than one rank: ``DistributedDataParallel``, or sharding in place with
+    ``strategy="fsdp"``. Several GPUs without a context: ``DataParallel``. With Horovod and XLA the optimizer
+    averages gradients (:func:`auto_optim`), so the module itself is returned. On XLA the module gets new
+    parameters, so make the optimizer afterwards. All ranks take the parameters and buffers of rank 0 (of the
+    first rank of ``process_group`` or ``mesh``). A module without trainable parameters stays as it is, and no
+    rank waits for another.
 
-    Unfreeze what is trained before. A backward pass raises ``RuntimeError`` if it computes a gradient that
-    would be this rank's own: of a model that was all frozen here, and with ``DistributedDataParallel`` of a
-    parameter that was. ``auto_model(unwrap_model(model))`` adapts it again.
+    Unfreeze parameters before this call. No rank averages the gradients of a model that is entirely frozen
+    here, nor, with ``DistributedDataParallel``, those of a frozen parameter. A backward pass that computes
+    such a gradient raises ``RuntimeError``. ``auto_model(unwrap_model(model))`` adapts the model again.
 
-    While a model is trained, its running statistics (buffers) are each rank's own. Each pass over a loader of
-    ``auto_dataloader(exact=...)`` begins with those of rank 0; in another evaluation call
-    ``broadcast(buffer)`` for each of ``unwrap_model(model).buffers()`` first.
+    In training each rank has its own running statistics (buffers). Each pass over a loader of
+    ``auto_dataloader(exact=...)`` begins with a broadcast of rank 0's buffers. Before another evaluation call
+    ``broadcast(buffer)`` for each of ``unwrap_model(model).buffers()``.
 
     Args:
         model: any module.
-        sync_bn: turns BatchNorm into torch's SyncBatchNorm, under Horovod into Horovod's; both need GPUs. On
-            the CPU and with XLA it warns instead.
-        wrapper: a class to take for ``DistributedDataParallel``, with the same arguments.
-        comm_hook: how ``DistributedDataParallel`` sends gradients: ``"fp16"``, ``"bf16"`` (NCCL only) or
-            ``"powersgd"``, torch's own hooks; a ``torch.distributed.BuiltinCommHookType``; or a pair
-            ``(state, hook)`` for ``register_comm_hook``. Not looked at where there is no such wrapper.
-        buffer_hook: ``(state, hook)``, or with its place in the forward pass, for the buffers.
-        strategy: ``"ddp"``, or ``"fsdp"`` for torch's FSDP2: parameters, gradients and the optimizer's state
-            are sharded, so the optimizer is made afterwards.
+        sync_bn: replace BatchNorm by torch's SyncBatchNorm, under Horovod by Horovod's. Both need GPUs. On
+            the CPU and with XLA this option only warns.
+        wrapper: a class to use instead of ``DistributedDataParallel``, with the same arguments.
+        comm_hook: how ``DistributedDataParallel`` sends gradients: torch's hooks ``"fp16"``, ``"bf16"`` (NCCL
+            only) or ``"powersgd"``; a ``torch.distributed.BuiltinCommHookType``; or a pair ``(state, hook)``
+            for ``register_comm_hook``. Ignored without such a wrapper.
+        buffer_hook: ``(state, hook)`` for the buffers, optionally with its position in the forward pass.
+        strategy: ``"ddp"``, or ``"fsdp"`` for torch's FSDP2: parameters, gradients and optimizer state are
+            sharded, so make the optimizer afterwards.
         wrap: with ``"fsdp"``, the classes of modules that are gathered one at a time: the layers of a
-            transformer. Without any the whole model is, as it has to be where such modules share a weight.
-        kwargs: those of the wrapping class: ``static_graph``, ``bucket_cap_mb``, ...; with ``"fsdp"`` those
-            of ``torch.distributed.fsdp.fully_shard``: ``mp_policy``, ``reshard_after_forward``, ...
-            Where there is no wrapper they have no meaning and are not looked at, so that a script can keep
-            them, but for ``broadcast_buffers``: False leaves buffers as each rank's own, with ``"fsdp"`` too.
-            ``find_unused_parameters`` is False, as in torch: with True each backward pass first walks
-            the graph and exchanges a bitmap. It must be True if a pass does not use every parameter, on any
-            rank; else that pass raises, or the next one.
+            transformer. By default the whole model is gathered at once; modules that share a weight need
+            this.
+        kwargs: keywords of the wrapper: ``static_graph``, ``bucket_cap_mb``, ...; with ``"fsdp"`` those of
+            ``torch.distributed.fsdp.fully_shard``: ``mp_policy``, ``reshard_after_forward``, ...
+            Without a wrapper all keywords except ``broadcast_buffers`` are ignored, so scripts can keep them.
+            ``broadcast_buffers=False`` keeps each rank's own buffers, with ``"fsdp"`` too.
+            ``find_unused_parameters`` is False by default, as in torch. With True each backward pass first
+            walks the autograd graph and exchanges a bitmap. Set True if any pass of any rank does not use
+            every parameter; otherwise that pass raises, or the next one.
 
     Returns:
         The wrapped module, or ``model`` itself.
 
     Raises:
-        ValueError: an unknown ``strategy`` or ``comm_hook``, ``"bf16"`` without NCCL, ``"fsdp"`` with what
-            belongs to DDP, or with Horovod or XLA. Nothing was sent. Or a model on the meta device: with
-            ``"fsdp"`` raised on every rank, where rank 0 has no values; the others need none.
+        ValueError: an unknown ``strategy`` or ``comm_hook``, ``"bf16"`` without NCCL, or ``"fsdp"`` with DDP
+            options, Horovod or XLA; raised before any communication. Or a model on the meta device; with
+            ``"fsdp"`` only if rank 0 has no values, and raised on every rank.
     """
     live = current_model()
     live.groups.check_not_joining()
@@ -93,7 +94,7 @@ def auto_model(
     _check_strategy(strategy, sync_bn, wrap, comm_hook, options)
     shards = strategy == "fsdp" and live.get_world_size() > 1
     shares_buffers = kwargs.get("broadcast_buffers", True)
-    if strategy == "fsdp":  # this keyword alone means something without DistributedDataParallel
+    if strategy == "fsdp":  # fully_shard does not accept broadcast_buffers
         kwargs.pop("broadcast_buffers", None)
     if shards:
         live.training.check_sharding()
@@ -112,7 +113,7 @@ def auto_model(
     is_adapted = shards or any(parameter.requires_grad for parameter in model.parameters())
     if not shards:
         group = live.training.gradient_group(wrapped, ())
-    if is_adapted and wrapped is model:  # a wrapper sees to it
+    if is_adapted and wrapped is model:  # a wrapper has broadcast them already
         broadcast_tensors(live, [*model.parameters(), *model.buffers()], group.ranks[0], group)
     if shards:
         live.training.shard_model(model, wrap, **kwargs)
@@ -124,7 +125,7 @@ def auto_model(
 
 
 def _sharding_group(live: ComputationModel, mesh: Any) -> Group:
-    """The ranks of the device mesh that a model is sharded over; of none the world."""
+    """The ranks of the device mesh that shards a model; without a mesh the world."""
     ranks = getattr(mesh, "mesh", None)
     if not isinstance(ranks, Tensor):
         return live.groups.world
@@ -132,12 +133,12 @@ def _sharding_group(live: ComputationModel, mesh: Any) -> Group:
 
 
 def _bring_from_meta(live: ComputationModel, model: Module, group: Group) -> None:
-    """Give a model on the meta device memory, where the first rank of ``group`` has the values for it.
+    """Allocate a model that is on the meta device, if the first rank of ``group`` has values for it.
 
-    Every rank of ``group`` calls it.
+    Every rank of ``group`` calls this.
 
     Raises:
-        ValueError: the first rank has none; raised on every rank.
+        ValueError: the first rank has no values; raised on every rank.
     """
     own = _names_on_meta(model)
     everyones: list[list[str]] = exchange_outcomes(live, group, None, own[:3])
@@ -148,8 +149,8 @@ def _bring_from_meta(live: ComputationModel, model: Module, group: Group) -> Non
 
 
 _ON_META = (
-    "auto_model needs values, and the model has tensors on the meta device: {names}, ... Give it memory "
-    "(model.to_empty(device=...)) and values first. With strategy='fsdp' rank 0 alone needs them."
+    "auto_model needs values, but the model has tensors on the meta device: {names}, ... Allocate the model "
+    "(model.to_empty(device=...)) and set its values first. With strategy='fsdp' only rank 0 needs values."
 )
 
 
@@ -166,20 +167,20 @@ def _check_strategy(
     strategy: str, sync_bn: bool, wrap: Sequence[type[Module]], comm_hook: Any, options: dict[str, Any]
 ) -> None:
     if strategy not in ("ddp", "fsdp"):
-        raise ValueError(f"strategy is 'ddp' or 'fsdp', got {strategy!r}.")
+        raise ValueError(f"strategy must be 'ddp' or 'fsdp', got {strategy!r}.")
     if strategy == "ddp" and wrap:
-        raise ValueError("wrap= names what strategy='fsdp' shards by, and the strategy is 'ddp'.")
+        raise ValueError("wrap= needs strategy='fsdp', but the strategy is 'ddp'.")
     if strategy == "fsdp" and (sync_bn or options):
         named = ", ".join([*["sync_bn"] * sync_bn, *options])
-        raise ValueError(f"{named}: this is DistributedDataParallel's, and the strategy is 'fsdp'.")
+        raise ValueError(f"{named}: only DistributedDataParallel supports this, and the strategy is 'fsdp'.")
     if isinstance(comm_hook, str) and comm_hook not in _COMM_HOOKS:
-        raise ValueError(f"comm_hook is one of {_COMM_HOOKS}, or (state, hook); got {comm_hook!r}.")
+        raise ValueError(f"comm_hook must be one of {_COMM_HOOKS}, or (state, hook); got {comm_hook!r}.")
 
 
 def _move(model: Module, device: torch.device, is_empty: bool = False) -> None:
-    """Move ``model``, and keep parameters tied: an XLA device gets new ones, one for each place.
+    """Move ``model`` to ``device``, or only allocate it there, and keep tied parameters tied.
 
-    With ``is_empty`` it gets memory there, and no values.
+    An XLA device makes a new parameter for each use of a tied one.
     """
     places: dict[Parameter, list[tuple[Module, str]]] = {}
     for module in model.modules():
@@ -195,44 +196,43 @@ def _move(model: Module, device: torch.device, is_empty: bool = False) -> None:
 
 
 def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optimizer:
-    """``optimizer``, ready for the live context: itself, but under Horovod and with ``zero``.
+    """``optimizer``, adapted to the live context. A new object only under Horovod and with ``zero``.
 
-    On every backend the loss that a closure returns is averaged, each time that it has run: over the ranks
-    that :func:`auto_model` trains the model on; over all, if it has not seen the model.
-    An optimizer that decides by it (the line search of ``torch.optim.LBFGS``) decides alike on all ranks, and
-    ``step`` returns that mean.
+    On every backend the loss of a closure is averaged after each call of the closure: over the ranks on
+    which :func:`auto_model` trains the model, or over all ranks for an unknown model. An optimizer whose
+    step depends on the loss (the line search of ``torch.optim.LBFGS``) then takes the same step on all ranks,
+    and ``step`` returns the mean.
 
-    Where a model's wrapper averages the gradients nothing else is to do. With XLA, and with a computation
-    model that has no wrapper, a step hook does it: before the step, and with a closure each time that it has
-    run. A parameter that this rank has not used counts as one with a zero gradient, and keeps None if no
-    rank has used it (not so where a replica of XLA has a process of its own).
+    If the model's wrapper averages gradients, the optimizer does not. With XLA, and with a backend without a
+    wrapper, a step hook averages gradients before the step, or after each call of a closure. A parameter
+    that this rank has not used counts with a zero gradient. The gradient stays None if no rank has used it
+    (except with one process per replica of XLA).
 
-    Under Horovod it becomes an optimizer as ``hvd.DistributedOptimizer`` makes it, and starts from the state
-    of rank 0 (Adam's moments after a resume). ``backward`` returns when the gradients are averages, so a
-    ``GradScaler``, clipping, and whatever else reads or writes them before the step, works as with
-    ``DistributedDataParallel``. A rank may use other parameters than the others, in several backward passes
-    too; but all ranks make as many, or none makes more than ``backward_passes_per_step``, else
-    ``CollectiveMismatchError``. Gradients that no backward pass has made are averaged in the step.
-    Schedulers, ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as without it, and
-    parameters may be frozen and unfrozen at any time. Where optimizers share a parameter, the one that was
-    adapted last says how its gradient is averaged.
+    Under Horovod the result works like ``hvd.DistributedOptimizer`` and takes the state of rank 0 (Adam's
+    moments after a resume). Gradients are averages when ``backward`` returns, so a ``GradScaler``, clipping
+    and other code that changes gradients before the step works as with ``DistributedDataParallel``.
+    Ranks may use different parameters, also over several backward passes. Either all ranks make the same
+    number of passes, or each rank makes at most ``backward_passes_per_step``; otherwise
+    ``CollectiveMismatchError`` is raised. Gradients that come from no backward pass are averaged in the step.
+    Schedulers, ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as usual, and
+    parameters may be frozen and unfrozen at any time. If optimizers share a parameter, the options of the
+    optimizer that was adapted last apply.
 
     Args:
         optimizer: any torch optimizer.
-        zero: shard its state over all ranks, by torch's ``ZeroRedundancyOptimizer``: for a model in
-            ``DistributedDataParallel`` without a ``process_group``; each rank updates a part of the
-            parameters and sends them to all. In a world of one it changes nothing; Horovod and XLA do not
-            have it.
-        kwargs: for Horovod those of ``hvd.DistributedOptimizer``: ``named_parameters``, ``compression``,
-            ``backward_passes_per_step``, ...
+        zero: shard the optimizer state over all ranks with torch's ``ZeroRedundancyOptimizer``: each rank
+            updates some of the parameters and broadcasts them. For a model in ``DistributedDataParallel``
+            without ``process_group``. Ignored in a world of one; not supported by Horovod and XLA.
+        kwargs: under Horovod the keywords of ``hvd.DistributedOptimizer``: ``named_parameters``,
+            ``compression``, ``backward_passes_per_step``, ...
 
     Returns:
-        The optimizer to use from now on; schedulers take this one.
+        The optimizer to use from now on, for schedulers too.
 
     Raises:
-        ValueError: ``zero`` where there is no such thing, or for a model that only some ranks train;
-            ``zero``, or a model with ``strategy="fsdp"``, with an optimizer that makes its step from all
-            parameters together (one that cannot do without a closure: LBFGS). Nothing was sent.
+        ValueError: ``zero`` if the backend does not support it or only some ranks train the model; or
+            ``zero`` or ``strategy="fsdp"`` with an optimizer whose step needs all parameters together (an
+            optimizer that requires a closure: LBFGS). Raised before any communication.
     """
     live = current_model()
     live.groups.check_not_joining()
@@ -252,6 +252,6 @@ def _check_zero(live: ComputationModel, optimizer: Optimizer) -> None:
     group = group_of_parameters(live, parameters_of(optimizer))
     if len(group.ranks) < live.get_world_size():
         raise ValueError(
-            f"zero=True shards over all ranks, and the model is trained by ranks {list(group.ranks)}, as its "
-            "process_group= or mesh= says: leave zero out."
+            f"zero=True shards over all ranks, but only ranks {list(group.ranks)} train the model, because "
+            "of process_group= or mesh=. Leave zero out."
         )

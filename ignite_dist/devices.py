@@ -1,4 +1,4 @@
-"""The cores and accelerators of this machine: which accelerator a rank has, and whether there are enough."""
+"""CPU cores and accelerators of this machine, and the accelerator of this rank."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ __all__ = ["accelerator_in", "check_devices", "current_accelerator", "num_cores"
 
 
 def num_cores() -> int:
-    """How many cores this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def accelerator_in(device_types: Collection[str]) -> str | None:
-    """The type of this machine's accelerator, if it has one and it is among ``device_types``."""
+    """The type of this machine's accelerator if it is one of ``device_types``, else None."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None and accelerator.type in device_types else None
 
 
 def current_accelerator() -> torch.device:
-    """The accelerator that is selected now, with its index. Only where there is one."""
+    """The selected accelerator with its index. The machine must have one."""
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def check_devices(backend: str, nproc_per_node: int) -> None:
-    """Refuse NCCL where there is not a GPU for each process.
+    """Raise if NCCL has fewer GPUs than processes on this node.
 
     Raises:
-        RuntimeError: there is none at all.
-        ValueError: there are too few.
+        RuntimeError: the machine has no GPU.
+        ValueError: the machine has too few GPUs.
     """
     if "nccl" not in backend:
         return
@@ -49,9 +49,9 @@ def check_devices(backend: str, nproc_per_node: int) -> None:
 
 
 def select_device(backend: str, place: Environment) -> None:
-    """Make this rank's own GPU the current one. More ranks than GPUs share them (gloo allows that).
+    """Select this rank's GPU. Ranks share GPUs if there are too few (gloo only).
 
-    Where the launcher shows it no others, the first is its own.
+    If the launcher shows each rank only its own GPU, nothing changes.
     """
     if not torch.cuda.is_available() or backend == "mpi":
         return
@@ -61,6 +61,6 @@ def select_device(backend: str, place: Environment) -> None:
         return
     if "nccl" in backend and place.local_rank is not None and local_rank >= count:
         raise RuntimeError(
-            f"Local rank {local_rank} has no GPU of its own: NCCL needs one, this node has {count}."
+            f"Local rank {local_rank} has no GPU: NCCL needs one per rank, and this node has {count}."
         )
     torch.cuda.set_device(local_rank % count)

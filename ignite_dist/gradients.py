@@ -1,4 +1,4 @@
-"""Gradients of parameters: hooks on what backward passes add, zeros to add, marks on what is averaged."""
+"""Gradients of parameters: hooks, zero gradients, and marks of averaged gradients."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ __all__ = [
 
 
 def accumulation_node(parameter: Parameter) -> Node:
-    """The node of autograd's graph that adds to ``parameter.grad``; hooks on it live as long as it is held.
+    """The autograd node that adds to ``parameter.grad``. Keep a reference: hooks live as long as the node.
 
-    ``parameter.register_hook`` runs in ``torch.autograd.grad`` too, whose result is not added to anything.
-    A hook on this node does not. It runs before the hooks of DDP and Horovod, which come after the addition.
+    Hooks of ``parameter.register_hook`` also run in ``torch.autograd.grad``, which changes no ``.grad``.
+    Hooks on this node do not. They run before the addition, and hooks of DDP and Horovod run after it.
     """
     return get_gradient_edge(parameter).node
 
 
 @contextmanager
 def scale_gradients(parameters: Iterable[Parameter], factor: float) -> Iterator[None]:
-    """In the block ``factor`` times as much is added to the gradient of each of ``parameters``."""
+    """Context manager: multiply by ``factor`` what backward passes add to the gradients."""
 
     def scale(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        if gradient is None:  # this output of the model is not a part of the loss
+        if gradient is None:  # the loss does not depend on the parameter
             return gradients
-        # What counts nothing may be NaN: the mean of no samples.
+        # With factor 0 the gradient may be NaN: the mean over no samples.
         return (gradient * factor if factor else torch.zeros_like(gradient),)
 
     nodes = [accumulation_node(parameter) for parameter in parameters] if factor != 1.0 else []
@@ -60,23 +60,23 @@ def scale_gradients(parameters: Iterable[Parameter], factor: float) -> Iterator[
 
 
 def note_arrival(node: Node, number: int, arrived: set[int]) -> None:
-    """Put ``number`` into ``arrived`` each time that ``node`` runs, for as long as the node lives."""
+    """Add ``number`` to ``arrived`` each time that ``node`` runs."""
 
-    def note(_: Any) -> None:  # holds no node, which would hold itself
+    def note(_: Any) -> None:  # must not reference node: the reference cycle would keep node alive
         arrived.add(number)
 
     node.register_prehook(note)
 
 
 def empty_gradient(parameter: Parameter, sparse_dim: int = 1) -> Tensor:
-    """A sparse gradient of zeros for ``parameter``, without any entry."""
+    """A sparse gradient for ``parameter`` without entries."""
     positions = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
     values = parameter.detach().new_empty(0, *parameter.shape[sparse_dim:])
     return torch.sparse_coo_tensor(positions, values, parameter.shape, check_invariants=False)
 
 
 class _AddGradients(Function):
-    """Zero, as a function of parameters, with the gradients that it is given."""
+    """A function of parameters with the value zero and the gradients that ``make()`` returns."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], list[Tensor | None]], *parameters: Tensor) -> Tensor:
@@ -89,24 +89,24 @@ class _AddGradients(Function):
 
 
 def add_gradients(parameters: list[Parameter], make: Callable[[], list[Tensor | None]]) -> Tensor:
-    """A tensor whose backward pass adds what ``make()`` gives (None: nothing) to those of ``parameters``."""
+    """A tensor whose backward pass adds the results of ``make()`` to the gradients; None adds nothing."""
     with torch.enable_grad():
         return _AddGradients.apply(make, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
-# --- the mean of all ranks ---
+# --- marks ---
 
-# The gradients of an optimizer that hold the mean of all ranks already: a step does not average them again.
+# Attribute of an optimizer: its averaged gradients, with their versions. A step does not average them again.
 _MARK = "_ignite_dist_averaged"
 
 
 def mark_averaged(optimizer: Optimizer) -> None:
-    """Note that the gradients, as they are now, are averaged. A change of any of them takes the mark away."""
+    """Note that the current gradients are averaged. A change of any gradient invalidates the mark."""
     optimizer.__dict__[_MARK] = [(gradient, version_of(gradient)) for gradient in _gradients(optimizer)]
 
 
 def take_mark(optimizer: Optimizer) -> bool:
-    """Whether the gradients are those that :func:`mark_averaged` saw; the mark is gone afterwards."""
+    """Remove the mark. True if the gradients are unchanged since :func:`mark_averaged`."""
     marked: list[tuple[Tensor, int]] | None = optimizer.__dict__.pop(_MARK, None)
     if marked is None:
         return False

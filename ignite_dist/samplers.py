@@ -1,7 +1,4 @@
-"""Each rank's share of a data set, drawn without touching the global random state.
-
-And the data loader that tells its sampler when a pass is over.
-"""
+"""Samplers and data loaders for each rank's share of a data set. They leave the global random state as is."""
 
 from __future__ import annotations
 
@@ -30,32 +27,32 @@ __all__ = [
 ]
 
 
-# The global random state is one per process, and replicas of XLA may be threads of one.
+# The process has one global random state, and replicas of XLA may be threads of the process.
 _one_at_a_time = threading.Lock()
 
 
 class _AutoEpoch(DistributedSampler[Any]):
-    """A ``DistributedSampler`` whose epoch goes on by itself until somebody calls ``set_epoch``."""
+    """A ``DistributedSampler`` whose epoch advances after each pass, until ``set_epoch`` is called."""
 
     _epoch_is_set = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which the order depends on; it does not advance by itself any more."""
+        """Set the epoch, which determines the order. It no longer advances by itself."""
         self._epoch_is_set = True
         super().set_epoch(epoch)
 
     def advance_epoch(self) -> None:
-        """Note that an iteration over the data loader was exhausted."""
+        """Advance the epoch after a full pass over the data loader, unless ``set_epoch`` was called."""
         if not self._epoch_is_set:
             super().set_epoch(self.epoch + 1)
 
 
 class EpochSampler(_AutoEpoch):
-    """torch's ``DistributedSampler``; in a loader of ``auto_dataloader`` each full pass is another epoch."""
+    """torch's ``DistributedSampler``. In a loader of ``auto_dataloader`` each full pass is a new epoch."""
 
 
 def part(size: int, num_parts: int, number: int) -> slice:
-    """The part ``number`` of ``size`` things in a row, cut into parts whose sizes differ by one at most."""
+    """Part ``number`` of a sequence of length ``size``. The parts' sizes differ by at most one."""
     least, rest = divmod(size, num_parts)
     start = number * least + min(number, rest)
     return slice(start, start + least + (number < rest))
@@ -64,18 +61,18 @@ def part(size: int, num_parts: int, number: int) -> slice:
 class ExactSampler(DistributedSampler[Any]):
     """Each rank's share of a data set, every sample exactly once.
 
-    A rank has a contiguous part of the order. Where their number does not divide the first ranks have
-    one more, and with fewer samples than ranks the last have none.
+    Each rank draws a contiguous part of the order. If the number of samples is not divisible by the number of
+    ranks, the first ranks draw one sample more. With fewer samples than ranks, the last ranks draw none.
 
     Args:
-        dataset: of a constant length.
-        num_replicas: number of ranks; the default process group's size if not given. See ``sampler_kwargs``.
-        rank: this rank; that of the default process group if not given.
-        shuffle: draw in another order, which ``seed`` and ``set_epoch`` say. It does not change by itself:
-            ranks may begin or end different numbers of passes, and all have to mean the same one.
-        seed: of the order, the same on every rank.
-        padded: ranks that would have one sample less draw one more, which ``gather_in_order`` drops: where
-            every forward pass is a collective, as with FSDP2, all ranks have to make as many.
+        dataset: a data set of constant length.
+        num_replicas: number of ranks; default: size of the default process group. See ``sampler_kwargs``.
+        rank: this rank; default: rank in the default process group.
+        shuffle: draw in an order that depends on ``seed`` and ``set_epoch`` only. The epoch does not advance
+            by itself: ranks may begin or end different numbers of passes, but need the same order.
+        seed: seed of the order, the same on every rank.
+        padded: let all ranks draw equally many samples; ``gather_in_order`` drops the extra ones. FSDP2 needs
+            this, because there every forward pass is a collective.
     """
 
     def __init__(
@@ -96,13 +93,13 @@ class ExactSampler(DistributedSampler[Any]):
         self._has_begun = False
 
     def begin_pass(self) -> None:
-        """Do what every rank does before the first batch of a pass over the data loader."""
+        """Call ``on_begin`` before the first batch of a pass over the data loader."""
         self._has_begun = True
         if self.on_begin is not None:
             self.on_begin()
 
     def end_pass(self) -> None:
-        """Note that a pass has been made; a rank that made none, without samples, begins it here."""
+        """Note the end of a pass. A rank that has drawn no batch begins the pass here."""
         if not self._has_begun:
             self.begin_pass()
         self._has_begun = False
@@ -117,16 +114,16 @@ class ExactSampler(DistributedSampler[Any]):
         return iter(drawn)
 
     def num_drawn_by(self, rank: int) -> int:
-        """How many samples ``rank`` draws, with what is padded."""
+        """Number of samples that ``rank`` draws, padding included."""
         share = part(self.total_size, self.num_replicas, 0 if self.padded else rank)
         return len(range(self.total_size)[share])
 
     def meant(self) -> tuple[Any, ...]:
-        """What the ranks of one pass have in common."""
+        """The values that all ranks of one pass must agree on."""
         return self.total_size, self.shuffle, self.seed, self._latest_epoch, self.padded
 
     def order(self) -> range | Tensor:
-        """The order of all samples in the pass that was begun last, of which each rank draws its part."""
+        """The order of all samples in the latest pass. Each rank draws a part of it."""
         if not self.shuffle:
             return range(self.total_size)
         generator = torch.Generator().manual_seed(self.seed + self._latest_epoch)
@@ -134,17 +131,17 @@ class ExactSampler(DistributedSampler[Any]):
 
 
 class Shard(IterableDataset[Any]):
-    """Each rank's share of a stream, and in a data loader's worker that worker's share of it.
+    """Each rank's share of a stream. A data loader worker takes its part of that share.
 
-    The stream is dealt out in rounds of ``n`` items, one for each of ``n`` ranks. Of ``m`` workers on a rank
-    each takes every ``m``-th round. So the shares of ranks differ by one item at most, whatever ``m`` is.
+    The stream is split into rounds of ``n`` items, one item for each of ``n`` ranks. Each of the ``m``
+    workers of a rank takes every ``m``-th round. For any ``m`` the ranks' shares differ by at most one item.
 
     Args:
-        dataset: gives the same items in the same order to every process that iterates over it.
+        dataset: must yield the same items in the same order in every process.
         num_replicas: number of ranks.
         rank: this rank.
-        drop_last: leave the last round out if it has no item for every rank. Ranks get equally many then,
-            and so do the workers of one number.
+        drop_last: drop the last round if it has no item for some ranks. All ranks then have equally many
+            items, and so have workers of the same number on different ranks.
     """
 
     def __init__(
@@ -173,35 +170,35 @@ class Shard(IterableDataset[Any]):
                     yield own
 
     def __len__(self) -> int:
-        """How many items this rank has, in all of its workers together."""
+        """Number of items of this rank, in all of its workers together."""
         rank = self.num_replicas - 1 if self.drop_last else self.rank
         return len(range(len(self.dataset))[rank :: self.num_replicas])  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        """The data set's own: ``loader.dataset.set_epoch(...)``."""
+        """The attribute of the data set: ``loader.dataset.set_epoch(...)``."""
         if name.startswith("_") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
 
 class DistributedProxySampler(_AutoEpoch):
-    """Each rank's share of what another sampler draws.
+    """Each rank's share of the draws of another sampler.
 
-    Every rank draws the same indices: torch's generator of the CPU, Python's ``random`` and the generator
-    behind ``numpy.random.rand()`` and its like are seeded by the epoch, and left as they were. A sampler that
-    draws from a generator of its own (``random.Random()``, ``numpy.random.default_rng()``) must be seeded
-    equally on all ranks: nothing here can see it, and ranks do not compare what they have drawn. Where
-    replicas of XLA are threads of one process, a sampler that is not torch's and a data set must not both
-    draw from the global random state, which they share.
+    Every rank draws the same indices: the global CPU generators of torch, ``random`` and ``numpy.random`` are
+    seeded by the epoch and restored afterwards. A sampler with a generator of its own (``random.Random()``,
+    ``numpy.random.default_rng()``) must be seeded equally on all ranks: the ranks do not compare their draws.
+    If replicas of XLA are threads of one process, a custom sampler and a data set must not both draw from the
+    global random state, which the threads share.
 
     Args:
         sampler: any sampler of constant length that is not distributed already.
-        num_replicas: number of ranks; the default process group's size if not given.
-        rank: this rank; that of the default process group if not given.
-        drop_last: leave out what does not divide by the number of ranks. Else the first draws are repeated.
+        num_replicas: number of ranks; default: size of the default process group.
+        rank: this rank; default: rank in the default process group.
+        drop_last: drop the last draws if the number of draws is not divisible by the number of ranks.
+            Otherwise the first draws are repeated.
 
     Raises:
-        TypeError: not a sampler, one without a length, or a ``DistributedSampler``.
+        TypeError: ``sampler`` is not a sampler, has no length, or is a ``DistributedSampler``.
     """
 
     def __init__(
@@ -236,7 +233,7 @@ class DistributedProxySampler(_AutoEpoch):
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """In the block the global generators of torch, Python and numpy draw by ``seed``; then they go on."""
+    """Seed the global generators of torch, Python and numpy in the block, and restore them afterwards."""
     numpy: Any = sys.modules.get("numpy")
     own = random.getstate()
     numpys = None if numpy is None else numpy.random.get_state(legacy=False)
@@ -244,7 +241,7 @@ def _seeded(seed: int) -> Iterator[None]:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
-            if numpys is not None and numpys["bit_generator"] == "MT19937":  # no other can be seeded again
+            if numpys is not None and numpys["bit_generator"] == "MT19937":  # seed() needs this generator
                 numpy.random.seed(seed % (1 << 32))
             yield
     finally:
@@ -255,14 +252,14 @@ def _seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _drawing_from(generator: torch.Generator, sampler: Any) -> Iterator[None]:
-    """Let one of torch's samplers, if it has no generator, draw what it would from the global one.
+    """Let a torch sampler without a generator draw from ``generator``, which no other thread uses.
 
-    From this one no other thread draws.
+    The draws equal those from a global generator in the same state.
     """
     if getattr(sampler, "generator", sampler) is not None:
         yield
         return
-    if isinstance(sampler, RandomSampler):  # draws a seed, and then from a generator of its own
+    if isinstance(sampler, RandomSampler):  # draws a seed for a second generator
         seed = torch.empty((), dtype=torch.int64).random_(generator=generator).item()
         generator = torch.Generator().manual_seed(int(seed))
     sampler.generator = generator
@@ -273,7 +270,7 @@ def _drawing_from(generator: torch.Generator, sampler: Any) -> Iterator[None]:
 
 
 def loader_class(dataset: Dataset[Any], sampler: Any) -> type[DataLoader[Any]]:
-    """The data loader for ``dataset``, whose draws ``sampler`` makes if there is one."""
+    """The class of the data loader for ``dataset`` and ``sampler``."""
     if isinstance(dataset, Shard):
         return ShardLoader
     watches = hasattr(sampler, "advance_epoch") or getattr(sampler, "on_begin", None) is not None
@@ -281,9 +278,9 @@ def loader_class(dataset: Dataset[Any], sampler: Any) -> type[DataLoader[Any]]:
 
 
 class ShardLoader(DataLoader[Any]):
-    """A data loader of a :class:`Shard` that knows how many batches its workers make, each of its own items.
+    """A data loader of a :class:`Shard` with the right length: each worker makes batches of its own items.
 
-    torch's own divides the number of all items by ``batch_size``.
+    torch's class divides the number of all items by ``batch_size``.
     """
 
     def __len__(self) -> int:
@@ -296,9 +293,9 @@ class ShardLoader(DataLoader[Any]):
 
 
 class EpochLoader(DataLoader[Any]):
-    """A data loader that tells its sampler when a pass over it was exhausted.
+    """A data loader that tells its sampler when a pass has ended.
 
-    The sampler itself cannot know: workers fetch ahead, so a look at the first batch may empty it.
+    The sampler itself cannot know: workers fetch ahead, so the first batch may already exhaust the sampler.
     """
 
     def __iter__(self) -> Any:
@@ -306,7 +303,7 @@ class EpochLoader(DataLoader[Any]):
 
 
 class Pass:
-    """One pass over a data loader, an iterator with a length as torch's own."""
+    """One pass over a data loader: an iterator with a length, like torch's."""
 
     def __init__(self, batches: Any, sampler: Any) -> None:
         self._batches = batches

@@ -1,4 +1,4 @@
-"""The import path of scripts written for ``ignite.distributed.utils``. Everything here lives elsewhere."""
+"""Import path for scripts written for ``ignite.distributed.utils``. All names are defined elsewhere."""
 
 from ignite_dist.collectives.all_gather import all_gather, all_gather_tensors_with_shapes
 from ignite_dist.collectives.all_reduce import all_reduce

@@ -1,1 +1,1 @@
-"""Data loaders that share a data set out over the ranks, and what brings results back into its order."""
+"""Data loaders that split a data set over the ranks, and a gather of results in data set order."""

@@ -1,4 +1,4 @@
-"""What a rank has collected from a loader, gathered in the order of the data set."""
+"""Gather the results of a pass over a loader, in data set order."""
 
 from __future__ import annotations
 
@@ -23,31 +23,30 @@ __all__ = ["gather_in_order"]
 
 
 def gather_in_order(values: Any, loader: Any) -> Any:
-    """What all ranks have computed in a pass over ``loader``, in the order of its data set.
+    """Gather the results of all ranks for a pass over ``loader``, in data set order.
 
-    Every sample comes exactly once, whatever the number of samples and ranks, the batch size and
-    ``shuffle``. Every rank calls it, once after a whole pass and before the next, those without a sample too.
-    A small exchange of what each has, then a collective for each tensor and one for all lists together.
+    Every sample occurs exactly once, for any number of samples and ranks, any batch size and ``shuffle``.
+    Every rank calls this once after each whole pass, with or without samples. Communication: one small gather
+    of metadata, one collective per tensor, and one for all lists together.
 
     Args:
-        values: everything this rank has computed from the loader, in its order: a tensor of shape
-            ``(n, *S)`` for its ``n`` samples; a list with one entry per sample, strings for example; or a
-            dict, tuple or named tuple of them. ``(*S)`` and dtype are the same on every rank. What a rank
-            without a sample gives is not looked at.
-        loader: of ``auto_dataloader(..., exact=True)``; or any with an ``ExactSampler``, a pass over which
-            leaves the buffers of models as they are on each rank.
+        values: all results of this rank, in the order of its loader: a tensor of shape ``(n, *S)`` for ``n``
+            samples; a list with one entry per sample; or a dict, tuple or named tuple of these. ``(*S)`` and
+            the dtype must be the same on every rank. A rank without samples may pass any value.
+        loader: from ``auto_dataloader(..., exact=True)``; or any loader with an ``ExactSampler``, but a pass
+            over such a loader does not share the buffers of models.
 
     Returns:
-        The same kind of value for the ``N`` samples of the data set, on every rank: ``(N, *S)`` on the
-        device it came from (of a rank without a sample: on :func:`device`, or the CPU where others have it
-        there), without a gradient; a list of ``N`` entries.
+        The same structure for the ``N`` samples of the data set, on every rank. Tensors have shape
+        ``(N, *S)``, the device of this rank's tensor and no gradient. A rank without samples gets them on
+        :func:`device`, or on the CPU if the other ranks pass CPU tensors. Lists have ``N`` entries.
 
     Raises:
-        ValueError: the loader has no ``ExactSampler``; or a rank's values are not as many as its samples, or
-            the ranks' samplers differ: raised on every rank, with what each has.
-        TypeError: other values, raised on every rank; or a dict with other keys than :func:`all_reduce`
-            takes, on this rank before anything was sent.
-        CollectiveMismatchError: ranks gave different structures, shapes or dtypes; raised on every rank.
+        ValueError: the loader has no ``ExactSampler`` or was made for another rank; or, raised on every rank,
+            a rank's numbers of values and samples differ, or the ranks' samplers differ.
+        TypeError: unsupported values, raised on every rank; or a dict key that :func:`all_reduce` does not
+            support, raised on this rank before any communication.
+        CollectiveMismatchError: structures, shapes or dtypes differ between ranks; raised on every rank.
 
     Example::
 
@@ -58,8 +57,8 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, ExactSampler):
         raise ValueError(
-            "gather_in_order needs a loader of auto_dataloader(..., exact=True), which knows which sample is "
-            f"where; got one with {type(sampler).__name__}."
+            "gather_in_order needs a loader of auto_dataloader(..., exact=True), whose sampler knows the "
+            f"position of each sample; got a loader with a {type(sampler).__name__}."
         )
     model = current_model()
     members = model.groups.resolve(None)
@@ -68,10 +67,9 @@ def gather_in_order(values: Any, loader: Any) -> Any:
             f"The loader was made for rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
             f"{model.get_rank()} of {len(members.ranks)}."
         )
-    own = values if sampler.num_samples else None  # what a rank without a sample gives is not looked at
-    leaves, _ = pytree.flatten(
-        own, list
-    )  # refuses keys, so before the pass, which may have a collective, ends
+    own = values if sampler.num_samples else None
+    # flatten() raises for bad keys, so it comes before end_pass(), which may communicate.
+    leaves, _ = pytree.flatten(own, list)
     sampler.end_pass()
     order, counts = sampler.order(), [sampler.num_drawn_by(rank) for rank in members.ranks]
     described = pytree.rebuild(own, map(_Column.of, leaves), list)
@@ -80,11 +78,11 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     check_pass(gathered)
     if any(meant != gathered[0][0] for meant, _ in gathered):
         raise ValueError(
-            "The ranks mean different passes (number of samples, shuffle, seed, epoch, padded): "
+            "The samplers of the ranks differ (number of samples, shuffle, seed, epoch, padded): "
             f"{', '.join(f'rank {rank}: {meant}' for rank, (meant, _) in enumerate(gathered))}."
         )
     template = _agree([columns for _, columns in gathered], counts)
-    if template is None:  # nobody has a sample
+    if template is None:  # no rank has a sample
         return values
     if not sampler.num_samples:
         columns, _ = pytree.flatten(template)
@@ -104,7 +102,7 @@ def gather_in_order(values: Any, loader: Any) -> Any:
 @safe
 @dataclass(frozen=True)
 class _Column:
-    """What a rank has of one leaf: as many values as samples, if they are right."""
+    """Metadata of one leaf: the number of its values, None if the leaf is not supported."""
 
     kind: str
     count: int | None = None
@@ -122,7 +120,7 @@ class _Column:
         return cls(f"{leaf.device.type} tensor", leaf.shape[0], tuple(leaf.shape[1:]), leaf.dtype)
 
     def empty(self, device: torch.device) -> Any:
-        """The same of no samples."""
+        """A leaf of this kind without samples."""
         if self.kind == "list":
             return []
         on = "cpu" if self.kind == "cpu tensor" else device
@@ -130,7 +128,7 @@ class _Column:
 
 
 def _agree(described: list[Any], counts: list[int]) -> Any:
-    """The tree of :class:`_Column` that all ranks with samples have, of which there are ``counts``."""
+    """The tree of :class:`_Column` that all ranks with samples share. ``counts`` are samples per rank."""
     found: Any = None
     for rank, (columns, count) in enumerate(zip(described, counts, strict=True)):
         if not count:
@@ -140,21 +138,21 @@ def _agree(described: list[Any], counts: list[int]) -> Any:
             if column.count is None:
                 raise TypeError(
                     "gather_in_order takes tensors with one row per sample, lists with one entry per sample, "
-                    f"and dicts and tuples of them; rank {rank} gave a {column.kind}."
+                    f"and dicts and tuples of these; rank {rank} passed a {column.kind}."
                 )
             if column.count != count:
                 raise ValueError(
-                    f"Rank {rank} drew {count} samples from the loader and gave {column.count} values. "
-                    "gather_in_order takes what a whole pass has computed, not one that was broken off, as "
-                    "one tensor or list: torch.cat(batches)."
+                    f"Rank {rank} drew {count} samples from the loader and passed {column.count} values. "
+                    "gather_in_order needs the results of one whole pass, as one tensor or list: "
+                    "torch.cat(batches)."
                 )
         layout = structure, [replace(column, count=0) for column in leaves]
         if found is None:
             first, found, template = rank, layout, columns
         elif found != layout:
             raise CollectiveMismatchError(
-                "gather_in_order needs the same structure, shapes and dtypes on every rank; rank "
-                f"{first} has {found}, rank {rank} {layout}."
+                "gather_in_order needs the same structure, shapes and dtypes on every rank. Rank "
+                f"{first} has {found}, rank {rank} has {layout}."
             )
     return None if found is None else template
 
@@ -167,7 +165,7 @@ def _gather_rows_in_order(
     order: range | Tensor,
     group: Group,
 ) -> Tensor:
-    """``(n, *S)``, with ``n`` up to ``count`` on each rank ``-> (N, *S)`` in the order of the data set."""
+    """``(n, *S) -> (N, *S)`` in data set order, with ``n <= count`` on each rank."""
     indexed_as = _INDEXED_AS.get(rows.dtype)
     if indexed_as is None:
         return _merge_rows(_gather_padded(model, rows, count, group), sizes, order)
@@ -176,7 +174,7 @@ def _gather_rows_in_order(
 
 
 def _gather_padded(model: ComputationModel, rows: Tensor, count: int, group: Group) -> Tensor:
-    """``(n, *S)``, with ``n`` up to ``count`` on each rank ``-> (group_size, count, *S)``."""
+    """``(n, *S) -> (group_size, count, *S)``, with ``n <= count`` on each rank."""
     rows = rows.detach()
     if len(rows) < count:
         rows = torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
@@ -184,7 +182,7 @@ def _gather_padded(model: ComputationModel, rows: Tensor, count: int, group: Gro
 
 
 def _merge_rows(gathered: Tensor, sizes: Sequence[int], order: range | Tensor) -> Tensor:
-    """``(group_size, count, *S)``, of which ``sizes`` count, ``-> (N, *S)`` in the order of the data set."""
+    """``(group_size, count, *S) -> (N, *S)`` in data set order. ``sizes`` are the valid rows per rank."""
     if min(sizes) == gathered.shape[1]:
         rows = gathered.flatten(0, 1)
     else:
@@ -198,11 +196,11 @@ def _merge_lists(gathered: Sequence[list[Any]], sizes: Sequence[int], order: ran
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """Where in ``order``, a permutation, each number is."""
+    """The inverse of the permutation ``order``."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
 
 
-# The dtypes that torch has no index_select() for, as those of the same size that it has one for.
+# torch has no index_select() for these dtypes. The dtype of the same size is indexed instead.
 _INDEXED_AS = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,

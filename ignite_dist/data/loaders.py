@@ -1,4 +1,4 @@
-"""Each rank's share of the data, and the results for all of it in its order."""
+"""Data loaders for this rank's share of the data."""
 
 from __future__ import annotations
 
@@ -17,55 +17,51 @@ from ignite_dist.training.exact_passes import share_buffers
 __all__ = ["auto_dataloader"]
 
 
-# --- the share of this rank --------------------------------------------------------------------------
-
-
 def auto_dataloader(
     dataset: Dataset[Any], *, exact: bool | str = False, shard: bool = False, **kwargs: Any
 ) -> Any:
-    """A data loader that gives each rank its share of ``dataset``.
+    """A data loader for this rank's share of ``dataset``.
 
-    In a world of one it is ``DataLoader(dataset, **kwargs)``. Else
+    In a world of one the result is ``DataLoader(dataset, **kwargs)``. In a larger world:
 
-    - ``batch_size`` is the batch of all ranks together and is divided by the world size; a warning says so if
-      that leaves a remainder, or if it is smaller than the world size and therefore kept per rank;
-    - ``num_workers`` is that of all processes of a node and is divided by their number, rounded up: each has
-      one at least, if there are any;
-    - ``sampler`` may be left out (each rank then gets its share, shuffled unless ``shuffle=False``), be a
-      ``DistributedSampler`` (used as it is) or any other (its draws are shared out);
-    - each full pass is a new epoch for the shuffling, until ``loader.sampler.set_epoch`` is called;
-    - ``pin_memory`` is on by default where the device is a GPU.
+    - ``batch_size`` is the total over all ranks and is divided by the world size. A warning tells if the
+      division leaves a remainder, or if ``batch_size`` is smaller than the world size and kept per rank.
+    - ``num_workers`` is the total per node. It is divided by the node's number of processes and rounded up.
+    - ``sampler`` may be left out (each rank draws its share, shuffled unless ``shuffle=False``), may be a
+      ``DistributedSampler`` (used as it is), or any other sampler (its draws are split over the ranks).
+    - The shuffle order changes after each full pass, until ``loader.sampler.set_epoch`` is called.
+    - ``pin_memory`` is on by default if the device is a GPU.
 
-    Ranks get equally many samples, for which some are drawn twice. With ``drop_last=True`` up to
-    ``world_size - 1`` samples are left out instead. ``exact=True`` draws each once.
+    All ranks draw equally many samples: some samples are drawn twice, or with ``drop_last=True`` up to
+    ``world_size - 1`` samples are dropped. ``exact=True`` draws each sample once.
 
-    With ``exact`` every rank begins each pass, also one without samples: where models with buffers are
-    trained (BatchNorm's running statistics), it begins with a collective that gives all ranks those of rank
-    0, in every model of :func:`auto_model`. So ``unwrap_model(model)`` predicts the same on each rank. A copy
-    of a model, such as an average of its weights over time, has buffers of its own: ``broadcast`` each first.
+    With ``exact`` every rank must begin each pass, even without samples. If models with buffers (running
+    statistics of BatchNorm) are trained, the pass begins with a collective: every model of
+    :func:`auto_model` takes the buffers of rank 0, so ``unwrap_model(model)`` predicts the same on each
+    rank. A copy of a model (an average of its weights, say) has its own buffers: ``broadcast`` these first.
 
     Args:
-        dataset: an ``IterableDataset`` is left to give different data on different ranks by itself, but
-            with ``shard``.
-        exact: for an evaluation, with :func:`gather_in_order`: every sample exactly once, by an
-            ``ExactSampler``, and in order unless ``shuffle=True``. Some ranks may have a batch less than
-            others, or none, so the loop over it makes no further collective, nor does the model in it:
-            ``unwrap_model``. With FSDP2, whose every forward pass is a collective, ``"padded"``: all ranks
-            have as many, and :func:`gather_in_order` drops what is too much.
-        shard: of an ``IterableDataset`` that gives every process the same items, each rank and each worker
-            takes its share: rank ``r`` of ``n`` every ``n``-th item. Ranks may differ by one item, so by one
-            batch; with ``drop_last=True`` they do not, where they have as many workers.
-        kwargs: those of ``torch.utils.data.DataLoader``.
+        dataset: an ``IterableDataset`` must itself yield different data on each rank, unless ``shard``.
+        exact: for an evaluation with :func:`gather_in_order`: an ``ExactSampler`` draws every sample exactly
+            once, in order unless ``shuffle=True``. Ranks may have different numbers of batches, or none, so
+            the loop must not call collectives: use ``unwrap_model``. Under FSDP2 every forward pass is a
+            collective. ``"padded"`` then gives all ranks equally many samples, and :func:`gather_in_order`
+            drops the extra ones.
+        shard: split an ``IterableDataset`` over ranks and workers: rank ``r`` of ``n`` takes every ``n``-th
+            item. The data set must yield the same items in every process. The ranks' numbers of items, and
+            of batches, differ by at most one. They are equal with ``drop_last=True`` and equally many
+            workers per rank.
+        kwargs: keywords of ``torch.utils.data.DataLoader``.
 
     Returns:
-        A ``torch.utils.data.DataLoader``; with XLA an ``MpDeviceLoader`` that has its attributes, whose
+        A ``torch.utils.data.DataLoader``. With XLA an ``MpDeviceLoader`` with the same attributes, whose
         batches are on :func:`device` already. With ``exact`` a pass raises ``CollectiveMismatchError`` on
-        every rank if their models' buffers differ in kind, and ``RuntimeError`` inside of :func:`join`.
+        every rank if the models' buffers differ in names, shapes or dtypes, and ``RuntimeError`` inside of
+        :func:`join`.
 
     Raises:
-        ValueError: ``exact`` with what leaves samples out or has an order of its own (``sampler``,
-            ``batch_sampler``, ``drop_last``, an ``IterableDataset``), ``shard`` with a data set that is not
-            an ``IterableDataset``.
+        ValueError: ``exact`` with ``sampler``, ``batch_sampler``, ``drop_last`` or an ``IterableDataset``;
+            ``shard`` with a data set that is not an ``IterableDataset``.
     """
     model = current_model()
     kwargs.setdefault("pin_memory", model.device().type == "cuda")
@@ -79,7 +75,7 @@ def auto_dataloader(
         sampler.on_begin = share_buffers if model.get_world_size() > 1 else None
         kwargs["sampler"] = sampler
     if model.get_world_size() == 1:
-        if kwargs.get("shuffle") and _is_empty(dataset):  # torch's sampler would refuse to shuffle nothing
+        if kwargs.get("shuffle") and _is_empty(dataset):  # torch's RandomSampler raises for an empty data set
             kwargs["shuffle"] = False
         return model.training.make_loader(dataset, **kwargs)
     if "batch_size" in kwargs:
@@ -87,7 +83,7 @@ def auto_dataloader(
     if kwargs.get("num_workers"):
         kwargs["num_workers"] = _per_process_workers(kwargs["num_workers"], model.get_nproc_per_node())
     if kwargs.get("batch_sampler") is not None:
-        warnings.warn("batch_sampler is used as it is: it has to give each rank its own share.", stacklevel=2)
+        warnings.warn("batch_sampler is used as it is: it must draw only this rank's share.", stacklevel=2)
     elif not (exact or isinstance(dataset, IterableDataset)):
         kwargs["sampler"] = _share(
             dataset,
@@ -105,23 +101,24 @@ def _per_rank_batch_size(batch_size: int | None, world_size: int) -> int | None:
         return None
     if batch_size < world_size:
         warnings.warn(
-            f"batch_size={batch_size} is smaller than the world size {world_size}, so every rank takes "
-            f"batches of {batch_size}: {batch_size * world_size} samples per step.",
+            f"batch_size={batch_size} is smaller than the world size {world_size}. It is used on every rank, "
+            f"so each step has {batch_size * world_size} samples.",
             stacklevel=3,
         )
         return batch_size
     per_rank = batch_size // world_size
     if batch_size % world_size:
         warnings.warn(
-            f"batch_size={batch_size} does not divide by the world size {world_size}: every rank takes "
-            f"batches of {per_rank}, {per_rank * world_size} samples per step.",
+            f"batch_size={batch_size} is not divisible by the world size {world_size}. Every rank uses "
+            f"batches of {per_rank}: {per_rank * world_size} samples per step.",
             stacklevel=3,
         )
     return per_rank
 
 
 def _per_process_workers(num_workers: int, nproc_per_node: int) -> int:
-    return -(-num_workers // nproc_per_node) if num_workers > 0 else num_workers  # which torch refuses
+    # torch raises for negative numbers.
+    return -(-num_workers // nproc_per_node) if num_workers > 0 else num_workers
 
 
 def _is_empty(dataset: Dataset[Any]) -> bool:
@@ -132,7 +129,7 @@ def _share(
     dataset: Dataset[Any], sampler: Any, shuffle: bool | None, world_size: int, rank: int, drop_last: bool
 ) -> Any:
     if sampler is None:
-        # Shuffled unless told otherwise, as scripts written for pytorch-ignite rely on.
+        # Shuffled by default: scripts written for pytorch-ignite rely on it.
         return EpochSampler(
             dataset,
             num_replicas=world_size,
@@ -156,20 +153,17 @@ def _share(
 def _sharded(dataset: Dataset[Any], drop_last: bool) -> Shard:
     if not isinstance(dataset, IterableDataset):
         raise ValueError(
-            f"shard=True is for an IterableDataset, got {type(dataset).__name__}, which has a length and is "
-            "shared out by its sampler."
+            f"shard=True needs an IterableDataset, got {type(dataset).__name__}. A sampler splits a data set "
+            "that has a length."
         )
     return Shard(dataset, **sampler_kwargs(), drop_last=drop_last)
 
 
 def _check_exact(exact: bool | str, dataset: Dataset[Any], kwargs: dict[str, Any]) -> None:
     if exact is not True and exact != "padded":
-        raise ValueError(f"exact is True, False or 'padded', got {exact!r}.")
+        raise ValueError(f"exact must be True, False or 'padded', got {exact!r}.")
     if isinstance(dataset, IterableDataset):
         raise ValueError("exact=True needs a data set with a length and an order, not an IterableDataset.")
     for name in ("sampler", "batch_sampler", "drop_last"):
         if kwargs.get(name):
-            raise ValueError(f"exact=True draws every sample once by a sampler of its own, without {name}.")
-
-
-# --- results in the order of the data set --------------------------------------------------------------
+            raise ValueError(f"exact=True uses its own sampler, so {name} must be left out.")

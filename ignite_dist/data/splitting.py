@@ -11,7 +11,7 @@ __all__ = ["sampler_kwargs", "split"]
 
 
 def sampler_kwargs() -> dict[str, int]:
-    """``num_replicas`` and ``rank``, for a sampler of one's own: ``MySampler(data, **sampler_kwargs())``."""
+    """Keywords ``num_replicas`` and ``rank`` of a sampler: ``MySampler(data, **sampler_kwargs())``."""
     model = current_model()
     return {"num_replicas": model.get_world_size(), "rank": model.get_rank()}
 
@@ -19,17 +19,17 @@ def sampler_kwargs() -> dict[str, int]:
 def split(sequence: Any) -> Any:
     """This rank's share of a sequence: a contiguous part, in rank order. Never communicates.
 
-    The parts together are the sequence, and ``all_gather`` of a list made of one gives lists in its order.
-    Their lengths differ by one at most, and the first ranks have the longer ones.
+    The parts in rank order make up the sequence: ``all_gather`` of a list made from each part returns the
+    items in order. Lengths differ by at most one; the first ranks have the longer parts.
 
     Args:
-        sequence: the same on every rank; has a length and can be sliced: a list, a tensor, an array.
+        sequence: the same on every rank; must have a length and slices: a list, a tensor, an array.
 
     Returns:
-        ``sequence[start:stop]``, which is empty on the last ranks if there are more ranks than items.
+        ``sequence[start:stop]``, empty on the last ranks if there are more ranks than items.
 
     Raises:
-        TypeError: it cannot be sliced.
+        TypeError: ``sequence`` cannot be sliced.
 
     Example::
 
@@ -40,6 +40,6 @@ def split(sequence: Any) -> Any:
         return sequence[part(len(sequence), model.get_world_size(), model.get_rank())]
     except (TypeError, KeyError):
         raise TypeError(
-            f"split takes what has a length and can be sliced, got {type(sequence).__name__}. "
-            "Of anything that can be iterated over, make a list first."
+            f"split needs a sequence with a length and slices, got {type(sequence).__name__}. "
+            "Convert other iterables to a list first."
         ) from None

@@ -1,4 +1,4 @@
-"""A batch, with all of its tensors on this rank's device."""
+"""Move the tensors of a batch to this rank's device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ __all__ = ["to_device"]
 def to_device(batch: Any) -> Any:
     """``batch`` with all of its tensors on :func:`device`.
 
-    To an accelerator it does not wait for the copies of pinned memory: whatever uses them there comes after.
+    Copies from pinned memory to an accelerator are asynchronous. Later work on the accelerator sees the
+    copied values.
 
     Args:
-        batch: a tensor, anything with a ``to(device)`` of its own (a ``PackedSequence``, a tokenizer's
-            batch), or dicts, lists, tuples, named tuples and dataclasses of them. What is neither stays.
+        batch: a tensor, an object with a ``to(device)`` method (a ``PackedSequence``, a tokenizer's batch),
+            or dicts, lists, tuples, named tuples and dataclasses of these. Other values stay unchanged.
 
     Returns:
-        A new structure of the same types; tensors that are there already are not copied.
+        A new structure of the same types. Tensors on the device already are not copied.
     """
     return _moved(batch, current_model().device())
 
@@ -37,7 +38,7 @@ def to_device(batch: Any) -> Any:
 @traced
 def _moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
-        # On the way to the CPU nobody would wait for the copy before the values are read.
+        # A non-blocking copy to the CPU could be read before it is complete.
         return batch.to(device, non_blocking=device.type != "cpu")
     if isinstance(batch, (type, torch.Size)):
         return batch
@@ -55,6 +56,6 @@ def _moved(batch: Any, device: torch.device) -> Any:
         moved = copy(batch)
         for field in fields(batch):
             value = _moved(getattr(batch, field.name), device)
-            object.__setattr__(moved, field.name, value)  # of frozen ones too
+            object.__setattr__(moved, field.name, value)  # also works for frozen dataclasses
         return moved
     return batch

@@ -1,1 +1,1 @@
-"""Around a training loop: averages of gradients, uneven inputs, state dicts, seeds."""
+"""Training loop utilities: gradient averaging, uneven inputs, state dicts, seeds."""

@@ -1,7 +1,7 @@
-"""The models of ``auto_model`` that are trained in the live context, and their buffers before an evaluation.
+"""Share the buffers of the models of ``auto_model`` before an evaluation.
 
-Running statistics are each rank's own while it trains. ``DistributedDataParallel`` gives all ranks those of
-rank 0 in the next forward pass through it; where nothing is wrapped, nobody does.
+Each rank updates its own running statistics in training. ``DistributedDataParallel`` broadcasts the buffers
+of rank 0 in its next forward pass. Without this wrapper the buffers stay different on each rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["check_pass", "group_of_parameters", "remember_model", "share_buffers
 
 
 class _Adapted(NamedTuple):
-    """A model, without its wrapper. Its number is the same on every rank of its group."""
+    """A model without its wrapper. ``number`` is the same on every rank of the group."""
 
     number: int
     module: weakref.ref[Module]
@@ -38,7 +38,7 @@ class _Adapted(NamedTuple):
 
 @dataclass
 class _OfGroup:
-    """What ``auto_model`` has adapted for one group of ranks, all of which have called it as often."""
+    """The models that ``auto_model`` adapted for one group. ``count`` must be the same on its ranks."""
 
     group: Group
     count: int = 0
@@ -46,10 +46,10 @@ class _OfGroup:
     models: list[_Adapted] = field(default_factory=list)
 
 
-# By context and rank (replicas of XLA share a context), then by the ranks of the group.
+# Keyed by context, then by rank (replicas of XLA share a context), then by the ranks of the group.
 _known: weakref.WeakKeyDictionary[ComputationModel, dict[int, dict[tuple[int, ...], _OfGroup]]]
 _known = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # guards the outer two levels; the innermost is this rank's alone
+_lock = threading.Lock()  # guards the outer two levels; only one rank uses each innermost level
 
 
 def _of_this_rank(live: ComputationModel) -> dict[tuple[int, ...], _OfGroup]:
@@ -58,17 +58,17 @@ def _of_this_rank(live: ComputationModel) -> dict[tuple[int, ...], _OfGroup]:
 
 
 def remember_model(live: ComputationModel, module: Module, group: Group, shares_buffers: bool) -> None:
-    """Note that ``module`` is trained by the ranks of ``group``, all of which call it.
+    """Note that the ranks of ``group`` train ``module``. All ranks of ``group`` call this.
 
     Args:
         live: the context.
-        module: without its wrapper. It is not kept alive, and counts once however often it is adapted.
-        group: whose gradients are averaged.
-        shares_buffers: whether all ranks evaluate with the buffers of the first.
+        module: the module without its wrapper, held by a weak reference. A second call replaces the first.
+        group: the group over which gradients are averaged.
+        shares_buffers: whether all ranks evaluate with the buffers of the group's first rank.
     """
     known = _of_this_rank(live)
     own = known.setdefault(group.ranks, _OfGroup(group))
-    own.group = group  # an earlier handle may have been destroyed
+    own.group = group  # an earlier group of the same ranks may have been destroyed
     for other in known.values():
         other.models = [one for one in other.models if one.module() not in (None, module)]
     own.models.append(_Adapted(own.count, weakref.ref(module), shares_buffers))
@@ -77,7 +77,7 @@ def remember_model(live: ComputationModel, module: Module, group: Group, shares_
 
 
 def group_of_parameters(live: ComputationModel, parameters: Iterable[Tensor]) -> Group:
-    """The group of the remembered model that has any of ``parameters``; else the world."""
+    """The group of the remembered model that has any of ``parameters``, or the world."""
     own = {id(parameter) for parameter in parameters}
     for known in _of_this_rank(live).values():
         for one in known.models:
@@ -93,19 +93,19 @@ _KIND = "ignite_dist.exact_pass"
 
 
 def share_buffers() -> None:
-    """Give every rank the buffers that the first rank of its group has, in all models that are trained.
+    """Broadcast the buffers of all remembered models from the first rank of each model's group.
 
-    Every rank calls it. One exchange, and one broadcast for each 16 MB; nothing for models that had no
-    buffers when ``auto_model`` saw them.
+    Every rank calls this. The cost is one gather of objects and one broadcast per 16 MB. A group whose models
+    had no buffers in ``auto_model`` does not communicate.
 
     Raises:
-        CollectiveMismatchError: the ranks have different buffers, or another rank makes another call. Nothing
-            was changed.
-        RuntimeError: inside of ``join()``.
+        CollectiveMismatchError: the ranks have different buffers, or another rank is in another call. No
+            buffer was changed.
+        RuntimeError: called inside of ``join()``.
     """
     live = current_model()
     known = _of_this_rank(live)
-    for ranks in sorted(known):  # in one order on all ranks, which may be in several groups
+    for ranks in sorted(known):  # the same order on all ranks: a rank may be in several groups
         if known[ranks].had_buffers:
             live.groups.check_not_joining()
             _share(live, known[ranks])
@@ -116,7 +116,7 @@ def _share(live: ComputationModel, known: _OfGroup) -> None:
     announce(live, "exact pass", group)
     found, different = _compare(live, known)
     if different:
-        # A model that was dropped may wait for the garbage collector. All ranks see it, so all look again.
+        # A deleted model may still await garbage collection on one rank. All ranks see that and retry.
         del found
         gc.collect()
         found, different = _compare(live, known)
@@ -130,20 +130,20 @@ _Found = dict[int, tuple[Module, list[tuple[str, Tensor]]]]
 
 
 def _compare(live: ComputationModel, known: _OfGroup) -> tuple[_Found, list[int]]:
-    """The models that every rank still has, with their buffers, and the numbers of those that differ."""
+    """The models that every rank still has, with their buffers; the numbers of models that differ."""
     alive = [(one.number, one.module()) for one in known.models if one.shares_buffers]
     found = {number: (module, _own_buffers(module)) for number, module in alive if module is not None}
     digests = [(number, _digest(buffers)) for number, (_, buffers) in found.items()]
     rows = live.objects.gather((_KIND, known.count, digests), known.group)
     if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
         raise CollectiveMismatchError(
-            "Some ranks begin a pass over a loader of auto_dataloader(exact=...), and others make another "
-            "call. Each pass begins on every rank, which there takes over the buffers of rank 0."
+            "Some ranks begin a pass over a loader of auto_dataloader(exact=...), and other ranks make "
+            "another call. Every rank must begin each pass: the pass begins with a broadcast of buffers."
         )
     counts = [count for _, count, _ in rows]
     if len(set(counts)) > 1:
         raise CollectiveMismatchError(
-            f"The ranks have given {counts} models to auto_model: every rank calls it as often as the others."
+            f"auto_model was called {counts} times on the ranks. Every rank must call it equally often."
         )
     everyones = [dict(one) for *_, one in rows]
     numbers = sorted(set(found).intersection(*everyones))
@@ -152,7 +152,7 @@ def _compare(live: ComputationModel, known: _OfGroup) -> tuple[_Found, list[int]
 
 
 def _own_buffers(module: Module) -> list[tuple[str, Tensor]]:
-    """The buffers of ``module`` by name, without those that are each rank's own (``DDP`` has this rule)."""
+    """The buffers of ``module`` by name, without sharded ones and those that DDP is told to ignore."""
     ignored = _torch.ignored_by_ddp(module)
     return [
         (name, buffer)
@@ -172,7 +172,7 @@ def _digest(buffers: Sequence[tuple[str, Tensor]]) -> str:
 def _raise_for_buffers(
     live: ComputationModel, group: Group, module: Module, buffers: Sequence[tuple[str, Tensor]]
 ) -> None:
-    """Say which is the first that differs. Every rank of ``group`` calls it."""
+    """Raise with the name of the first buffer that differs. Every rank of ``group`` calls this."""
     everyones: list[dict[str, str]] = live.objects.gather(_described(buffers), group)
     names = dict.fromkeys(name for one in everyones for name in one)
     differing = (name for name in names if len({one.get(name) for one in everyones}) > 1)
@@ -181,24 +181,27 @@ def _raise_for_buffers(
         f"rank {rank}: {one.get(first or '')}" for rank, one in zip(group.ranks, everyones, strict=True)
     ]
     raise CollectiveMismatchError(
-        f"The ranks have different buffers in a {type(module).__name__}, so they cannot evaluate with those "
+        f"The ranks have different buffers in a {type(module).__name__} and cannot all take the buffers of "
         + (
-            f"of rank {group.ranks[0]}: {first!r} is {', '.join(by_rank)}. "
+            f"rank {group.ranks[0]}: {first!r} is {', '.join(by_rank)}. "
             if first
-            else "of one: in order. "
+            else f"rank {group.ranks[0]}: the buffers are in a different order. "
         )
-        + "Where each rank has buffers of its own, call auto_model(..., broadcast_buffers=False)."
+        + "If each rank needs its own buffers, call auto_model(..., broadcast_buffers=False)."
     )
 
 
 def check_pass(rows: Sequence[object]) -> None:
-    """Refuse what ``gather_in_order`` has gathered if some ranks begin a pass meanwhile.
+    """Raise if some ranks begin a pass while this rank calls ``gather_in_order``.
+
+    Args:
+        rows: the objects that ``gather_in_order`` has gathered.
 
     Raises:
-        CollectiveMismatchError: they do; it is raised on all ranks.
+        CollectiveMismatchError: some ranks begin a pass; raised on all ranks.
     """
     if any(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
         raise CollectiveMismatchError(
-            "Some ranks call gather_in_order, and others begin another pass over a loader of "
-            "auto_dataloader(exact=...). Every rank begins each pass."
+            "Some ranks call gather_in_order, and other ranks begin another pass over a loader of "
+            "auto_dataloader(exact=...). Every rank must begin each pass."
         )

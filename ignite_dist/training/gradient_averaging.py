@@ -1,4 +1,4 @@
-"""Gradients averaged by our own collectives: where no wrapper does it, and where it has to be exact."""
+"""Average gradients by collectives of this package, without DDP or a Horovod optimizer."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ from ignite_dist.values import pytree
 
 __all__ = ["agree_on_gradients", "average_gradients", "average_in_step", "average_losses", "average_now"]
 
-_NONE, _DENSE = 0, 1  # kinds of gradients; a sparse one is _DENSE + the number of its sparse dimensions
+_NONE, _DENSE = 0, 1  # kinds of gradients; a sparse gradient has the kind _DENSE + sparse_dim()
 
 
 def agree_on_gradients(
     live: ComputationModel, parameters: Sequence[Parameter], group: Group
 ) -> list[Parameter]:
-    """Those of ``parameters`` that have a gradient on any rank of ``group``, all of which call it.
+    """The parameters that have a gradient on any rank of ``group``. All ranks of ``group`` call this.
 
-    Afterwards these have a gradient on every rank: zeros on a rank that had none. It is sparse if no rank has
-    a dense one.
+    On return each of these parameters has a gradient on every rank: zeros on a rank without a gradient. The
+    gradient is sparse if no rank has a dense one.
 
     Raises:
-        RankFailedError: another rank has failed instead; see
-            :func:`~ignite_dist.coordination.exchange_outcomes`.
+        RankFailedError: another rank raised; see :func:`~ignite_dist.coordination.exchange_outcomes`.
         CollectiveMismatchError: the ranks have different numbers of parameters.
     """
     own = bytes(_kind(parameter.grad) for parameter in parameters)
     everyones: list[bytes] = exchange_outcomes(live, group, None, own)
     if len({len(one) for one in everyones}) > 1:
         raise CollectiveMismatchError(
-            f"The ranks average the gradients of {[len(one) for one in everyones]} parameters: their models "
-            "differ, or what is frozen in them."
+            f"The ranks average the gradients of {[len(one) for one in everyones]} parameters. Their models "
+            "or their frozen parameters differ."
         )
     used = []
     for parameter, *kinds in zip(parameters, *everyones, strict=True):
@@ -64,7 +63,7 @@ def _kind(gradient: Tensor | None) -> int:
 
 
 def _make_gradient(parameter: Parameter, kind: int) -> None:
-    """Give ``parameter`` a gradient of ``kind`` with the value of the one that it has, or zeros."""
+    """Make ``parameter.grad`` a gradient of ``kind`` with the same values, or zeros without a gradient."""
     if parameter.grad is None and kind != _DENSE:
         parameter.grad = empty_gradient(parameter, kind - _DENSE)
     elif parameter.grad is None:
@@ -74,10 +73,10 @@ def _make_gradient(parameter: Parameter, kind: int) -> None:
 
 
 def average_gradients(live: ComputationModel, parameters: Iterable[Parameter], group: Group) -> None:
-    """Average the gradients of ``parameters`` over the ranks of ``group``, all of which call it.
+    """Average the gradients of ``parameters`` over the ranks of ``group``. All ranks of ``group`` call this.
 
-    A rank without one that others have takes part with zeros. As few collectives as
-    :func:`~ignite_dist.collectives.tensors.average_tensors` makes, and for each sparse gradient two more.
+    A gradient of None counts as zeros. Dense gradients are averaged in buckets; each sparse gradient costs
+    two more collectives.
     """
     dense, sparse = [], []
     for parameter in parameters:
@@ -93,7 +92,7 @@ def average_gradients(live: ComputationModel, parameters: Iterable[Parameter], g
 
 
 def _average_sparse(live: ComputationModel, parameters: Sequence[Parameter], group: Group) -> None:
-    """The same for gradients that are sparse on every rank, which keep so: their entries are gathered."""
+    """Average gradients that are sparse on every rank: gather the entries, keep the results sparse."""
     named = None if group.handle is None else group.handle
     own = [parameter.grad.coalesce() for parameter in parameters if parameter.grad is not None]
     counts = live.objects.gather([len(gradient.values()) for gradient in own], group)
@@ -114,17 +113,17 @@ def _average_sparse(live: ComputationModel, parameters: Sequence[Parameter], gro
         )
 
 
-# --- in the step, where neither a model's wrapper nor an optimizer of the backend's averages --------------
+# --- averages in the step, if neither a wrapper nor the backend's optimizer averages gradients ---------
 
 
 def average_in_step(optimizer: Optimizer) -> None:
-    """Make ``optimizer`` average its gradients before each step, once however often this is called."""
+    """Make ``optimizer`` average its gradients before each step. Further calls change nothing."""
     if _average_first not in _torch.step_pre_hooks(optimizer).values():
         optimizer.register_step_pre_hook(_average_first)
 
 
 def average_now(live: ComputationModel, optimizer: Optimizer) -> None:
-    """Average the gradients now, whoever does it in this context; the next step does not again."""
+    """Average the gradients now. The next step does not average them again."""
     if not take_mark(optimizer):
         if live.training.averages_gradients:
             live.training.reduce_gradients(optimizer)
@@ -136,7 +135,7 @@ def average_now(live: ComputationModel, optimizer: Optimizer) -> None:
 def _average_first(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Step hook: average the gradients first; with a closure, each time that it has computed them."""
+    """Step hook: average the gradients before the step, or after each call of the closure."""
     closure = _closure_of(args, kwargs)
     if closure is None:
         if not take_mark(optimizer):
@@ -157,7 +156,7 @@ def _average(live: ComputationModel, optimizer: Optimizer) -> None:
     if len(world.ranks) == 1:  # the context has ended
         return
     trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
-    # To know which gradients other ranks have would be to wait for the device in each step.
+    # On a lazy backend, comparing gradients across ranks would wait for the device in each step.
     used = trained if live.training.computes_lazily else agree_on_gradients(live, trained, world)
     average_gradients(live, used, world)
 
@@ -168,8 +167,8 @@ def _average(live: ComputationModel, optimizer: Optimizer) -> None:
 def average_losses(optimizer: Optimizer) -> None:
     """Make ``optimizer`` see the mean over the ranks of the loss that a closure returns.
 
-    For where the backward pass averages the gradients. An optimizer that decides by the loss (a line search)
-    then decides alike on all ranks.
+    Use this where the backward pass averages the gradients. An optimizer whose step depends on the loss (a
+    line search) then takes the same step on all ranks.
     """
     if _average_loss not in _torch.step_pre_hooks(optimizer).values():
         optimizer.register_step_pre_hook(_average_loss)
@@ -179,7 +178,8 @@ def _average_loss(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     closure = _closure_of(args, kwargs)
-    if closure is None or current_model().groups.is_joining:  # there ranks make different numbers of steps
+    # In join() the ranks make different numbers of steps.
+    if closure is None or current_model().groups.is_joining:
         return None
 
     def averaging_closure() -> Any:
@@ -195,7 +195,7 @@ def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _with_closure(
     closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step with ``closure`` in place of theirs."""
+    """The arguments of a step with their closure replaced by ``closure``."""
     others = {name: value for name, value in kwargs.items() if name != "closure"}
     return (args[0], closure, *args[2:]), others
 
@@ -203,8 +203,8 @@ def _with_closure(
 def _mean_loss(loss: Any, group: Group) -> Any:
     """``loss``, a number or a tensor of one element, averaged over the ranks of ``group``.
 
-    A closure may return it among other things, in a tuple, say: there each float and each 0-d tensor is
-    averaged. Others, as the model's output, may differ in shape on each rank and stay as they are.
+    If ``loss`` is a container, each float and each 0-d float tensor in it is averaged. Other values (the
+    model's output) may have a different shape on each rank and stay unchanged.
     """
     if len(group.ranks) == 1:
         return loss

@@ -1,8 +1,8 @@
-"""When gradients are synchronised: accumulation, strategies, clipping.
+"""When gradients are averaged: accumulation, strategies, clipping.
 
-Backends average at different times: ``DistributedDataParallel`` and Horovod in the backward pass (Horovod
-at the end of :func:`grad_sync`, or in the step, if a rank has made none), the hook of ``auto_optim`` in the
-step. The functions here mean the same everywhere.
+``DistributedDataParallel`` and Horovod average in the backward pass (Horovod at the end of :func:`grad_sync`
+or in the step, if a rank made no backward pass). The hook of ``auto_optim`` averages in the step.
+The functions here give the same results with every backend.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ class DDPSyncStrategy(Enum):
     """When the gradients of several microbatches are averaged over the ranks.
 
     Attributes:
-        SINGLE_AUTO_SYNC: once, in the last microbatch's backward pass (XLA: in the step). The
-            fastest. A rank may leave that backward pass out, or parameters in it, with
-            ``DistributedDataParallel`` too: at the end of the block it then takes part with what it has
-            accumulated. Without ``find_unused_parameters=True`` a parameter that no rank has used in the
-            whole step then has a gradient of zeros, not None.
-        MULTI_AUTO_SYNC: in each microbatch's backward pass: with ``find_unused_parameters=True`` the
-            single-process gradients, whatever each microbatch uses, at the price of an all-reduce for each.
-            Horovod: once, in the last backward pass; XLA: once, in the step. Both are as right there.
-        FORCED_SYNC: once, after the last microbatch's block: the ranks agree on which parameters have a
-            gradient on any of them, and average these in buckets. The single-process gradients, whatever each
-            microbatch uses on each rank, without ``find_unused_parameters``; but nothing overlaps with the
-            backward pass. Sparse gradients (of an embedding) stay sparse. If a block raises on one rank, the
-            others raise ``RankFailedError``, and no gradient is touched.
+        SINGLE_AUTO_SYNC: once, in the last microbatch's backward pass (XLA: in the step). The fastest.
+            A rank may skip that backward pass or some parameters, with ``DistributedDataParallel`` too: at
+            the end of the block the rank contributes its accumulated gradients. Without
+            ``find_unused_parameters=True`` a parameter that no rank used in the whole step then has a
+            gradient of zeros, not None.
+        MULTI_AUTO_SYNC: in each microbatch's backward pass. With ``find_unused_parameters=True`` the
+            gradients equal single-process gradients, whichever parameters each microbatch uses. The cost is
+            an all-reduce per microbatch. Horovod averages once, in the last backward pass, and XLA once, in
+            the step, with the same result.
+        FORCED_SYNC: once, after the last microbatch's block. The ranks agree on the parameters that have a
+            gradient on any rank and average these gradients in buckets. The gradients equal single-process
+            gradients without ``find_unused_parameters``. Communication does not overlap with the backward
+            pass. Sparse gradients (of an embedding) stay sparse. If a block raises on one rank, the other
+            ranks raise ``RankFailedError``, and no gradient is changed.
     """
 
     SINGLE_AUTO_SYNC = "single_auto_sync"
@@ -56,23 +57,24 @@ class DDPSyncStrategy(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> Any:
-        raise ValueError(f"strategy is one of {', '.join(map(str, cls))}, or its value; got {value!r}.")
+        raise ValueError(
+            f"strategy must be one of {', '.join(map(str, cls))}, or one of their values; got {value!r}."
+        )
 
 
 @contextmanager
 def no_sync(model: Module) -> Iterator[None]:
-    """Context manager: gradients of the block's backward passes accumulate as each rank's own.
+    """Context manager: backward passes in the block accumulate gradients and average nothing.
 
-    What is averaged afterwards is the sum. Forward and backward pass both belong into the block. Where
-    gradients are averaged in the step, or not at all, it changes nothing.
+    The next average is over the accumulated sums. Run the forward and the backward pass in the block. Where
+    gradients are averaged in the step, or never, ``no_sync`` changes nothing.
 
     Args:
-        model: what :func:`auto_model` returned, or what contains it. With Horovod its parameters are those of
-            an optimizer of :func:`auto_optim`.
+        model: the result of :func:`auto_model`, or a module that contains it. With Horovod an optimizer of
+            :func:`auto_optim` must have its parameters.
 
     Raises:
-        ValueError: with Horovod, if no such optimizer has any of them.
-
+        ValueError: no optimizer of :func:`auto_optim` has the parameters (Horovod).
     Example::
 
         with idist.no_sync(model):
@@ -93,24 +95,26 @@ def grad_sync(
 ) -> Iterator[None]:
     """Context manager around a microbatch's forward and backward pass.
 
-    After the block of the final microbatch the gradients are the means over the ranks of their sums over the
-    microbatches (XLA, and optimizers that Horovod itself has made: in the step). Every rank enters that
-    block; a rank may skip what is in it, the backward pass or the forward pass too, and then takes part with
-    what it has accumulated. Otherwise it makes as many passes there as the other ranks. Under
-    ``torch.no_grad()`` nothing is averaged. With FSDP2 no rank can skip a pass, because the others wait for
-    its shards; if all skip the last one, its sums stay until the next backward pass.
+    After the block of the final microbatch, the gradients are the sums over the microbatches, averaged over
+    the ranks (XLA and optimizers made by Horovod itself: in the step). Every rank must enter that block.
+    A rank may skip all passes in that block and then contributes its accumulated gradients; otherwise the
+    rank makes as many passes as the other ranks. Under ``torch.no_grad()`` nothing is averaged. With
+    FSDP2 no rank can skip a pass, because the other ranks need its shards. If all ranks skip the last pass,
+    the sums stay local until the next backward pass.
 
     Args:
-        model: what :func:`auto_model` returned, or what contains it.
-        optimizers: those of its parameters; None finds what :func:`auto_optim` returned for them.
+        model: the result of :func:`auto_model`, or a module that contains it.
+        optimizers: the optimizers of the model's parameters; None finds those that :func:`auto_optim`
+            returned.
         is_final_microbatch: whether a step comes next. The same on every rank.
         strategy: see :class:`DDPSyncStrategy`.
 
     Raises:
-        RankFailedError: FORCED_SYNC, and the block of another rank has raised.
-        RuntimeError: not with FORCED_SYNC: a parameter was frozen after ``DistributedDataParallel`` was made,
-            which waits for its gradient; or ``model`` contains several, and this rank has used none of them.
-        ValueError: as :func:`no_sync`.
+        RankFailedError: the block of another rank raised (FORCED_SYNC only).
+        RuntimeError: a parameter was frozen after ``DistributedDataParallel`` was made, and DDP waits for its
+            gradient; or ``model`` contains several DDP modules, and this rank has used none of them. Not with
+            FORCED_SYNC.
+        ValueError: as in :func:`no_sync`.
     """
     live = current_model()
     strategy = DDPSyncStrategy(strategy)
@@ -143,13 +147,11 @@ def _forced(
         with live.training.accumulate(model, optimizers):
             yield
     except BaseException as error:
-        exchange_outcomes(live, group, error)  # which the others meet in their final microbatch
+        exchange_outcomes(live, group, error)  # the other ranks call this in their final microbatch
         raise
     if is_final:
         parameters = dict.fromkeys(model.parameters())
-        if (
-            not live.training.averages_in_backward
-        ):  # the step will not average what else these optimizers have either
+        if not live.training.averages_in_backward:  # the step will not average these again
             parameters.update(dict.fromkeys(parameters_of(*optimizers)))
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         average_gradients(live, agree_on_gradients(live, trained, group), group)
@@ -164,8 +166,8 @@ class Microbatch:
 
     Attributes:
         is_final: whether a step comes next.
-        number: its position in the step, from 0 on.
-        was_entered: whether its block has begun.
+        number: position in the step, from 0.
+        was_entered: whether the block has been entered.
     """
 
     def __init__(
@@ -196,26 +198,26 @@ def accumulate(
     strategy: DDPSyncStrategy = DDPSyncStrategy.SINGLE_AUTO_SYNC,
     optimizers: Optimizer | Sequence[Optimizer] | None = None,
 ) -> Iterator[tuple[Any, Microbatch]]:
-    """Batches, and around each what makes one step of several of them.
+    """Pair each batch with a context manager that accumulates gradients over ``steps`` microbatches.
 
-    When the step comes, the gradient is that of the mean of the losses of all its microbatches on all ranks.
-    The last step of a pass may have fewer than ``steps``, and each rank makes as many steps as the others.
-    Where their numbers of microbatches in a step differ say ``weight=lambda batch: 1`` to have them counted;
-    with MULTI_AUTO_SYNC, and for a model with buffers, they are equal. A step begins with gradients of None
-    or zero: what is there is taken for a part of the sum. A rank may skip what is in the block of a
-    microbatch, which then counts with a gradient of zero; it enters the block of the last one. Gradients that
-    ``torch.autograd.grad`` returns in a block are left alone. What ``loader`` or ``weight`` raises is that
-    rank's alone.
+    Before the step the gradient is that of the mean loss over all microbatches of all ranks. The last step of
+    a pass may have fewer than ``steps`` microbatches. Every rank makes the same number of steps. If the
+    number of microbatches in a step differs between ranks, pass ``weight=lambda batch: 1``; with
+    MULTI_AUTO_SYNC, and for a model with buffers, the numbers must be equal. Gradients must be None or zero
+    when a step begins, because existing values count as part of the sum. A rank may skip the passes in a
+    block; the microbatch then counts with a zero gradient. Every rank enters the block of the last
+    microbatch. Results of ``torch.autograd.grad`` in a block stay unchanged. An error of ``loader`` or
+    ``weight`` is raised on its own rank only.
 
     Args:
-        loader: whose batches are the microbatches; it is one batch ahead.
-        model: what :func:`auto_model` returned, or what contains it; not with ``strategy="fsdp"``. All ranks
-            are those of its ``process_group``, if it has one.
+        loader: an iterable of batches, one per microbatch. One batch is fetched ahead.
+        model: the result of :func:`auto_model`, or a module that contains it; not with ``strategy="fsdp"``.
+            If the model has a ``process_group``, "all ranks" means the ranks of this group.
         steps: microbatches per step.
-        weight: of a batch, in whatever counts: how many samples, or tokens, its loss is the mean of. Then the
-            gradient is that of the mean over all of these, whatever the sizes of the microbatches on each
-            rank. One number per step is exchanged for it. Until then gradients are sums by weight: in float16
-            large counts overflow.
+        weight: returns the number of samples or tokens over which a batch's loss is the mean. The gradient is
+            then that of the mean over all samples or tokens, for any sizes of microbatches. The ranks
+            exchange one number per step. Until the step gradients are weighted sums: in float16 large
+            weights overflow.
         strategy: see :class:`DDPSyncStrategy`.
         optimizers: as in :func:`grad_sync`.
 
@@ -223,8 +225,8 @@ def accumulate(
         ``(batch, microbatch)``, see :class:`Microbatch`.
 
     Raises:
-        ValueError: ``steps`` is not a positive int, a weight is negative, or those of all ranks are zero.
-        RuntimeError: the block of a step's last microbatch was not entered; or it is called inside of
+        ValueError: ``steps`` is not a positive int, a weight is negative, or the weights of all ranks are 0.
+        RuntimeError: the block of a step's last microbatch was not entered; or called inside of
             :func:`join`, where ranks make different numbers of steps.
 
     Example::
@@ -237,7 +239,7 @@ def accumulate(
                 optimizer.zero_grad()
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps is a positive int, got {steps!r}.")
+        raise ValueError(f"steps must be a positive int, got {steps!r}.")
     _check_whole(model, "accumulate")
     current_model().groups.check_not_joining()
     synced = partial(grad_sync, model, optimizers, strategy=DDPSyncStrategy(strategy))
@@ -267,8 +269,8 @@ def _accumulate(
         if is_final:
             if not microbatch.was_entered:
                 raise RuntimeError(
-                    "The block of a step's last microbatch was left out: the gradients are neither averaged "
-                    "nor a mean. Enter `with sync:` for each microbatch, and skip what is in it."
+                    "The block of a step's last microbatch was not entered, so the gradients are neither "
+                    "averaged nor a mean. Enter `with sync:` for each microbatch. Skip only its contents."
                 )
             weights = []
 
@@ -281,12 +283,12 @@ def _weighed(
     mean: Callable[[float], float] | None,
     synced: Callable[..., AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """The block of the microbatch that has the last of ``weights``, those of its step until now.
+    """The block of one microbatch. ``weights`` are those of the step so far, with its own at the end.
 
-    Gradients are summed by their weights until the last microbatch knows them all and makes the sum a mean.
-    That is linear, so it does not matter whether the ranks are averaged before or after.
+    Gradients are summed by weight until the last microbatch, which divides the sum by the total weight. The
+    division is linear, so the average over the ranks may come before or after the division.
     """
-    current_model().groups.check_not_joining()  # where is_final differs between ranks
+    current_model().groups.check_not_joining()  # in join() is_final differs between ranks
     factor = weights[-1]
     if is_final:
         total = sum(weights) if mean is None else mean(sum(weights))
@@ -302,7 +304,7 @@ def _weighed(
 def _checked(weight: Any) -> float:
     value = float(weight)
     if not 0 <= value < inf:
-        raise ValueError(f"The weight of a batch is a number from 0 on, got {weight!r}.")
+        raise ValueError(f"The weight of a batch must be a finite number >= 0, got {weight!r}.")
     return value
 
 
@@ -311,10 +313,10 @@ def _mean_over_ranks(
 ) -> float:
     live = current_model()
     group = live.training.gradient_group(model, _optimizers(live, model, optimizers))
-    # Not all_reduce: a rank whose block has raised answers here too, with FORCED_SYNC.
+    # Not all_reduce: with FORCED_SYNC a rank whose block raised calls exchange_outcomes too.
     everyones: list[float] = exchange_outcomes(live, group, None, weight)
     if not any(everyones):
-        raise ValueError("The weights of all microbatches of this step, on all ranks, are zero.")
+        raise ValueError("The weights of all microbatches of this step are zero on all ranks.")
     return sum(everyones) / len(everyones)
 
 
@@ -324,24 +326,23 @@ def _mean_over_ranks(
 def clip_grad_norm(
     model: Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale the gradients, the means over all ranks, so that their global norm is ``max_norm`` at most.
+    """Scale the averaged gradients so that their global norm is at most ``max_norm``.
 
-    It is called between the last backward pass and the step. Where they are not averages yet (XLA;
-    Horovod, if this rank has made no backward pass) they are averaged now, and the step does not again, so
-    every rank calls it.
+    Call this on every rank, between the last backward pass and the step. Gradients that are not averaged
+    yet (XLA; Horovod, if this rank made no backward pass) are averaged here, and not again in the step.
 
     Args:
-        model: what :func:`auto_model` returned, or what contains it.
-        max_norm: of the gradients of all parameters together.
+        model: the result of :func:`auto_model`, or a module that contains it.
+        max_norm: the largest norm of the gradients of all parameters together.
         norm_type: the p of the p-norm; ``inf`` for the largest element.
-        error_if_nonfinite: raise where the norm is NaN or infinite.
+        error_if_nonfinite: raise if the norm is NaN or infinite.
 
     Returns:
-        The norm before, a 0-d tensor, the same on every rank.
+        The norm before clipping: a 0-d tensor, the same on every rank.
 
     Raises:
-        ValueError: with Horovod or XLA, if no optimizer of :func:`auto_optim` has the model's parameters.
-        RuntimeError: ``error_if_nonfinite``.
+        ValueError: no optimizer of :func:`auto_optim` has the model's parameters (Horovod and XLA).
+        RuntimeError: the norm is NaN or infinite, with ``error_if_nonfinite``.
     """
     live = current_model()
     optimizers = _optimizers(live, model, None)
@@ -353,7 +354,7 @@ def clip_grad_norm(
         for optimizer in optimizers:
             average_now(live, optimizer)
         owned = set(parameters_of(*optimizers))
-        others = [parameter for parameter in trained if parameter not in owned]  # which no step will average
+        others = [parameter for parameter in trained if parameter not in owned]  # no step averages these
         if others:
             group = live.training.gradient_group(model, optimizers)
             average_gradients(live, agree_on_gradients(live, others, group), group)
@@ -371,23 +372,23 @@ def clip_grad_norm(
 def _optimizers(
     live: ComputationModel, model: Module, given: Optimizer | Sequence[Optimizer] | None
 ) -> list[Optimizer]:
-    """The optimizers of the parameters of ``model``, in the order in which they were adapted."""
+    """The optimizers of the parameters of ``model``, in the order of the calls of ``auto_optim``."""
     if given is not None:
         return [given] if isinstance(given, Optimizer) else list(given)
-    if live.training.averages_in_backward:  # nobody will ask
+    if live.training.averages_in_backward:  # the optimizers are not needed
         return []
     own = set(model.parameters())
-    # Not values(): another replica of this process may add one meanwhile.
+    # Not values(): another replica in this process may add an optimizer during the iteration.
     adapted = [reference() for reference in live.training.optimizers.valuerefs()]
     return [one for one in adapted if one is not None and not own.isdisjoint(parameters_of(one))]
 
 
 def _check_whole(model: Module, function: str) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    # After a forward pass without a backward pass FSDP2 leaves the outermost module's parameters whole.
+    # FSDP2 keeps the outermost module's parameters unsharded after a forward pass without a backward pass.
     is_fsdp = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
     if is_fsdp or any(map(is_sharded, model.parameters())):
         raise ValueError(
-            f"{function} is not for a model whose parameters are sharded, as by FSDP2: no rank ever has "
-            "whole gradients. Use no_sync(model) around all microbatches but the last."
+            f"{function} does not support a model with sharded parameters (FSDP2): no rank ever has whole "
+            "gradients. Use no_sync(model) around all microbatches except the last."
         )

@@ -1,4 +1,4 @@
-"""Parameters that were frozen when ``auto_model`` saw them, and would be each rank's own if trained later."""
+"""Detect parameters that are unfrozen after ``auto_model``: no rank would average their gradients."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ignite_dist.comp_models import ComputationModel
 
 __all__ = ["watch_frozen"]
 
-# The handles of the hooks, by parameter.
+# Hook handles, keyed by parameter.
 _watched: Any = WeakTensorKeyDictionary()
 
 
 def watch_frozen(live: ComputationModel, module: Module, wrapped: Module, is_averaged_later: bool) -> None:
-    """Make a backward pass raise that computes a gradient for what is frozen now.
+    """Make backward passes raise if they compute a gradient for a parameter that is frozen now.
 
-    It costs nothing while that stays frozen. What an earlier call has said of the parameters is forgotten.
+    The hooks cost nothing while the parameters stay frozen. Hooks of an earlier call are removed.
 
     Args:
         live: the context.
-        module: without its wrapper.
-        wrapped: with it.
-        is_averaged_later: whether a parameter of ``module`` that is unfrozen later begins with the same value
-            on every rank, and is averaged.
+        module: the module without its wrapper.
+        wrapped: the module with its wrapper.
+        is_averaged_later: whether a parameter that is unfrozen later has equal values on all ranks, and its
+            gradient is averaged.
     """
     ignored = _torch.ignored_by_ddp(module)
     wrapper = wrapped if isinstance(wrapped, DistributedDataParallel) else None
@@ -43,7 +43,7 @@ def watch_frozen(live: ComputationModel, module: Module, wrapped: Module, is_ave
         if is_averaged_later or name in ignored:
             continue
         refusal = _Refusal(live, f"{name!r} of {type(module).__name__}", wrapper)
-        parameter.requires_grad_(True)  # torch takes a hook for no other
+        parameter.requires_grad_(True)  # torch refuses the hook otherwise
         try:
             _watched[parameter] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 refusal
@@ -53,7 +53,7 @@ def watch_frozen(live: ComputationModel, module: Module, wrapped: Module, is_ave
 
 
 class _Refusal:
-    """A hook that raises when a gradient has come that nobody will average."""
+    """A hook that raises if no rank will average the computed gradient."""
 
     def __init__(self, live: ComputationModel, name: str, wrapper: DistributedDataParallel | None) -> None:
         self._live = weakref.ref(live)
@@ -66,11 +66,11 @@ class _Refusal:
             return
         if self._wrapper is not None:
             wrapper = self._wrapper()
-            # In no_sync() the gradients are each rank's own by intent; FORCED_SYNC averages all of them.
+            # In no_sync() local gradients are intended. FORCED_SYNC averages all gradients itself.
             if wrapper is None or not wrapper.require_backward_grad_sync:
                 return
         raise RuntimeError(
-            f"{self._name} was frozen when auto_model got the model, so its gradients would be each rank's "
-            "own. Unfreeze it, then call model = idist.auto_model(idist.unwrap_model(model)) (it may be "
-            "called again), and make the optimizer."
+            f"{self._name} was frozen when auto_model received the model, so its gradients would not be "
+            "averaged. Unfreeze the parameter, then call model = idist.auto_model(idist.unwrap_model(model)) "
+            "again and make a new optimizer."
         )

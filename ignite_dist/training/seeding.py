@@ -1,4 +1,4 @@
-"""Random numbers: one seed that all ranks agree on, and generators that differ by rank."""
+"""Random numbers: a shared seed, and generators that differ by rank."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SHARED_BITS = 32
 
 
 def shared_seed() -> int:
-    """A fresh random seed in [0, 2**32), the same on every rank; every rank calls it.
+    """A new random seed in [0, 2**32), the same on every rank. Every rank calls this.
 
-    It is rank 0's, from the operating system: no generator is drawn from. Every generator takes it,
-    ``numpy.random.seed`` too, which takes no more bits.
+    Rank 0 reads the seed from the operating system, so no generator's state changes. 32 bits is the most
+    that ``numpy.random.seed`` accepts.
     """
     model = current_model()
     world = model.groups.resolve(None)
@@ -32,23 +32,23 @@ def shared_seed() -> int:
 
 
 def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
-    """Seed Python's ``random``, numpy if it is in use, and torch on the CPU and on this rank's devices.
+    """Seed Python's ``random``, numpy if it is imported, and torch on the CPU and on this rank's devices.
 
-    The same seed, world size and rank give the same numbers. The workers of a data loader are seeded by torch
-    from this rank's generator, so theirs differ by rank too. Rank 0 draws what a single process would.
+    The same seed, world size and rank give the same numbers. torch seeds data loader workers from this
+    rank's generator, so their numbers differ by rank too. Rank 0 draws the same numbers as one process.
 
     Args:
-        seed: in [0, 2**63), the same on every rank. None takes a :func:`shared_seed`, for which every rank
-            makes this call.
+        seed: in [0, 2**63), the same on every rank. None uses a :func:`shared_seed`; every rank must then
+            call this.
         per_rank: False makes all ranks draw the same numbers, to initialise a model for example.
 
     Returns:
-        The seed, to log it: given again it repeats the run.
+        The seed, for logs: passing it as ``seed`` repeats the run.
 
     Raises:
-        ValueError: ``seed`` is not in range.
-        RuntimeError: ``per_rank`` where ranks are threads of one process, which have one random state
-            (several replicas of XLA). Draw from a ``torch.Generator``, seeded by rank, instead.
+        ValueError: ``seed`` is out of range.
+        RuntimeError: ``per_rank`` if several ranks (replicas of XLA) are threads of one process and share
+            its random state. Use a ``torch.Generator`` per rank instead.
     """
     model = current_model()
     if seed is not None:
@@ -67,7 +67,7 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(own % (1 << 32))
     model.training.seed(own)
-    if together:  # nobody may draw before the last has seeded what all draw from
+    if together:  # no rank may draw before the last rank has seeded the shared state
         model.transport.barrier(model.groups.world).wait()
     return seed
 
@@ -75,11 +75,11 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
 def _checked(seed: Any) -> int:
     if not isinstance(seed, bool) and hasattr(seed, "__index__") and 0 <= index(seed) < 1 << _SEED_BITS:
         return index(seed)
-    raise ValueError(f"seed is an int in [0, 2**{_SEED_BITS}), got {seed!r}.")
+    raise ValueError(f"seed must be an int in [0, 2**{_SEED_BITS}), got {seed!r}.")
 
 
 def _mixed(seed: int, rank: int) -> int:
-    """A seed for ``rank``. Not their sum: the runs of two seeds that are close would share their numbers."""
+    """A seed for ``rank``. With ``seed + rank`` the runs of two neighbouring seeds would share numbers."""
     if rank == 0:
         return seed
     digest = hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""The whole state of a model and of an optimizer, however the ranks share it out; and the way back."""
+"""Save and load the whole state of a model or an optimizer, sharded or not."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ __all__ = ["load_model_state", "load_optimizer_state", "model_state", "optimizer
 
 
 def model_state(model: Module) -> dict[str, Any]:
-    """The state of the module inside of its wrappers on rank 0, to save it; ``{}`` on the others.
+    """The state of the unwrapped model on rank 0, for saving; ``{}`` on the other ranks.
 
-    Every rank calls it: what FSDP2 has sharded is gathered. The keys are those of the module itself, so it is
-    loaded on any number of ranks, with any backend and without one.
+    Every rank calls this, because the shards of FSDP2 are gathered. The keys are those of the unwrapped
+    module. So the state can be loaded on any number of ranks, with any backend or none.
 
     Args:
-        model: what :func:`auto_model` returned.
+        model: the result of :func:`auto_model`.
 
     Returns:
-        On rank 0 a ``state_dict`` of copies on the CPU.
+        A ``state_dict`` of copies on the CPU on rank 0.
     """
     state: dict[str, Any] = _gathered(unwrap_model(model).state_dict())
     return state
 
 
 def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
-    """Give the model of every rank the state that rank 0 has. Every rank calls it.
+    """Load the state that rank 0 has into the model of every rank. Every rank calls this.
 
     Args:
-        model: what :func:`auto_model` returned.
-        state: on rank 0 what :func:`model_state` returned there, or a ``state_dict`` of the module itself. On
-            the others anything; it is not looked at.
+        model: the result of :func:`auto_model`.
+        state: on rank 0 the result of :func:`model_state`, or a ``state_dict`` of the unwrapped module.
+            Ignored on the other ranks.
 
     Raises:
-        RuntimeError: keys or shapes that are not the module's, on rank 0; nothing was changed.
-        RankFailedError: that, or whatever loading it raises on rank 0, on the other ranks.
+        RuntimeError: keys or shapes differ from the module's; raised on rank 0. Nothing was changed.
+        RankFailedError: rank 0 raised that or any other error; raised on the other ranks.
     """
     live, inner = current_model(), unwrap_model(model)
     world = live.groups.resolve(None)
-    own = inner.state_dict()  # FSDP2 shards again here what it has gathered for a forward pass
+    own = inner.state_dict()  # FSDP2 also shards here the parameters that a forward pass gathered
     shards = any(map(is_sharded, own.values()))
     _on_rank_0(lambda: _check_state(inner, state) if shards else _load_whole(inner, state))
     if live.get_world_size() == 1:
         return
     named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
-    extra = own.keys() - {name for name, _ in named}  # of get_extra_state()
+    extra = own.keys() - {name for name, _ in named}  # from get_extra_state()
     values = (state or {}) if live.get_rank() == 0 else {}
     if shards:
         _fill_shards(live, {name: one for name, one in own.items() if name not in extra}, values, world)
@@ -76,7 +76,7 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
 def _fill_shards(
     live: ComputationModel, own: Mapping[str, Tensor], state: Mapping[str, Tensor], group: Group
 ) -> None:
-    """Fill ``own``, of which each rank has a part, from the ``state`` of rank 0, one tensor at a time."""
+    """Fill the possibly sharded tensors ``own`` from the ``state`` of rank 0, one tensor at a time."""
     for name, tensor in own.items():
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if state:
@@ -95,28 +95,28 @@ def _check_state(inner: Module, state: Mapping[str, Any] | None) -> None:
     given = {} if state is None else state
     wrong = [f"missing {name}" for name in own if name not in given]
     wrong += [f"unexpected {name}" for name in given if name not in own]
-    wrong += [f"{name} is a shard, and not the whole" for name in own if is_sharded(given.get(name))]
+    wrong += [f"{name} is a shard, not the whole tensor" for name in own if is_sharded(given.get(name))]
     wrong += [
         f"{name} of shape {tuple(given[name].shape)} for {tuple(value.shape)}"
         for name, value in own.items()
         if isinstance(value, Tensor) and name in given and given[name].shape != value.shape
     ]
     if wrong:
-        raise RuntimeError(f"The state is not that of {type(inner).__name__}: {'; '.join(wrong[:10])}.")
+        raise RuntimeError(f"The state does not fit a {type(inner).__name__}: {'; '.join(wrong[:10])}.")
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The whole state of an optimizer on rank 0, to save it; ``{}`` on the others.
+    """The whole state of an optimizer on rank 0, for saving; ``{}`` on the other ranks.
 
-    Every rank calls it: what ZeRO or FSDP2 has sharded is gathered.
+    Every rank calls this, because the shards of ZeRO or FSDP2 are gathered.
 
     Args:
-        optimizer: what :func:`auto_optim` returned.
+        optimizer: the result of :func:`auto_optim`.
 
     Returns:
-        On rank 0 a ``state_dict`` of copies on the CPU, as of the optimizer without any of them.
+        A ``state_dict`` of copies on the CPU on rank 0, in the format of the optimizer without sharding.
     """
-    if hasattr(optimizer, "consolidate_state_dict"):  # ZeRO's, which has it on this rank alone
+    if hasattr(optimizer, "consolidate_state_dict"):  # ZeRO; only rank 0 receives the state
         current_model().groups.check_not_joining()
         optimizer.consolidate_state_dict(to=0)
         if current_model().get_rank() != 0:
@@ -130,15 +130,15 @@ def _load(saved: bytes | memoryview) -> Any:
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> None:
-    """Give the optimizer of every rank the state that rank 0 has. Every rank calls it.
+    """Load the state that rank 0 has into the optimizer of every rank. Every rank calls this.
 
     Args:
-        optimizer: what :func:`auto_optim` returned.
-        state: on rank 0 what :func:`optimizer_state` returned there, or another ``state_dict`` of such an
-            optimizer. On the others anything; it is not looked at.
+        optimizer: the result of :func:`auto_optim`.
+        state: on rank 0 the result of :func:`optimizer_state`, or another ``state_dict`` of such an
+            optimizer. Ignored on the other ranks.
 
     Raises:
-        ValueError: groups or parameters that are not the optimizer's, on every rank; nothing was changed.
+        ValueError: groups or parameters do not fit the optimizer; raised on every rank. Nothing was changed.
     """
     live = current_model()
     saved: list[bytes] = []
@@ -150,32 +150,30 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> 
         own = everyones["state"].get(number, {})
         if is_sharded(parameter):
             own.update({name: _as_sharded(value, parameter) for name, value in own.items()})
-    if hasattr(optimizer, "consolidate_state_dict"):  # ZeRO would keep what the state to load has not
+    if hasattr(optimizer, "consolidate_state_dict"):  # ZeRO keeps entries that the new state does not have
         optimizer.optim.state.clear()  # type: ignore[attr-defined]
     optimizer.load_state_dict(everyones)
 
 
 def _check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-        raise ValueError(
-            f"The state of an optimizer is what optimizer_state() gave on rank 0, got {type(state)}."
-        )
+        raise ValueError(f"state must be the result of optimizer_state() on rank 0, got {type(state)}.")
     own = [len(group["params"]) for group in optimizer.param_groups]
     given = [len(group["params"]) for group in state["param_groups"]]
     if own != given:
         raise ValueError(
-            f"The state is not that of this optimizer: its parameter groups have {given} parameters, the "
-            f"optimizer's {own}."
+            f"The state does not fit this optimizer: its parameter groups have {given} parameters, those of "
+            f"the optimizer have {own}."
         )
     if strange := [key for key in state["state"] if isinstance(key, int) and not 0 <= key < sum(own)]:
-        raise ValueError(f"The state has parameters that the optimizer has not: {strange}.")
+        raise ValueError(f"The state has parameters that the optimizer does not have: {strange}.")
 
 
 # --- shared ------------------------------------------------------------------------------------------
 
 
 def _gathered(state: Any) -> Any:
-    """Copies of a tree's tensors, whole and on the CPU, on rank 0; ``{}`` elsewhere."""
+    """Copies of a tree's tensors, gathered on the CPU, on rank 0; ``{}`` on the other ranks."""
     leaves, _ = pytree.flatten(state, is_local=True)
     whole = [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
     if current_model().get_rank() != 0:
@@ -188,7 +186,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def _as_sharded(value: Any, parameter: Any) -> Any:
-    """``value``, which every rank has, as the shards of ``parameter`` if it is of its shape."""
+    """``value``, equal on every rank, sharded like ``parameter`` if both have the same shape."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     from torch.distributed.tensor import distribute_tensor

@@ -1,4 +1,4 @@
-"""Ranks that run out of data at different steps."""
+"""Support ranks that run out of data at different steps."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ def join(
     divide_by_initial_world_size: bool = True,
     throw_on_early_termination: bool = False,
 ) -> Iterator[None]:
-    """Context manager around the steps of ranks that may make different numbers of them.
+    """Context manager: ranks may make different numbers of steps in the block.
 
-    A rank that has come to the end of the block takes part in the others' gradient reductions, with zeros,
-    until all have come. Then every rank has the same parameters: those of the rank that came last (what an
-    optimizer keeps beside them, Adam's moments, is each rank's own from there on, as in torch). In the block
-    every other collective of this package raises, because not all ranks would make it. A serial context needs
-    none of it; with XLA and with FSDP2 every rank takes part in every step, so they raise on entry.
-    For a rank that raises in the block the others wait until it ends, as with torch's ``Join``.
+    A rank that has left the block contributes zeros to the other ranks' gradient reductions until all ranks
+    have left the block. Then every rank takes the parameters of the last rank. Optimizer state (the moments
+    of Adam) is not synchronised, as in torch. In the block every other collective of this package raises,
+    because not all ranks would call it. In a serial context the block changes nothing. XLA and FSDP2 raise
+    on entry, because there every rank must take part in every step. If a rank raises in the block, the other
+    ranks wait until that rank's process ends, as with torch's ``Join``.
 
     Args:
-        model: what :func:`auto_model` returned.
-        optimizer: what :func:`auto_optim` returned.
-        divide_by_initial_world_size: the sum of the gradients is divided by the number of all ranks; with
-            False by that of the ranks that still have data. Horovod has only True.
-        throw_on_early_termination: all ranks raise ``RuntimeError`` as soon as one has no data left. Horovod
-            has only False.
+        model: the result of :func:`auto_model`.
+        optimizer: the result of :func:`auto_optim`.
+        divide_by_initial_world_size: divide the sum of the gradients by the world size; False divides by the
+            number of ranks that still have data. Horovod supports only True.
+        throw_on_early_termination: all ranks raise ``RuntimeError`` as soon as one rank has no data left.
+            Horovod supports only False.
 
     Raises:
-        ValueError: the backend does not have it. Nothing was sent.
-        RuntimeError: inside of another join().
+        ValueError: the backend does not support the request. Nothing was sent.
+        RuntimeError: called inside of another ``join()``.
 
     Example::
 
         with idist.join(model, optimizer):
-            for batch in loader:  # of another length on each rank
+            for batch in loader:  # of a different length on each rank
                 ...
     """
     live = current_model()

@@ -1,4 +1,4 @@
-"""The module inside of what ``auto_model`` has put around it, and its methods as forward passes."""
+"""Unwrap the models of ``auto_model``, and call methods of the unwrapped module as forward passes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["mark_forward_method", "unwrap_model"]
 
 
 def unwrap_model(model: Module) -> Module:
-    """The module inside of what :func:`auto_model` and ``torch.compile`` have put around it.
+    """The module inside the wrappers of :func:`auto_model` and ``torch.compile``.
 
-    ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile`` are taken off, nested in any order, as
-    far as they are on the outside. A model that is none of them comes back as it is, one with FSDP2 too: it
-    is changed in place and has nothing around it. To save it, to evaluate it without collectives, or to call
-    a method of its own. Never communicates, so one rank may call it alone. After training the module's
-    buffers are this rank's, until a pass over a loader of ``auto_dataloader(exact=...)`` begins.
+    Outer ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile`` wrappers are removed, nested in
+    any order. A model without a wrapper is returned unchanged. FSDP2 adds no wrapper: it changes the model in
+    place. Use the unwrapped module to save it, to evaluate it without collectives, or to call its own
+    methods. Never communicates, so a single rank may call this. After training the buffers are those of this
+    rank, until a pass over a loader of ``auto_dataloader(exact=...)`` begins.
     """
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
@@ -31,19 +31,19 @@ def unwrap_model(model: Module) -> Module:
 
 
 def mark_forward_method(model: Module, name: str) -> None:
-    """Make ``model.name(...)`` call that method of the module inside as a forward pass of the wrapper.
+    """Make ``model.name(...)`` run that method of the unwrapped module as a forward pass of the wrapper.
 
-    Called on the module inside, a method of its own bypasses ``DistributedDataParallel``, and its gradients
-    are not averaged. Where :func:`auto_model` wraps nothing this changes nothing.
+    A method that is called on the unwrapped module bypasses ``DistributedDataParallel``, so its gradients are
+    not averaged. Where :func:`auto_model` adds no wrapper, this function changes nothing.
 
     Args:
-        model: what :func:`auto_model` returned.
-        name: of a method of the module inside, which computes a loss for example.
+        model: the result of :func:`auto_model`.
+        name: name of a method of the unwrapped module, for example one that computes a loss.
 
     Raises:
         AttributeError: the module has no such method.
-        ValueError: ``name`` is "forward"; or ``torch.compile`` is around the wrapper or inside of it, which
-            keeps what ``forward`` was; or the wrapper is ``DataParallel``.
+        ValueError: ``name`` is "forward"; or the wrapper is ``DataParallel``; or ``torch.compile`` is around
+            or inside the wrapper and would keep the old ``forward``.
 
     Example::
 
@@ -53,17 +53,17 @@ def mark_forward_method(model: Module, name: str) -> None:
     inner = unwrap_model(model)
     method = getattr(inner, name)
     if name == "forward":
-        raise ValueError("forward is what calling the model runs already.")
+        raise ValueError("name must not be 'forward': calling the model already runs forward.")
     if inner is model:
         return
     if not isinstance(model, DistributedDataParallel) or model.module is not inner:
         raise ValueError(
-            f"{name} can go through the forward pass of a DistributedDataParallel around the module itself, "
-            "not of torch.compile, which keeps what forward was, nor of DataParallel."
+            f"{name} needs a DistributedDataParallel directly around the module: torch.compile keeps the old "
+            "forward, and DataParallel is not supported."
         )
 
     def through_forward(*args: Any, **kwargs: Any) -> Any:
-        own = vars(inner).get("forward")  # somebody else may have replaced it
+        own = vars(inner).get("forward")  # other code may have replaced forward
 
         def restore() -> None:
             vars(inner).pop("forward", None)
@@ -71,7 +71,7 @@ def mark_forward_method(model: Module, name: str) -> None:
                 inner.forward = own
 
         def instead(*args: Any, **kwargs: Any) -> Any:
-            restore()  # the method may call it
+            restore()  # the method may call forward
             return method(*args, **kwargs)
 
         inner.forward = instead

@@ -1,1 +1,1 @@
-"""Values without communication: trees, operations over ranks, bytes."""
+"""Values and their encoding, without communication: trees, reductions, bytes."""

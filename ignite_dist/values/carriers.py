@@ -1,4 +1,4 @@
-"""The dtype and operation that are sent in the place of those that a backend does not support."""
+"""Replace reductions that a backend does not support by equivalent ones with another dtype or operation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Carrier", "as_itself", "find_carrier", "reduce_gathered"]
 
 
 class Carrier(NamedTuple):
-    """A reduction in whose place another one, ``op`` over ``dtype``, gives the same result.
+    """A reduction that replaces another one, with conversions before and after it.
 
     Attributes:
-        op: the operation that is sent; SUM in the place of AVERAGE.
+        op: the operation that is sent; SUM instead of AVERAGE.
         dtype: the dtype that is sent.
-        encode: the tensor as it is sent; never the caller's own memory unless it is a view of it.
-        decode: from what came back to the caller's dtype.
+        encode: converts a tensor to ``dtype``; the result may share the tensor's memory.
+        decode: converts the reduced tensor to the caller's dtype.
     """
 
     op: str
@@ -30,7 +30,7 @@ class Carrier(NamedTuple):
     decode: Callable[[Tensor], Tensor]
 
 
-# Lossless, narrowest first. Sums of ints wrap as in the narrow dtype when they are cast back.
+# Lossless wider dtypes, narrowest first. Sums of ints wrap correctly when cast back to the narrow dtype.
 _WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.bool: (torch.uint8, torch.int32, torch.int64),
     torch.int8: (torch.int32, torch.int64),
@@ -51,32 +51,32 @@ _REAL = {
 }
 
 
-_NAN = {torch.int32: 0x7FC00000, torch.int64: 0x7FF8000000000000}  # the bits of the usual one
+_NAN = {torch.int32: 0x7FC00000, torch.int64: 0x7FF8000000000000}  # the bits of the default NaN
 
 
 _BOOL_OPS = {"AND": "MIN", "OR": "MAX", "MIN": "MIN", "MAX": "MAX"}
 
 
 def as_itself(op: str, dtype: torch.dtype) -> Carrier:
-    """A reduction that is sent as it stands."""
+    """A :class:`Carrier` without conversions."""
     return Carrier(op, dtype, _same, _same)
 
 
 def find_carrier(
     op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool], exact: bool = True
 ) -> Carrier | None:
-    """How a tensor of ``dtype`` is reduced by a backend of which ``carries(op, dtype)`` says what it can do.
+    """The carrier for ``op`` over ``dtype``; None if the values have to be gathered and reduced on each rank.
 
-    None means that no reduction of the backend will do, so the values have to be gathered and reduced on
-    each rank. Only legal combinations (:func:`check_op`) may be asked for.
-
-    Sums and products of narrow floats never go as themselves, whatever the backend carries: it would round
-    after each rank. They go as float64, or as float32 where there is no float64. They do go as themselves if
-    they need not be ``exact``.
+    Args:
+        op: the operation; :func:`check_op` must allow it for ``dtype``.
+        dtype: the dtype of the values.
+        carries: ``carries(op, dtype)`` is True if the backend supports the reduction.
+        exact: True sends sums and products of narrow floats as float64, or as float32 if the backend has no
+            float64, because a backend would round narrow floats after each rank. False sends them unchanged.
     """
     if op in ("MIN", "MAX") and dtype.is_floating_point:
         return _ordered_carrier(op, dtype, carries)
-    sent = "SUM" if op == "AVERAGE" else op  # the caller divides what comes back
+    sent = "SUM" if op == "AVERAGE" else op  # the caller divides the sum
     if exact and is_rounded(op, dtype):
         return _narrow_carrier(sent, dtype, carries)
     if dtype in _REAL:
@@ -116,22 +116,22 @@ def _narrow_carrier(
 def _ordered_carrier(
     op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]
 ) -> Carrier | None:
-    """MIN and MAX of floats as MIN and MAX of the ints that are in the same order, NaN at the winning end.
+    """MIN and MAX of floats, sent as ints of the same order. A NaN sorts at the winning end.
 
-    Backends compare floats with ``<``, so whether a NaN survives depends on the rank it came from; torch's
-    own ``amin`` and ``amax`` return NaN whenever there is one, and so do we.
+    Backends compare floats with ``<``, so whether a NaN survives depends on the NaN's rank. With ints the
+    result is NaN if any rank has a NaN, as in torch's ``amin`` and ``amax``.
     """
     exact = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     integer = torch.int64 if exact is torch.float64 else torch.int32
     if not carries(op, integer):
         return None
     lowest, nan = torch.iinfo(integer).min, _NAN[integer]
-    # A NaN's bits are above those of all numbers. (No other constants than these: XLA takes an int for a
-    # float, and both are exact as one.)
+    # The bits of a NaN are above those of all numbers. XLA treats int constants as floats, so
+    # constants here must be exact as floats. Both are.
     nan_key = nan if op == "MAX" else lowest
 
     def flip(bits: Tensor) -> Tensor:
-        # IEEE 754: positive floats are ordered as their bits, negative ones the other way round.
+        # IEEE 754: positive floats have the order of their bits, negative floats the reverse order.
         return torch.where(bits < 0, ~bits ^ lowest, bits)
 
     def encode(tensor: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def _complex_carrier(
 
 
 def _uint64_carrier(op: str, carries: Callable[[str, torch.dtype], bool]) -> Carrier | None:
-    """uint64 as int64: the same bits under every operation but MIN and MAX, where the sign bit is flipped."""
+    """uint64 sent as int64 with the same bits. For MIN and MAX the sign bit is flipped to keep the order."""
     if not carries(op, torch.int64):
         return None
     flip = torch.iinfo(torch.int64).min if op in ("MIN", "MAX") else 0
@@ -187,7 +187,7 @@ _COMPUTED = {
 
 
 def reduce_gathered(rows: Tensor, op: str) -> Tensor:
-    """``(group_size, *S) -> (*S)``: the reduction that no operation of the backend does, computed here."""
+    """``(group_size, *S) -> (*S)``: a reduction that the backend does not support, computed locally."""
 
     def computes(sent: str, dtype: torch.dtype) -> bool:
         return dtype in _COMPUTED or (dtype is torch.bool and sent in ("AND", "OR"))

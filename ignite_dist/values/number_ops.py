@@ -1,4 +1,4 @@
-"""Reductions of Python's numbers, in rank order and with Python's own arithmetic."""
+"""Reductions of Python numbers, in rank order, with Python's arithmetic."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ _NUMBER_OPS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def plain_number(value: Any) -> Any:
-    """A number as Python's own of the same value: an int, a float, a complex, a bool or a fraction.
+    """A number as a Python int, float, complex, bool or Fraction of the same value.
 
-    What is no number is returned as it is.
+    A ``value`` that is not a number is returned unchanged.
 
     Raises:
-        TypeError: a number that has no such value (a ``longdouble``), or whose sums are rounded by a setting
-            that each rank has for itself (a ``Decimal``).
+        TypeError: a number without such an equivalent (``longdouble``), or a ``Decimal``, whose
+            rounding is a setting of each rank.
     """
     if type(value) in (int, float, bool, complex):
         return value
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
-        plain = value.item() if value.dtype.kind in "biufc" else value  # a timedelta64 says it is a number
+        # numpy's timedelta64 is registered as a Number.
+        plain = value.item() if value.dtype.kind in "biufc" else value
         if not isinstance(plain, numpy.generic) or not isinstance(plain, Number):
             return plain
     elif isinstance(value, float):
@@ -55,17 +56,17 @@ def plain_number(value: Any) -> Any:
     elif isinstance(value, Rational) or not isinstance(value, Number):
         return value
     raise TypeError(
-        "all_reduce takes numbers that are int, float, complex, bool, Fraction, or numpy's of such values; "
-        f"got {value!r} of type {type(value).__name__}. Convert it first: to a Fraction, for example."
+        "all_reduce takes int, float, complex, bool, Fraction, and numpy numbers with such values; "
+        f"got {value!r} of type {type(value).__name__}. Convert it first, for example to a Fraction."
     )
 
 
 def check_number_op(op: str, number: Any) -> None:
-    """Refuse what :func:`reduce_numbers` cannot do with ``number``, before it is sent.
+    """Raise if :func:`reduce_numbers` does not support ``op`` for ``number``, before any communication.
 
     Raises:
-        TypeError: a float under AND or OR.
-        ValueError: ADASUM, which is defined on tensors.
+        TypeError: a float or complex number under AND or OR, or a complex number under MIN or MAX.
+        ValueError: ADASUM, which is defined on tensors only.
     """
     if op == "ADASUM":
         raise ValueError("ADASUM is defined on tensors; got a number. Use SUM or AVERAGE.")
@@ -79,16 +80,16 @@ def check_number_op(op: str, number: Any) -> None:
 
 
 def reduce_numbers(rows: Sequence[Sequence[Any]], op: str) -> list[Any]:
-    """Each rank's row of numbers reduced into one row, in rank order and with Python's own arithmetic.
+    """Reduce the rows of numbers of all ranks to one row, in rank order.
 
-    Ints are exact at any size; a bool counts as 0 or 1, except under AND and OR; AVERAGE divides at the end.
+    Ints are exact at any size. A bool counts as 0 or 1, except under AND and OR. AVERAGE divides at the end.
     """
     combine = _NUMBER_OPS[op]
-    totals = list(rows[0])  # any of them may be empty; all are then
+    totals = list(rows[0])  # if this row is empty, all rows are
     for row in rows[1:]:
         totals = list(map(combine, totals, row))
     if op == "AVERAGE":
         return [total / len(rows) for total in totals]
-    if op in ("SUM", "PRODUCT"):  # a world of one must not return another type than a world of two
+    if op in ("SUM", "PRODUCT"):  # True + True is an int, so the sum in a world of one must be an int too
         return [int(total) if total is True or total is False else total for total in totals]
     return totals

@@ -1,9 +1,9 @@
 """Trees of values: nested dicts, lists, tuples and named tuples.
 
-The keys of a dict are visited in one order whatever their order of insertion, so that ranks that filled
-the same dict in different orders still mean the same leaves. Keys of which all ranks can tell that are str,
-int, bool, members of enums, and tuples of these. Two of them are one key where Python takes them for equal: 1
-and True, a member of an ``IntEnum`` and its value, an int and an int of numpy's.
+All ranks visit the keys of a dict in the same order, whatever the insertion order, so the leaves of all
+ranks pair up. Keys that every rank can compare are str, int, bool, enum members, and tuples of these. Keys
+that Python treats as equal count as one: 1 and True, a member of an ``IntEnum`` and its value, an int and a
+numpy int.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ignite_dist.tracing import traced
 
 __all__ = ["flatten", "map_children", "rebuild"]
 
-_Meaning = tuple[str, Any]  # the kind of a key, and what orders keys of one kind
+_Meaning = tuple[str, Any]  # the kind of a key, and a value that sorts keys of the same kind
 
 
 def flatten(value: Any, atom: type | tuple[()] = (), *, is_local: bool = False) -> tuple[list[Any], str]:
-    """The leaves of ``value``, and a text that two trees share if and only if their leaves pair up.
+    """The leaves of ``value``, and a text that is equal for two trees if and only if their leaves pair up.
 
     Args:
         value: the tree.
-        atom: a kind of container that is a leaf here.
-        is_local: the leaves are not paired with those of other ranks, so any key will do. The text means
-            nothing then.
+        atom: a container type that counts as a leaf.
+        is_local: the leaves are not paired with those of other ranks, so any key is allowed. The text has
+            no meaning then.
 
     Raises:
-        TypeError: a key that is not known to mean the same on all ranks, unless ``is_local``.
+        TypeError: a key that other ranks cannot compare, unless ``is_local``.
     """
     leaves: list[Any] = []
     words: list[str] = []
@@ -59,7 +59,7 @@ def _flatten(value: Any, atom: type | tuple[()], is_local: bool, leaves: list[An
 
 
 def rebuild(value: Any, leaves: Iterator[Any], atom: type | tuple[()] = ()) -> Any:
-    """A new tree of the structure of ``value``, its leaves, as of :func:`flatten`, taken from ``leaves``."""
+    """A new tree with the structure of ``value``. ``leaves`` are in the order of :func:`flatten`."""
     if isinstance(value, (dict, list, tuple)) and not isinstance(value, atom):
         return map_children(lambda child: rebuild(child, leaves, atom), value)
     return next(leaves)
@@ -67,32 +67,32 @@ def rebuild(value: Any, leaves: Iterator[Any], atom: type | tuple[()] = ()) -> A
 
 @traced
 def map_children(function: Callable[[Any], Any], value: Any) -> Any:
-    """A dict, list or tuple of the type of ``value``, of what ``function`` makes of each of its children.
+    """A new dict, list or tuple of the type of ``value``, with ``function`` applied to each child.
 
-    The children of a dict are visited in the order of its keys that :func:`flatten` has.
+    The children of a dict are visited in the key order of :func:`flatten`.
     """
     if isinstance(value, dict):
         children = {key: function(value[key]) for key in _ordered(value)}
         if type(value) is dict:
             return {key: children[key] for key in value}
-        new = copy(value)  # keeps what a subclass carries besides its items, a default factory for example
+        new = copy(value)  # keeps the attributes of a subclass, for example a default factory
         for key, child in children.items():
             new[key] = child
         return new
     items = [function(child) for child in value]
     if hasattr(value, "_fields"):
         return type(value)(*items)
-    return tuple(items) if isinstance(value, tuple) else type(value)(items)  # torch.Size takes ints only
+    return tuple(items) if isinstance(value, tuple) else type(value)(items)  # torch.Size accepts only ints
 
 
 # --- the keys of a dict ------------------------------------------------------------------------------
 
 
 def _ordered(keys: Collection[Any], is_local: bool = True) -> list[Any]:
-    """``keys`` in an order that depends on them alone. Those that other ranks could not tell come last.
+    """``keys`` in an order that does not depend on insertion. Keys that ranks cannot compare come last.
 
     Raises:
-        TypeError: there are such keys, and ``is_local`` is False.
+        TypeError: ``is_local`` is False and ranks cannot compare a key.
     """
     if all(type(key) is str for key in keys):
         return sorted(keys)
@@ -107,7 +107,7 @@ def _ordered(keys: Collection[Any], is_local: bool = True) -> list[Any]:
         else:
             raise TypeError(
                 f"The key {key!r} of a dict is a {type(key).__name__}. Ranks pair the values of a dict by "
-                "keys that are str, int, bool, members of an enum, or tuples of these. Use such keys."
+                "key. Use keys that are str, int, bool, members of an enum, or tuples of these."
             )
     known.sort(key=itemgetter(0))
     if not is_local:
@@ -119,13 +119,13 @@ def _check_distinct(known: list[tuple[_Meaning, Any]]) -> None:
     for (meaning, key), (next_meaning, next_key) in pairwise(known):
         if meaning == next_meaning:
             raise TypeError(
-                f"The keys {key!r} and {next_key!r} of a dict cannot be told apart by their names. Use other "
+                f"The keys {key!r} and {next_key!r} of a dict have the same name on other ranks. Use other "
                 "keys, or a list."
             )
 
 
 def _meaning(key: Any) -> _Meaning | None:
-    """What other ranks know a key by, and sort it by; None if they do not."""
+    """The kind and sort value of a key, the same on all ranks; None if ranks cannot compare the key."""
     if isinstance(key, str):
         text = str.__str__(key)
         if type(key) is str or _is_same_key(key, text):
@@ -141,30 +141,30 @@ def _meaning(key: Any) -> _Meaning | None:
         return None
     if isinstance(key, Enum):
         kind = type(key)
-        name = f"{key._value_:#x}" if isinstance(key, Flag) else key._name_  # of flags together there is none
+        name = f"{key._value_:#x}" if isinstance(key, Flag) else key._name_  # combined flags have no name
         return "enum", (kind.__module__, kind.__qualname__, name)
     return _meaning_to_numpy(key)
 
 
 def _is_same_key(key: Any, plain: Any) -> bool:
-    """Whether a dict takes ``key``, of a class derived from that of ``plain``, for ``plain``."""
+    """Whether a dict treats ``key``, an instance of a subclass, and ``plain`` as the same key."""
     return bool(key == plain) and hash(key) == hash(plain)
 
 
 def _meaning_to_numpy(key: Any) -> _Meaning | None:
     numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(key, numpy.generic) or key.dtype.kind not in "biu":  # no times
+    if numpy is None or not isinstance(key, numpy.generic) or key.dtype.kind not in "biu":
         return None
     number = index(key.item())
     return ("int", number) if _is_same_key(key, number) else None
 
 
 def _word(meaning: _Meaning | None) -> str:
-    """A key in words, which no other key has."""
+    """A text that differs for each key."""
     assert meaning is not None
     kind, value = meaning
     if kind == "tuple":
         return f"({' '.join(map(_word, value))})"
-    if kind == "int":  # Python writes no int of more than 4300 digits
+    if kind == "int":  # str() raises for ints of more than 4300 digits
         return str(value) if value.bit_length() < 64 else hex(value)
     return f"<{' '.join(map(repr, value))}>" if kind == "enum" else repr(value)

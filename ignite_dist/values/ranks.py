@@ -1,4 +1,4 @@
-"""Ranks in words, and what stands for a list of them."""
+"""Lists of ranks as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["describe_ranks", "key_of_ranks", "ranges"]
 
 
 def key_of_ranks(ranks: Sequence[int]) -> str:
-    """What tells a group from others where there is one of the same ranks."""
+    """A key for the groups that have ``ranks``."""
     return ",".join(map(str, ranks))
 
 

@@ -1,8 +1,4 @@
-"""What a reduction means: its names, which dtypes it takes, and how it is computed in rank order.
-
-Backends differ in the dtypes and operations that they carry. :func:`find_carrier` says how a reduction
-that a backend cannot do as it stands is sent as one that it can, without rounding anything on the way.
-"""
+"""Reductions: their names, their dtypes, and their computation in rank order."""
 
 from __future__ import annotations
 
@@ -36,10 +32,10 @@ NARROW_FLOATS = frozenset(
         torch.float8_e5m2fnuz,
     }
 )
-"""Floats of so few bits that a sum of three is easily off by one of them, or infinite without need."""
+"""Floats with so few bits that a sum of three is often off by one bit, or overflows needlessly."""
 
 BYTES = frozenset({torch.float8_e8m0fnu, torch.float4_e2m1fn_x2})
-"""What torch keeps and copies, and does not compute with: bytes for us."""
+"""Dtypes that torch can copy but not compute with. They are sent as bytes."""
 
 _REDUCED = NARROW_FLOATS | {
     torch.float32,
@@ -62,7 +58,7 @@ _SPELLINGS = {spelling: op for op in OPS for spelling in (op, op.lower())}
 
 
 def normalize_op(op: str) -> str:
-    """``op`` as it stands in :data:`OPS`.
+    """The name of ``op`` in :data:`OPS`.
 
     Raises:
         ValueError: there is no such operation.
@@ -77,15 +73,15 @@ def normalize_op(op: str) -> str:
 
 
 def check_reducible(dtype: torch.dtype) -> None:
-    """Refuse the dtypes that have no arithmetic.
+    """Raise if ``all_reduce`` does not support ``dtype``.
 
     Raises:
-        TypeError: says what to do instead.
+        TypeError: the message names an alternative.
     """
     if dtype is torch.float8_e8m0fnu:
-        raise TypeError(f"all_reduce takes no {dtype}, which has no sign and no zero. Use tensor.float().")
+        raise TypeError(f"all_reduce does not support {dtype}: no sign and no zero. Use tensor.float().")
     if dtype not in _REDUCED:
-        raise TypeError(f"all_reduce takes no {dtype}, which has no arithmetic. Use all_gather.")
+        raise TypeError(f"all_reduce does not support {dtype}: it has no arithmetic. Use all_gather.")
 
 
 def is_movable(dtype: torch.dtype) -> bool:
@@ -99,10 +95,10 @@ def is_rounded(op: str, dtype: torch.dtype) -> bool:
 
 
 def check_op(op: str, dtype: torch.dtype) -> None:
-    """Refuse the combinations that have no exact meaning.
+    """Raise if ``op`` over ``dtype`` has no exact meaning.
 
     Raises:
-        TypeError: says which and what to do instead.
+        TypeError: the message names an alternative.
     """
     if op in ("AND", "OR") and (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(f"{op} is bitwise on ints and logical on bools; got {dtype}. Use MIN or MAX.")
@@ -112,9 +108,6 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{op} of torch.bool does not fit into a bool. Use tensor.int(), or AND and OR.")
     if op in ("AVERAGE", "ADASUM") and not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(f"{op} of {dtype} would round. Use tensor.double(), or SUM and divide.")
-
-
-# --- numbers -----------------------------------------------------------------------------------------
 
 
 # --- tensors, row by row -----------------------------------------------------------------------------
@@ -131,15 +124,15 @@ _ROW_OPS: dict[str, Callable[..., Tensor]] = {
 
 # The bits of a float64 that a float32 does not have.
 _BEYOND_FLOAT32 = (1 << 29) - 1
-# So many narrow floats are reduced at a time: their float64 stay in the processor's cache.
+# Number of elements reduced at a time, so that their float64 copies fit into the processor's cache.
 _BLOCK = 1 << 15
 
 
 def reduce_rows(rows: Iterable[Tensor], op: str, out: Tensor) -> Tensor:
-    """Reduce ``rows``, each of the shape and dtype of ``out``, into ``out`` in their order.
+    """Reduce ``rows``, each of the shape and dtype of ``out``, into ``out`` in order.
 
-    Every rank that holds the same rows gets the same bits. Narrow floats are rounded once, and they alone
-    take "AVERAGE" too.
+    Equal rows give equal bits on every rank. Narrow floats are rounded once. "AVERAGE" is supported for
+    narrow floats only.
     """
     first, *others = rows
     if not others:
@@ -159,17 +152,17 @@ def reduce_rows(rows: Iterable[Tensor], op: str, out: Tensor) -> Tensor:
 
 
 def _reduce_narrow(first: Tensor, others: Sequence[Tensor], op: str) -> Tensor:
-    """Narrow floats reduced in float64, and then such that the caller's conversion is the only rounding.
+    """Reduce narrow floats in float64. The caller's conversion of the result is the only rounding.
 
-    A sum of float16 or float8 is exact in float64 for thousands of ranks: these numbers are multiples of
-    2**-24 below 2**16. bfloat16 reaches from 2**-133 to 2**128. Its sums lose only what is smaller than
-    2**-44 of the largest one, and do not overflow on the way, as they would in float32.
+    float16 and float8 values are multiples of 2**-24 below 2**16, so their sums are exact in float64 for
+    thousands of ranks. bfloat16 covers 2**-133 to 2**128. Its sums in float64 lose only bits below 2**-44 of
+    the largest value, and do not overflow, as sums in float32 would.
     """
     if len(others) == 1 and op != "AVERAGE":
-        # float32 has more than twice the bits of either: to round to it first changes nothing.
+        # float32 has more than twice the bits of a narrow float, so rounding to float32 first is harmless.
         return _ROW_OPS[op](first.float(), others[0].float())
     combine = torch.mul if op == "PRODUCT" else torch.add
-    total = first.float().double()  # float16 to float64 at once takes twice as long
+    total = first.float().double()  # direct conversion from float16 to float64 takes twice as long
     for row in others:
         combine(total, row.float(), out=total)
     if op == "AVERAGE":
@@ -178,21 +171,16 @@ def _reduce_narrow(first: Tensor, others: Sequence[Tensor], op: str) -> Tensor:
 
 
 def rounded_to_odd(wide: Tensor) -> Tensor:
-    """float64 with no more bits than float32 has, such that rounding that once more is rounding ``wide``.
+    """Round ``wide`` (float64) to float32 precision, so that a later rounding to a narrow float is correct.
 
-    torch converts float64 to a narrow float by way of float32, and would take a value next to the middle of
-    two narrow floats for that middle. So what float32 cannot hold goes to the odd one of its two neighbours,
-    which is never such a middle. (It may be one below 2**-126, in some of the smallest numbers of bfloat16.)
+    torch converts float64 to a narrow float by way of float32. The first rounding may give the midpoint of
+    two narrow floats, and the second may then round in the wrong direction. This function rounds to the odd
+    one of the two float32 neighbours, which is never a midpoint. (Exception: the smallest bfloat16 numbers,
+    below 2**-126.)
     """
     bits = wide.view(torch.int64)
     odd = bits & _BEYOND_FLOAT32
-    odd += _BEYOND_FLOAT32  # reaches the last bit of float32 if there is anything beyond it
+    odd += _BEYOND_FLOAT32  # carries into the last bit of float32 if any lower bit is set
     odd |= bits
     odd &= ~_BEYOND_FLOAT32
     return odd.view(torch.float64)
-
-
-# --- carriers ----------------------------------------------------------------------------------------
-
-
-# --- without a backend's help --------------------------------------------------------------------------

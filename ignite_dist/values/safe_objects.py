@@ -1,7 +1,7 @@
-"""Objects that cannot run code where they are received: what ``torch.load(weights_only=True)`` reads.
+"""Objects that cannot run code when ``torch.load(weights_only=True)`` decodes them.
 
-torch's unpickler builds plain values and tensors, and calls nothing that it was not told of. Here it is told
-of more types that only hold data, and what it cannot read is written in another way.
+torch's unpickler builds plain values and tensors, and calls only registered functions. This module registers
+more types that only hold data, and converts other types to values that torch can read.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ __all__ = ["VARIABLE", "ask_again", "broken", "is_message", "is_safe", "load", "
 _Type = TypeVar("_Type", bound=type)
 
 VARIABLE = "IGNITE_DIST_SAFE_OBJECTS"
-_mode: bool | None = None  # None: the environment has not been asked yet
-_lock = threading.Lock()  # replicas of XLA are threads, and torch's list of safe types is one per process
+_mode: bool | None = None  # None: the environment variable has not been read
+_lock = threading.Lock()  # replicas of XLA are threads, and torch has one list of safe types per process
 
 
 def safe_objects(*classes: Callable[..., Any]) -> None:
     """From now on, objects that other ranks send cannot run code in this process.
 
-    They are decoded by ``torch.load(weights_only=True)``. These need nothing more: None, bools, numbers,
-    strings and bytes; lists, tuples, dicts, sets, ``OrderedDict``, ``defaultdict``, ``Counter``, ``deque``;
-    tensors, dtypes and devices; numpy's arrays and scalars, but for arrays of Python objects; paths, dates
-    and times, ``Decimal``, ``Fraction``, ``UUID``. What else is sent has to be named here (subclasses of dict
-    and list cannot be); functions go by their names, so no lambdas. It costs about 0.1 ms per object that is
-    received.
+    Objects are decoded by ``torch.load(weights_only=True)``. These types need no registration: None, bools,
+    numbers, strings and bytes; lists, tuples, dicts, sets, ``OrderedDict``, ``defaultdict``, ``Counter``,
+    ``deque``; tensors, dtypes and devices; numpy scalars and arrays, except arrays of Python objects; paths,
+    dates and times, ``Decimal``, ``Fraction``, ``UUID``. Register all other classes here; subclasses of dict
+    and list are not supported. Functions are sent by name, so lambdas are not supported. Decoding costs about
+    0.1 ms per object.
 
-    Every rank calls it with the same classes, before objects are sent. Or ``IGNITE_DIST_SAFE_OBJECTS=1`` is
-    set for every rank, before its first object. The call sets that variable too, so workers that this process
-    starts later are safe from their start on; the classes they have to name themselves, at the top of the
-    script for example.
+    Every rank calls this with the same classes before it sends objects. As an alternative, set
+    ``IGNITE_DIST_SAFE_OBJECTS=1`` for every rank before its first object. The call sets this variable too, so
+    workers that start later decode safely. Each worker must register its classes itself, for example at
+    the top of the script.
 
     Args:
-        classes: classes, and functions, which another rank may call with whatever it likes: name what only
-            holds data. They go to ``torch.serialization.add_safe_globals``, so ``torch.load`` takes them too.
+        classes: classes and functions. Another rank may call them with any arguments, so register only types
+            that hold data. ``torch.serialization.add_safe_globals`` receives them, so ``torch.load`` accepts
+            them too.
 
     Raises:
-        TypeError: not a class or function.
-        ValueError: what could run code: ``getattr``, ``eval``, what is in ``os``, ``sys`` or ``subprocess``.
+        TypeError: an argument is not a class or function, or is not supported.
+        ValueError: an argument could run code: ``getattr``, ``eval``, members of ``os`` or ``subprocess``.
 
     Example::
 
@@ -73,13 +74,13 @@ def safe_objects(*classes: Callable[..., Any]) -> None:
         if not callable(one) or not hasattr(one, "__qualname__"):
             raise TypeError(f"safe_objects takes classes and functions, got {one!r}.")
         if "<" in one.__qualname__:
-            raise TypeError(f"safe_objects takes what has a name in its module, got {one!r}.")
+            raise TypeError(f"safe_objects takes no lambdas and no local classes or functions, got {one!r}.")
         if isinstance(one, type) and issubclass(one, (dict, list)):
-            raise TypeError(f"torch does not fill subclasses of dict and list: send such a one, not {one!r}.")
+            raise TypeError(f"torch.load leaves subclasses of dict and list empty: send no {one!r}.")
         is_error = isinstance(one, type) and issubclass(one, BaseException)
         if one.__module__.partition(".")[0] in _POWERFUL and not is_error:
             raise ValueError(
-                f"{one!r} does not only hold data: with it others could run code here. Send the data instead."
+                f"{one!r} could run code in this process if another rank sends it. Send the data instead."
             )
     with _lock:
         torch.serialization.add_safe_globals(list(classes))
@@ -88,50 +89,50 @@ def safe_objects(*classes: Callable[..., Any]) -> None:
 
 
 def is_safe() -> bool:
-    """Whether objects are safe in this process.
+    """Whether this process decodes objects safely.
 
     Raises:
-        EnvironmentVariablesError: the environment says neither yes nor no.
+        EnvironmentVariablesError: the variable is neither 0 nor 1.
     """
     global _mode
-    if _mode is None:  # kept, because a look into the environment takes longer than to pickle a number
+    if _mode is None:  # cached: reading the environment takes longer than pickling a number
         text = os.environ.get(VARIABLE, "")
         if text not in ("", "0", "1"):
-            raise EnvironmentVariablesError(f"The environment variable {VARIABLE} is 0 or 1, got {text!r}.")
+            raise EnvironmentVariablesError(f"{VARIABLE} must be 0 or 1, got {text!r}.")
         _mode = text == "1"
     return _mode
 
 
 def ask_again() -> None:
-    """Forget what the environment has said: this process was forked from one with another environment."""
+    """Forget the cached variable: a forked process may have another environment."""
     global _mode
     _mode = None
 
 
 def save(value: Any) -> bytes:
-    """``value`` as ``torch.save`` writes it.
+    """``value`` in a format of ``torch.save``.
 
-    A zip file if there are tensors. If not, its format from before zip files: 185 bytes for a small dict,
-    where a zip file takes 1,260 and would not fit the header. Not for tensors, because it has their data
-    last: what is made from a tensor while the object is read (a copy on an XLA device) would be garbage.
+    A value with tensors becomes a zip file. Other values have torch's legacy format: 185 bytes for a small
+    dict, where a zip file takes 1,260 and exceeds the header. In the legacy format tensor data comes last, so
+    a tensor that is converted while the object is read (copied to an XLA device) would contain garbage.
 
     Raises:
-        TypeError: it cannot be sent.
+        TypeError: ``value`` cannot be sent.
     """
     try:
         payload = _save(value, _Pickler)
-        if pickle.LONG4 in payload:  # perhaps as part of something else
+        if pickle.LONG4 in payload:  # a large int, or other data with this byte
             payload = _save(value, _SpellingPickler)
-    except Exception as error:  # see encode
+    except Exception as error:  # a __reduce__ may raise anything
         raise TypeError(
-            f"A value of type {type(value).__qualname__} cannot be sent to another process: {error}. What "
-            "torch.save writes has functions and classes by their names. Send the data it is made from."
+            f"A value of type {type(value).__qualname__} cannot be sent to another process: {error}. "
+            "torch.save writes functions and classes by name. Send the underlying data instead."
         ) from error
     return payload
 
 
 def safe(one: _Type) -> _Type:
-    """Decorator: a class of this package that is sent as it is."""
+    """Decorator: register a class of this package as safe."""
     _ours.add(one)
     return one
 
@@ -152,11 +153,11 @@ def is_message(payload: bytes | memoryview) -> bool:
 
 
 def load(payload: bytes | memoryview, rank: int) -> Any:
-    """The value that :func:`save` made ``payload`` from, on the global ``rank``.
+    """The value that the global ``rank`` passed to :func:`save`.
 
     Raises:
-        UnsafeObjectError: it holds something that could run code. It has not run.
-        CollectiveMismatchError: it is no message, or not a whole one.
+        UnsafeObjectError: the payload could run code. No code was run.
+        CollectiveMismatchError: the payload is not a complete message.
     """
     _tell_torch()
     try:
@@ -171,39 +172,41 @@ def load(payload: bytes | memoryview, rank: int) -> Any:
             ) from error
         message = _REFUSED.format(rank=rank, name=named[1], advice=_advice(named[1]))
         raise UnsafeObjectError(message, rank, named[1]) from None
-    except Exception as error:  # garbage raises anything
+    except Exception as error:  # corrupt data can raise anything
         raise broken(rank, error) from error
 
 
 _REFUSED = (
-    "Rank {rank} sent an object with {name} in it, which is not registered as safe and has not been called. "
-    "{advice} If nobody meant to send it, see who can reach this job: SECURITY.md."
+    "Rank {rank} sent an object that contains {name}, which is not registered as safe. It was not called. "
+    "{advice} If no script sends {name} on purpose, check who can connect to this job: see SECURITY.md."
 )
 
 
 def _advice(name: str) -> str:
     module, _, short = name.rpartition(".")
     if short == "getattr":
-        return "Bound methods, class methods and nested classes are sent by way of it: send the data instead."
+        return (
+            "pickle uses getattr for bound methods, class methods and nested classes. Send the data instead."
+        )
     if module.partition(".")[0] in _POWERFUL:
-        return "With it others could run code: send the data instead."
+        return "It could run code in this process. Send the data instead."
     return (
-        f"If that is a type of yours that only holds data, call idist.safe_objects({short}) on every rank, "
-        "before objects are sent."
+        f"If this is your own type and only holds data, call idist.safe_objects({short}) on every rank "
+        "before sending objects."
     )
 
 
 def broken(rank: int, error: Exception) -> CollectiveMismatchError:
-    """The error of what cannot be decoded."""
+    """The error for an object that cannot be decoded."""
     return CollectiveMismatchError(
-        f"The object of rank {rank} cannot be decoded ({type(error).__name__}: {error}). If that is not what "
-        "its own class says, look at which collectives the ranks call, in which order: what came may belong "
-        "to another one."
+        f"The object of rank {rank} cannot be decoded ({type(error).__name__}: {error}). Unless its own "
+        "class raised this error, check that all ranks call the same collectives in the same order: the "
+        "data may belong to another collective."
     )
 
 
 def _tell_torch() -> None:
-    """See to it that torch knows our types as safe. Others can clear its list."""
+    """Register our safe types with torch again: other code can clear torch's list."""
     known = torch.serialization.get_safe_globals()
     if not _ours.issubset(known):
         with _lock:
@@ -211,7 +214,7 @@ def _tell_torch() -> None:
 
 
 def _array(dtype: Any, shape: tuple[int, ...], order: Any, data: bytes | Tensor, is_scalar: bool) -> Any:
-    """A numpy array, over the memory of ``data`` if that is a tensor; or a scalar of numpy's."""
+    """A numpy array or scalar. The array shares the memory of ``data`` if ``data`` is a tensor."""
     import numpy
 
     known = numpy.lib.format.descr_to_dtype(dtype)
@@ -235,7 +238,7 @@ def _decimal(text: str) -> Any:
 def _fraction(numerator: int, denominator: int) -> Any:
     import fractions
 
-    return fractions.Fraction(numerator, denominator)  # of a text it could take for ever
+    return fractions.Fraction(numerator, denominator)  # parsing a text could take very long
 
 
 def _zone(key: str) -> Any:
@@ -249,15 +252,15 @@ class _HoldsTensors(Exception):
 
 
 class _Reducing:
-    """What ``weights_only`` would not take, or not fill, as something that it does.
+    """Mixin for picklers: convert values that ``weights_only`` refuses or leaves empty.
 
-    Numpy's values as bytes or tensors: fast, and what numpy rebuilds them with need not be safe.
+    numpy values become bytes or tensors. That is fast, and numpy's constructors need not be registered.
     """
 
     takes_tensors = True
 
     def __init__(self, file: Any, protocol: int | None = None) -> None:
-        super().__init__(file, protocol, fix_imports=False)  # type: ignore[call-arg]  # names are those of now
+        super().__init__(file, protocol, fix_imports=False)  # type: ignore[call-arg]  # keeps Python 3 names
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
@@ -267,14 +270,14 @@ class _Reducing:
             return _defaultdict, (value.default_factory, dict(value))
         if kind is collections.deque:
             return collections.deque, (list(value), value.maxlen)
-        name = f"{kind.__module__}.{kind.__qualname__}"  # of modules that this process may do without
+        name = f"{kind.__module__}.{kind.__qualname__}"  # compared by name, which needs no import
         if name == "fractions.Fraction":
             return _fraction, (value.numerator, value.denominator)
         if name == "decimal.Decimal":
             return _decimal, (str(value),)
         if name == "zoneinfo.ZoneInfo" and value.key is not None:
             return _zone, (value.key,)
-        if kind in (datetime.datetime, datetime.time) and value.fold:  # which protocol 2 leaves out
+        if kind in (datetime.datetime, datetime.time) and value.fold:  # protocol 2 would lose fold
             return value.__reduce_ex__(4)
         numpy = sys.modules.get("numpy")
         if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
@@ -298,9 +301,9 @@ class _Pickler(_Reducing, pickle.Pickler):
 
 
 class _SpellingPickler(_Reducing, pickle._Pickler):
-    """The same in Python, with large ints as text: what else pickle writes for them is not read.
+    """A pickler in Python that writes large ints as text: ``weights_only`` cannot read their usual opcode.
 
-    Slower, and the other does not ask how an int is to be written.
+    Slower than the C pickler, which cannot change how ints are written.
     """
 
     def save(self, value: Any, save_persistent_id: bool = True) -> None:
@@ -311,7 +314,7 @@ class _SpellingPickler(_Reducing, pickle._Pickler):
 
 
 def _module(pickler: type[Any], takes_tensors: bool) -> SimpleNamespace:
-    """What torch.save wants of a module, from whose pickler it derives one of its own."""
+    """A replacement for the ``pickle`` module. torch.save derives its own pickler from ``Pickler``."""
     kind = type(pickler.__name__, (pickler,), {"takes_tensors": takes_tensors})
     return SimpleNamespace(__name__="pickle", Pickler=kind, dump=pickle.dump)
 
@@ -321,16 +324,16 @@ _MODULES = {
     for pickler in (_Pickler, _SpellingPickler)
     for takes_tensors in (False, True)
 }
-_PROTOCOL = 2  # which weights_only reads
-_LARGE_BITS = 255 * 8  # up to which it reads ints
-# Of these modules nothing is taken: with getattr alone a message could call anything.
+_PROTOCOL = 2  # the protocol that weights_only reads
+_LARGE_BITS = 255 * 8  # weights_only reads ints with fewer bits
+# No name of these modules may be registered: with getattr alone a message could call anything.
 _POWERFUL = ("__builtin__", "builtins", "ctypes", "importlib", "nt", "os", "posix", "subprocess", "sys")
-# What its formats begin with: a zip file, and a pickled number. What encode() writes is of a later protocol.
+# The first bytes of torch.save's formats: a zip file, and a pickled number. encode() uses a later protocol.
 _STARTS = frozenset([b"PK\x03\x04", pickle.dumps(torch.serialization.MAGIC_NUMBER, _PROTOCOL)[:4]])
-# Arrays of so many bytes are not worth a zip file; in protocol 2 bytes take half as much again.
+# Larger arrays are sent as tensors in a zip file. Protocol 2 makes bytes 1.5 times as large.
 _SMALL_BYTES = 256
 
-# What weights_only takes without being told is plain values and tensors; this is what else holds data only.
+# Types that only hold data, in addition to those that weights_only accepts by itself.
 _ours: set[Any] = {
     *(_array, _defaultdict, bool, bytes, dict, float, frozenset, int, list, range, slice, str, tuple),
     *(collections.deque, _decimal, _fraction, uuid.UUID, _zone),

@@ -1,13 +1,13 @@
-"""Values <-> bytes, and the fixed header in which small ones travel.
+"""Convert values to bytes and back, and write the header of a message.
 
-Two kinds of bytes. What a launcher and its own workers hand each other over pipes is pickle
-(:func:`encode`, :func:`decode`). What ranks send each other in collectives may come over a network
-(:func:`pack`, :func:`unpack`): pickle too, or, after :func:`safe_objects`, what ``torch.save`` writes, which
-``torch.load(weights_only=True)`` reads without running anything that it was not told of.
+A launcher and its workers exchange pickles over pipes (:func:`encode`, :func:`decode`). Ranks exchange
+messages in collectives, possibly over a network (:func:`pack`, :func:`unpack`): pickles, or, after
+:func:`safe_objects`, the format of ``torch.save``. ``torch.load(weights_only=True)`` reads this format
+without running unregistered code.
 
-Every object that a collective sends starts with one header of :data:`HEADER_BYTES`: what shows that it is
-one, the payload's length and, where it fits, the payload itself. All ranks can post a header without knowing
-anything about the others' objects, so a small object costs one collective and a large one costs two.
+Every message starts with a header of :data:`HEADER_BYTES`: magic bytes, the payload's length and, if it
+fits, the payload. A rank can post its header without information about the other ranks' objects, so a small
+object costs one collective and a large object costs two.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ __all__ = [
     "write_header",
 ]
 
-# --- pipes: between a launcher and the workers that it has started -----------------------------------
+# --- pipes: between a launcher and its workers -------------------------------------------------------
 
 
 def encode(value: Any) -> bytes:
     """``value`` as bytes.
 
-    Plain pickle sends functions and classes by reference, which is what scripts rely on; cloudpickle takes
-    what pickle refuses: lambdas, closures, notebook cells.
+    Plain pickle sends functions and classes by reference; scripts rely on this. cloudpickle handles objects
+    that pickle refuses: lambdas, closures, notebook cells.
 
     Raises:
-        TypeError: neither can send it. Nothing has been sent then.
+        TypeError: neither library can serialise ``value``. Nothing has been sent.
     """
     try:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception:  # pickle.PicklingError, AttributeError, TypeError, or whatever a __reduce__ raises
+    except Exception:  # a __reduce__ may raise anything
         return encode_by_value(value)
 
 
 def encode_by_value(value: Any) -> bytes:
-    """``value`` as bytes that need nothing of this process's main module to be decoded elsewhere.
+    """``value`` as bytes that can be decoded without this process's main module.
 
     Raises:
-        TypeError: cloudpickle cannot serialise it.
+        TypeError: cloudpickle cannot serialise ``value``.
     """
     import cloudpickle
 
@@ -68,13 +68,13 @@ def encode_by_value(value: Any) -> bytes:
     except Exception as error:
         raise TypeError(
             f"A value of type {type(value).__qualname__} cannot be sent to another process: {error}. "
-            "Neither pickle nor cloudpickle can serialise it; send the data it is made from instead."
+            "Neither pickle nor cloudpickle can serialise it. Send the underlying data instead."
         ) from error
     return payload
 
 
 def decode(payload: bytes | memoryview) -> Any:
-    """The value that :func:`encode` made ``payload`` from. Only for what processes of this job sent."""
+    """The value that was passed to :func:`encode`. Use this only for data from processes of this job."""
     return pickle.loads(payload)
 
 
@@ -82,28 +82,28 @@ def decode(payload: bytes | memoryview) -> Any:
 
 
 def pack(value: Any) -> bytes:
-    """``value`` as the bytes of a message: pickle, or what ``torch.save`` writes once objects are safe.
+    """``value`` as the payload of a message: a pickle, or the format of ``torch.save`` in safe mode.
 
     Raises:
-        TypeError: it cannot be sent. Nothing has been sent then.
+        TypeError: ``value`` cannot be sent. Nothing has been sent.
     """
     return safe_objects.save(value) if safe_objects.is_safe() else encode(value)
 
 
 def unpack(payload: bytes | memoryview, rank: int) -> Any:
-    """The value that :func:`pack` made ``payload`` from, on the global ``rank``.
+    """The value that the global ``rank`` passed to :func:`pack`.
 
     Raises:
-        UnsafeObjectError: objects are safe here, and it holds something that could run code. It has not run.
-        CollectiveMismatchError: it is no message, or not a whole one.
+        UnsafeObjectError: in safe mode, the payload could run code. No code was run.
+        CollectiveMismatchError: the payload is not a complete message.
     """
-    if safe_objects.is_message(payload):  # it needs no trust, so it is given none, in either mode
+    if safe_objects.is_message(payload):  # always decoded safely, in either mode
         return safe_objects.load(payload, rank)
     if safe_objects.is_safe():
         raise UnsafeObjectError(
-            f"Rank {rank} sent a plain pickle, which could run anything here, so it was not decoded: objects "
-            "are safe on this rank and not on that one. Call idist.safe_objects() on every rank, or set "
-            f"{safe_objects.VARIABLE}=1 for all of them.",
+            f"Rank {rank} sent a plain pickle, which could run any code here. It was not decoded, because "
+            "this rank accepts only safe objects. Call idist.safe_objects() on every rank, or set "
+            f"{safe_objects.VARIABLE}=1 for all ranks.",
             rank,
         )
     try:
@@ -114,10 +114,10 @@ def unpack(payload: bytes | memoryview, rank: int) -> Any:
 
 # --- the header --------------------------------------------------------------------------------------
 
-# 512 bytes cost gloo and NCCL the same time as 8 do (both are bound by latency up to some KB), and hold
-# a dict of twenty numbers. Every rank must agree on it: it is part of the protocol, no setting.
+# gloo and NCCL need the same time for 512 bytes as for 8: latency dominates up to a few KB. 512 bytes hold
+# a dict of twenty numbers. The size is part of the protocol: it must be the same on all ranks.
 HEADER_BYTES = 512
-# What it is and which version, a checksum of all that follows, the payload's length.
+# Magic bytes with the version, a checksum of the bytes after it, the payload's length.
 _START = struct.Struct("<4sIq")
 _MAGIC = b"idw1"
 _CHECKED_FROM = 8
@@ -125,7 +125,7 @@ INLINE_BYTES = HEADER_BYTES - _START.size
 
 
 def write_header(payload: bytes) -> bytearray:
-    """One header of :data:`HEADER_BYTES`: the length of ``payload``, and ``payload`` if it fits."""
+    """A header of :data:`HEADER_BYTES`: the length of ``payload``, and ``payload`` itself if it fits."""
     header = bytearray(HEADER_BYTES)
     size = len(payload)
     end = _START.size
@@ -138,27 +138,27 @@ def write_header(payload: bytes) -> bytearray:
 
 
 def read_header(header: memoryview, rank: int) -> tuple[int, memoryview | None]:
-    """``(length of the payload, the payload)`` of the global ``rank``; no payload where it did not fit.
+    """``(length of the payload, payload)`` of the global ``rank``. The payload is None if it did not fit.
 
     Raises:
-        CollectiveMismatchError: it is no header: that rank is in another kind of collective.
+        CollectiveMismatchError: the data is not a header: ``rank`` called another kind of collective.
     """
     magic, checksum, size = _START.unpack_from(header, 0)
     end = _START.size + size if 0 <= size <= INLINE_BYTES else _START.size
     if magic != _MAGIC or size < 0 or zlib.crc32(header[_CHECKED_FROM:end]) != checksum:
         raise CollectiveMismatchError(
-            f"An object or a number of rank {rank} was to come here, and something else came. Look at what "
-            "each rank calls: the same collectives in the same order, with a tensor on all ranks or on none, "
-            "and with the same version of ignite_dist."
+            f"Expected an object or a number from rank {rank}, but received other data. Check that all ranks "
+            "call the same collectives in the same order, with a tensor on all ranks or on none, and use the "
+            "same version of ignite_dist."
         )
     return size, header[_START.size : end] if size <= INLINE_BYTES else None
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, as a view of it: libraries need not know its dtype."""
+    """The bytes of a contiguous tensor, as a uint8 view, for libraries that do not know its dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def as_tensor(buffer: bytearray) -> Tensor:
-    """A uint8 tensor over ``buffer``'s own memory: what is written to one shows in the other."""
+    """A uint8 tensor that shares the memory of ``buffer``."""
     return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)

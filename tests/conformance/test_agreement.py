@@ -91,5 +91,5 @@ def test_ranks_draw_the_same_numbers_where_they_are_told_to() -> None:
 @on_every_rank
 def test_a_seed_that_is_none_is_refused() -> None:
     for seed in (-1, 1 << 63, 0.5, True, "7"):
-        with raises(ValueError, "seed is an int in"):
+        with raises(ValueError, "seed must be an int in"):
             idist.seed_everything(seed)

@@ -164,9 +164,9 @@ def test_other_keys_are_a_type_error(key: Any) -> None:
 def test_classes_of_one_name_cannot_be_told_apart() -> None:
     one, other = local_class(), local_class()
     assert structure_of({one.X: 1}) == structure_of({other.X: 1})
-    with pytest.raises(TypeError, match="cannot be told apart"):
+    with pytest.raises(TypeError, match="have the same name"):
         pytree.flatten({one.X: 1, "a": 2, other.X: 3})
-    with pytest.raises(TypeError, match="cannot be told apart"):
+    with pytest.raises(TypeError, match="have the same name"):
         pytree.flatten({(1, one.X): 1, (1, other.X): 3})
 
 

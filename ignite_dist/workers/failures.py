@@ -43,7 +43,7 @@ __all__ = [
 
 # Longer texts are shortened to this many characters. A message may contain a whole tensor.
 _LONGEST_TEXT = 100_000
-# The launcher may notice a worker's death this late, because the fork server reports it.
+# The launcher may notice a worker's death this much later, because the fork server reports it.
 _NOTICE_SECONDS = 1.0
 
 
@@ -147,8 +147,8 @@ def is_consequence(error: BaseException) -> bool:
 def _tells_of_another(error: BaseException) -> bool:
     """True if ``error`` itself says that another rank failed or is gone.
 
-    An ``OSError`` never counts: the user's own connection (to a database, for example) may raise it, and then
-    it is the root cause.
+    An ``OSError`` never counts: the user's own connection (to a database, for example) may raise it. The
+    error is the root cause then.
     """
     if isinstance(error, (WorkerRaisedError, WorkerExitedError)):  # about workers that this rank spawned
         return False
@@ -189,7 +189,7 @@ def silent_failure(exit_code: int, fault: str) -> Failure:
     return Failure(now, "", "", _without_plumbing(fault), exit_code)
 
 
-# The fault handler's line for a frame.
+# One frame in the fault handler's output.
 _FAULT_LINE = re.compile(r'File "([^"]+)", line \d+ in ')
 
 

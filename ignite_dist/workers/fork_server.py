@@ -64,7 +64,7 @@ def context_of(start_method: str | None) -> BaseContext:
         raise ValueError(f"Unknown start_method {method!r}. Allowed here: {', '.join(map(repr, allowed))}.")
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        # A running server ignores the list. It omits "__main__", Python's default:
+        # A running server ignores the list, which omits "__main__", Python's default:
         # each worker imports the main module itself, with the environment of its own launch.
         server = multiprocessing.forkserver._forkserver
         wanted = [name for name in server._preload_modules if name != "__main__"]  # type: ignore[attr-defined]

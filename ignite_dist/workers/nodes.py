@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _SECONDS_BETWEEN_TRIES = 0.1
-# Time for a new peer to send its Hello. A port scanner never sends one.
+# Time limit for a new peer to send its Hello. A port scanner never sends one.
 _SECONDS_TO_GREET = 5.0
 
 
@@ -201,7 +201,7 @@ def _join(mine: Hello, address: str, port: int, deadline: float) -> Nodes:
                 raise ValueError("the peer is not an ignite_dist launcher")
         except (OSError, ValueError) as error:
             link.sock.close()
-            # TimeoutError: node 0 waits for other nodes. Else it may be an earlier job's launcher.
+            # TimeoutError: node 0 waits for other nodes. Other errors: perhaps an earlier job's launcher.
             why = "it waits for others" if isinstance(error, TimeoutError) else error
             time.sleep(_SECONDS_BETWEEN_TRIES)
             continue
@@ -259,7 +259,7 @@ class Nodes:
         ]
 
     def waited_for(self) -> list[Any]:
-        """Objects for :func:`multiprocessing.connection.wait`. Ready: another launcher has sent data."""
+        """Objects that become ready (see ``multiprocessing.connection.wait``) when a launcher sends data."""
         return [*self._links.values(), *([self._listener] if self._listener else [])]
 
     def are_awaited(self) -> bool:

@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 _NONE = serialization.encode(None)
 
-# Time for the other workers to report their own failures, after the first one.
+# Time that the other workers have to report their own failures after the first failure.
 _GRACE_SECONDS = 1.0
 # Longer while every reported failure is a consequence: the root cause may still be cleaning up.
 _PATIENCE_SECONDS = 4.0
@@ -170,7 +170,7 @@ class _Fault:
     def read(self) -> str:
         """The whole output, after the process has ended."""
         if not self.reader.closed:
-            os.set_blocking(self.reader.fileno(), False)  # the worker's children may keep it open
+            os.set_blocking(self.reader.fileno(), False)  # child processes may keep the pipe open
             with open(self.reader.fileno(), "rb", buffering=0, closefd=False) as file:
                 self.text = (file.read() or b"").decode(errors="replace")
             self.reader.close()

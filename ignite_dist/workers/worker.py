@@ -93,7 +93,7 @@ def work(
     # By default, child processes use the start method of this worker. DataLoader workers would then take
     # seconds to start from a fork server.
     multiprocessing.set_start_method(default_method, force=True)
-    if launch is not None:  # a fork has not decoded its name, a Launch
+    if launch is not None:  # a fork has not decoded a Launch
         take_over("", *launch, {})
         safe_objects.ask_again()  # the environment has changed
     _let_go_of_server()

@@ -59,7 +59,7 @@ ALONE = Environment(
 )
 
 # The inner launcher comes before the outer one: torchrun under srun is common, and so is mpirun in a Slurm
-# allocation. jsrun sets Open MPI's variables too. The variables of a TPU pod belong to the machine.
+# allocation. jsrun sets Open MPI's variables too. A TPU pod's variables are set for the machine.
 _launchers = Registry(
     first=(spawned, torchrun, ray, kubeflow, plain),
     last=(lightning, horovod, lsf, open_mpi, pmi, slurm, tpu_pod),
@@ -67,10 +67,10 @@ _launchers = Registry(
 
 
 def register_environment(launcher: LauncherT) -> LauncherT:
-    """Add the launcher of another package. Registering the same one twice has no effect.
+    """Add the launcher of another package. A second call with the same launcher has no effect.
 
     ``launcher`` is a module, a class (this function can decorate it) or another object with the three names
-    of :class:`Launcher`. Without a call, a package can declare it as an entry point of the group
+    of :class:`Launcher`. Instead of a call, a package can declare an entry point of the group
     ``ignite_dist.environments``. Entry points are loaded at the first detection, not at the import of
     ``ignite_dist``.
 
@@ -132,7 +132,7 @@ def _ask(launcher: Launcher, environ: Mapping[str, str]) -> Environment | None:
 
 
 def _detect_all(launchers: Iterable[Launcher], environ: Mapping[str, str]) -> Iterator[Environment]:
-    """The environments that ``launchers`` detect, without errors and without :mod:`plain`."""
+    """The environments that ``launchers`` detect. Skips launchers with errors, and plain ``RANK``."""
     for launcher in launchers:
         try:
             found = _ask(launcher, environ)
@@ -143,7 +143,7 @@ def _detect_all(launchers: Iterable[Launcher], environ: Mapping[str, str]) -> It
 
 
 def _check_numbering(found: Environment, other: Environment) -> None:
-    """Raise if ``RANK`` contradicts the rank that the launcher ``other`` gives in a world of the same size.
+    """Raise if ``RANK`` and the launcher ``other`` give different ranks in worlds of the same size.
 
     For example, a batch script sets ``RANK`` once for the whole job. Worlds of different sizes do not
     contradict each other: each task of a launcher may have started several processes by hand.

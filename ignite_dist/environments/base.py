@@ -60,7 +60,7 @@ class Environment(NamedTuple):
     def teardown(self) -> None:
         """Remove the environment variables that ``initialize`` has set in this process.
 
-        Call this method before the script starts other programs, which would inherit the variables. The
+        Call this method before the script starts other programs, which inherit the variables. The
         context stays usable, but new groups may listen on another network interface. ``finalize`` removes the
         variables too. A second call has no effect.
         """

@@ -1,4 +1,4 @@
-"""Lightning's own launcher. The launcher sets local ranks; Lightning computes ranks later.
+"""Lightning's own launcher. The launcher sets local ranks; Lightning computes the ranks.
 
 https://lightning.ai/docs/fabric/stable/guide/multi_node/barebones.html
 """

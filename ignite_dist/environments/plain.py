@@ -1,6 +1,6 @@
-"""``RANK`` and ``WORLD_SIZE``, set by hand or by a launcher without a file of its own.
+"""``RANK`` and ``WORLD_SIZE``, set by hand or by another launcher.
 
-The names are torchrun's, and other launchers use them too:
+torchrun defines these names, and other launchers use the same names:
 https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. ``NODE_RANK`` comes from
 Azure ML and Lightning.
 """

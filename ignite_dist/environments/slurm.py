@@ -44,7 +44,7 @@ VARIABLES = (
     "SLURMD_*",
 )
 
-# A host, or several hosts with numbers in brackets. The pattern matches in linear time: nothing follows it.
+# A host, or hosts with numbers in brackets. Matching takes linear time: the repetition ends the pattern.
 _HOSTS = re.compile(r"(?:[^\s,\[\]]+|\[[0-9][0-9,-]*\])+")
 _BRACKET = re.compile(r"\[([0-9]+)[^\]]*\]")
 # "2(x3)" means two tasks on each of the next three nodes.
@@ -55,7 +55,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     """The environment of a task that ``srun`` started, from the variables of its step.
 
     Raises:
-        EnvironmentVariablesError: this process is not a task of its job; or variables of srun are missing,
+        EnvironmentVariablesError: this process is not a task of the job; or variables of srun are missing,
             not numbers, or contradict each other.
     """
     if not environ.get("SLURM_JOB_ID"):
@@ -132,7 +132,7 @@ def _job_nodes(environ: Mapping[str, str]) -> str:
 
 
 def first_host_of_job(environ: Mapping[str, str]) -> str | None:
-    """The first node of the Slurm job around another launcher; None outside of Slurm."""
+    """The first node of the Slurm job that runs this process; None outside of Slurm."""
     nodes = _job_nodes(environ)
     return first_host(nodes) if nodes else None
 

@@ -18,8 +18,8 @@ VARIABLES = (_MARK,)
 def mark(environ: Mapping[str, str]) -> dict[str, str]:
     """The variable that marks workers with the variables ``environ`` as workers of ``spawn``.
 
-    The value is the rendezvous of the workers. If a worker starts another launcher, the processes inherit the
-    variable, but have another rendezvous.
+    The value is the rendezvous of the workers. If a worker starts another launcher, that
+    launcher's processes inherit the variable, but have another rendezvous.
     """
     return {_MARK: _rendezvous(environ)}
 

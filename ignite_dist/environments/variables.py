@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 __all__ = ["give_back", "given", "set_missing"]
 
-# The variables that set_missing has set: the value, and True if the variable was empty before (not unset).
+# The variables that set_missing has set: the new value, and whether the variable was empty before.
 _set: dict[str, tuple[str, bool]] = {}
 
 

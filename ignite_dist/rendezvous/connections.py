@@ -40,9 +40,9 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
-# Default keepalive timeout; the environment variable overrides it. A network outage of this length ends the
-# job. So does a process that does not receive for as long while a peer sends (stopped in a debugger, for
-# example), because the kernel cannot distinguish the two cases.
+# Default keepalive timeout; an environment variable overrides the default. A network outage of this length
+# ends the job. A process that does not receive for this long while a peer sends (in a debugger, for example)
+# ends the job too, because the kernel cannot distinguish the two cases.
 _SECONDS_OF_SILENCE = 30
 _VARIABLE = "IGNITE_DIST_SILENCE_SECONDS"
 _NUM_PROBES = 3
@@ -123,7 +123,7 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 class Connections:
-    """The connections that a library opened: those that are open after a block and were not before it."""
+    """The connections that a library opened: those that are open after a block but not before."""
 
     def __init__(self) -> None:
         self._found: set[tuple[int, int]] = set()

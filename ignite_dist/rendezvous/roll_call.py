@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 # Time limit for a rank to publish or to read the outcome of the roll call.
 _ANSWER_SECONDS = 5.0
-# Polling interval of rank 0 for the end of a failed roll call.
+# Polling interval of rank 0 at the end of a cancelled roll call.
 _LOOK_SECONDS = 0.02
 # Polling interval of a long wait (Ctrl-C works in between); maximum rate of all ranks together.
 _POLL_SECONDS, _POLLS_PER_SECOND = 0.5, 2000
@@ -44,7 +44,7 @@ def call(store: Store, place: Environment, where: str, deadline: float, hint: st
         hint: text to add to the error.
 
     Raises:
-        MissingRanksError: a rank did not reach the store in time. Raised on all ranks, late ones too.
+        MissingRanksError: a rank did not reach the store in time. Late ranks raise too.
     """
     ranks = range(place.world_size)
     awaited = [f"here/{rank}" for rank in ranks] if place.rank == 0 else ["outcome"]
@@ -108,7 +108,7 @@ def _wait(store: Store, keys: list[str], seconds: float) -> bool:
 
 
 def _call_off(store: Store, place: Environment) -> tuple[bool, bytes]:
-    """Cancel the roll call. Returns True if this rank cancelled (not another rank), and the outcome."""
+    """Cancel the roll call. Returns whether this rank wrote the outcome, and the outcome."""
     first = store.compare_set("called off by", "", str(place.rank))
     if first != str(place.rank).encode() and _wait(store, ["outcome"], _ANSWER_SECONDS):
         return False, store.get("outcome")

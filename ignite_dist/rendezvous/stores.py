@@ -154,7 +154,7 @@ def _store_of_this_start(store: Store, place: Environment, deadline: float) -> S
 
     Each agent counts only the failures on its own node, so restart counts may differ between nodes, and the
     store still has the addresses of ranks that are gone. Therefore rank 0 chooses a random name for each
-    start, and confirms to every other rank that both belong to it.
+    start, and confirms every rank that has answered with this name.
     """
     mine = uuid.uuid4().hex
     if place.rank == 0:
@@ -167,7 +167,7 @@ def _store_of_this_start(store: Store, place: Environment, deadline: float) -> S
         store.set(f"{start}/{place.rank}", mine)
         try:
             store.wait([f"{start}/met"], _SECOND)
-        except DistStoreError:  # the rank 0 of this start is gone, or waits for others
+        except DistStoreError:  # rank 0 of this start is gone, or waits for others
             if time.monotonic() > deadline:
                 raise
         else:
@@ -259,7 +259,7 @@ def _rank_0s_store(place: Environment, address: str, port: int, timeout: timedel
     """
     listen_fd = None
     if place.rank == 0 and network_interfaces.is_loopback(address):
-        # If the port is in use: torch may share its own store in this process (multi_tenant), or it raises.
+        # If the port is in use, TCPStore shares this process's own store there (multi_tenant), or raises.
         with suppress(OSError):
             listener = connections.listen(address, port)
             port, listen_fd = listener.getsockname()[1], listener.detach()

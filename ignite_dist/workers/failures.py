@@ -115,7 +115,7 @@ def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
 
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the user's function on, without the frames of this package above it."""
+    """The traceback from the user's function on, without this package's frames before."""
     rest = trace
     while rest is not None and is_package_path(rest.tb_frame.f_code.co_filename):
         rest = rest.tb_next
@@ -194,7 +194,7 @@ _FAULT_LINE = re.compile(r'File "([^"]+)", line \d+ in ')
 
 
 def _without_plumbing(fault: str) -> str:
-    """The fault handler's output without threads of libraries and frames above the user's function."""
+    """The fault handler's output without library threads and the callers of the user's function."""
     blocks = []
     for block in fault.split("\n\n"):
         if block.startswith("Extension modules:"):

@@ -48,7 +48,7 @@ class Link:
             self.sock.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, seconds: float | None = None) -> list[dict[str, Any]]:
-        """Wait for data. Returns the messages that are complete; may be empty.
+        """Wait for data. Returns the complete messages, if any.
 
         Raises:
             OSError: the peer is gone, or no data arrived within ``seconds``.

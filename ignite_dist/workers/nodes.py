@@ -68,7 +68,7 @@ def meet(
     """Wait until the launchers of all nodes are connected.
 
     Args:
-        mine: this launcher's description of itself.
+        mine: the first message of this launcher.
         address: address of node 0.
         port: port of node 0.
         timeout: how long to wait.
@@ -287,7 +287,7 @@ class Nodes:
             self._refuse_latecomer()
 
     def tell(self, failed: Sequence[Failed], *, is_done: bool) -> None:
-        """Report this node's failures to the other nodes, and with ``is_done`` its end."""
+        """Report new failures to the other nodes, and with ``is_done`` the end of this node's workers."""
         for one in failed:
             if one.rank not in self._told:
                 self._told.add(one.rank)

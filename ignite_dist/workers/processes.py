@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 _NONE = serialization.encode(None)
 
-# Time that the other workers have to report their own failures after the first failure.
+# After the first failure, the other workers have this long to report their own failures.
 _GRACE_SECONDS = 1.0
 # Longer while every reported failure is a consequence: the root cause may still be cleaning up.
 _PATIENCE_SECONDS = 4.0
@@ -139,7 +139,7 @@ def _start_process(
     ]
 
 
-# Running launches: a script may drop the result of spawn(join=False), but its workers need the store.
+# Running launches: a script may drop the result of spawn(join=False), but the workers need the store.
 _kept: list[Workers] = []
 
 
@@ -281,7 +281,7 @@ class Workers:
             try:
                 if not self._wait(timeout):
                     return None
-            except BaseException:  # Ctrl-C, above all
+            except BaseException:  # Ctrl-C, for example
                 self.terminate()
                 raise
             self._conclude()
@@ -299,7 +299,7 @@ class Workers:
             _kept.remove(self)
 
     def _wait(self, timeout: float | None) -> bool:
-        """Wait until all workers end, or one failed and the grace is over. False at the timeout."""
+        """Wait until all workers end, or a failure's grace period is over. False at the timeout."""
         deadline = None if timeout is None else time.monotonic() + timeout
         failed_at: float | None = None
         while (running := self._running()) or self._nodes.are_awaited():

@@ -1,7 +1,7 @@
 """Report an error to torchrun, whose summary then shows the root cause and its traceback.
 
 torchrun shows the failure with the earliest time (in whole seconds) as the root cause. A rank reports its
-error and the time in the file ``TORCHELASTIC_ERROR_FILE``. Without this file, the time is when torchrun
+error and the time in the file ``TORCHELASTIC_ERROR_FILE``. Without this file, torchrun takes the time when it
 notices the rank's end: https://docs.pytorch.org/docs/stable/elastic/errors.html
 """
 

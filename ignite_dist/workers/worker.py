@@ -41,7 +41,7 @@ def take_over(
     outputs: Mapping[int, Any],
 ) -> str:
     """In the worker: take over the environment and the output files of the launch."""
-    if fault_writer is not None and not faulthandler.is_enabled():  # the user may have enabled it
+    if fault_writer is not None and not faulthandler.is_enabled():  # the user's handler stays
         faulthandler.enable(fault_writer)  # keeps the pipe open
     os.environ.clear()
     os.environ.update(environ)

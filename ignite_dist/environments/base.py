@@ -110,7 +110,7 @@ def require(environ: Mapping[str, str], launcher: str, *names: str) -> list[int]
         raise EnvironmentVariablesError(
             f"Half-set environment variables of {launcher}: {given or 'others are set'}, but "
             f"{' and '.join(missing)} missing. "
-            f"Start the script with {launcher}'s own command, or unset them to run alone."
+            f"Start the script with {launcher}'s own command, or unset the variables to run alone."
         )
     return [value for value in values.values() if value is not None]
 

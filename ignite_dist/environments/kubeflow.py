@@ -44,7 +44,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     if not one_process or ":" in nnodes:
         raise EnvironmentVariablesError(
             f"Kubeflow set PET_NNODES={nnodes} and PET_NPROC_PER_NODE={nproc_per_node}, which are for "
-            "torchrun. This script was started without it: start it with `torchrun script.py`."
+            "torchrun. This script was started without torchrun: use `torchrun script.py`."
         )
     rank = read_int(environ, "RANK") if has_rank else node_rank
     world_size = read_int(environ, "WORLD_SIZE" if has_rank else "PET_NNODES")

@@ -194,7 +194,7 @@ def wait_told(what: Callable[[], str]) -> Iterator[None]:
 
 
 def wait(work: Work) -> None:
-    """Wait for a collective. Errors are replaced by :func:`explained`."""
+    """Wait for a collective. Raises :func:`explained` of its error."""
     try:
         work.wait()
     except RuntimeError as error:

@@ -202,7 +202,7 @@ def _join(mine: Hello, address: str, port: int, deadline: float) -> Nodes:
         except (OSError, ValueError) as error:
             link.sock.close()
             # TimeoutError: node 0 waits for other nodes. Other errors: perhaps an earlier job's launcher.
-            why = "it waits for others" if isinstance(error, TimeoutError) else error
+            why = "node 0 waits for other nodes" if isinstance(error, TimeoutError) else error
             time.sleep(_SECONDS_BETWEEN_TRIES)
             continue
         if "refused" in answer:

@@ -47,7 +47,7 @@ _SECONDS_OF_SILENCE = 30
 _VARIABLE = "IGNITE_DIST_SILENCE_SECONDS"
 _NUM_PROBES = 3
 
-# A wait for other processes that takes longer is logged.
+# Longer waits for other processes are logged.
 SECONDS_WITHOUT_A_WORD = 15.0
 
 # Time limit of a DNS request. A lost network link may cut off the DNS server too.

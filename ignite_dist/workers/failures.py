@@ -147,8 +147,7 @@ def is_consequence(error: BaseException) -> bool:
 def _tells_of_another(error: BaseException) -> bool:
     """True if ``error`` itself says that another rank failed or is gone.
 
-    An ``OSError`` never counts: the user's own connection (to a database, for example) may raise it. The
-    error is the root cause then.
+    Never true for an ``OSError``: the user's own connection, to a database for example, may be the cause.
     """
     if isinstance(error, (WorkerRaisedError, WorkerExitedError)):  # about workers that this rank spawned
         return False

@@ -4,12 +4,12 @@ Each launcher has a file with three names: ``LAUNCHER`` (its name), ``VARIABLES`
 that it sets) and ``detect(environ)``, a pure function. ``detect`` returns an :class:`Environment`, or None if
 the launcher did not start this process. :func:`register_environment` adds launchers of other packages.
 
-The order of detection is part of the result, because one launcher often runs inside another one:
+The order of detection matters, because one launcher often runs inside another one:
 
-1. ``idist.spawn``, torchrun, Ray Train, Kubeflow, and ``RANK`` with ``WORLD_SIZE``: they start processes
-   inside jobs of any other launcher.
-2. The launchers of other packages, in the order in which they were registered. Those that are declared as
-   entry points come after the others, sorted by name.
+1. ``idist.spawn``, torchrun, Ray Train, Kubeflow, and ``RANK`` with ``WORLD_SIZE``. These start
+   processes inside jobs of any other launcher.
+2. Launchers of other packages: first those added with :func:`register_environment`, in this order, then
+   entry points, sorted by name.
 3. Lightning, Horovod, LSF, Open MPI, PMI, Slurm and TPU pods, in this order.
 """
 
@@ -59,7 +59,7 @@ ALONE = Environment(
 )
 
 # The inner launcher comes before the outer one: torchrun under srun is common, and so is mpirun in a Slurm
-# allocation. jsrun sets Open MPI's variables too. The variables of a TPU pod belong to the machine.
+# allocation. jsrun sets Open MPI's variables too. A TPU pod's variables are set for the machine.
 _launchers = Registry(
     first=(spawned, torchrun, ray, kubeflow, plain),
     last=(lightning, horovod, lsf, open_mpi, pmi, slurm, tpu_pod),
@@ -67,22 +67,22 @@ _launchers = Registry(
 
 
 def register_environment(launcher: LauncherT) -> LauncherT:
-    """Add the launcher of another package. Registering the same one twice has no effect.
+    """Add the launcher of another package. A second call with the same launcher has no effect.
 
     ``launcher`` is a module, a class (this function can decorate it) or another object with the three names
-    of :class:`Launcher`. Without a call, a package can declare it as an entry point of the group
-    ``ignite_dist.environments``. Entry points are loaded when somebody first asks for the environment, and
-    not when ``ignite_dist`` is imported.
+    of :class:`Launcher`. Instead of a call, a package can declare an entry point of the group
+    ``ignite_dist.environments``. Entry points are loaded at the first detection, not at the import of
+    ``ignite_dist``.
 
-    The launcher is asked after ``idist.spawn``, torchrun, Ray Train, Kubeflow, and ``RANK`` with
-    ``WORLD_SIZE``; before Lightning, Horovod, LSF, Open MPI, PMI, Slurm and TPU pods. If one of the latter
-    can run inside the new launcher, ``detect`` has to return None where it finds their variables.
+    ``launcher`` is asked after ``idist.spawn``, torchrun, Ray Train, Kubeflow, and ``RANK`` with
+    ``WORLD_SIZE``, but before Lightning, Horovod, LSF, Open MPI, PMI, Slurm and TPU pods. If one of these
+    seven can run inside ``launcher``, ``detect`` must return None where it finds that launcher's variables.
 
     Returns:
         ``launcher``.
 
     Raises:
-        ValueError: another launcher has the same name. It stays registered.
+        ValueError: another launcher with the same name is registered.
         TypeError: ``launcher`` lacks one of the three names.
     """
     return _launchers.register(launcher)
@@ -92,8 +92,8 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     """The environment of the launcher that started this process; None if no launcher did.
 
     Raises:
-        EnvironmentVariablesError: the variables are incomplete, not numbers, out of range, or give one
-            process two ranks in one world.
+        EnvironmentVariablesError: the variables are incomplete, not numbers, out of range, or contradict
+            each other.
         ImportError: an entry point of another package is broken; the error names it.
     """
     launchers = list(_launchers)
@@ -117,8 +117,8 @@ def _ask(launcher: Launcher, environ: Mapping[str, str]) -> Environment | None:
     """What ``launcher`` detects.
 
     Raises:
-        EnvironmentVariablesError: its variables are incomplete or contradict each other.
-        TypeError: it returns something other than an ``Environment`` or None.
+        EnvironmentVariablesError: the launcher's variables are incomplete or contradict each other.
+        TypeError: ``launcher.detect`` returns something other than an ``Environment`` or None.
     """
     found: object = launcher.detect(environ)
     if found is None:
@@ -132,21 +132,21 @@ def _ask(launcher: Launcher, environ: Mapping[str, str]) -> Environment | None:
 
 
 def _detect_all(launchers: Iterable[Launcher], environ: Mapping[str, str]) -> Iterator[Environment]:
-    """The environments of all ``launchers`` whose variables are complete, without ``RANK`` by hand."""
+    """The environments that ``launchers`` detect. Skips launchers with errors, and plain ``RANK``."""
     for launcher in launchers:
         try:
             found = _ask(launcher, environ)
         except EnvironmentVariablesError:
-            continue  # another launcher was found, so this one's variables decide nothing
+            continue  # another launcher was found already
         if found is not None and found.launcher != plain.LAUNCHER:
             yield found
 
 
 def _check_numbering(found: Environment, other: Environment) -> None:
-    """Raise if ``RANK`` contradicts the rank that the launcher ``other`` gives in a world of the same size.
+    """Raise if ``RANK`` and the launcher ``other`` give different ranks in worlds of the same size.
 
-    A batch script that sets ``RANK`` once for the whole job causes this. Worlds of different sizes are
-    different worlds: each task of a launcher may have started a few processes by hand.
+    For example, a batch script sets ``RANK`` once for the whole job. Worlds of different sizes do not
+    contradict each other: each task of a launcher may have started several processes by hand.
     """
     if found.world_size == other.world_size > 1 and found.rank != other.rank:
         raise EnvironmentVariablesError(
@@ -159,7 +159,7 @@ def _check_numbering(found: Environment, other: Environment) -> None:
 def current() -> Environment:
     """The environment that a launcher gave this process; :data:`ALONE` if no launcher did.
 
-    Variables that this package has set since do not count.
+    Variables that this package has set do not count.
 
     Raises:
         EnvironmentVariablesError, ImportError: see :func:`detect`.
@@ -171,12 +171,12 @@ def current() -> Environment:
 
 
 def launcher_variables() -> frozenset[str]:
-    """The variables of all launchers that their ``VARIABLES`` name in full: those that ``detect`` reads."""
+    """The variables that the launchers list with their full names."""
     return frozenset(name for name in _declared_variables() if not name.endswith("*"))
 
 
 def is_launcher_variable(name: str) -> bool:
-    """True if the ``VARIABLES`` of any launcher contain ``name``, in full or by its beginning."""
+    """True if a launcher lists the variable ``name``, in full or as a prefix like ``SLURM_*``."""
     return any(
         name.startswith(declared[:-1]) if declared.endswith("*") else name == declared
         for declared in _declared_variables()

@@ -24,25 +24,25 @@ __all__ = [
 
 LOOPBACK = "127.0.0.1"
 
-# The numbers that launchers write. int() accepts more: digits of other scripts, underscores, any length.
+# Numbers as launchers write them. int() also accepts non-ASCII digits, underscores and any length.
 _NUMBER = re.compile(r"\s*[+-]?[0-9]{1,10}\s*")
 
 
 class Environment(NamedTuple):
-    """The place of one process in a job, as its launcher describes it. None: the launcher does not say.
+    """The place of one process in a job, as the launcher describes it. None means unknown.
 
     Attributes:
         launcher: ``"torchrun"``, ``"Slurm"``, ``"Open MPI"``, ...; ``"none"`` if no launcher was found.
-        rank: of this process, in [0, world_size).
+        rank: rank of this process, in [0, world_size).
         world_size: number of processes.
-        local_rank: of this process among the processes of its node.
+        local_rank: rank of this process on its node, in [0, nproc_per_node).
         nproc_per_node: number of processes on this node.
         nnodes: number of nodes.
-        node_rank: of this node, in [0, nnodes).
+        node_rank: rank of this node, in [0, nnodes).
         main_address: address of rank 0's node.
-        main_port: the port on which rank 0 serves the rendezvous.
+        main_port: port of the rendezvous on rank 0's node.
         has_own_devices: True if each process sees only its own accelerators.
-        reason: the variables by which this launcher was found, and the launchers around it.
+        reason: the variables that identify this launcher, and the outer launchers.
     """
 
     launcher: str
@@ -60,9 +60,9 @@ class Environment(NamedTuple):
     def teardown(self) -> None:
         """Remove the environment variables that ``initialize`` has set in this process.
 
-        Call it before the script starts other programs, which would otherwise take these variables for their
-        own. The context stays usable, but new groups may listen on another network interface. ``finalize``
-        removes the variables too. A second call has no effect.
+        Call this method before the script starts other programs, which inherit the variables. The
+        context stays usable, but new groups may listen on another network interface. ``finalize`` removes the
+        variables too. A second call has no effect.
         """
         variables.give_back()
 
@@ -98,7 +98,7 @@ def read_port(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def require(environ: Mapping[str, str], launcher: str, *names: str) -> list[int]:
-    """The numbers in the variables ``names``. ``launcher`` sets all of them.
+    """The numbers in the variables ``names``, which ``launcher`` always sets.
 
     Raises:
         EnvironmentVariablesError: a variable is missing, or its value is not a number.
@@ -110,13 +110,13 @@ def require(environ: Mapping[str, str], launcher: str, *names: str) -> list[int]
         raise EnvironmentVariablesError(
             f"Half-set environment variables of {launcher}: {given or 'others are set'}, but "
             f"{' and '.join(missing)} missing. "
-            f"Start the script with {launcher}'s own command, or unset them to run alone."
+            f"Start the script with {launcher}'s own command, or unset the variables to run alone."
         )
     return [value for value in values.values() if value is not None]
 
 
 def port_of_job(job: str) -> int:
-    """A port that all processes of ``job`` compute alike, and that other jobs rarely have."""
+    """A port in [15000, 25000): equal in all processes of ``job``, and rarely equal for two jobs."""
     number = int(job) if job.isdecimal() and len(job) <= 10 else zlib.crc32(job.encode())
     return 15000 + number % 10000
 
@@ -130,20 +130,20 @@ def numbered(
     job: str,
     first_host: str | None,
 ) -> Environment:
-    """The environment of a launcher that numbers its processes, and tells them no address.
+    """The environment of a launcher that sets ranks and sizes, but no address.
 
     Args:
         environ: all variables.
-        launcher: its name.
-        command: what starts the processes, for errors.
-        names: attributes of :class:`Environment`, each with the variable that holds its number:
+        launcher: name of the launcher.
+        command: the command that starts the processes, for errors.
+        names: the variable for each attribute of :class:`Environment`, for example
             ``{"rank": "FLUX_TASK_RANK", "world_size": "FLUX_JOB_SIZE", "local_rank": "FLUX_TASK_LOCAL_ID"}``.
-            ``rank`` and ``world_size`` must be there.
-        job: the name of the job, from which the port follows.
-        first_host: the host of rank 0; None if no variable says it.
+            ``rank`` and ``world_size`` are required.
+        job: the job's name, for :func:`port_of_job`.
+        first_host: the host of rank 0; None if unknown.
 
     Raises:
-        EnvironmentVariablesError: one of the variables is missing, or they contradict each other.
+        EnvironmentVariablesError: a variable is missing, or the variables contradict each other.
     """
     numbers: dict[str, Any] = dict(zip(names, require(environ, command, *names.values()), strict=True))
     found = Environment(
@@ -157,13 +157,13 @@ def numbered(
 
 
 def located(found: Environment, first_host: str | None) -> Environment:
-    """``found`` with the address of rank 0's node, and with the sizes that follow from the others.
+    """``found`` with the address of rank 0's node, and with sizes computed from the other sizes.
 
     All processes are on this node if ``nnodes`` is 1 or ``nproc_per_node`` is the world size.
 
     Args:
-        found: what the launcher says.
-        first_host: the host of rank 0 in a job of several nodes; None if no variable says it.
+        found: the values from the launcher.
+        first_host: the host of rank 0 in a job of several nodes; None if unknown.
 
     Raises:
         EnvironmentVariablesError: ``found`` contradicts itself.

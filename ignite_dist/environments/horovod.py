@@ -36,7 +36,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     """
     if not environ.get("HOROVOD_RANK") and not environ.get("HOROVOD_SIZE"):
         return None
-    # Not nnodes: HOROVOD_CROSS_SIZE counts the nodes that have this local rank. Not every node may have it.
+    # No nnodes: HOROVOD_CROSS_SIZE counts only the nodes that have a process with this local rank.
     names = {
         "rank": "HOROVOD_RANK",
         "world_size": "HOROVOD_SIZE",

@@ -1,7 +1,7 @@
 """Kubeflow: a pod of a PyTorchJob or of a TrainJob that started the script without torchrun.
 
-A PyTorchJob sets RANK and WORLD_SIZE, which count pods. Both kinds of job set the variables from which
-torchrun takes its arguments (PET_...): https://www.kubeflow.org/docs/components/trainer/ and, for PyTorchJob,
+A PyTorchJob sets RANK and WORLD_SIZE, which count pods. Both kinds of job set torchrun's arguments as
+variables (PET_...): https://www.kubeflow.org/docs/components/trainer/ and, for PyTorchJob,
 https://github.com/kubeflow/trainer/tree/v1.9.0.
 """
 
@@ -24,15 +24,15 @@ VARIABLES = (
     "PET_*",
 )
 
-_DEFAULT_PORT = 29500  # torchrun's
+_DEFAULT_PORT = 29500  # torchrun's default
 
 
 def detect(environ: Mapping[str, str]) -> Environment | None:
     """The environment of a pod that runs one process.
 
     Raises:
-        EnvironmentVariablesError: the pod is meant to run several processes, or the number of nodes may
-            change. Only torchrun can start such a job.
+        EnvironmentVariablesError: the job has several processes per pod, or a variable number of nodes.
+            Only torchrun can start such a job.
     """
     if not environ.get("PET_NODE_RANK") or not environ.get("PET_NNODES"):
         return None
@@ -44,7 +44,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     if not one_process or ":" in nnodes:
         raise EnvironmentVariablesError(
             f"Kubeflow set PET_NNODES={nnodes} and PET_NPROC_PER_NODE={nproc_per_node}, which are for "
-            "torchrun. This script was started without it: start it with `torchrun script.py`."
+            "torchrun. This script was started without torchrun: use `torchrun script.py`."
         )
     rank = read_int(environ, "RANK") if has_rank else node_rank
     world_size = read_int(environ, "WORLD_SIZE" if has_rank else "PET_NNODES")

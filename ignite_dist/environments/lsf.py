@@ -45,6 +45,6 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
 
 
 def _first_compute_host(environ: Mapping[str, str]) -> str | None:
-    """The host of rank 0. ``LSB_MCPU_HOSTS`` is ``host slots host slots``, first the batch script's host."""
+    """The host of rank 0. ``LSB_MCPU_HOSTS`` is ``host slots host slots``, with the batch host first."""
     hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2]
     return next(iter(hosts[1:] or hosts), None)

@@ -37,7 +37,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     """
     if not environ.get("OMPI_COMM_WORLD_RANK") and not environ.get("OMPI_COMM_WORLD_SIZE"):
         return None
-    # Not node_rank: OMPI_COMM_WORLD_NODE_RANK numbers the processes of all jobs on this node.
+    # No node_rank: OMPI_COMM_WORLD_NODE_RANK numbers the processes of all jobs on this node.
     names = {
         "rank": "OMPI_COMM_WORLD_RANK",
         "world_size": "OMPI_COMM_WORLD_SIZE",
@@ -49,7 +49,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
 
 
 def missing_size_error(environ: Mapping[str, str]) -> EnvironmentVariablesError:
-    """The error for a process that has ``PMIX_RANK``, and no variable with the number of processes."""
+    """The error for a process with ``PMIX_RANK`` but without a variable for the number of processes."""
     return EnvironmentVariablesError(
         f"PMIX_RANK={environ['PMIX_RANK']} is set, so a launcher has started several processes, but no "
         "variable says how many. Set RANK and WORLD_SIZE (and LOCAL_RANK, MASTER_ADDR, MASTER_PORT) for "

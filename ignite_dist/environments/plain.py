@@ -1,6 +1,6 @@
-"""``RANK`` and ``WORLD_SIZE``, set by hand or by a launcher without a file of its own.
+"""``RANK`` and ``WORLD_SIZE``, set by hand or by another launcher.
 
-Other launchers have adopted torchrun's names:
+torchrun defines these names, and other launchers use the same names:
 https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. ``NODE_RANK`` comes from
 Azure ML and Lightning.
 """
@@ -44,11 +44,11 @@ def read(environ: Mapping[str, str], launcher: str, reason: str) -> Environment:
 
     Args:
         environ: all variables.
-        launcher: its name.
-        reason: the variables by which it was found.
+        launcher: name of the launcher.
+        reason: the variables that identify the launcher.
 
     Raises:
-        EnvironmentVariablesError: ``RANK`` or ``WORLD_SIZE`` is missing, or they contradict each other.
+        EnvironmentVariablesError: ``RANK`` or ``WORLD_SIZE`` is missing, or variables contradict each other.
     """
     rank, world_size = read_int(environ, "RANK"), read_int(environ, "WORLD_SIZE")
     if rank is None or world_size is None:

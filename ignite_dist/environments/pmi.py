@@ -1,4 +1,4 @@
-"""MPICH, Intel MPI, MVAPICH and Cray's PALS. Their ranks come from a process management interface (PMI).
+"""MPICH, Intel MPI, MVAPICH and Cray's PALS: launchers with a process management interface (PMI).
 
 - MPICH and Intel MPI (``mpiexec.hydra``): ``PMI_*``, ``MPI_LOCALRANKID``, ``MPI_LOCALNRANKS``;
   https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
@@ -66,7 +66,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
 
 
 def _is_set_by_srun(environ: Mapping[str, str]) -> bool:
-    """True if ``srun --mpi=pmi2`` set the variables. Slurm's own variables then tell more."""
+    """True if ``srun --mpi=pmi2`` set the variables. Slurm's own variables then have more information."""
     return bool(environ.get("SLURM_STEP_ID")) and (
         read_int(environ, "PMI_RANK"),
         read_int(environ, "PMI_SIZE"),

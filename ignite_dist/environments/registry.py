@@ -1,4 +1,4 @@
-"""The launchers that :func:`ignite_dist.environments.detect` knows, in the order in which it asks them."""
+"""The launchers that :func:`ignite_dist.environments.detect` knows, in the order of detection."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ ENTRY_POINT_GROUP = "ignite_dist.environments"
 
 
 class Launcher(Protocol):
-    """What ``detect`` has to know about a launcher: a module with these three names, or another object.
+    """The interface of a launcher: a module, or another object, with three names.
 
     Attributes:
         LAUNCHER: the launcher's name, as in ``Environment.launcher``.
-        VARIABLES: the environment variables that the launcher sets. Name those in full that ``detect`` reads:
-            ``ignite-dist env`` shows them. ``"FLUX_*"`` stands for all other names that begin with ``FLUX_``.
+        VARIABLES: the environment variables that the launcher sets. List the variables that ``detect`` reads
+            with their full names: ``ignite-dist env`` shows these. ``"FLUX_*"`` stands for all names that
+            begin with ``FLUX_``.
     """
 
     @property
@@ -31,8 +32,8 @@ class Launcher(Protocol):
     def detect(self) -> Callable[[Mapping[str, str]], Environment | None]:
         """The process's environment; None if the launcher did not start the process.
 
-        A pure function of the environment variables. It raises an ``EnvironmentVariablesError`` if the
-        variables of the launcher are incomplete or contradict each other.
+        A pure function of the environment variables. Raises an ``EnvironmentVariablesError`` if the
+        launcher's variables are incomplete or contradict each other.
         """
         ...
 
@@ -41,13 +42,11 @@ LauncherT = TypeVar("LauncherT", bound=Launcher)
 
 
 class Registry:
-    """Launchers in the order of detection: built-in ones, those of other packages, built-in ones.
-
-    Launchers that other installed packages declare as entry points are loaded when somebody first iterates.
+    """Launchers in the order of detection. Entry points are loaded at the first iteration.
 
     Args:
-        first: the launchers that are asked before those of other packages.
-        last: the launchers that are asked after them.
+        first: built-in launchers before the launchers of other packages.
+        last: built-in launchers after the launchers of other packages.
     """
 
     def __init__(self, first: Sequence[Launcher], last: Sequence[Launcher]) -> None:
@@ -56,7 +55,7 @@ class Registry:
         self._entry_points_loaded = False
 
     def register(self, launcher: LauncherT) -> LauncherT:
-        """Add ``launcher`` behind those that other packages have added before."""
+        """Add ``launcher`` after the launchers that other packages have added before."""
         _check(launcher)
         for other in (*self._first, *self._added, *self._last):
             if other is launcher:
@@ -76,8 +75,8 @@ class Registry:
     def _load_entry_points(self) -> None:
         """Register the entry points of other packages, once.
 
-        A broken entry point raises at every call: a process must not run in a world of one because the first
-        error was caught.
+        A broken entry point raises at every call. Otherwise a process that caught the first error would run
+        in a world of one.
         """
         if self._entry_points_loaded:
             return
@@ -85,7 +84,7 @@ class Registry:
             try:
                 self.register(entry_point.load())
             except Exception as error:
-                # Not type(error): the class may need arguments other than a text.
+                # Not type(error): the class may need other arguments.
                 raise ImportError(f"Entry point {entry_point.name} = {entry_point.value}: {error}") from error
         self._entry_points_loaded = True
 

@@ -1,7 +1,7 @@
 """Slurm's ``srun``.
 
 The names of the variables: https://slurm.schedmd.com/srun.html (OUTPUT ENVIRONMENT VARIABLES). A job consists
-of steps. ``srun`` sets the variables of its step and of the job; ``sbatch`` and ``salloc`` set the job's.
+of steps. ``srun`` sets variables of the step and of the job; ``sbatch`` and ``salloc`` set only the job's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VARIABLES = (
     "SLURMD_*",
 )
 
-# A host, or several hosts with numbers in brackets. The pattern matches in linear time: nothing follows it.
+# A host, or hosts with numbers in brackets. Matching takes linear time: the repetition ends the pattern.
 _HOSTS = re.compile(r"(?:[^\s,\[\]]+|\[[0-9][0-9,-]*\])+")
 _BRACKET = re.compile(r"\[([0-9]+)[^\]]*\]")
 # "2(x3)" means two tasks on each of the next three nodes.
@@ -55,8 +55,8 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     """The environment of a task that ``srun`` started, from the variables of its step.
 
     Raises:
-        EnvironmentVariablesError: the job has several tasks, but this process is not one of them; or a
-            variable of srun is missing or not a number, or they contradict each other.
+        EnvironmentVariablesError: this process is not a task of the job; or variables of srun are missing,
+            not numbers, or contradict each other.
     """
     if not environ.get("SLURM_JOB_ID"):
         return None
@@ -88,7 +88,7 @@ def _outside_of_steps(environ: Mapping[str, str]) -> Environment:
     num_tasks = read_int(environ, "SLURM_NTASKS") or 1
     if num_tasks > 1:
         raise EnvironmentVariablesError(
-            f"This Slurm job has SLURM_NTASKS={num_tasks} tasks, but this process is none of them: "
+            f"This Slurm job has SLURM_NTASKS={num_tasks} tasks, but this process is not one of these tasks: "
             "SLURM_STEP_NUM_TASKS is not set. Start the script with srun, or unset SLURM_JOB_ID to run alone."
         )
     alone = Environment(LAUNCHER, rank=0, world_size=1, local_rank=0, nproc_per_node=1)
@@ -96,7 +96,7 @@ def _outside_of_steps(environ: Mapping[str, str]) -> Environment:
 
 
 def _tasks_on_node(environ: Mapping[str, str], node_rank: int | None, world_size: int) -> int | None:
-    """The number of tasks on the node ``node_rank``; None if the variables do not say it."""
+    """The number of tasks on the node ``node_rank``; None if unknown."""
     tasks_per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if not tasks_per_node or node_rank is None:
         return None
@@ -132,7 +132,7 @@ def _job_nodes(environ: Mapping[str, str]) -> str:
 
 
 def first_host_of_job(environ: Mapping[str, str]) -> str | None:
-    """The first node of the Slurm job in which another launcher runs; None outside of Slurm jobs."""
+    """The first node of the Slurm job that runs this process; None outside of Slurm."""
     nodes = _job_nodes(environ)
     return first_host(nodes) if nodes else None
 

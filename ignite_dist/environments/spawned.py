@@ -1,4 +1,4 @@
-"""``idist.spawn``: its workers have torchrun's variables, and one that names ``spawn``."""
+"""``idist.spawn``, whose workers have torchrun's variables and a variable that marks them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ VARIABLES = (_MARK,)
 
 
 def mark(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable by which workers with the variables ``environ`` know that ``spawn`` has started them.
+    """The variable that marks workers with the variables ``environ`` as workers of ``spawn``.
 
-    Its value names their rendezvous. A process that a worker starts with another launcher inherits the
-    variable, but has another rendezvous.
+    The value is the rendezvous of the workers. If a worker starts another launcher, that
+    launcher's processes inherit the variable, but have another rendezvous.
     """
     return {_MARK: _rendezvous(environ)}
 

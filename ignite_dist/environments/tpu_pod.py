@@ -1,7 +1,7 @@
 """A TPU pod: one process on each of its hosts, started by hand or by GKE.
 
-https://docs.cloud.google.com/kubernetes-engine/docs/concepts/tpus. The XLA backend has other ranks: XLA's
-runtime gives each chip a rank.
+https://docs.cloud.google.com/kubernetes-engine/docs/concepts/tpus. These ranks are not the XLA backend's,
+which has a rank per chip.
 """
 
 from __future__ import annotations

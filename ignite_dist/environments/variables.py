@@ -1,4 +1,4 @@
-"""The environment variables that this package sets in its own process, and how it removes them again."""
+"""Set environment variables of this process, and remove them again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 __all__ = ["give_back", "given", "set_missing"]
 
-# Each variable that was set: its value, and whether it existed before with an empty value.
+# The variables that set_missing has set: the new value, and whether the variable was empty before.
 _set: dict[str, tuple[str, bool]] = {}
 
 

@@ -1,8 +1,8 @@
-"""Connections to other machines: what is said while one is waited for, and how one is found to be gone.
+"""Connections to other machines: keepalive, errors that name a lost host, and warnings about long waits.
 
-TCP alone waits a quarter of an hour for a machine that has lost its power or its cable, and for ever if it
-only listens. The kernel can look after a connection by itself, without a thread or traffic of ours: it only
-has to be told so for each socket, those that gloo and torch's store have opened too.
+TCP alone notices after 15 minutes that a machine lost its power or cable, and never if this process only
+receives. With keepalive the kernel checks the connection, without a thread or messages of this package. The
+option is set on each socket, also on the sockets of gloo and torch's store.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
-# How long a machine may be silent; the variable says it otherwise.
-# Two costs: a network that is away for longer ends the job. And so does a process that takes nothing in for
-# as long while its peer sends (stopped in a debugger, say), because the kernel does not tell the two apart.
+# Default keepalive timeout; an environment variable overrides the default. A network outage of this length
+# ends the job. A process that does not receive for this long while a peer sends (in a debugger, for example)
+# ends the job too, because the kernel cannot distinguish the two cases.
 _SECONDS_OF_SILENCE = 30
 _VARIABLE = "IGNITE_DIST_SILENCE_SECONDS"
 _NUM_PROBES = 3
 
-# How long a wait for other processes may be silent.
+# Longer waits for other processes are logged.
 SECONDS_WITHOUT_A_WORD = 15.0
 
-# How long a name server may take; behind a cut link it does not answer either.
+# Time limit of a DNS request. A lost network link may cut off the DNS server too.
 _SECONDS_TO_FIND_NAME = 2.0
 
 
-# --- when the other end goes ---------------------------------------------------------------------------
+# --- keepalive -----------------------------------------------------------------------------------------
 
 
 def seconds_of_silence() -> int:
-    """How long another machine may be silent.
+    """The keepalive timeout: how long another machine may be silent.
 
     Raises:
-        EnvironmentVariablesError: the variable that says it holds something else than seconds.
+        EnvironmentVariablesError: the environment variable is not a number, or too small.
     """
     seconds = read_int(os.environ, _VARIABLE)
     if seconds is None:
@@ -73,25 +73,25 @@ def seconds_of_silence() -> int:
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Let the kernel look after the connections that are opened in the block and still open behind it."""
+    """Enable keepalive on the connections that the block opens and leaves open."""
     seconds = seconds_of_silence()
     before = _open_sockets()
     yield
     for fd, _ in _open_sockets() - before:
-        with suppress(OSError), _borrowed(fd) as sock:  # closed since, or of the kernel's own kind
+        with suppress(OSError), _borrowed(fd) as sock:  # closed since, or an unusual kind of socket
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                sock.getpeername()  # refused where nothing is connected
+                sock.getpeername()  # raises OSError unless connected
                 watch(sock, seconds)
 
 
 def watch(sock: socket.socket, seconds: int) -> None:
-    """Let the kernel end the connection when the other machine has been silent for that long."""
+    """Let the kernel end the connection when the other machine has been silent for ``seconds``."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {  # those that this platform has
-        "TCP_KEEPIDLE": seconds // _NUM_PROBES,  # while nothing is under way
+    options = {  # a platform may lack some of these
+        "TCP_KEEPIDLE": seconds // _NUM_PROBES,  # for an idle connection
         "TCP_KEEPINTVL": seconds // _NUM_PROBES,
         "TCP_KEEPCNT": _NUM_PROBES,
-        "TCP_USER_TIMEOUT": seconds * 1000,  # while something is
+        "TCP_USER_TIMEOUT": seconds * 1000,  # while sent data are not acknowledged
     }
     for name, value in options.items():
         if hasattr(socket, name):
@@ -99,10 +99,10 @@ def watch(sock: socket.socket, seconds: int) -> None:
 
 
 def _open_sockets() -> set[tuple[int, int]]:
-    """The sockets of this process: file descriptor, and what tells it from one that had the number before."""
+    """The sockets of this process: file descriptor and inode. A reused descriptor has another inode."""
     found = set()
     for name in os.listdir("/dev/fd"):
-        with suppress(OSError):  # the one that reads this folder
+        with suppress(OSError):  # the descriptor of listdir itself is closed already
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
                 found.add((int(name), status.st_ino))
@@ -111,11 +111,11 @@ def _open_sockets() -> set[tuple[int, int]]:
 
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """Somebody else's socket, as Python's."""
+    """A socket object for ``fd``, which another library owns. Leaves ``fd`` open."""
     blocking = os.get_blocking(fd)
     sock = socket.socket(fileno=fd)
     try:
-        if socket.getdefaulttimeout() is not None:  # then Python has made it a non-blocking one
+        if socket.getdefaulttimeout() is not None:  # socket() has then made fd non-blocking
             os.set_blocking(fd, blocking)
         yield sock
     finally:
@@ -123,55 +123,55 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 class Connections:
-    """The connections that a library has opened, found by what is open after a block and was not before."""
+    """The connections that a library opened: those that are open after a block but not before."""
 
     def __init__(self) -> None:
         self._found: set[tuple[int, int]] = set()
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the connections that are opened in the block and still open behind it."""
+        """Record the connections that the block opens and leaves open."""
         before = _open_sockets()
         yield
         for fd, inode in _open_sockets() - before:
             with suppress(OSError), _borrowed(fd) as sock:
-                sock.getpeername()  # refused where nothing is connected
+                sock.getpeername()  # raises OSError unless connected
                 self._found.add((fd, inode))
 
     def one_is_gone(self) -> bool:
-        """Whether one of them is closed: the library does so when the other end has gone."""
+        """True if a recorded connection is closed. The library closes a connection when its peer is gone."""
         return not self._found <= _open_sockets()
 
     def cut(self) -> None:
-        """End those that are open, at both ends: what waits for them fails. The library closes them."""
+        """Shut down the open connections, so that waits at both ends fail. The library closes the sockets."""
         for fd, _ in self._found & _open_sockets():
             with suppress(OSError), _borrowed(fd) as sock:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
-# How gloo and torch's store put it that a machine is silent.
+# Messages of gloo and torch's store about a silent machine.
 _SILENCE = re.compile(
     r"\[([0-9a-f.:]+)\]:\d+: (?:connection timed out|no route to host|network is unreachable)", re.IGNORECASE
 )
 
 
 def last_lines(error: BaseException) -> str:
-    """What a traceback ends with, even if the exception's own code fails when it is asked for its words."""
+    """Type and message of ``error``, even if the exception's own ``__str__`` raises."""
     try:
         return "".join(traceback.format_exception_only(error))
-    except Exception:  # of a SyntaxError whose text is none, for example
+    except Exception:  # a SyntaxError without a text, for example
         return f"{type(error).__name__}: <its message cannot be formatted>\n"
 
 
 explainers: list[Callable[[RuntimeError], BaseException | None]] = []
-"""What may know more of a backend's error: each gives a better error for it, with its cause, or None."""
+"""Functions that may explain a backend's error. Each returns a better error with its cause, or None."""
 
 
 def explained(error: BaseException) -> BaseException:
-    """``error``; or, where it is known which machine or rank it is about, an error that names that."""
+    """An error that names the machine or rank that ``error`` is about; ``error`` itself if unknown."""
     if not isinstance(error, RuntimeError) or isinstance(error, DistributedError):
         return error
-    found = _SILENCE.search(last_lines(error))  # not str(): a subclass of the user's may have one that raises
+    found = _SILENCE.search(last_lines(error))  # not str(): a user's subclass may raise
     if found is None:
         return next(filter(None, (explain(error) for explain in explainers)), error)
     address = found[1].removeprefix("::ffff:")
@@ -182,7 +182,7 @@ def explained(error: BaseException) -> BaseException:
 
 @contextmanager
 def wait_told(what: Callable[[], str]) -> Iterator[None]:
-    """Say ``what`` the block waits for, once, if it takes long."""
+    """Log ``what()`` once if the block takes longer than ``SECONDS_WITHOUT_A_WORD``."""
     timer = threading.Timer(SECONDS_WITHOUT_A_WORD, lambda: _logger.warning("%s", what()))
     timer.daemon = True
     timer.start()
@@ -194,7 +194,7 @@ def wait_told(what: Callable[[], str]) -> Iterator[None]:
 
 
 def wait(work: Work) -> None:
-    """Wait for a collective; see :func:`explained`."""
+    """Wait for a collective. Raises :func:`explained` of its error."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -202,7 +202,7 @@ def wait(work: Work) -> None:
 
 
 def raise_explained(error: RuntimeError) -> NoReturn:
-    """Raise what is known of ``error``, which is being handled; see :func:`explained`."""
+    """Raise :func:`explained` of ``error``. Call this function where ``error`` is handled."""
     better = explained(error)
     if better is error:
         raise error
@@ -210,7 +210,7 @@ def raise_explained(error: RuntimeError) -> NoReturn:
 
 
 def _name_of(address: str) -> str:
-    """The name of the host with this address, if that is found out soon."""
+    """The host name of ``address``; empty if DNS does not answer soon."""
     names: list[str] = []
 
     def ask() -> None:
@@ -224,14 +224,14 @@ def _name_of(address: str) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens there; an empty address stands for all of this machine.
+    """A listening socket. An empty ``address`` stands for all addresses of this machine.
 
     Raises:
         OSError: the port is in use, or the address is not one of this machine.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # Connections of a store that was served there before may still be on their way out.
+        # Closed connections of an earlier store may still occupy the port (TIME_WAIT).
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen()

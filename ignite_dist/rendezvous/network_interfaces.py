@@ -1,4 +1,4 @@
-"""The addresses of this machine, by its network interfaces, and which of them lead to other machines."""
+"""The network interfaces of this machine: their addresses, and which of them reach other machines."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pathlib import Path
 
 __all__ = ["by_interface", "interface_towards", "is_loopback", "is_own_name", "loopback_interface"]
 
-# Reserved for documentation (RFC 5737), so it is reached as everything that is far away.
+# Reserved for documentation (RFC 5737), so packets take the route to remote machines.
 _FAR_AWAY = "192.0.2.1"
 
 _SIOCGIFADDR = 0x8915  # Linux's request for the IPv4 address of an interface
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface over which this machine and the one at ``address`` reach each other, if that is known.
+    """The interface through which this machine and ``address`` reach each other; None if unknown.
 
-    gloo takes the interface that has the address of the host's own name: on Debian that is a loopback
-    address, by which no other machine can reach this one.
+    gloo's default is the interface with the address of the host's own name. On Debian this is a loopback
+    address, which other machines cannot reach.
     """
     local = _local_address(_FAR_AWAY if is_own_name(address) else address)
     return None if local is None or is_loopback(local) else _interface_of(local)
 
 
 def _local_address(address: str) -> str | None:
-    """The address of this machine from which it would send to ``address``; nothing is sent."""
+    """The source address of packets from this machine to ``address``. Sends nothing."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sock:
@@ -39,12 +39,12 @@ def _local_address(address: str) -> str | None:
 
 
 def _interface_of(address: str) -> str | None:
-    """The interface that has this address. None if it is not found."""
+    """The interface with this address, or None."""
     return next((name for name, known in by_interface().items() if address in known), None)
 
 
 def by_interface() -> dict[str, list[str]]:
-    """The addresses of each network interface; none are known where this is not Linux."""
+    """The addresses of each network interface. Empty lists on systems other than Linux."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     if sys.platform != "linux":
         return found
@@ -52,7 +52,7 @@ def by_interface() -> dict[str, list[str]]:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for name in found:
-            with suppress(OSError):  # it has none
+            with suppress(OSError):  # no IPv4 address
                 answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 found[name].append(socket.inet_ntoa(answer[20:24]))
     table = Path("/proc/net/if_inet6")
@@ -63,18 +63,18 @@ def by_interface() -> dict[str, list[str]]:
 
 
 def loopback_interface() -> str | None:
-    """The name of the loopback interface, if it has one of the usual ones."""
+    """The name of the loopback interface, ``lo`` or ``lo0``; None without either."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def is_own_name(address: str) -> bool:
-    """Whether ``address`` is a name by which this machine, and no other, means itself."""
+    """True if ``address`` is a host name that resolves to a loopback address on this machine."""
     return not is_loopback(address) and is_loopback(_local_address(address) or "")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether every machine means itself by ``address``. Other names may mean another machine elsewhere."""
+    """True if ``address`` is ``localhost`` or a loopback address, which is the local machine everywhere."""
     if address == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""How the ranks of torch.distributed find each other: a place in the job for each, and a store for all."""
+"""The rendezvous of torch.distributed: each process's place in the job, and the store of all ranks."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ __all__ = [
     "set_missing",
 ]
 
-# How many contexts of this process have met in each place. All ranks that met there have the same number.
+# Number of contexts at each meeting place, equal on all ranks that met there.
 _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
 
 _SECOND = timedelta(seconds=1)
 
 
 def find_place(init_method: str | None, rank: int | None, world_size: int | None) -> Environment:
-    """The place of this process: what the arguments say, else the environment, else a world of one.
+    """The place of this process: from the arguments, else from the environment, else a world of one.
 
     Raises:
-        ValueError: the two contradict each other, or an ``init_method`` comes without ranks.
-        EnvironmentVariablesError: the environment is half set, or does not say where rank 0 is.
+        ValueError: arguments and environment contradict each other, or an ``init_method`` has no rank.
+        EnvironmentVariablesError: a variable is missing, for example the address of rank 0.
     """
     environ = variables.given()
     environment = environments.detect(environ)
@@ -65,9 +65,9 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
         place = environment or environments.ALONE
         if place.world_size > 1 and place.main_address is None and init_method in (None, "env://"):
             raise EnvironmentVariablesError(
-                f"{place.launcher} has started {place.world_size} processes on several nodes, and does not "
-                "say on which one rank 0 runs. Set MASTER_ADDR to that node's address, for every process "
-                "(mpirun -x MASTER_ADDR=..., for example), and MASTER_PORT if you like."
+                f"{place.launcher} has started {place.world_size} processes on several nodes, but no "
+                "variable has the address of rank 0's node. Set MASTER_ADDR to this address for every "
+                "process (for example: mpirun -x MASTER_ADDR=...). MASTER_PORT is optional."
             )
         return place
     if not 0 <= rank < world_size:
@@ -91,7 +91,7 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
 
 
 def set_missing(place: Environment, more: Mapping[str, str]) -> None:
-    """Set the variables that scripts read, and ``more``, where they are not there."""
+    """Set the variables that scripts read, and ``more``. Existing values stay."""
     variables.set_missing(
         {
             "RANK": place.rank,
@@ -105,18 +105,18 @@ def set_missing(place: Environment, more: Mapping[str, str]) -> None:
 
 
 def join_store(place: Environment, init_method: str | None, timeout: timedelta | None) -> Store:
-    """The store of all ranks, for ``init_process_group``; all of them have come to it.
+    """The store of all ranks, for ``init_process_group``. Returns when all ranks have reached the store.
 
-    Its keys carry the number of contexts that met in the same place before, because a store may outlive a
-    context: an agent's, a file's, or that of rank 0 while the others are on their way into the next one.
+    The keys have a prefix with the number of earlier contexts at this meeting place, because a store may
+    outlive a context: an agent's store, a file, or rank 0's store while peers start the next context.
 
     Raises:
-        LaunchError: the port where rank 0 serves the store is in use.
-        MissingRanksError: not all have come in time. (With torchrun's agents on several nodes, who have met
-            before they started these ranks, it is torch's ``DistStoreError``.)
+        LaunchError: the port of rank 0's store is in use.
+        MissingRanksError: a rank is missing at the timeout.
+        DistStoreError: the same under torchrun on several nodes.
     """
     if place.world_size == 1 and init_method in (None, "env://"):
-        return HashStore()  # nobody else to find, so no port is needed
+        return HashStore()  # one rank needs no port
     timeout = timeout or default_pg_timeout
     init_method = init_method or "env://"
     num_contexts = _num_contexts[_meeting_place(place, init_method)]
@@ -138,13 +138,13 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
             return store
         except DistNetworkError as error:
             if place.rank > 0 and time.monotonic() < deadline:
-                continue  # it may have been the store of the context before, which rank 0 has closed since
+                continue  # perhaps the previous context's store, which rank 0 has closed
             if place.rank == 0 or _is_served_by_agent():
                 raise
             here = socket.gethostname()
             raise MissingRanksError(
-                f"Rank 0 of {place.world_size} did not come to {where} in time, or {here} does not reach it "
-                f"there.{_about_loopback(place, init_method)}",
+                f"Rank 0 of {place.world_size} did not reach {where} in time, or {here} cannot connect to "
+                f"rank 0.{_about_loopback(place, init_method)}",
                 [0],
             ) from error
 
@@ -152,9 +152,9 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
 def _store_of_this_start(store: Store, place: Environment, deadline: float) -> Store:
     """The part of ``store`` for the ranks that torchrun's agents have started together.
 
-    Each agent counts only the failures on its own node, so after one the ranks of different nodes are told
-    different restart counts, while the store is still the one with the addresses of those that are gone. So
-    rank 0 makes up a name for the start, and confirms to each of the others that both are of the same one.
+    Each agent counts only the failures on its own node, so restart counts may differ between nodes, and the
+    store still has the addresses of ranks that are gone. Therefore rank 0 chooses a random name for each
+    start, and confirms every rank that has answered with this name.
     """
     mine = uuid.uuid4().hex
     if place.rank == 0:
@@ -167,17 +167,17 @@ def _store_of_this_start(store: Store, place: Environment, deadline: float) -> S
         store.set(f"{start}/{place.rank}", mine)
         try:
             store.wait([f"{start}/met"], _SECOND)
-        except DistStoreError:  # of a start whose rank 0 is gone, or still waits for others
+        except DistStoreError:  # rank 0 of this start is gone, or waits for others
             if time.monotonic() > deadline:
                 raise
         else:
             if mine.encode() in store.get(f"{start}/met").split():
                 return PrefixStore(start, store)
-            time.sleep(0.05)  # an earlier start's: the new rank 0 is still on its way
+            time.sleep(0.05)  # an earlier start; the new rank 0 has not set its name yet
 
 
 def _where(place: Environment, init_method: str) -> str:
-    """Where the ranks meet."""
+    """The meeting place of the ranks, for messages."""
     address, port = _main_address(place, init_method)
     if address is None:
         return init_method
@@ -185,25 +185,25 @@ def _where(place: Environment, init_method: str) -> str:
 
 
 def _who_serves(place: Environment) -> str:
-    """Whose store it is that a rank waits for."""
+    """The store that a rank waits for, for messages."""
     if _is_served_by_agent():
         return "the launcher's store"
-    return "rank 0" if place.rank > 0 else "its own store (is this machine not reached there?)"
+    return "rank 0" if place.rank > 0 else "its own store (is this an address of this machine?)"
 
 
 def _about_loopback(place: Environment, init_method: str) -> str:
-    """What ranks may not know that are missing where all meet at a loopback address."""
+    """A hint for errors about missing ranks, if the meeting place is a loopback address."""
     address, _ = _main_address(place, init_method)
     if address is None or _is_served_by_agent() or not network_interfaces.is_loopback(address):
         return ""
     return (
-        f" Only processes on its own machine reach {address}: if others run elsewhere, give every rank, "
-        "rank 0 too, an address of rank 0's machine on the network."
+        f" Only processes on its own machine reach {address}. If ranks run on other machines, give every "
+        "rank, rank 0 too, the network address of rank 0's machine."
     )
 
 
 def note_meeting(place: Environment, init_method: str | None) -> None:
-    """Note that all ranks have met in this place. The next context there uses other keys of the store."""
+    """Record that all ranks have met at this place. The next context there uses other keys of the store."""
     _num_contexts[_meeting_place(place, init_method or "env://")] += 1
 
 
@@ -212,11 +212,10 @@ def _meeting_place(place: Environment, init_method: str) -> tuple[str, str | Non
 
 
 def _one_file_each(init_method: str, num_contexts: int) -> str:
-    """Another file for each context after the first, beside the one that was named.
+    """``init_method`` with a file of its own for each context after the first.
 
-    The last rank to close a ``FileStore`` deletes its file. It looks whether it is the last under a lock, and
-    deletes when it has given the lock up: what a rank on its way into the next context has written meanwhile
-    would be gone, and the others would wait for it in vain.
+    The last rank to close a ``FileStore`` deletes the file, but only after it has released the file's lock.
+    If a peer writes for the next context in between, the deletion loses the data and the other ranks hang.
     """
     parts = urlsplit(init_method)
     if parts.scheme != "file" or num_contexts == 0:
@@ -228,7 +227,7 @@ def _connect(place: Environment, init_method: str, seconds: float) -> Store:
     address, port = _main_address(place, init_method)
     timeout = timedelta(seconds=seconds)
     try:
-        # What an address says behind a question mark is for torch.
+        # torch parses the options behind a question mark.
         if address is None or port is None or "?" in init_method or _is_served_by_agent():
             found = dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout)
             store: Store = next(found)[0]
@@ -248,19 +247,19 @@ def _connect(place: Environment, init_method: str, seconds: float) -> Store:
 
 
 def _is_served_by_agent() -> bool:
-    """Whether a process that is no rank serves the store: torchrun's agent, or the launcher of ``spawn``."""
+    """True if torchrun's agent or the launcher of ``spawn`` serves the store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _rank_0s_store(place: Environment, address: str, port: int, timeout: timedelta) -> Store:
-    """The store that rank 0 serves, as torch makes it: other libraries may meet at the same address.
+    """The store of rank 0, compatible with torch's own: other libraries may use the same address.
 
-    torch's own rendezvous would listen on all interfaces also where the address is one that nobody else can
-    reach; and it would only count the ranks that come.
+    torch's rendezvous is not used, because it listens on all interfaces even for a loopback address, and only
+    counts the ranks.
     """
     listen_fd = None
     if place.rank == 0 and network_interfaces.is_loopback(address):
-        # Where the port is in use torch may serve another store there for this process; else it says so.
+        # If the port is in use, TCPStore shares this process's own store there (multi_tenant), or raises.
         with suppress(OSError):
             listener = connections.listen(address, port)
             port, listen_fd = listener.getsockname()[1], listener.detach()
@@ -278,7 +277,7 @@ def _rank_0s_store(place: Environment, address: str, port: int, timeout: timedel
 
 
 def _main_address(place: Environment, init_method: str | None) -> tuple[str | None, int | None]:
-    """Address and port at which rank 0 serves the store; None where there are none."""
+    """Address and port of rank 0's store; None if ``init_method`` has none."""
     if init_method in (None, "env://"):
         return place.main_address, place.main_port
     parts = urlsplit(init_method)
@@ -286,7 +285,7 @@ def _main_address(place: Environment, init_method: str | None) -> tuple[str | No
 
 
 def serve_store(address: str, port: int = 0) -> tuple[Store, int]:
-    """A store served by this process, and its port; port 0 stands for a free one.
+    """A store served by this process, and its port. Port 0 stands for a free port.
 
     Raises:
         LaunchError: the port is in use, or the address is not one of this machine.
@@ -295,51 +294,51 @@ def serve_store(address: str, port: int = 0) -> tuple[Store, int]:
         listener = connections.listen(address, port)
     except OSError as error:
         raise LaunchError(
-            f"Cannot serve the rendezvous on {address}:{port}: {error.strerror}. Leave master_addr and "
-            "master_port out: on one machine spawn takes a free port by itself."
+            f"Cannot serve the rendezvous on {address}:{port}: {error.strerror}. Omit master_addr and "
+            "master_port: on one machine spawn chooses a free port."
         ) from error
     port = listener.getsockname()[1]
-    # The store takes the listening socket over, so nobody else can get the port between bind and use.
+    # The store takes over the listening socket, so no other process can take the port.
     store = TCPStore(
         address,
         port,
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
-        use_libuv=True,  # the other server looks at its sockets every 200 ms
+        use_libuv=True,  # the server without libuv polls its sockets every 200 ms
     )
     return store, port
 
 
-# Where the launcher of a job serves a store for its workers, if their backend brings none: "address:port".
+# "address:port" of the launcher's store, for workers whose backend has no store.
 _LAUNCHERS_STORE = "IGNITE_DIST_STORE"
 
 
 def serve_launchers_store() -> tuple[Store, dict[str, str]]:
-    """A store for the workers of one launch on this machine, and the variable that tells them of it."""
+    """A store for the workers of one launch on this machine, and the variable with the store's address."""
     store, port = serve_store("127.0.0.1", 0)
     return store, {_LAUNCHERS_STORE: f"127.0.0.1:{port}"}
 
 
 def launchers_store() -> Store | None:
-    """A connection to the store of the launcher that started this process, if it serves one.
+    """A connection to the store of this process's launcher; None if the launcher serves no store.
 
-    For the first context of this process alone: the keys of the next would be the same.
+    Only the first context gets the store: the next context would use the same keys.
     """
     address, _, port = os.environ.pop(_LAUNCHERS_STORE, "").rpartition(":")
     return TCPStore(address, int(port), wait_for_workers=False) if address else None
 
 
-# Else each rank asks the store for the address of every other one by itself, in three requests: 3 million for
-# a start of 1,000 ranks. https://github.com/pytorch/gloo, gloo/rendezvous/context.cc
+# Without this variable each rank sends three requests to the store for every other rank: 3 million requests
+# for 1,000 ranks. https://github.com/pytorch/gloo, gloo/rendezvous/context.cc
 ASK_ONCE = {"GLOO_ENABLE_STORE_V2_API": "1"}
 
 
-# --- on which interface --------------------------------------------------------------------------------
+# --- network interfaces --------------------------------------------------------------------------------
 
 
 def on_one_machine(place: Environment, init_method: str | None) -> bool:
-    """Whether the launcher or the address says that all ranks run here."""
+    """True if the launcher or the address implies that all ranks run on this machine."""
     if place.nnodes is not None:
         return place.nnodes == 1
     if place.nproc_per_node is not None:
@@ -349,9 +348,9 @@ def on_one_machine(place: Environment, init_method: str | None) -> bool:
 
 
 def interfaces(place: Environment, init_method: str | None) -> dict[str, str]:
-    """The variables that tell gloo and NCCL where to meet, if all ranks run here; else gloo alone.
+    """The variables that set the network interface of gloo, and of NCCL if all ranks run on this machine.
 
-    NCCL itself leaves out the loopback interface and Docker's, and may have faster ones than this.
+    Between machines NCCL chooses by itself: it skips loopback and Docker, and may have a faster interface.
     """
     if on_one_machine(place, init_method):
         return loopback_only()

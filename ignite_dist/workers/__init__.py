@@ -1,1 +1,1 @@
-"""Worker processes: starting and ending them, launchers of several machines, what a worker died of."""
+"""Worker processes: start, end, failures, and the launchers of jobs on several nodes."""

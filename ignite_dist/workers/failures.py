@@ -1,4 +1,4 @@
-"""What a worker died of: told by the worker, and made into one error in the launcher."""
+"""Failures of workers: the report that a worker sends, and the error that the launcher raises."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ __all__ = [
 ]
 
 
-# More of a traceback than this nobody reads, and a message may be the text of a tensor.
+# Longer texts are shortened to this many characters. A message may contain a whole tensor.
 _LONGEST_TEXT = 100_000
-# How much later than a worker's death its launcher may hear of it, by way of the fork server.
+# The launcher may notice a worker's death this much later, because the fork server reports it.
 _NOTICE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a worker died of, as it tells the launcher.
+    """The reason why a worker failed.
 
     Attributes:
-        time: when, in seconds of ``time.time()``.
-        error_type: the name of the exception's class; empty after a silent death, and so is ``summary``.
-        summary: the last lines of the traceback, without where.
-        traceback: all of it.
-        exit_code: of a worker that ended rather than raised.
-        is_consequence: whether it says itself that another rank failed before, or was gone.
+        time: time of the failure, as ``time.time()``.
+        error_type: name of the exception's class; empty if the worker died without a report.
+        summary: type and message of the exception; empty if the worker died without a report.
+        traceback: the whole traceback.
+        exit_code: the process's exit code; None if the worker raised an exception other than SystemExit.
+        is_consequence: True if the exception says that another rank failed or is gone.
     """
 
     time: float
@@ -69,15 +69,12 @@ class Failure:
 
     @property
     def is_exit_0(self) -> bool:
-        """Whether it left by ``sys.exit(0)``: no failure, unless others still needed it."""
+        """True after ``sys.exit(0)``. This is a failure only if other ranks failed because of it."""
         return self.exit_code == 0 and bool(self.error_type)
 
 
 class Failed(NamedTuple):
-    """A failure, and where it happened: ``pid`` is 0 if nobody knows.
-
-    ``started`` is whether the worker could begin at all.
-    """
+    """A failure and its place. ``pid``: 0 if unknown. ``started``: False if the rank never reported."""
 
     rank: int
     local_rank: int
@@ -91,7 +88,7 @@ class Failed(NamedTuple):
 
 
 def outcome_of(sent: bytes | Callable[..., Any], local_rank: int) -> bytes | Failure:
-    """What a worker sends home: what the call that it was ``sent`` returns, as bytes, or a failure."""
+    """Decode and make the call ``sent``. Returns the encoded result, or the failure."""
     try:
         call = serialization.decode(sent) if isinstance(sent, bytes) else sent
         return serialization.encode(call(local_rank))
@@ -103,22 +100,22 @@ def outcome_of(sent: bytes | Callable[..., Any], local_rank: int) -> bytes | Fai
 
 
 def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
-    """What the launcher is told of an exception."""
+    """The report of an exception to the launcher."""
     now = time.time()
     trace, error = error.__traceback__, connections.explained(error)
-    if error.__cause__ is not None:  # which has the traceback
+    if error.__cause__ is not None:  # the cause has the traceback
         trace = error.__traceback__
     summary = connections.last_lines(error).strip()
     try:
         text = "".join(traceback.format_exception(type(error), error, users_part(trace)))
-    except Exception:  # raised by the exception's own code, or by that of one that it was raised from
+    except Exception:  # raised by code of this exception, or of its cause
         where = "".join(traceback.format_tb(users_part(trace)))
         text = f"Traceback (most recent call last):\n{where}{summary}\n"
     return Failure(now, type(error).__name__, _cut(summary), _cut(text), exit_code, is_consequence(error))
 
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames through which this package came to the user's function."""
+    """The traceback from the user's function on, without this package's frames before."""
     rest = trace
     while rest is not None and is_package_path(rest.tb_frame.f_code.co_filename):
         rest = rest.tb_next
@@ -133,7 +130,7 @@ def _cut(text: str) -> str:
     return f"{text[:half]}\n... {left_out:,} characters ...\n{text[-half:]}"
 
 
-# How gloo, NCCL and torch's store put it that the process at the other end is gone.
+# Messages of gloo, NCCL and torch's store about a peer that is gone.
 _LOST = re.compile(
     r"connection (was )?(closed|reset) by peer|connection refused|connection was likely closed|broken pipe"
     r"|remote peer closed|remote process exited|communicator was aborted"
@@ -143,17 +140,16 @@ _LOST = re.compile(
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether ``error``, or what it was raised from, says that another rank has failed or is gone."""
+    """True if ``error``, or an error in its chain, says that another rank failed or is gone."""
     return any(map(_tells_of_another, _chain(error)))
 
 
 def _tells_of_another(error: BaseException) -> bool:
-    """Whether ``error`` itself says so.
+    """True if ``error`` itself says that another rank failed or is gone.
 
-    An ``OSError`` does not, whatever its words: it is about a connection of the user's own, to a database
-    say, and may well be what began it all.
+    Never true for an ``OSError``: the user's own connection, to a database for example, may be the cause.
     """
-    if isinstance(error, (WorkerRaisedError, WorkerExitedError)):  # of workers that this rank has spawned
+    if isinstance(error, (WorkerRaisedError, WorkerExitedError)):  # about workers that this rank spawned
         return False
     if isinstance(error, (RankFailedError, HostLostError)) or type(error).__name__ == "HorovodInternalError":
         return True
@@ -163,7 +159,7 @@ def _tells_of_another(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error``, and what it was raised from: the user may have made something of his own of it."""
+    """``error``, its cause, the cause's cause and so on: user code may have wrapped a library's error."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -179,26 +175,25 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def silent_failure(exit_code: int, fault: str) -> Failure:
-    """The failure of a worker that has ended without a word, as was noticed just now.
+    """The failure of a worker that ended without a report, with the current time.
 
     Args:
-        exit_code: of its process, negative for a signal.
-        fault: what its fault handler has written, if anything.
+        exit_code: exit code of the process; negative for a signal.
+        fault: the fault handler's output; may be empty.
     """
     now = time.time()
     if exit_code < 0 and exit_code != -signal.SIGABRT:
-        # Nobody does that to himself, so it is not for what happened to another a moment ago; but those
-        # that lost it may have told before its end was noticed here.
+        # A fatal signal is never a reaction to a peer's failure, but peers may report first.
         now -= _NOTICE_SECONDS
     return Failure(now, "", "", _without_plumbing(fault), exit_code)
 
 
-# A line of what the fault handler writes for each frame.
+# One frame in the fault handler's output.
 _FAULT_LINE = re.compile(r'File "([^"]+)", line \d+ in ')
 
 
 def _without_plumbing(fault: str) -> str:
-    """What the fault handler wrote, without threads of libraries and frames around the user's function."""
+    """The fault handler's output without library threads and the callers of the user's function."""
     blocks = []
     for block in fault.split("\n\n"):
         if block.startswith("Extension modules:"):
@@ -212,14 +207,14 @@ def _without_plumbing(fault: str) -> str:
 
 def _is_users(line: str) -> bool:
     found = _FAULT_LINE.search(line)
-    # "<string>" is the `python -c` in which multiprocessing runs.
+    # "<string>" is the command of the `python -c` that multiprocessing starts.
     return found is not None and not found[1].startswith("<") and not is_library_path(found[1])
 
 
 def count_oom_kills() -> int | None:
-    """How many processes of this one's control group the kernel has ended because memory ran out.
+    """Number of out-of-memory kills in this process's control group.
 
-    None where that is not told: not Linux, or no control group has the memory.
+    None if unknown: not on Linux, or no control group has a memory controller.
     """
     try:
         with open("/proc/self/cgroup", encoding="utf-8") as file:
@@ -234,7 +229,7 @@ def count_oom_kills() -> int | None:
             root, name = "/sys/fs/cgroup", "memory.events"
         else:
             continue
-        # In a container the path may be the one outside, and the root what is ours.
+        # In a container, the path may be valid on the host only. The root is then the container's group.
         paths += [f"{root}{path.rstrip('/')}/{name}", f"{root}/{name}"]
     for path in paths:
         try:
@@ -248,41 +243,41 @@ def count_oom_kills() -> int | None:
 
 
 def why_killed(oom_kills_before: int | None) -> str:
-    """What is to be said of a SIGKILL that nobody here has sent, given the count when the workers began."""
+    """The likely reason for a SIGKILL, given the number of out-of-memory kills at the workers' start."""
     now = count_oom_kills()
     if now is None or oom_kills_before is None:
         return _BY_THE_KERNEL
     if now <= oom_kills_before:
-        return " (not for lack of memory, as far as the control group of this launch tells)"
+        return " (the control group of this launch has counted no out-of-memory kill)"
     return " (by the kernel: memory has run out in the control group of this launch)"
 
 
-_BY_THE_KERNEL = " (the kernel does so when memory runs out)"
+_BY_THE_KERNEL = " (the kernel sends SIGKILL when memory runs out)"
 
 
 def is_cause_known(failed: Sequence[Failed]) -> bool:
-    """Whether one of them says nothing of another; else what began it may still be told."""
+    """True if a failure is not a consequence. Until then the root cause may still be reported."""
     return not all(one.failure.is_consequence for one in failed)
 
 
 def error_of(failed: Sequence[Failed], about_sigkill: str = _BY_THE_KERNEL) -> RankFailedError:
-    """The error of a launch of which some workers failed: it is about the one that failed first.
+    """The error of a failed launch. It describes the worker that failed first.
 
     Args:
-        failed: the workers that failed, and those that left by ``sys.exit(0)``.
-        about_sigkill: what to say of one; see :func:`why_killed`.
+        failed: the workers that failed or called ``sys.exit(0)``.
+        about_sigkill: text about a SIGKILL; see :func:`why_killed`.
     """
     first, *others = sorted(_failed_or_needed(failed), key=_order)
     failure = first.failure
     names = str(first.rank)
     if first.pid and not failure.error_type:
-        # Replicas of XLA share a process: by whose doing it ended, who knows.
+        # XLA replicas may share a process. The replica that ended the process is unknown.
         names = " or ".join(str(one.rank) for one in failed if one.pid == first.pid)
         others = [other for other in others if other.pid != first.pid]
     place = f"Rank {names}" + (f" (pid {first.pid} on {first.host})" if first.pid else "")
     after = "".join(f"\nRank {other.rank} failed after it: {in_a_line(other.failure)}" for other in others)
     if failure.exit_code is None:
-        told = ", as it says because of another" if failure.is_consequence else ""
+        told = "; its error says that another rank failed or is gone" if failure.is_consequence else ""
         message = f"{place} failed first{told}. Its traceback:\n\n{failure.traceback}{after}"
         return WorkerRaisedError(
             first.rank,
@@ -312,7 +307,7 @@ def _order(one: Failed) -> tuple[bool, float]:
 
 
 def _failed_or_needed(failed: Sequence[Failed]) -> list[Failed]:
-    """Those that failed; and those that left by ``sys.exit(0)``, if that is what the others failed of."""
+    """The failed workers. If all are consequences, also workers that called ``sys.exit(0)`` before."""
     real = [one for one in failed if not one.failure.is_exit_0]
     if not real:
         return list(failed)
@@ -332,11 +327,11 @@ def _ending(one: Failed, about_sigkill: str) -> str:
         ending += " while others still needed it"
     if not one.started:
         return (
-            f"{ending} before it could begin; its own output says why. Workers import the script, so it has "
-            "to start its work under if __name__ == '__main__'"
+            f"{ending} before it called the function; the worker's output says why. Workers import the "
+            "script, so the script must start its work under if __name__ == '__main__'"
         )
     if failure.exit_code == -signal.SIGABRT and "comp_models" in failure.traceback:
-        ending += " (gloo does so where the calls of ranks do not go together: idist.debug() names them)"
+        ending += " (gloo aborts if the ranks call different collectives: idist.debug() names them)"
     return ending + (about_sigkill if failure.exit_code == -signal.SIGKILL else "")
 
 
@@ -353,7 +348,7 @@ def _signal_name(exit_code: int) -> str | None:
 
 
 def in_a_line(failure: Failure) -> str:
-    """What it says of itself, or how the worker ended."""
+    """The failure in one line: its summary, or how the worker ended."""
     return _first_line(failure.summary) if failure.summary else f"it {_manner(failure.exit_code or 0)}"
 
 

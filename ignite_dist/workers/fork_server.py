@@ -1,4 +1,4 @@
-"""The process that workers are forked from, and what plain pickle can send to them."""
+"""Python's fork server, and the encoding of a worker's call and environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Launch", "context_of", "encode_call", "hidden_main"]
 
 
 def encode_call(call: Callable[..., Any]) -> bytes:
-    """The call as bytes; by value where the workers cannot import this process's main module."""
+    """``call`` as bytes; pickled by value if the workers cannot import this process's main module."""
     try:
         return serialization.encode(call) if _main_is_importable() else serialization.encode_by_value(call)
     except TypeError as error:
@@ -31,7 +31,7 @@ def encode_call(call: Callable[..., Any]) -> bytes:
 
 
 def _main_is_importable() -> bool:
-    """Whether workers can import this process's main module: not from a notebook, ``-c`` or a pipe."""
+    """True if workers can import the main module. False in a notebook, with ``-c`` or from a pipe."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     return getattr(main, "__spec__", None) is not None or (path is not None and os.path.exists(path))
@@ -39,7 +39,7 @@ def _main_is_importable() -> bool:
 
 @contextmanager
 def hidden_main() -> Iterator[None]:
-    """Keep ``multiprocessing`` from importing a main module that claims a file which does not exist."""
+    """Keep ``multiprocessing`` from importing a main module whose file does not exist."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None or _main_is_importable():
@@ -53,7 +53,7 @@ def hidden_main() -> Iterator[None]:
 
 
 def context_of(start_method: str | None) -> BaseContext:
-    """Python's own object for a start method, whose fork server runs if it has one; by default that.
+    """Python's context for a start method (default: forkserver, else spawn); starts the fork server.
 
     Raises:
         ValueError: this platform has no such start method.
@@ -64,8 +64,8 @@ def context_of(start_method: str | None) -> BaseContext:
         raise ValueError(f"Unknown start_method {method!r}. Allowed here: {', '.join(map(repr, allowed))}.")
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        # No effect on a server that is running already. Not "__main__", Python's default: the main module
-        # is imported in each worker, where it sees the environment of its own launch.
+        # The list omits "__main__", Python's default: each worker imports the main module with its launch's
+        # environment. A running server ignores the list.
         server = multiprocessing.forkserver._forkserver
         wanted = [name for name in server._preload_modules if name != "__main__"]  # type: ignore[attr-defined]
         context.set_forkserver_preload(list(dict.fromkeys([*wanted, "torch", "ignite_dist"])))
@@ -79,9 +79,9 @@ _server_lock = threading.Lock()
 
 
 def _start_server(server: Any) -> None:
-    """Start the fork server so that it imports what this process would.
+    """Start the fork server with the import path of this process.
 
-    Python before 3.13 tells it nothing of our path, so it would preload the package that is installed.
+    Before Python 3.13 the server does not get ``sys.path``, and would preload the installed package.
     """
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -97,10 +97,10 @@ def _start_server(server: Any) -> None:
 
 
 class Launch(str):
-    """A process name that carries the launch's environment and outputs with it.
+    """A process name that carries the environment and the output files of the launch.
 
-    ``multiprocessing`` sends the name first of all, before it imports the main module in the worker, and
-    has no other hook that early.
+    A worker of ``multiprocessing`` decodes its name before it imports the main module. No other hook runs
+    that early.
     """
 
     environ: dict[str, str]
@@ -118,9 +118,9 @@ class Launch(str):
         popen = get_spawning_popen()
         outputs = {}
         if popen is not None and popen.method == "forkserver":
-            # The server holds the output of the launcher's first launch; pytest, for one, changes it since.
+            # The fork server has the first launch's stdout and stderr. pytest, for example, replaces them.
             outputs = {fd: reduction.DupFd(fd) for fd in (1, 2) if _is_open(fd)}
-        # The name is sent a second time, with the process; a file descriptor must not be.
+        # The name is pickled again with the process, but the pipe can be sent only once.
         fault_writer, self.fault_writer = self.fault_writer, None
         return take_over, (str(self), self.environ, fault_writer, outputs)
 

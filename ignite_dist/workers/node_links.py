@@ -1,4 +1,4 @@
-"""Lines of text between the launchers of a job, one connection for each pair."""
+"""Connections between the launchers of a job. Each message is a line of JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Link:
     """A connection between two launchers."""
 
     def __init__(self, sock: socket.socket) -> None:
-        # Launchers find out before their workers do, and say so.
+        # Shorter than the workers' keepalive timeout: the launchers report a lost node first.
         connections.watch(sock, max(connections.seconds_of_silence() * 2 // 3, 3))
         self.sock = sock
         self._received = b""
@@ -42,18 +42,17 @@ class Link:
         return self.sock.fileno()
 
     def send(self, **message: Any) -> None:
-        """Send a message. That the other end is gone is found by :meth:`receive`."""
-        # Until then there may be something to read.
+        """Send a message. Errors are ignored: :meth:`receive` raises them after the peer's last messages."""
         with suppress(OSError):
             self.sock.settimeout(_SECONDS_TO_SEND)
             self.sock.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, seconds: float | None = None) -> list[dict[str, Any]]:
-        """The messages that have come, none if it was a part of one.
+        """Wait for data. Returns the complete messages, if any.
 
         Raises:
-            OSError: the other end is gone, or nothing has come within ``seconds``.
-            ValueError: what has come is no message.
+            OSError: the peer is gone, or no data arrived within ``seconds``.
+            ValueError: the data are not a message.
         """
         self.sock.settimeout(seconds)
         received = self.sock.recv(1 << 20)
@@ -63,7 +62,7 @@ class Link:
         return [_decoded(line) for line in lines]
 
     def receive_some(self, deadline: float) -> list[dict[str, Any]]:
-        """At least one message; else see :meth:`receive`."""
+        """Wait for at least one message; see :meth:`receive`."""
         while True:
             messages = self.receive(max(0.001, deadline - time.monotonic()))
             if messages:

@@ -1,10 +1,10 @@
-"""How the launchers of several machines start one job together, and end it together.
+"""How the launchers of several nodes start one job together, and end it together.
 
-The launcher of node 0 listens at the main address. Each of the others connects to it and says how many
-processes it starts; all are told who is there, so nodes may differ in size. The connections stay: what a
-launcher hears of a failure it tells the others, through node 0, so that each of them raises the error of the
-rank that failed first. A launcher that goes without a word was ended, or has lost its machine. Messages are
-lines of JSON; nothing that is received can run code.
+The launcher of node 0 listens at the main address. Every other launcher connects to node 0 and sends its
+number of processes. Node 0 answers with the list of all nodes, so nodes may differ in size. The connections
+stay open. Each launcher reports failures to the others through node 0, and all launchers raise the error of
+the rank that failed first. A connection that closes before the job's end means that a launcher was killed, or
+that a machine was lost. Messages are lines of JSON; received data never run as code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _SECONDS_BETWEEN_TRIES = 0.1
-# How long a launcher that has connected may take to say who it is: a port scanner never does.
+# Time limit for a new peer to send its Hello. A port scanner never sends one.
 _SECONDS_TO_GREET = 5.0
 
 
@@ -41,7 +41,7 @@ _SECONDS_TO_GREET = 5.0
 
 @dataclass(frozen=True)
 class Hello:
-    """What a launcher says of itself. All have to want a job of the same size and backend."""
+    """First message of a launcher. ``nnodes`` and ``backend`` must be equal on all nodes."""
 
     node_rank: int
     nnodes: int
@@ -50,7 +50,7 @@ class Hello:
     host: str
 
     def objection(self, other: Hello, taken: Mapping[int, str]) -> str | None:
-        """Why the launcher that said ``other`` cannot belong to the job of this one."""
+        """Why the launcher that sent ``other`` cannot join this launcher's job; None if it can."""
         for name in ("nnodes", "backend"):
             here, there = getattr(self, name), getattr(other, name)
             if here != there:
@@ -65,31 +65,31 @@ class Hello:
 def meet(
     mine: Hello, address: str, port: int, timeout: timedelta, serve: Callable[[str], tuple[object, int]]
 ) -> Nodes:
-    """Wait until the launchers of all nodes are at ``address`` and ``port``.
+    """Wait until the launchers of all nodes are connected.
 
     Args:
-        mine: what this launcher says of itself.
-        address: of node 0.
-        port: likewise.
+        mine: the first message of this launcher.
+        address: address of node 0.
+        port: port of node 0.
         timeout: how long to wait.
-        serve: gives node 0 the store where all ranks meet at an address, and its port.
+        serve: starts the store of all ranks at an address. Called on node 0; returns the store and its port.
 
     Raises:
-        LaunchError: not all have come in time, or they do not want the same job. Says who, and what.
+        LaunchError: a node is missing at the timeout, or two launchers disagree about the job.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     if mine.node_rank > 0:
         still = f"Node {mine.node_rank} ({mine.host}) is still waiting for node 0 at {address}:{port}."
         with connections.wait_told(lambda: still):
             return _join(mine, address, port, deadline)
-    # A host's own name is a loopback address in many an /etc/hosts; nobody knows then how the others see it.
+    # /etc/hosts often maps the host's own name to a loopback address. Then listen on all interfaces.
     try:
         listener = connections.listen("" if network_interfaces.is_own_name(address) else address, port)
     except OSError as error:
         raise LaunchError(
             f"Node 0 cannot wait for the others at {address}:{port}: {error.strerror or error}. master_addr "
-            "is an address of the machine with node_rank=0, and master_port a free port there; the other "
-            "machines have other node_ranks."
+            "must be an address of the machine with node_rank=0, and master_port a free port there. Every "
+            "other machine needs a node_rank of its own."
         ) from error
     guests: dict[int, tuple[Hello, Link]] = {}
     try:
@@ -107,7 +107,7 @@ def meet(
 def _receive_all(
     mine: Hello, listener: socket.socket, guests: dict[int, tuple[Hello, Link]], deadline: float
 ) -> None:
-    """Wait for the launchers of the other nodes, and add them to the ``guests``."""
+    """Wait for the launchers of the other nodes, and add them to ``guests``."""
     while len(guests) < mine.nnodes - 1:
         listener.settimeout(max(0.001, deadline - time.monotonic()))
         try:
@@ -118,7 +118,7 @@ def _receive_all(
         if hello is None:
             link.sock.close()
             continue
-        _forget_gone(guests)  # it may be one of them, started again
+        _forget_gone(guests)  # the new peer may be a restarted guest
         taken = {0: mine.host, **{rank: guest.host for rank, (guest, _) in guests.items()}}
         objection = mine.objection(hello, taken)
         if objection is not None:
@@ -131,14 +131,14 @@ def _receive_all(
 
 
 def _forget_gone(guests: dict[int, tuple[Hello, Link]]) -> None:
-    """Keep those of the ``guests`` that are still there."""
+    """Remove the ``guests`` whose connection is closed."""
     for rank, (_, link) in list(guests.items()):
-        if connection.wait([link.sock], 0):  # they have nothing to say: it is the end of the connection
+        if connection.wait([link.sock], 0):  # guests send nothing yet, so the connection has ended
             guests.pop(rank)[1].sock.close()
 
 
 def _hello_from(link: Link) -> Hello | None:
-    """What the launcher at the other end says of itself; None if it is none."""
+    """The Hello of a new peer; None if the peer is not an ignite_dist launcher."""
     try:
         (message,) = link.receive(_SECONDS_TO_GREET)
         hello = Hello(**message)
@@ -159,9 +159,9 @@ def _who_is_missing(mine: Hello, guests: Mapping[int, tuple[Hello, Link]]) -> st
     come = [f"node {rank} ({hello.host})" for rank, (hello, _) in sorted(guests.items())]
     missing = [str(rank) for rank in range(1, mine.nnodes) if rank not in guests]
     return (
-        f"{'Nodes' if len(missing) > 1 else 'Node'} {', '.join(missing)} of {mine.nnodes} did not come in "
-        f"time; {', '.join([f'node 0 ({mine.host})', *come])} did. Each machine makes the call, with the "
-        "same nnodes, master_addr and master_port, and with a node_rank of its own."
+        f"{'Nodes' if len(missing) > 1 else 'Node'} {', '.join(missing)} of {mine.nnodes} did not connect in "
+        f"time; {', '.join([f'node 0 ({mine.host})', *come])} did. Every machine must make the call "
+        "with the same nnodes, master_addr and master_port, and a node_rank of its own."
     )
 
 
@@ -171,9 +171,9 @@ def _welcome(
     guests: Mapping[int, tuple[Hello, Link]],
     serve: Callable[[str], tuple[object, int]],
 ) -> Nodes:
-    """Tell all who is there, and where their ranks meet."""
+    """Start the store, and send all launchers the list of nodes and the store's port."""
     ends = [link.sock.getsockname()[0] for _, link in guests.values()]
-    # A launcher on this very machine may have come by an address that is of no use to the others.
+    # A launcher on this machine may have connected to a loopback address, useless to other machines.
     address = next((end for end in ends if not network_interfaces.is_loopback(end)), ends[0])
     serving, port = serve(address)
     nodes = [Node(0, mine.host, address, mine.nproc_per_node)]
@@ -185,13 +185,13 @@ def _welcome(
 
 
 def _join(mine: Hello, address: str, port: int, deadline: float) -> Nodes:
-    """Go to node 0 until it answers."""
+    """Connect to node 0, and retry until it answers."""
     why: object = "nothing answers"
     while (left := deadline - time.monotonic()) > 0:
         try:
             link = Link(socket.create_connection((address, port), left))
         except OSError as error:
-            why = error  # it has not begun to listen
+            why = error  # node 0 does not listen yet
             time.sleep(min(_SECONDS_BETWEEN_TRIES, left))
             continue
         link.send(**asdict(mine))
@@ -201,8 +201,8 @@ def _join(mine: Hello, address: str, port: int, deadline: float) -> Nodes:
                 raise ValueError("the peer is not an ignite_dist launcher")
         except (OSError, ValueError) as error:
             link.sock.close()
-            # Unless it waits for others, it was the launcher of the job before, on its way out.
-            why = "it waits for others" if isinstance(error, TimeoutError) else error
+            # TimeoutError: node 0 waits for other nodes. Other errors: perhaps an earlier job's launcher.
+            why = "node 0 waits for other nodes" if isinstance(error, TimeoutError) else error
             time.sleep(_SECONDS_BETWEEN_TRIES)
             continue
         if "refused" in answer:
@@ -214,7 +214,7 @@ def _join(mine: Hello, address: str, port: int, deadline: float) -> Nodes:
         return job
     raise LaunchError(
         f"Node 0 did not answer node {mine.node_rank} ({mine.host}) at {address}:{port} in time: {why}. "
-        "The machine with node_rank=0 makes the call too, and listens at master_addr and master_port."
+        "The machine with node_rank=0 must make the call too; it listens at master_addr and master_port."
     )
 
 
@@ -223,27 +223,27 @@ def _join(mine: Hello, address: str, port: int, deadline: float) -> Nodes:
 
 @dataclass
 class Nodes:
-    """The machines of a job, as the launcher of one of them sees them.
+    """The nodes of a job, and this launcher's connections to their launchers.
 
     Attributes:
-        nodes: all of them, by their ranks.
-        rank: this one's.
-        port: where node 0 serves the store for the ranks, at its address.
+        nodes: all nodes, by node rank.
+        rank: node rank of this launcher.
+        port: port of the store that node 0 serves for all ranks.
     """
 
     nodes: list[Node]
     rank: int
     port: int
-    _links: dict[int, Link]  # node 0's to all others, those of the others to node 0
+    _links: dict[int, Link]  # by node rank; a node other than 0 has one link, to node 0
     _listener: socket.socket | None = None
     _serving: object = None
-    _told: set[int] = field(default_factory=set)  # ranks whose failures the others know
-    _done: set[int] = field(default_factory=set)  # nodes that have no more to say
+    _told: set[int] = field(default_factory=set)  # ranks whose failure was sent to the other nodes
+    _done: set[int] = field(default_factory=set)  # nodes that send no more messages
     _failed: list[Failed] = field(default_factory=list)
     _lost: list[tuple[Node, str]] = field(default_factory=list)
 
     def environs(self) -> list[dict[str, str]]:
-        """The variables of the ranks on this node that say which they are."""
+        """The environment variables of each rank on this node, by local rank."""
         sizes = [node.nproc_per_node for node in self.nodes]
         first = sum(sizes[: self.rank])
         return [
@@ -259,15 +259,15 @@ class Nodes:
         ]
 
     def waited_for(self) -> list[Any]:
-        """What becomes ready for :func:`multiprocessing.connection.wait` when another launcher has news."""
+        """Objects that become ready (see ``multiprocessing.connection.wait``) when a launcher sends data."""
         return [*self._links.values(), *([self._listener] if self._listener else [])]
 
     def are_awaited(self) -> bool:
-        """Whether another launcher may still have something to say of its workers."""
+        """True if another launcher may still report failures of its workers."""
         return any(node.rank not in self._done for node in self.nodes if node.rank != self.rank)
 
     def read(self, ready: Collection[Any]) -> None:
-        """Take the news of those that are ready."""
+        """Read the messages of the connections in ``ready``."""
         for rank, link in list(self._links.items()):
             if link not in ready:
                 continue
@@ -276,7 +276,7 @@ class Nodes:
             except (OSError, ValueError) as error:
                 link.sock.close()
                 del self._links[rank]
-                # Through node 0 goes what others have to say, too.
+                # The reports of all other nodes pass through node 0.
                 is_cut_off = rank == 0 and self.are_awaited() and not self.have_failed()
                 if rank not in self._done or is_cut_off:
                     self._note({"node": rank, "lost": error.args[-1]}, rank)
@@ -287,7 +287,7 @@ class Nodes:
             self._refuse_latecomer()
 
     def tell(self, failed: Sequence[Failed], *, is_done: bool) -> None:
-        """Tell the others what has failed here, and at the end that there is no more to come."""
+        """Report new failures to the other nodes, and with ``is_done`` the end of this node's workers."""
         for one in failed:
             if one.rank not in self._told:
                 self._told.add(one.rank)
@@ -302,16 +302,16 @@ class Nodes:
         return self._failed
 
     def have_failed(self) -> bool:
-        """Whether the job cannot succeed any more, by what is known of the other nodes."""
+        """True if a rank on another node has failed, or a node is lost."""
         return bool(self._lost) or any(not one.failure.is_exit_0 for one in self._failed)
 
     def is_one_lost(self) -> bool:
-        """Whether a machine, or its launcher, has gone without a word."""
+        """True if a node's connection closed before the node reported its end."""
         return bool(self._lost)
 
     def error_of(self, failed: Sequence[Failed], about_sigkill: str) -> RankFailedError:
-        """The error of the job: about the rank that failed first, or the machine that was lost before it."""
-        # Who left by sys.exit(0) has neither failed nor brought a machine down.
+        """The error of the job: about the root cause if it was reported, else about the lost node."""
+        # A rank that called sys.exit(0) has not failed.
         real = [one for one in failed if not one.failure.is_exit_0]
         if not self._lost or is_cause_known(real):
             return error_of(failed, about_sigkill)
@@ -324,7 +324,7 @@ class Nodes:
         return RankFailedError(first, "HostLostError", "", message, node.host)
 
     def leave(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         for link in self._links.values():
             link.sock.close()
         self._links.clear()
@@ -356,12 +356,12 @@ class Nodes:
             self._listener.settimeout(0)
             link = Link(self._listener.accept()[0])
             hosts = ", ".join(map(str, self.nodes))
-            link.send(refused=f"The job has all its nodes, and goes on without this one: {hosts}.")
+            link.send(refused=f"The job has all its nodes already, so this node cannot join: {hosts}.")
             link.sock.close()
 
 
 def assumed(node_rank: int, nnodes: int, nproc_per_node: int) -> Nodes:
-    """The machines of a job whose launchers do not meet: all of one size, and nobody says anything."""
+    """The nodes of a job whose launchers do not communicate. All nodes have the same size."""
     everybody = [Node(rank, "", "", nproc_per_node) for rank in range(nnodes)]
     return Nodes(everybody, node_rank, 0, {}, _done=set(range(nnodes)))
 

@@ -1,7 +1,7 @@
-"""Worker processes on this machine: start them in a fraction of a second, and say which one failed first.
+"""Worker processes on this machine: start them, wait for them, and name the rank that failed first.
 
-Workers come from Python's fork server, which has torch imported already. What a worker needs of *this*
-launch (the environment, where output goes) is handed to it before anything of the user's is imported.
+Python's fork server has imported torch already, so its workers start in a fraction of a second. Each worker
+receives the environment and the output files of its launch before it imports the user's code.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ _logger = logging.getLogger(__name__)
 
 _NONE = serialization.encode(None)
 
-# How long after the first failure the other workers may go on: to report what they died of, no more.
+# After the first failure, the other workers have this long to report their own failures.
 _GRACE_SECONDS = 1.0
-# The same while all that is known are consequences: that one of them failed has yet to be told by the one
-# who began it, which may be busy with cleaning up.
+# Longer while every reported failure is a consequence: the root cause may still be cleaning up.
 _PATIENCE_SECONDS = 4.0
 
 
@@ -69,19 +68,19 @@ def start(
     """Start a process per environment; local rank ``i`` runs ``entry(i, **entry_kwargs)``.
 
     Args:
-        entry: anything that pickle or cloudpickle can send; anything at all if ``start_method`` is "fork".
-        entry_kwargs: likewise.
-        environs: what each process's environment has beside the launcher's own.
-        serving: what the workers meet at; kept alive as long as they are.
-        start_method: one of ``multiprocessing``'s; the fork server where there is one.
-        daemon: whether the workers are daemonic processes.
-        ranks_per_process: how many ranks each process runs.
-        run: how a process runs its ranks, from what each of them is sent and where each reports to; it
-            returns a failure if there was one. Without it the process is the rank that ``RANK`` says.
-        nodes: the launchers on other machines that start other ranks of the same job.
+        entry: a function that pickle or cloudpickle can encode; any function if ``start_method`` is "fork".
+        entry_kwargs: arguments of ``entry``, with the same limit.
+        environs: for each process, the variables to add to the launcher's environment.
+        serving: the workers' store; kept alive until the workers end.
+        start_method: a start method of ``multiprocessing``. Default: see ``fork_server.context_of``.
+        daemon: True for daemonic processes.
+        ranks_per_process: number of ranks in each process.
+        run: runs all ranks of a process, given their call and a :class:`Post` for each rank; returns a
+            failure if a rank failed. By default a process runs the single rank ``RANK``.
+        nodes: connections to the launchers on other machines.
 
     Raises:
-        TypeError: ``entry`` cannot be sent; nothing was started.
+        TypeError: ``entry`` cannot be encoded. No process was started.
     """
     workers: list[_Worker] = []
     try:
@@ -95,7 +94,7 @@ def start(
             workers += _start_process(context, run or run_alone, sent, ranks, environ, daemon)
     except BaseException:
         _end(Workers(workers, serving, None, nodes).processes)
-        nodes.leave()  # or the others would wait for as long as somebody keeps the traceback
+        nodes.leave()  # a stored traceback would keep the connections open
         raise
     _kept[:] = [kept for kept in _kept if kept.may_run()]
     _kept.append(Workers(workers, serving, oom_kills, nodes))
@@ -110,10 +109,10 @@ def _start_process(
     environ: Mapping[str, str],
     daemon: bool,
 ) -> list[_Worker]:
-    """Start one process, which runs the ``local_ranks``, and whatever of it the launcher listens to."""
+    """Start one process for the ``local_ranks``, with a pipe for each rank and one for fatal signals."""
     pipes = {local_rank: context.Pipe(duplex=False) for local_rank in local_ranks}
     fault_reader, fault_writer = context.Pipe(duplex=False)
-    os.set_blocking(fault_writer.fileno(), False)  # a process that dies must not wait for a reader
+    os.set_blocking(fault_writer.fileno(), False)  # a dying process must not wait for a reader
     complete = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
     complete.update(environ)
     process = context.Process(  # type: ignore[attr-defined]
@@ -140,13 +139,13 @@ def _start_process(
     ]
 
 
-# What a script does not keep of spawn(join=False) is kept here, and where its workers meet, until they end.
+# Running launches: a script may drop the result of spawn(join=False), but the workers need the store.
 _kept: list[Workers] = []
 
 
 @atexit.register
 def _join_kept() -> None:
-    """Take what the workers still send before Python waits for their end, and say what became of them."""
+    """At exit: wait for the workers that the script did not join, and log failures."""
     is_interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
     for workers in [kept for kept in _kept if kept.are_ours()]:
         if is_interrupted or any(process.daemon for process in workers.processes):
@@ -155,10 +154,7 @@ def _join_kept() -> None:
         try:
             workers.join()
         except RankFailedError as error:
-            _logger.error("A launch that nobody joined has failed. %s", error)
-
-
-# --- in the worker -----------------------------------------------------------------------------------
+            _logger.error("A launch that was not joined has failed. %s", error)
 
 
 # --- in the launcher ---------------------------------------------------------------------------------
@@ -166,15 +162,15 @@ def _join_kept() -> None:
 
 @dataclass
 class _Fault:
-    """What the fault handler of a process has written: where its threads were when a signal ended it."""
+    """Output of a process's fault handler: the stacks of all threads at a fatal signal."""
 
     reader: connection.Connection
     text: str = ""
 
     def read(self) -> str:
-        """All that has been written, once the process has ended."""
+        """The whole output, after the process has ended."""
         if not self.reader.closed:
-            os.set_blocking(self.reader.fileno(), False)  # processes of the worker's may live on
+            os.set_blocking(self.reader.fileno(), False)  # child processes may keep the pipe open
             with open(self.reader.fileno(), "rb", buffering=0, closefd=False) as file:
                 self.text = (file.read() or b"").decode(errors="replace")
             self.reader.close()
@@ -183,7 +179,7 @@ class _Fault:
 
 @dataclass
 class _Worker:
-    """A rank, and the process that it runs in, which may run others too."""
+    """A rank and its process. The process may run other ranks too."""
 
     process: BaseProcess
     receiver: connection.Connection
@@ -196,7 +192,7 @@ class _Worker:
     failure: Failure | None = None
 
     def read(self) -> None:
-        """Take what the worker has sent, until it would block."""
+        """Read the messages that the worker has sent, without waiting."""
         try:
             while self.receiver.poll():
                 message = pickle.loads(self.receiver.recv_bytes())
@@ -208,19 +204,19 @@ class _Worker:
                 else:
                     self.result = message
         except (EOFError, OSError):
-            pass  # it has closed its end; its exit code says why
+            pass  # the worker has closed the pipe; its exit code says why
 
     def take_result(self) -> Any:
-        """What the worker returned; its bytes are given up. What cannot be decoded here is its failure."""
+        """Decode the worker's result and free its bytes. A decoding error is a failure."""
         payload, self.result = self.result or b"", None
         try:
             return serialization.decode(payload)
-        except Exception as error:  # whatever a class of the user's raises
+        except Exception as error:  # raised by a class of the user
             self.failure = failure_of(error)
             return None
 
     def reap(self) -> None:
-        """Note how the process ended."""
+        """Record how the process ended."""
         self.read()
         self.process.join()
         self.done = True
@@ -230,11 +226,11 @@ class _Worker:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has failed, as far as it alone is concerned."""
+        """True if the worker failed. ``sys.exit(0)`` does not count."""
         return self.failure is not None and not self.failure.is_exit_0
 
     def failed(self) -> Failed | None:
-        """The failure and where it happened, if there is one."""
+        """The failure and its place; None if the worker has not failed."""
         if self.failure is None:
             return None
         pid = int(self.process.pid or 0)
@@ -247,12 +243,12 @@ class Workers:
     def __init__(self, workers: list[_Worker], serving: object, oom_kills: int | None, nodes: Nodes) -> None:
         self._workers = workers
         self._nodes = nodes
-        self._serving = serving  # lives in the launcher, so it outlives any worker
-        self._oom_kills = oom_kills  # when they were started
+        self._serving = serving  # in the launcher, so that the store outlives every worker
+        self._oom_kills = oom_kills  # the count before the workers started
         self._launcher_pid = os.getpid()
         self._is_ended_here = False
         self._results: list[Any] | None = None
-        # Made anew at each join: an error that is kept keeps the frames that it went through, and this.
+        # Each join makes a new error: a stored one would keep this object and its frames alive.
         self._error: Callable[[], RankFailedError] | None = None
 
     @property
@@ -261,31 +257,31 @@ class Workers:
         return list(dict.fromkeys(worker.process for worker in self._workers))
 
     def are_ours(self) -> bool:
-        """Whether this process has started them, and not one that it was forked from."""
+        """True if this process started the workers. False in a fork of the launcher."""
         return self._launcher_pid == os.getpid()
 
     def may_run(self) -> bool:
-        """Whether one of them, or of those on other machines, runs, as far as this process can tell."""
-        # What another process serves must not end here, in a process without its threads.
+        """True if a worker of the job may still run, on this machine or another one."""
+        # A fork lacks the store's threads, so it must not destroy the store.
         if not self.are_ours():
             return True
         return any(process.is_alive() for process in self.processes) or self._nodes.are_awaited()
 
     def pids(self) -> list[int]:
-        """The process ids, by local rank. Replicas of XLA may share a process."""
+        """The process ids, by local rank. XLA replicas may share a process."""
         return [int(worker.process.pid or 0) for worker in self._workers]
 
     def join(self, timeout: float | None = None) -> list[Any] | None:
-        """Wait for the workers: their results by local rank, or None if ``timeout`` seconds pass first.
+        """Wait for the workers. Returns their results by local rank; None after ``timeout`` seconds.
 
         Raises:
-            RankFailedError: a worker failed. The one that failed first is named; the others are ended.
+            RankFailedError: a worker failed. Names the rank that failed first. The other workers were ended.
         """
         if self._results is None and self._error is None:
             try:
                 if not self._wait(timeout):
                     return None
-            except BaseException:  # Ctrl-C, above all
+            except BaseException:  # Ctrl-C, for example
                 self.terminate()
                 raise
             self._conclude()
@@ -294,7 +290,7 @@ class Workers:
         return self._results
 
     def terminate(self) -> None:
-        """End the workers that still run: SIGTERM, and SIGKILL for those that do not heed it."""
+        """End the running workers: SIGTERM, then SIGKILL for workers that ignore SIGTERM."""
         self._is_ended_here = True
         _end(self.processes)
         self._nodes.leave()
@@ -303,7 +299,7 @@ class Workers:
             _kept.remove(self)
 
     def _wait(self, timeout: float | None) -> bool:
-        """Whether the workers are through: all have ended, or one has failed and the grace is over."""
+        """Wait until all workers end, or a failure's grace period is over. False at the timeout."""
         deadline = None if timeout is None else time.monotonic() + timeout
         failed_at: float | None = None
         while (running := self._running()) or self._nodes.are_awaited():
@@ -340,12 +336,12 @@ class Workers:
         return self._nodes.is_one_lost() or is_cause_known([*self._failed_here(), *self._nodes.failed()])
 
     def _conclude(self) -> None:
-        """All have ended, or one has failed: take what they returned, or what they died of."""
+        """Collect the results or the failures, and end the launch."""
         if not self._has_failed():
             results = [worker.take_result() for worker in self._workers]
         failed, has_failed = [*self._failed_here(), *self._nodes.failed()], self._has_failed()
         about_sigkill = "" if self._is_ended_here else why_killed(self._oom_kills)
-        if self._is_ended_here:  # so nobody knows whether it could have begun
+        if self._is_ended_here:  # a worker ended by terminate() may not have started yet
             failed = [one._replace(started=True) for one in failed]
         self._nodes.tell(self._failed_here(), is_done=True)
         self._nodes.leave()
@@ -363,7 +359,7 @@ class Workers:
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """End them within seconds, however often this is interrupted."""
+    """End the processes within seconds, even after repeated Ctrl-C."""
     try:
         for process in processes:
             if process.is_alive():

@@ -1,8 +1,8 @@
-"""What torchrun's summary of a failure shows: the rank that failed first, and its traceback.
+"""Report an error to torchrun, whose summary then shows the root cause and its traceback.
 
-torchrun takes the failure with the earliest time for the root cause, in whole seconds, and shows what that
-rank has written into the file that ``TORCHELASTIC_ERROR_FILE`` names. A rank without one is dated when
-torchrun notices its end: https://docs.pytorch.org/docs/stable/elastic/errors.html
+torchrun shows the failure with the earliest time (in whole seconds) as the root cause. A rank reports its
+error and the time in the file ``TORCHELASTIC_ERROR_FILE``. Without this file, torchrun takes the time when it
+notices the rank's end: https://docs.pytorch.org/docs/stable/elastic/errors.html
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ __all__ = ["recorded"]
 
 _logger = logging.getLogger(__name__)
 
-# torchrun looks at its workers every 0.1 s (--monitor-interval).
+# torchrun polls its workers every 0.1 s (--monitor-interval).
 _SECONDS_TO_BE_ENDED = 3.0
 
 
 @contextmanager
 def recorded(error: BaseException | None) -> Iterator[None]:
-    """Around the end of this rank's context: tell torchrun of ``error``, which is being handled.
+    """Report ``error`` to torchrun. The block ends this rank's context.
 
-    Without torchrun it does nothing, nor where somebody has told already: ``@record`` in the script, say.
+    No effect without torchrun, or if the error file exists already (``@record`` has written it, for example).
 
-    A consequence is told last. torchrun ends all ranks when it sees the first failure, so this rank stays
-    for a moment. If it is still there then, no rank of this node has failed (one may have left too early, or
-    failed on another node), and ``error`` is the first thing that torchrun hears of here.
+    A root cause is reported before the block, a consequence some seconds after it. torchrun ends all ranks at
+    the first failure. If this rank still runs then, the root cause is not a failure on this node: a rank left
+    too early, or failed on another node.
     """
     if error is None or not _is_awaited():
         yield
     elif is_consequence(error):
         yield
         error = connections.explained(error)
-        _logger.error("Another rank has failed or gone, and torchrun will end this one.", exc_info=error)
+        _logger.error("Another rank has failed or gone. torchrun will end this rank.", exc_info=error)
         time.sleep(_SECONDS_TO_BE_ENDED)
         _record(error)
     else:
-        _record(error)  # before the connections close, by which the others notice
+        _record(error)  # before the connections close and the peers notice
         yield
 
 

@@ -1,4 +1,4 @@
-"""What runs in a worker process before, around and after the user's function."""
+"""Code that a worker process runs before and after the user's function."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ignite_dist.workers.failures import (
 __all__ = ["TERMINATE_SECONDS", "Post", "Sent", "run_alone", "take_over", "work"]
 
 TERMINATE_SECONDS = 3.0
-"""How long a worker may take to heed SIGTERM."""
+"""Time for a worker to end after SIGTERM."""
 
-Sent = bytes | Callable[..., Any]  # what a rank calls, encoded unless its process is a fork of this one
+Sent = bytes | Callable[..., Any]  # a rank's call; bytes unless the worker is a fork of the launcher
 
 
 def take_over(
@@ -40,9 +40,9 @@ def take_over(
     fault_writer: connection.Connection | None,
     outputs: Mapping[int, Any],
 ) -> str:
-    """In the worker: become a process of this launch."""
-    if fault_writer is not None and not faulthandler.is_enabled():  # else the user's own tells it, elsewhere
-        faulthandler.enable(fault_writer)  # which keeps it open
+    """In the worker: take over the environment and the output files of the launch."""
+    if fault_writer is not None and not faulthandler.is_enabled():  # the user's handler stays
+        faulthandler.enable(fault_writer)  # keeps the pipe open
     os.environ.clear()
     os.environ.update(environ)
     for fd, duplicate in outputs.items():
@@ -54,20 +54,20 @@ def take_over(
 
 @dataclass(frozen=True)
 class Post:
-    """Where a rank of a worker process reports to the launcher."""
+    """The pipe through which a rank reports to the launcher."""
 
     local_rank: int
     sender: connection.Connection
 
     def run(self, sent: Sent, rank: int) -> Failure | None:
-        """Make the call that was sent, as the global ``rank``, and report what became of it."""
+        """Make the call as the global ``rank``, and report its outcome. Returns the failure, if any."""
         self.report(rank)
         outcome = outcome_of(sent, self.local_rank)
         self.report(outcome)
         return outcome if isinstance(outcome, Failure) and not outcome.is_exit_0 else None
 
     def report(self, message: int | bytes | Failure) -> None:
-        """Send the rank, when it starts, or its outcome."""
+        """Send the global rank at the start, or the outcome at the end."""
         try:
             self.sender.send_bytes(pickle.dumps(message))
         except BrokenPipeError:
@@ -81,53 +81,53 @@ def work(
     launch: tuple[Mapping[str, str], connection.Connection] | None,
     default_method: str | None,
 ) -> None:
-    """Call the user's function, and tell the launcher how it went: the main function of a worker process.
+    """Main function of a worker process: make the call on each rank, and report to the launcher.
 
     Args:
-        run: calls it on each rank of this process.
-        sent: what is called.
-        posts: a connection to the launcher for each rank.
-        launch: the environment and the fault file of this launch, for a worker of a fork server.
-        default_method: the launcher's own default start method.
+        run: makes the call on each rank of this process.
+        sent: the call.
+        posts: a pipe to the launcher for each rank.
+        launch: the environment and the fault pipe of this launch, if this process is a fork of the launcher.
+        default_method: the launcher's default start method.
     """
-    # A process started by one method would start its own by that method too: the workers of a DataLoader,
-    # which take seconds from a fork server. They are started as they would be in the launcher.
+    # By default, child processes use the start method of this worker. DataLoader workers would then take
+    # seconds to start from a fork server.
     multiprocessing.set_start_method(default_method, force=True)
-    if launch is not None:  # a forked worker has not read its name
+    if launch is not None:  # a fork has not decoded a Launch
         take_over("", *launch, {})
-        safe_objects.ask_again()  # this launch's environment
+        safe_objects.ask_again()  # the environment has changed
     _let_go_of_server()
     _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     _seed()
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     try:
         failure = run(sent, posts)
-    except BaseException as error:  # before any rank could begin
+    except BaseException as error:  # no rank has started
         failure = failure_of(error)
         for post in posts:
             post.report(failure)
     if failure is not None:
-        # Peers see our connections close, which ends their wait; the launcher ends what goes on regardless.
+        # Exit closes this process's connections, so the peers' waits end. The launcher ends other workers.
         sys.exit(failure.exit_code or 1)
 
 
 def _let_go_of_server() -> None:
-    """Leave the fork server to the launcher: it would live as long as this worker, or its data loaders."""
+    """Release the fork server, which otherwise lives as long as this worker or its data loaders."""
     server: Any = multiprocessing.forkserver._forkserver
     keeps_alive, server._forkserver_alive_fd = server._forkserver_alive_fd, None
     if keeps_alive is not None:
         os.close(keeps_alive)
-    server._forkserver_pid = server._forkserver_address = None  # a forked worker has them from the launcher
+    server._forkserver_pid = server._forkserver_address = None  # a fork inherits both from the launcher
 
 
 def run_alone(sent: Sent, posts: Sequence[Post]) -> Failure | None:
-    """Call the user's function in a process of one rank."""
+    """Make the call in a process of one rank."""
     (post,) = posts
     return post.run(sent, int(os.environ["RANK"]))
 
 
 def _set_num_threads(nproc_per_node: int) -> None:
-    """Honour ``OMP_NUM_THREADS``, which torch read when the fork server imported it; else share the cores."""
+    """Apply ``OMP_NUM_THREADS`` (torch read it in the fork server); by default share the cores."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(
         int(wanted) if wanted.isdecimal() and int(wanted) else max(1, num_cores() // nproc_per_node)
@@ -135,14 +135,14 @@ def _set_num_threads(nproc_per_node: int) -> None:
 
 
 def _seed() -> None:
-    """Give this worker random numbers of its own, as a new process has, and not those of the fork server."""
+    """Seed the generators at random: all workers inherit the same state from the fork server."""
     torch.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
 
 def _end_with_launcher() -> None:
-    """Wait for the launcher's death and follow it, even out of a collective that never ends."""
+    """End this process when the launcher ends, even inside a collective that never returns."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

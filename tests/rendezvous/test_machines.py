@@ -219,8 +219,9 @@ def test_a_host_that_never_comes(three: list[Host], script: Path) -> None:
     ]
     (code, first), (code_of_third, third) = (job.end() for job in jobs)
     assert (code, code_of_third) == (1, 1)
-    assert "LaunchError, None: Node 1 of 3 did not come in time; node 0 (hosta), node 2 (hostc) did" in first
-    assert "LaunchError" in third and ("Node 1 of 3" in third or "waits for others" in third), third
+    said = "LaunchError, None: Node 1 of 3 did not connect in time; node 0 (hosta), node 2 (hostc) did"
+    assert said in first
+    assert "LaunchError" in third and ("Node 1 of 3" in third or "waits for other nodes" in third), third
 
 
 def test_a_main_host_that_never_comes(two: list[Host], script: Path) -> None:

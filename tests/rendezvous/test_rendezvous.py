@@ -210,7 +210,7 @@ def test_ranks_that_do_not_come_are_named_on_every_rank_that_has() -> None:
     port = str(helpers.free_port())
     place = {"WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environs = [{**place, "RANK": rank} for rank in ("0", "3")]
-    said = f"MissingRanksError: Ranks 1-2, 4 of 5 did not come to 127.0.0.1:{port} in time; ranks 0, 3 did"
+    said = f"MissingRanksError: Ranks 1-2, 4 of 5 did not reach 127.0.0.1:{port} in time; ranks 0, 3 did"
     for ended in helpers.end_of_ranks(_waits_in_vain, 10, environs=environs):
         assert f"{said} ({socket.gethostname()})." in ended.error
 
@@ -219,7 +219,7 @@ def test_a_rank_0_that_does_not_come_is_named() -> None:
     port = helpers.free_port()
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     (ended,) = helpers.end_of_ranks(_waits_in_vain, environs=[environ])
-    assert f"MissingRanksError: Rank 0 of 2 did not come to 127.0.0.1:{port} in time, or" in ended.error
+    assert f"MissingRanksError: Rank 0 of 2 did not reach 127.0.0.1:{port} in time, or" in ended.error
 
 
 def _tries_again(folder: Path) -> tuple[list[int], int]:
@@ -257,13 +257,13 @@ def _gives_up_early(folder: Path) -> str:
 def test_who_gives_up_first_does_so_for_all(tmp_path: Path) -> None:
     environs = helpers.torchrun_environs(3, helpers.free_port(), agent_store=False)[:2]
     first, second = helpers.run_ranks(_gives_up_early, tmp_path, environs=environs)
-    assert first == second and first.startswith("Rank 2 of 3 did not come to 127.0.0.1:")
+    assert first == second and first.startswith("Rank 2 of 3 did not reach 127.0.0.1:")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_does_not_come_to_a_file_is_named(rank: int, tmp_path: Path) -> None:
     meet = f"file://{tmp_path}/meet"
-    with pytest.raises(idist.MissingRanksError, match=f"of 2 did not come to {meet} in time") as info:
+    with pytest.raises(idist.MissingRanksError, match=f"of 2 did not reach {meet} in time") as info:
         idist.initialize("gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(seconds=1))
     assert info.value.ranks == [1 - rank]
 

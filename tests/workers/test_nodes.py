@@ -125,9 +125,9 @@ def test_two_launchers_with_one_node_rank() -> None:
 
 def test_who_did_not_come_is_said_to_those_who_did() -> None:
     results = meeting(hello(0, 4), hello(2, 4), seconds=5)
-    said = "Nodes 1, 3 of 4 did not come in time; node 0 (host0), node 2 (host2) did"
+    said = "Nodes 1, 3 of 4 did not connect in time; node 0 (host0), node 2 (host2) did"
     assert said in str(results[0])
-    assert said in str(results[1]) or "it waits for others" in str(results[1])
+    assert said in str(results[1]) or "waits for other nodes" in str(results[1])
 
 
 def test_a_port_that_is_in_use() -> None:

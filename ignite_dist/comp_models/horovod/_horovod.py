@@ -108,7 +108,7 @@ def counts_passes(optimizer: Any) -> bool:
 
 
 def passes_until_sent(optimizer: Any) -> MutableMapping[Any, int]:
-    """Number of backward passes before Horovod's own optimizer sends the gradient, by parameter."""
+    """Number of backward passes left before Horovod's own optimizer sends the gradient, by parameter."""
     left: MutableMapping[Any, int] = optimizer._allreduce_delay
     return left
 

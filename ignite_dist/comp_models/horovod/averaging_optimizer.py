@@ -1,7 +1,7 @@
-"""A replacement of ``hvd.DistributedOptimizer`` for current versions of torch.
+"""A replacement for ``hvd.DistributedOptimizer`` that works with current versions of torch.
 
-Horovod 0.28.1 predates ``zero_grad(set_to_none=...)``. Its optimizer averages gradients in place while other
-code may read or write the gradients. Also, every rank must make the same passes through the same parameters.
+Horovod 0.28.1 predates ``zero_grad(set_to_none=...)``. Horovod's optimizer averages gradients in place while
+other code may use the gradients. All ranks must make the same passes through the same parameters.
 The optimizers in this module have the same attributes and methods, and use Horovod's collectives.
 """
 
@@ -65,14 +65,12 @@ def distribute(optimizer: Optimizer, name: str, exchange: Exchange, **kwargs: An
             "op=hvd.Adasum needs Horovod built with MPI, but Horovod was built without MPI. Use hvd.Average "
             "or hvd.Sum, or build Horovod with HOROVOD_WITH_MPI=1."
         )
-    # Horovod's Adasum optimizer reduces the parameters' updates, not their gradients.
-    if kwargs.get("op") == hvd.Adasum and hvd.size() > 1:
+    if kwargs.get("op") == hvd.Adasum and hvd.size() > 1:  # Adasum reduces updates, not gradients
         wrapped = hvd.DistributedOptimizer(optimizer, **kwargs)
         _share(optimizer, wrapped)
         return wrapped  # type: ignore[no-any-return]
     plain = type(optimizer)
-    # The base class and __module__ are as in Horovod: hvd.broadcast_optimizer_state() uses both to make a
-    # step without averaging.
+    # As in Horovod: hvd.broadcast_optimizer_state() depends on the base class and on __module__.
     namespace = {**vars(_Distributed), "_plain": plain, "__doc__": plain.__doc__}
     made: Any = type(
         plain.__name__, (plain,), {**namespace, "__module__": hvd.DistributedOptimizer.__module__}
@@ -84,7 +82,7 @@ def distribute(optimizer: Optimizer, name: str, exchange: Exchange, **kwargs: An
 
 
 def _share(optimizer: Optimizer, wrapped: Any) -> None:
-    # A scheduler may have replaced the plain optimizer's `step`.
+    # Skip `step`: a scheduler may have replaced the plain optimizer's `step`.
     vars(wrapped).update({key: value for key, value in vars(optimizer).items() if key != "step"})
 
 
@@ -167,7 +165,7 @@ class _Distributed(Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step with averaged gradients. Each call of ``closure`` averages its gradients and loss."""
+        """Make a step with averaged gradients. Each call of ``closure`` averages gradients and loss."""
         if self._should_synchronize:
             self._gradients.check_heirs()
         if closure is None:
@@ -252,7 +250,7 @@ def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
     """Context manager: backward passes in the block do not average gradients.
 
     Raises:
-        ValueError: neither :func:`distribute` nor Horovod has wrapped one of the ``optimizers``.
+        ValueError: one of ``optimizers`` was wrapped neither by :func:`distribute` nor by Horovod.
     """
     with ExitStack() as stack:
         for optimizer in optimizers:
@@ -271,8 +269,8 @@ def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
 def averaging_in_block(optimizers: Sequence[Any]) -> Iterator[None]:
     """Average the gradients at the end of the block, unless a backward pass in the block averages them.
 
-    A rank that makes no backward pass also gets the averages. Horovod's own optimizers are skipped: they
-    average in the step, and would average twice.
+    A rank that makes no backward pass also gets the averages. Horovod's own optimizers are skipped,
+    because they average in the step.
     """
     own = [optimizer._gradients for optimizer in optimizers if hasattr(optimizer, "_gradients")]
     if not torch.is_grad_enabled():
@@ -303,14 +301,14 @@ def _is_local(gradients: Gradients) -> Iterator[None]:
 
 @contextmanager
 def _out_of_reach(optimizer: Any) -> Iterator[None]:
-    """Context manager: Horovod's own optimizer sends no gradients, because its pass counts are too high."""
+    """Context manager: Horovod's own optimizer sends no gradients in the block."""
     known = dict(_horovod.passes_until_sent(optimizer))
     _horovod.passes_until_sent(optimizer).update(dict.fromkeys(known, _NEVER))
     try:
         yield
     finally:
         _horovod.passes_until_sent(optimizer).update(known)
-        # Remove the notes of gradients that were not sent. synchronize() sends gradients without a note.
+        # Remove the entries of unsent gradients. synchronize() also sends gradients without an entry.
         noted = _horovod.noted_calls(optimizer)
         for parameter, (handle, _) in list(noted.items()):
             if handle is None:
@@ -340,11 +338,10 @@ def state_as_bytes(optimizer: Optimizer) -> bytes:
 def load_state(optimizer: Optimizer, state: bytes | memoryview, device: torch.device) -> None:
     """Replace the state of ``optimizer`` with the state of an optimizer of the same model.
 
-    Unlike ``load_state_dict``, this function keeps all dtypes, and the dicts that a scheduler or the plain
-    optimizer references.
+    Unlike ``load_state_dict``, this function keeps all dtypes and changes the dicts in place.
 
     Args:
-        optimizer: its groups and state are overwritten.
+        optimizer: an optimizer with the same parameter groups as the saved optimizer.
         state: the result of :func:`state_as_bytes`.
         device: the device for tensors that were on another rank's accelerator.
     """

@@ -5,8 +5,7 @@ has changed on any rank. A round runs at the end of each backward pass of an opt
 was no backward pass, the round runs in the optimizer's step. Each gradient is sent as soon as the backward
 pass has computed it.
 
-Ranks may use different parameters and different optimizers in a pass. Each rank contributes the gradients
-that it has.
+Ranks may use different parameters and different optimizers in a pass. A missing gradient counts as zeros.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ __all__ = ["Gradients"]
 _NOTHING, _SPARSE, _DENSE = range(3)
 
 _NOT_LINEAR = (
-    "A second backward pass before the step would reduce the result of the first pass again, and op= is not "
-    "hvd.Average. Pass backward_passes_per_step=... to auto_optim: then the gradients of all passes are "
-    "reduced once."
+    "If op= is not hvd.Average, a second backward pass before the step would reduce the result of the first "
+    "pass again. Pass backward_passes_per_step=... to auto_optim to reduce the gradients of all passes once."
 )
 _CREATES_GRAPH = (
-    "backward(create_graph=True) makes gradients with an autograd graph, but averaging is not part of the "
-    "graph. Call torch.autograd.grad(loss, parameters, create_graph=True), or use idist.no_sync()."
+    "backward(create_graph=True) makes gradients with an autograd graph, but the graph would not include "
+    "averaging. Call torch.autograd.grad(loss, parameters, create_graph=True), or use idist.no_sync()."
 )
 _OF_OTHER_RANKS = (
     "This optimizer averages over the ranks %s. A later auto_optim has taken its parameters, and averages "
@@ -54,15 +52,15 @@ class Gradients:
     """The gradients of one optimizer.
 
     The parameters' hooks reference this object; this object does not reference the parameters. So this object
-    lives as long as any of the parameters, even without the optimizer. Otherwise the garbage collector would
-    decide which gradients are averaged, at different times on each rank.
+    lives as long as any of the parameters, even without the optimizer. Otherwise garbage
+    collection, which runs at different times on each rank, would decide which gradients are averaged.
 
     Args:
         exchange: the context's exchange.
         name: equal on every rank, and different from other optimizers' names.
         reduction: how the gradients are reduced.
         groups: the gradients to reduce together, see ``hvd.DistributedOptimizer``.
-        passes: the number of backward passes that add to a gradient before it is averaged.
+        passes: the number of backward passes that add to a gradient before the gradient is averaged.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class Gradients:
         self._op = reduction.op
         self.rounds = exchange.rounds(reduction.process_set)
         self.number = self.rounds.add(self)
-        # Parameters that another optimizer has taken over, by id, each with that optimizer's Gradients.
+        # Parameters that another optimizer has taken over, with the Gradients of that optimizer, by id.
         self._heirs: dict[int, tuple[weakref.ref[Tensor], Gradients]] = {}
         self._units = Units(reduction, groups)
         self._hooks: list[Any] = []
@@ -86,7 +84,7 @@ class Gradients:
         self._agreed: list[int] = []  # by gradient: _NOTHING, _SPARSE or _DENSE
         self._sent_again: list[int] = []  # by gradient: 1 if any rank sends the gradient again
         self._has_results = False  # True if a round has run since the last step
-        # Averaged gradients, with their versions at the end of the step (None before the end).
+        # Averaged gradients, with their versions at the end of the step (None before the step).
         self._averaged: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
 
     # --- which parameters ------------------------------------------------------------------------------
@@ -128,7 +126,7 @@ class Gradients:
         return one
 
     def check_heirs(self) -> None:
-        """Check that later optimizers reduce these gradients as this optimizer would.
+        """Check that later optimizers reduce the gradients over the same ranks and by the same operation.
 
         Raises:
             RuntimeError: a later optimizer reduces over other ranks, or by another operation.
@@ -143,7 +141,7 @@ class Gradients:
         is_alone = not self.rounds.is_active() and os.environ.get("HOROVOD_ELASTIC") != "1"
         if is_alone or not (parameter.is_floating_point() or parameter.is_complex()):
             return None
-        # torch refuses hooks on frozen parameters. The user may unfreeze the parameter later.
+        # torch rejects hooks on frozen parameters, but the user may unfreeze the parameter later.
         is_frozen = not parameter.requires_grad
         try:
             parameter.requires_grad_(True)
@@ -196,7 +194,7 @@ class Gradients:
         if self._latest is not None:
             self._submit_if_complete(self._units.unit_of(self._latest))
             self._latest = None
-        # Gradients change after they were sent in a nested backward pass, or after a failed backward pass.
+        # A nested backward pass, or a pass after a failed pass, may change gradients that were already sent.
         changed = self._units.changed()
         again = [int(index in changed) for index in range(len(self._units))]
         self._needs = self.rounds.exchange_greatest([*self._own_needs(), *again], f"{self._name}.needs")
@@ -225,7 +223,7 @@ class Gradients:
         return version is not None and version != version_of(gradient)
 
     def submit_missing(self) -> None:
-        """Begin to average the gradients that have changed on any rank, unless they were submitted."""
+        """Begin to average the gradients that have changed on any rank, unless already submitted."""
         agreed = self.rounds.result(self._needs).tolist()
         self._agreed, self._sent_again = agreed[: len(self._units)], agreed[len(self._units) :]
         if not self._is_average:
@@ -296,7 +294,7 @@ class Gradients:
             one._has_results = False
 
     def forget(self) -> None:
-        """Clear the state of the gradients, after the optimizer has dropped them or set them to zero."""
+        """Clear the state after the optimizer has set the gradients to None or to zero."""
         self._has_results = False
         self._counts.clear()
         self._averaged.clear()

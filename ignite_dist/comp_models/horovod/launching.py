@@ -37,7 +37,7 @@ def start_here(
     """Start workers on this machine, with the environment variables that ``horovodrun`` would set.
 
     Unlike ``horovod.run``, this function takes less than a second and reports which worker failed first and
-    why. Horovod's rendezvous server checks no credentials, so the server listens on the loopback interface.
+    why. Horovod's rendezvous server checks no credentials, so it listens on loopback only.
     """
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
@@ -67,7 +67,7 @@ def start_here(
 
 
 class _Rendezvous:
-    """Horovod's rendezvous server on the loopback interface. It stops when this object is deleted."""
+    """Horovod's rendezvous server on the loopback interface. The server stops when this object is deleted."""
 
     def __init__(self, slots: Any) -> None:
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
@@ -89,9 +89,8 @@ class _Rendezvous:
 class _Finished(defaultdict[str, list[str]]):
     """The ranks that have finished the rendezvous, by scope.
 
-    When all ranks of a scope have finished, Horovod clears the lists of all scopes. An unfinished scope would
-    then keep its addresses, and a rank that calls ``hvd.init()`` again might look for a peer that has
-    ended. So :meth:`clear` removes only finished scopes.
+    When all ranks of a scope have finished, Horovod clears the lists of all scopes. Other scopes would keep
+    old addresses, and a new ``hvd.init()`` might look for a dead peer. So ``clear`` drops finished scopes.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -118,7 +117,7 @@ _REPORTED = (
     r"\(exit code (?P<exit_code>\w+)(?P<consequence>, a consequence)?\) in launch {token}\. "
     r"Its traceback:\n(?P<traceback>.*?)^End of the traceback of {token}\.$"
 )
-_PREFIX = re.compile(r"^(.{24})?\[\d+\]<stderr>:", re.MULTILINE)  # the group is an optional timestamp
+_PREFIX = re.compile(r"^(.{24})?\[\d+\]<stderr>:", re.MULTILINE)  # (.{24})? is a timestamp
 
 
 def run_keywords() -> set[str]:
@@ -221,9 +220,9 @@ def _error(error: RuntimeError, folder: str | None, token: str) -> RankFailedErr
     ended = re.search(r"Process name: (\d+)\s+Exit code: (-?\d+)", str(error))
     if ended is not None:
         rank, code = map(int, ended.groups())
-        code = 128 - code if code > 128 else code  # a shell reports a signal as 128 + number, 137 for SIGKILL
+        code = 128 - code if code > 128 else code  # shells report a signal as 128 + number
         if rank not in {one.rank for one in failed}:
-            # The rank wrote no report. Horovod ends the remaining workers by SIGTERM: that is a consequence.
+            # This rank wrote no report. After a failure, Horovod ends the other workers by SIGTERM.
             ended_by = Failure(inf, "", "", "", code, is_consequence=code == -signal.SIGTERM)
             failed.append(Failed(rank, rank, 0, "", ended_by))
     return error_of(failed) if failed else error
@@ -248,12 +247,12 @@ def _failed(
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Restore the signal handlers that ``horovod.run`` replaces. Raise KeyboardInterrupt after Ctrl-C."""
+    """Restore the signal handlers that ``horovod.run`` replaces, and turn Ctrl-C into KeyboardInterrupt."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer)  # Python writes the number of each signal there
+    before = signal.set_wakeup_fd(writer)  # Python writes each signal's number into the pipe
     try:
         yield
     except RankFailedError:
@@ -264,7 +263,7 @@ def _signals_kept() -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         for number, handler in handlers.items():
-            if handler is not None:  # None: C code installed the handler, and Python cannot restore it
+            if handler is not None:  # None: the handler is in C, and Python cannot restore it
                 signal.signal(number, handler)
         os.close(reader)
         os.close(writer)

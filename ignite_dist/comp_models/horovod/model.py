@@ -1,6 +1,6 @@
 """The Horovod backend.
 
-Methods import Horovod, and the modules that only users of Horovod need.
+Horovod, and the modules that only users of Horovod need, are imported inside methods.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class HorovodModel(ComputationModel):
 
         self._hvd = hvd
         self._is_initialized = hvd.is_initialized
-        # Only this object shows that hvd.shutdown() and another hvd.init() were called.
+        # hvd.init() replaces this object. No other object shows a shutdown() and another init().
         self._mpi_ops = hvd.mpi_ops
         self._epoch = init_mark_of(hvd.mpi_ops)
         self._rank: int = hvd.rank()
@@ -98,7 +98,7 @@ class HorovodModel(ComputationModel):
         _check_launcher(hvd)
         _check_comm(hvd, comm)
         with ExitStack() as undo:
-            if _DYNAMIC_SETS not in os.environ:  # hvd.init() reads this; new groups need it
+            if _DYNAMIC_SETS not in os.environ:  # read by hvd.init(), needed for new groups
                 os.environ[_DYNAMIC_SETS] = "1"
                 undo.callback(os.environ.pop, _DYNAMIC_SETS, None)
             hvd.init(comm)
@@ -129,7 +129,7 @@ class HorovodModel(ComputationModel):
         is_initialized = getattr(hvd, "is_initialized", None)
         if is_initialized is None or not is_initialized():
             return None
-        _horovod.stop_waiting_at_exit(hvd.mpi_ops)  # shutdown() in the child would wait for Horovod's thread
+        _horovod.stop_waiting_at_exit(hvd.mpi_ops)  # the child's shutdown() would wait for Horovod's thread
         return init_mark_of(hvd.mpi_ops)
 
     # --- identity ------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class HorovodModel(ComputationModel):
 
     def known_topology(self) -> Topology | None:
         hvd = self._hvd
-        # cross_rank() and cross_size() count only the nodes that have a rank with this local rank.
+        # cross_size() counts only the nodes that have a rank with this local rank.
         if self._found_topology is None and self._mpi_ops.is_homogeneous():
             nodes = hvd.cross_size(), hvd.cross_rank()
             self._found_topology = Topology(self._local_rank, hvd.local_size(), *nodes)

@@ -20,8 +20,7 @@ class Carried:
     """A lossless compression that converts a gradient to a dtype and layout that Horovod supports.
 
     Horovod does not support bfloat16, complex or non-contiguous tensors, and rounds float16 on CPU after each
-    addition. So bfloat16, and float16 on CPU, are sent as float32. ``all_reduce`` sends twice as many bytes:
-    float64.
+    addition. So bfloat16, and float16 on CPU, are sent as float32 (``all_reduce`` sends float64).
     """
 
     @staticmethod
@@ -41,7 +40,7 @@ class Carried:
 
 
 class Reduction:
-    """How the gradients of an optimizer are reduced over a process set.
+    """Reduces an optimizer's gradients over a process set.
 
     Args:
         process_set: a process set of Horovod.
@@ -112,7 +111,7 @@ class Reduction:
             gradient: None if this rank has no gradient and sends no rows.
             parameter: the parameter of the gradient.
         """
-        if gradient is None:  # one sparse dimension, like an embedding's gradient
+        if gradient is None:  # the shape of an embedding's gradient
             shape = (0, *parameter.shape[1:])
             indices, values = torch.empty(1, 0, dtype=torch.int64), parameter.new_empty(shape)
         else:

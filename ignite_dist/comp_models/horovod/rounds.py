@@ -19,8 +19,8 @@ __all__ = ["Calls", "Exchange", "Member", "Rounds"]
 _LIMIT = 1 << 30
 
 _UNEVEN = (
-    "The ranks have made different numbers of backward passes since the last step: this rank %s. Make the "
-    "same number on all ranks, or at most backward_passes_per_step=... of auto_optim on each rank."
+    "The ranks have made different numbers of backward passes since the last step: this rank %s. Make equal "
+    "numbers on all ranks, or at most backward_passes_per_step=... (an argument of auto_optim) on each rank."
 )
 _REMOVED = (
     "The process set of the ranks %s, over which auto_optim(..., process_set=...) averages these gradients, "
@@ -42,7 +42,7 @@ class Calls(Protocol):
 
 
 class Member(Protocol):
-    """One optimizer's gradients. A round calls the methods down to :meth:`receive` in this order."""
+    """One optimizer's gradients. A round calls :meth:`submit_needs` to :meth:`receive` in this order."""
 
     number: int
     rounds: Rounds
@@ -51,7 +51,7 @@ class Member(Protocol):
         """Begin to exchange which gradients have changed on each rank."""
 
     def submit_missing(self) -> None:
-        """Begin to average the gradients that have changed on any rank, unless they were submitted."""
+        """Begin to average the gradients that have changed on any rank, unless already submitted."""
 
     def submit_changed(self) -> None:
         """Average again the gradients that have changed on any rank after they were sent."""
@@ -96,11 +96,11 @@ class Exchange:
     def run_after_pass(self, rounds: Rounds) -> None:
         """Schedule :meth:`Rounds.run_due` at the end of the current backward pass."""
         self._due.add(rounds.position)
-        # Each hook registers the callback: autograd drops the callbacks of a failed pass.
+        # Register the callback in each hook: autograd drops the callbacks of a failed pass.
         _torch.run_after_backward(self._run_due)
 
     def _run_due(self) -> None:
-        # The order is equal on all ranks: a round waits for the other ranks.
+        # A different order on each rank would deadlock: a round waits for the other ranks.
         due, self._due = self._due, set()
         for position in sorted(due):
             self._rounds[position].run_due()
@@ -135,7 +135,7 @@ class Rounds:
         self._exchange = exchange
         self._name = f"ignite_dist.gradients.{process_set.process_set_id}"
         self._members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
-        self._num_members = 0  # all members ever added, equal on each rank
+        self._num_members = 0  # number of members ever added, equal on each rank
         self._num_since_step = 0
         self._due: dict[int, Member] = {}
 
@@ -179,12 +179,12 @@ class Rounds:
         self._num_since_step = 0
 
     def run_after_pass(self, member: Member) -> None:
-        """Schedule a round for ``member`` at the end of the running backward pass."""
+        """Schedule a round for ``member`` at the end of the current backward pass."""
         self._due[member.number] = member
         self._exchange.run_after_pass(self)
 
     def run_due(self) -> None:
-        """Run the scheduled round, unless a round has already included its members."""
+        """Run the scheduled round, unless another round has included its members."""
         if self._due:
             due, self._due = self._due, {}
             self.run(due.values())

@@ -110,8 +110,8 @@ class HorovodTraining(Training):
             op, process_set = getattr(optimizer, "op", None), getattr(optimizer, "process_set", None)
             if op not in (None, self._hvd.Average) or getattr(process_set, "process_set_id", 0) != 0:
                 raise ValueError(
-                    "FORCED_SYNC takes the mean over all ranks, but this optimizer has op= or process_set=. "
-                    "Use another strategy."
+                    "FORCED_SYNC takes the mean over all ranks, but this optimizer has its own op= or "
+                    "process_set=. Use another strategy."
                 )
 
     @contextmanager

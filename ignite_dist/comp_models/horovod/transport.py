@@ -44,7 +44,7 @@ _LOCK_SECONDS = 0.1
 # A rank that waits longer logs a warning.
 _PATIENCE_SECONDS = 10.0
 _WAITING = (
-    "Rank %d has waited %.0f s in %s. Another rank has not made this call, or used another shape or dtype."
+    "Rank %d has waited %.0f s in %s. Another rank has not made this call, or has another shape or dtype."
 )
 _WAITING_FOR_GROUP = (
     "Rank %d waits for the other ranks to make the group %s. With Horovod, every rank of the world must make "
@@ -92,19 +92,19 @@ class HorovodTransport(Transport):
         self._rank: int = hvd.rank()
         self._world_size: int = hvd.size()
         self._world = Group(None, tuple(range(self._world_size)))
-        # The output of _is_running(), which no code reads: threads share it. The minimum size is needed if an
-        # optimizer outlives this context and is used in a larger world.
+        # Output buffer of _is_running(). No code reads the buffer, so threads share it. An optimizer may
+        # outlive this context and be used in a larger world, so the buffer has a minimum size.
         self._found_ranks = (ctypes.c_int * max(self._world_size, _MOST_RANKS))()
         self._ranks_of_set = ctypes.c_int * (self._world_size + 1)
         self._spin_seconds = _SPIN_SECONDS if hvd.local_size() <= devices.num_cores() else 0.0
         self._ops = {"SUM": hvd.Sum, "PRODUCT": hvd.Product, "MIN": hvd.Min, "MAX": hvd.Max}
         if hvd.mpi_built():
             self._ops["ADASUM"] = hvd.Adasum
-        self._num_begun: dict[str, int] = {}  # this package's calls, by the group's tag
+        self._num_begun: dict[str, int] = {}  # number of this package's calls, by the group's tag
         self._handle_numbers: dict[tuple[int, ...], Iterator[int]] = {}
         self._once = Once()
-        # Guards Horovod's table of process sets. Horovod reads the table in several steps, and each rank
-        # numbers new sets in its own order of calls, but a set needs the same id on all ranks.
+        # Guards Horovod's table of process sets. Horovod reads the table in several steps. Each rank assigns
+        # ids in the order of its own calls, but a process set needs the same id on all ranks.
         self._changing_sets = threading.RLock()
         self._takes_gpu = hvd.cuda_built() or hvd.rocm_built()
 
@@ -124,8 +124,8 @@ class HorovodTransport(Transport):
                 handle.process_set_id = process_set_id
             else:
                 handle = self._new_process_set(ranks)
-        # Groups of the same ranks share a process set. The number separates their calls. The number is equal
-        # on all members, because the members make these groups in the same order.
+        # Groups of the same ranks share a process set. This number distinguishes the calls of these groups.
+        # The number is equal on all members, because the members make these groups in the same order.
         handle.ignite_dist_number = next(self._handle_numbers.setdefault(ranks, count(1)))
         return handle
 
@@ -144,7 +144,7 @@ class HorovodTransport(Transport):
         patience.daemon = True
         patience.start()
         try:
-            # Without communication: raises if Horovod takes no new sets. The set of all ranks already exists.
+            # Raises, without communication, if Horovod takes no new sets. This set already exists.
             _horovod.add_process_set(self._mpi_ops, range(self._world_size))
             # Other threads may add other sets. When all ranks have arrived, rank 0 decides which set is next.
             self._tell_all("come", ranks)
@@ -198,8 +198,7 @@ class HorovodTransport(Transport):
             return True
         if number is None or not self._is_current():
             return False
-        # hvd.remove_process_set() of another handle of these ranks also removes this set. Horovod may reuse
-        # the id for other ranks.
+        # The user may have removed this set through another handle. Horovod may reuse the id for other ranks.
         found = self._ranks_of_set(*[-1] * (self._world_size + 1))
         self._process_set_ranks(number, found)
         ranks = [*handle.ranks, -1]
@@ -233,8 +232,8 @@ class HorovodTransport(Transport):
             return op in self._ops and dtype in _REDUCED
         return kind in ("all_gather", "broadcast") and dtype in _GATHERED
 
-    # Horovod matches calls by name. It numbers unnamed calls in each process, and a rank outside a group would
-    # count fewer calls. Also, Horovod negotiates a known name with a few bits. So each call here has a name,
+    # Horovod matches calls by name. Each process numbers unnamed calls itself, and ranks outside a group
+    # would count fewer calls. Horovod negotiates known names with a few bits. So each call here has a name,
     # made of values that are equal on all ranks.
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
@@ -287,7 +286,7 @@ class HorovodTransport(Transport):
     def _refused_explained(self) -> Iterator[None]:
         try:
             yield
-        except ValueError as error:  # the arguments are valid: the name is in use
+        except ValueError as error:  # arguments were checked before: the name is in use
             raise RuntimeError(
                 "The same call is already pending in this process: another thread has made it, or it was "
                 "interrupted before its end. Call the collectives of a group one after the other, or make a "
@@ -323,11 +322,10 @@ class HorovodTransport(Transport):
             time.sleep(_SLEEP_SECONDS)
 
     def _is_running(self) -> bool:
-        # Another rank may have just shut Horovod down. Horovod's thread then aborts the pending calls with a
-        # lock held, and may need the GIL. A new call would keep the GIL and wait for the lock: a deadlock. A
-        # call during the thread's end would never return. Reading the world's ranks takes the lock too, but
-        # without the GIL, and fails after the thread has ended. (Horovod may still shut down between this
-        # check and the call.)
+        # After another rank's shutdown, Horovod's thread aborts the pending calls. The thread holds a lock
+        # and may need the GIL. A new call would keep the GIL and wait for the lock (deadlock), or never
+        # return if the thread ends. This check waits for the lock without the GIL. The result is negative
+        # after the thread has ended. A shutdown between this check and the call remains possible.
         return self._process_set_ranks(0, self._found_ranks) >= 0
 
     # --- for the watchdog ------------------------------------------------------------------------------
@@ -339,7 +337,7 @@ class HorovodTransport(Transport):
         return dict(self._num_begun)
 
     def waited_for(self, frame: FrameType) -> WaitedFor:
-        # Horovod begins any operation, even a broadcast, after all ranks of the process set have submitted it.
+        # Horovod begins an operation, even a broadcast, only after all ranks of the set have submitted it.
         work = work_of(frame)
         if work is not None:  # a call of this package
             return WaitedFor(work.ranks, work.group_name, is_known=True, needs_all=True)

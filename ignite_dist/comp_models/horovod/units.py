@@ -72,7 +72,7 @@ class Units:
         return all(one is None for one in self._parameters)
 
     def parameter(self, number: int) -> Parameter | None:
-        """The parameter; None if it was removed or no longer exists."""
+        """The parameter, or None if the parameter was removed or no longer exists."""
         reference = self._parameters[number]
         return None if reference is None else reference()  # type: ignore[return-value]
 
@@ -165,7 +165,7 @@ def _make_units(groups: Any, parameters: Sequence[Tensor], first: int) -> list[U
         parts = [[trained[id(one)] for one in group if id(one) in trained] for group in groups]
     units: dict[int, Unit] = {number: (number,) for number in range(first, first + len(parameters))}
     for part in parts:
-        alike: dict[Any, list[int]] = {}  # a grouped call takes one dtype and one device
+        alike: dict[Any, list[int]] = {}  # one call of Horovod takes one dtype and one device
         for number in part:
             one = parameters[number - first]
             alike.setdefault((one.dtype, one.device), []).append(number)

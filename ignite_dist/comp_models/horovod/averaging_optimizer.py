@@ -1,7 +1,7 @@
 """A replacement for ``hvd.DistributedOptimizer`` that works with current versions of torch.
 
 Horovod 0.28.1 predates ``zero_grad(set_to_none=...)``. Horovod's optimizer averages gradients in place while
-other code may use the gradients. All ranks must make the same passes through the same parameters.
+other code may use the gradients, and requires the same passes through the same parameters on all ranks.
 The optimizers in this module have the same attributes and methods, and use Horovod's collectives.
 """
 
@@ -338,7 +338,7 @@ def state_as_bytes(optimizer: Optimizer) -> bytes:
 def load_state(optimizer: Optimizer, state: bytes | memoryview, device: torch.device) -> None:
     """Replace the state of ``optimizer`` with the state of an optimizer of the same model.
 
-    Unlike ``load_state_dict``, this function keeps all dtypes and changes the dicts in place.
+    Unlike ``load_state_dict``, this function keeps all dtypes. Group and state dicts are changed in place.
 
     Args:
         optimizer: an optimizer with the same parameter groups as the saved optimizer.

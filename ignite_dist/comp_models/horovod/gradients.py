@@ -52,8 +52,8 @@ class Gradients:
     """The gradients of one optimizer.
 
     The parameters' hooks reference this object; this object does not reference the parameters. So this object
-    lives as long as any of the parameters, even without the optimizer. Otherwise garbage
-    collection, which runs at different times on each rank, would decide which gradients are averaged.
+    lives as long as any of the parameters, even without the optimizer. Otherwise garbage collection, which
+    runs at different times on each rank, would decide which gradients are averaged.
 
     Args:
         exchange: the context's exchange.
@@ -184,7 +184,7 @@ class Gradients:
                 return
             gradient = parameter.grad
             if gradient.is_sparse if gradient is not None else parameter.requires_grad:
-                return  # the round tells if other ranks have a dense gradient or None
+                return  # the round shows whether other ranks have a dense gradient or None
         self._units.submit(unit)
 
     # --- a round ---------------------------------------------------------------------------------------

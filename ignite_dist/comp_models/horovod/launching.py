@@ -105,7 +105,7 @@ class _Finished(defaultdict[str, list[str]]):
 # --- through horovod.run -------------------------------------------------------------------------------
 
 # A failed worker writes this report to its standard error, which Horovod's launcher saves in a file. The
-# newline ends the line of a progress bar. The token identifies the launch.
+# leading newline ends the line of a progress bar. The token identifies the launch.
 _REPORT = (
     "\nRank {rank} (local rank {local_rank}, pid {pid} on {host}) failed at {time:.6f} with {error_type} "
     "(exit code {exit_code}{consequence}) in launch {token}. Its traceback:\n"

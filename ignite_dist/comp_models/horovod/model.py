@@ -61,7 +61,7 @@ class HorovodModel(ComputationModel):
 
         self._hvd = hvd
         self._is_initialized = hvd.is_initialized
-        # hvd.init() replaces this object. No other object shows a shutdown() and another init().
+        # hvd.init() replaces this object. Nothing else shows a shutdown() followed by another init().
         self._mpi_ops = hvd.mpi_ops
         self._epoch = init_mark_of(hvd.mpi_ops)
         self._rank: int = hvd.rank()
@@ -185,6 +185,6 @@ def _check_comm(hvd: Any, comm: Any) -> None:
     size = int(os.environ.get("HOROVOD_SIZE", "1"))
     if comm and sorted(comm) != list(range(size)):
         raise ValueError(
-            f"comm={list(comm)} leaves out some of the job's ranks, [0, {size}), which needs Horovod "
+            f"comm={list(comm)} leaves out some of the job's ranks, [0, {size}). Such a comm needs Horovod "
             "built with MPI. Omit comm, and pass group= to the collectives."
         )

@@ -115,7 +115,7 @@ class HorovodTraining(Training):
                 )
 
     @contextmanager
-    def join(  # type: ignore[override]  # Horovod has no options
+    def join(  # type: ignore[override]  # Horovod's join() has no options
         self,
         model: Module,
         optimizer: Optimizer | None,

@@ -44,11 +44,11 @@ _LOCK_SECONDS = 0.1
 # A rank that waits longer logs a warning.
 _PATIENCE_SECONDS = 10.0
 _WAITING = (
-    "Rank %d has waited %.0f s in %s. Another rank has not made this call, or has another shape or dtype."
+    "Rank %d has waited %.0f s in %s. Another rank has not made this call, or the shapes or dtypes differ."
 )
 _WAITING_FOR_GROUP = (
     "Rank %d waits for the other ranks to make the group %s. With Horovod, every rank of the world must make "
-    "a new group, even outside the group: call new_group, or a collective with the list of ranks."
+    "a new group, also the ranks outside it: call new_group, or a collective with the list of ranks."
 )
 _SHUT_DOWN = (
     "Horovod has been shut down by another rank, which has called hvd.shutdown() or finalize(), or has "

@@ -337,8 +337,8 @@ def test_halves_are_summed_up_exactly_and_rounded_once() -> None:
         ({"nproc_per_node": 0}, "nproc_per_node must be a positive int"),
         ({"hosts": "localhost"}, "hosts is a string such as"),
         ({"hosts": ["localhost:2"]}, "hosts is a string such as"),
-        ({"hosts": "localhost:1", "nproc_per_node": 2}, "1 places, for 2 processes"),
-        ({"hosts": HOSTS, "nproc_per_node": 1, "nnodes": 3}, "2 places, for 3 processes"),
+        ({"hosts": "localhost:1", "nproc_per_node": 2}, "1 slots for 2 processes"),
+        ({"hosts": HOSTS, "nproc_per_node": 1, "nnodes": 3}, "2 slots for 3 processes"),
         ({"hosts": HOSTS, "nproc_per_node": 1, "join": False}, "join=False"),
     ],
 )

@@ -393,7 +393,7 @@ def _horovods_own(num_ranks: int) -> list[Any]:
         import horovod.torch as hvd
 
         block = idist.grad_sync(net, plain, is_final_microbatch=False)
-        with pytest.raises(ValueError, match="take what auto_optim returned"), block:
+        with pytest.raises(ValueError, match="use the result of auto_optim"), block:
             pass
         plain = hvd.DistributedOptimizer(plain)
     optimizer = idist.auto_optim(plain)

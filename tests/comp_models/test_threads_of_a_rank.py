@@ -214,7 +214,7 @@ def _refused_while_under_way(_: int) -> tuple[str, list[float]]:
         for thread in threads:
             thread.join(SECONDS)
         (result,), (error,) = results, errors
-        seen = "refused" if "give each thread a group of its own" in error else error
+        seen = "refused" if "group for each thread" in error else error
     else:
         idist.barrier(group=own)
         result = idist.all_reduce(torch.ones(3)).tolist()

@@ -1,4 +1,4 @@
-"""Horovod: its own ranks, background thread and collectives."""
+"""The Horovod backend."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Horovod's private names. No other file of the package uses one.
+"""Horovod's private names. No other file of the package uses Horovod's private names.
 
-See :mod:`ignite_dist._torch` for what the fields say. Horovod is imported by :func:`check` alone.
+:class:`ignite_dist._torch.PrivateName` explains the fields. Only :func:`check` imports Horovod.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "stop_waiting_at_exit",
 ]
 
-_LAST = "0.28.1"  # the last release, and the only one that the package is tested with
+_LAST = "0.28.1"  # the last release of Horovod; the package is not tested with other releases
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
@@ -72,22 +72,22 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
 
 
 def check() -> list[PrivateName]:
-    """Those of :data:`PRIVATE_NAMES` that the installed Horovod lacks. Imports it."""
+    """Return the entries of :data:`PRIVATE_NAMES` that the installed Horovod lacks. Imports Horovod."""
     return missing(PRIVATE_NAMES)
 
 
 init_mark_of: Callable[[Any], object] = attrgetter("_handle_map")
-"""The object of ``hvd.mpi_ops`` that each ``hvd.init()`` replaces. (In C: get_rank() asks for it.)"""
+"""Return the object in ``hvd.mpi_ops`` that each ``hvd.init()`` replaces."""
 
 
 def native_process_set_ranks(mpi_ops: Any) -> Callable[..., int]:
-    """Horovod's function in C that writes the ranks of a process set, or gives a negative number."""
+    """Horovod's C function that writes the ranks of a process set. A negative result is an error."""
     function: Callable[..., int] = mpi_ops._basics.MPI_LIB_CTYPES.horovod_process_set_ranks
     return function
 
 
 def known_process_sets(mpi_ops: Any) -> dict[int, list[int]]:
-    """The ranks of each process set, by its number. Horovod reads its table without a lock."""
+    """Return the ranks of each process set by its id. Not thread-safe: Horovod takes no lock."""
     known: dict[int, list[int]] = mpi_ops._basics._get_process_set_ids_and_ranks()
     return known
 
@@ -98,22 +98,22 @@ def add_process_set(mpi_ops: Any, ranks: Iterable[int]) -> None:
 
 
 def stop_waiting_at_exit(mpi_ops: Any) -> None:
-    """Keep the end of the interpreter from shutting Horovod down."""
+    """Remove Horovod's ``shutdown`` from the ``atexit`` handlers."""
     atexit.unregister(mpi_ops._basics.shutdown)
 
 
 def counts_passes(optimizer: Any) -> bool:
-    """True for Horovod's own optimizers, which send when they have counted enough backward passes."""
+    """True for Horovod's own optimizers, which count backward passes to decide when to send gradients."""
     return hasattr(optimizer, "_allreduce_delay")
 
 
 def passes_until_sent(optimizer: Any) -> MutableMapping[Any, int]:
-    """How many backward passes are left before one of Horovod's own optimizers sends, by parameter."""
+    """Number of backward passes left before Horovod's own optimizer sends the gradient, by parameter."""
     left: MutableMapping[Any, int] = optimizer._allreduce_delay
     return left
 
 
 def noted_calls(optimizer: Any) -> MutableMapping[Any, tuple[Any, Any]]:
-    """What one of Horovod's own optimizers has sent, by parameter; a handle of None: not sent yet."""
+    """Pairs (handle, context) by parameter. The handle is None until the optimizer sends the gradient."""
     noted: MutableMapping[Any, tuple[Any, Any]] = optimizer._handles
     return noted

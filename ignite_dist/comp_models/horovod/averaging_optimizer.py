@@ -1,8 +1,8 @@
-"""``hvd.DistributedOptimizer``, for a current torch.
+"""A replacement for ``hvd.DistributedOptimizer`` that works with current versions of torch.
 
-Horovod 0.28.1 is older than ``zero_grad(set_to_none=...)``; its optimizer averages in the very gradients that
-others read and write meanwhile, and counts on every rank making the same passes through the same parameters.
-So there is another one here, with the same attributes and methods, over Horovod's collectives.
+Horovod 0.28.1 predates ``zero_grad(set_to_none=...)``. Horovod's optimizer averages gradients in place while
+other code may use the gradients, and requires the same passes through the same parameters on all ranks.
+The optimizers in this module have the same attributes and methods, and use Horovod's collectives.
 """
 
 from __future__ import annotations
@@ -34,44 +34,43 @@ __all__ = [
     "synchronize",
 ]
 
-_NEVER = 1 << 60  # backward passes until Horovod's own optimizer sends
+_NEVER = 1 << 60  # more backward passes than any training makes
 
 
 def distribute(optimizer: Optimizer, name: str, exchange: Exchange, **kwargs: Any) -> Optimizer:
-    """``optimizer`` with gradients that are averaged over all ranks when a backward pass has ended.
+    """Wrap ``optimizer``: each backward pass averages the gradients over the ranks.
 
-    It shares the parameter groups, the state, the defaults and the hooks of ``optimizer``.
+    The result shares the parameter groups, the state, the defaults and the hooks of ``optimizer``.
 
     Args:
-        optimizer: any; one that Horovod has wrapped already is returned as it is.
-        name: the same on every rank, and of no other optimizer.
-        exchange: of the context.
-        kwargs: those of ``hvd.DistributedOptimizer``.
+        optimizer: any optimizer. An optimizer that Horovod has wrapped is returned unchanged.
+        name: equal on every rank, and different from other optimizers' names.
+        exchange: the context's exchange.
+        kwargs: the arguments of ``hvd.DistributedOptimizer``.
 
     Raises:
-        ValueError: ``kwargs`` for an optimizer that Horovod has wrapped; or Adasum, and Horovod was built
-            without MPI.
+        ValueError: ``kwargs`` were passed with an optimizer that Horovod has wrapped, or Horovod was built
+            without MPI and ``op`` is Adasum.
     """
     import horovod.torch as hvd
 
     if hasattr(optimizer, "skip_synchronize"):
         if kwargs:
             raise ValueError(
-                f"The optimizer is Horovod's already, so {', '.join(kwargs)} would have no effect."
+                f"Horovod has already wrapped this optimizer, so {', '.join(kwargs)} would have no effect."
             )
         return optimizer
     if kwargs.get("op") == hvd.Adasum and not hvd.mpi_built():
         raise ValueError(
-            "op=hvd.Adasum needs Horovod built with MPI, and this one was built without. Take hvd.Average or "
-            "hvd.Sum, or build Horovod with HOROVOD_WITH_MPI=1."
+            "op=hvd.Adasum needs Horovod built with MPI, but Horovod was built without MPI. Use hvd.Average "
+            "or hvd.Sum, or build Horovod with HOROVOD_WITH_MPI=1."
         )
-    if kwargs.get("op") == hvd.Adasum and hvd.size() > 1:  # its optimizer averages no gradients
+    if kwargs.get("op") == hvd.Adasum and hvd.size() > 1:  # Adasum reduces updates, not gradients
         wrapped = hvd.DistributedOptimizer(optimizer, **kwargs)
         _share(optimizer, wrapped)
         return wrapped  # type: ignore[no-any-return]
     plain = type(optimizer)
-    # As Horovod makes it: the class above the new one is the optimizer's own, and the module is Horovod's.
-    # hvd.broadcast_optimizer_state() knows by these how to make a step without averaging.
+    # As in Horovod: hvd.broadcast_optimizer_state() depends on the base class and on __module__.
     namespace = {**vars(_Distributed), "_plain": plain, "__doc__": plain.__doc__}
     made: Any = type(
         plain.__name__, (plain,), {**namespace, "__module__": hvd.DistributedOptimizer.__module__}
@@ -83,12 +82,12 @@ def distribute(optimizer: Optimizer, name: str, exchange: Exchange, **kwargs: An
 
 
 def _share(optimizer: Optimizer, wrapped: Any) -> None:
-    # `step` may be there because a scheduler has replaced it, on the optimizer without Horovod.
+    # Skip `step`: a scheduler may have replaced the plain optimizer's `step`.
     vars(wrapped).update({key: value for key, value in vars(optimizer).items() if key != "step"})
 
 
 class _Distributed(Optimizer):
-    """What the class of an optimizer gets; ``_plain`` is the class that it had."""
+    """Methods that :func:`distribute` adds to an optimizer's class. ``_plain`` is the original class."""
 
     _plain: ClassVar[Any]
 
@@ -132,7 +131,7 @@ class _Distributed(Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many backward passes add to a gradient before it is averaged."""
+        """Number of backward passes that add to a gradient before the gradient is averaged."""
         return self._gradients.passes
 
     @backward_passes_per_step.setter
@@ -146,11 +145,11 @@ class _Distributed(Optimizer):
         self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
-        """Average what has not been averaged yet. The step does the same, so this is for who may not wait.
+        """Average the gradients that have not been averaged yet. :meth:`step` does the same.
 
         Raises:
-            RuntimeError: a later optimizer averages some of the gradients over other ranks, or reduces them
-                by another operation; or the process set was removed.
+            RuntimeError: a later optimizer reduces some of the gradients over other ranks or by another
+                operation, or the process set was removed.
             MissingRanksError: another rank has ended.
         """
         self._gradients.check_heirs()
@@ -158,7 +157,7 @@ class _Distributed(Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Context manager: a step in the block takes the gradients as they are."""
+        """Context manager: a step in the block does not average the gradients."""
         self._should_synchronize = False
         try:
             yield
@@ -166,7 +165,7 @@ class _Distributed(Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step with averaged gradients; of a closure what it makes and returns, at each call."""
+        """Make a step with averaged gradients. Each call of ``closure`` averages gradients and loss."""
         if self._should_synchronize:
             self._gradients.check_heirs()
         if closure is None:
@@ -179,7 +178,7 @@ class _Distributed(Optimizer):
         self._gradients.end_step()
         return result
 
-    # The optimizer's own step runs its hooks; with this mark torch does not make this one run them too.
+    # The plain optimizer's step runs the step hooks. With this mark, torch does not run the hooks here too.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -187,18 +186,18 @@ class _Distributed(Optimizer):
             self._gradients.begin()
             loss = closure()
             self.synchronize()
-            # L-BFGS decides by it how often to call again.
+            # L-BFGS uses the loss to decide how often it calls the closure.
             return _mean(loss, f"ignite_dist.{self._name}.loss", self._gradients)
 
         return averaged
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Forget the gradients, or set them to zero."""
+        """Set the gradients to None or to zero."""
         self._plain.zero_grad(self, *args, **kwargs)
         self._gradients.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, whose gradients are averaged too."""
+        """Add parameters. Their gradients are averaged too."""
         self._plain.add_param_group(self, param_group)
         groups = self.param_groups
         self._gradients.add(_names(self._name, groups[-1:], first=len(groups) - 1))
@@ -215,11 +214,11 @@ def _names(name: str, groups: list[dict[str, Any]], first: int = 0) -> list[tupl
 def _checked_names(
     name: str, named: Iterable[tuple[str, Tensor]], groups: list[dict[str, Any]]
 ) -> list[tuple[str, Tensor]]:
-    """Those of the optimizer's parameters, in an order that depends on the names alone."""
+    """Check ``named`` and return the optimizer's parameters, sorted by name."""
     pairs = list(named)
     if any(not isinstance(one, tuple) for one in pairs):
         raise ValueError(
-            "named_parameters= takes pairs (name, parameter), as model.named_parameters() gives."
+            "named_parameters= takes pairs (name, parameter), for example model.named_parameters()."
         )
     twice = [one for one, count in Counter(its_name for its_name, _ in pairs).items() if count > 1]
     if twice:
@@ -240,18 +239,18 @@ def _checked_groups(groups: Any) -> Any:
         raise ValueError(f"groups= is a positive int, or a list of lists of parameters; got {groups!r}.")
     members = [parameter for group in groups for parameter in group]
     if any(not isinstance(one, Tensor) for one in members):
-        raise ValueError("groups= has something in it that is no tensor.")
+        raise ValueError("groups= contains an element that is not a tensor.")
     if len({id(one) for one in members}) < len(members):
-        raise ValueError("groups= has a parameter twice.")
+        raise ValueError("groups= contains a parameter twice.")
     return groups
 
 
 @contextmanager
 def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
-    """Leave the gradients of the block's backward passes as each rank's own.
+    """Context manager: backward passes in the block do not average gradients.
 
     Raises:
-        ValueError: one of ``optimizers`` is neither :func:`distribute`'s nor Horovod's.
+        ValueError: one of ``optimizers`` was wrapped neither by :func:`distribute` nor by Horovod.
     """
     with ExitStack() as stack:
         for optimizer in optimizers:
@@ -261,17 +260,17 @@ def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
                 stack.enter_context(_out_of_reach(optimizer))
             else:
                 raise ValueError(
-                    f"This {type(optimizer).__name__} averages no gradients: take what auto_optim returned."
+                    f"{type(optimizer).__name__} does not average gradients: use the result of auto_optim."
                 )
         yield
 
 
 @contextmanager
 def averaging_in_block(optimizers: Sequence[Any]) -> Iterator[None]:
-    """Average the gradients at the end of the block, unless a backward pass in it does.
+    """Average the gradients at the end of the block, unless a backward pass in the block averages them.
 
-    A rank may make no backward pass. What it reads after the block is the average all the same. Horovod's own
-    optimizers are left alone: they average in the step, and would do it there again.
+    A rank that makes no backward pass also gets the averages. Horovod's own optimizers are skipped,
+    because they average in the step.
     """
     own = [optimizer._gradients for optimizer in optimizers if hasattr(optimizer, "_gradients")]
     if not torch.is_grad_enabled():
@@ -284,7 +283,7 @@ def averaging_in_block(optimizers: Sequence[Any]) -> Iterator[None]:
 
 
 def synchronize(optimizer: Any) -> None:
-    """Average what has not been averaged yet, before another object makes the step."""
+    """Average the gradients that have not been averaged yet, before another object makes the step."""
     if hasattr(optimizer, "_gradients"):
         optimizer._gradients.finish()
     else:
@@ -302,14 +301,14 @@ def _is_local(gradients: Gradients) -> Iterator[None]:
 
 @contextmanager
 def _out_of_reach(optimizer: Any) -> Iterator[None]:
-    """Have Horovod's own optimizer send nothing: it sends when it has counted enough passes."""
+    """Context manager: Horovod's own optimizer sends no gradients in the block."""
     known = dict(_horovod.passes_until_sent(optimizer))
     _horovod.passes_until_sent(optimizer).update(dict.fromkeys(known, _NEVER))
     try:
         yield
     finally:
         _horovod.passes_until_sent(optimizer).update(known)
-        # What its hooks have noted without sending it; its synchronize() sends what has no note.
+        # Remove the entries of unsent gradients. synchronize() also sends gradients without an entry.
         noted = _horovod.noted_calls(optimizer)
         for parameter, (handle, _) in list(noted.items()):
             if handle is None:
@@ -317,7 +316,7 @@ def _out_of_reach(optimizer: Any) -> Iterator[None]:
 
 
 def _mean(loss: Any, name: str, gradients: Gradients) -> Any:
-    """The mean of a loss, a number or a tensor of one, over the ranks that average ``gradients``."""
+    """Mean of ``loss``, a number or one-element tensor, over the ranks that average ``gradients``."""
     is_loss = isinstance(loss, Number) or (isinstance(loss, Tensor) and loss.numel() == 1)
     if not is_loss or not gradients.rounds.is_active():
         return loss
@@ -326,26 +325,25 @@ def _mean(loss: Any, name: str, gradients: Gradients) -> Any:
     return torch.full_like(value, mean) if isinstance(value, Tensor) else mean
 
 
-# --- the state, which hvd.broadcast_optimizer_state would change: it makes a step to have one ------------
+# --- the state; hvd.broadcast_optimizer_state() would make a step to create it -------------------------
 
 
 def state_as_bytes(optimizer: Optimizer) -> bytes:
-    """The optimizer's state, with its tensors; see :func:`load_state`."""
+    """Serialize the optimizer's state for :func:`load_state`."""
     buffer = io.BytesIO()
     torch.save(optimizer.state_dict(), buffer)
     return buffer.getvalue()
 
 
 def load_state(optimizer: Optimizer, state: bytes | memoryview, device: torch.device) -> None:
-    """Give ``optimizer`` the state of another one that has the same parameters.
+    """Replace the state of ``optimizer`` with the state of an optimizer of the same model.
 
-    Unlike ``load_state_dict`` it keeps the dicts that others hold (a scheduler, the plain optimizer), and
-    every dtype.
+    Unlike ``load_state_dict``, this function keeps all dtypes. Group and state dicts are changed in place.
 
     Args:
-        optimizer: whose groups and state are written to.
-        state: of :func:`state_as_bytes`.
-        device: where what comes from another rank's accelerator goes.
+        optimizer: an optimizer with the same parameter groups as the saved optimizer.
+        state: the result of :func:`state_as_bytes`.
+        device: the device for tensors that were on another rank's accelerator.
     """
 
     def place(storage: Any, location: str) -> Any:
@@ -356,5 +354,5 @@ def load_state(optimizer: Optimizer, state: bytes | memoryview, device: torch.de
         group.update({key: value for key, value in other.items() if key != "params"})
     parameters = list(parameters_of(optimizer))
     optimizer.state.clear()
-    for key, value in saved["state"].items():  # by the number of a parameter, or by a key of the user's own
+    for key, value in saved["state"].items():  # an int key is a parameter's position
         optimizer.state[parameters[key] if isinstance(key, int) else key] = value

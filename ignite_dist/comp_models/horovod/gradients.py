@@ -5,8 +5,7 @@ has changed on any rank. A round runs at the end of each backward pass of an opt
 was no backward pass, the round runs in the optimizer's step. Each gradient is sent as soon as the backward
 pass has computed it.
 
-Ranks may use different parameters and different optimizers in a pass. Each rank contributes the gradients
-that it has.
+Ranks may use different parameters and different optimizers in a pass. A missing gradient counts as zeros.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ __all__ = ["Gradients"]
 _NOTHING, _SPARSE, _DENSE = range(3)
 
 _NOT_LINEAR = (
-    "A second backward pass before the step would count the first one once for each rank, as op= is not "
-    "hvd.Average. Pass backward_passes_per_step=... to auto_optim: then the gradients of all passes are "
-    "reduced once."
+    "If op= is not hvd.Average, a second backward pass before the step would reduce the result of the first "
+    "pass again. Pass backward_passes_per_step=... to auto_optim to reduce the gradients of all passes once."
 )
 _CREATES_GRAPH = (
-    "backward(create_graph=True) leaves gradients with a graph, which averaging over the ranks would not "
-    "follow. Take them by torch.autograd.grad(loss, parameters, create_graph=True), or in idist.no_sync()."
+    "backward(create_graph=True) makes gradients with an autograd graph, but the graph would not include "
+    "averaging. Call torch.autograd.grad(loss, parameters, create_graph=True), or use idist.no_sync()."
 )
 _OF_OTHER_RANKS = (
     "This optimizer averages over the ranks %s. A later auto_optim has taken its parameters, and averages "
@@ -54,15 +52,15 @@ class Gradients:
     """The gradients of one optimizer.
 
     The parameters' hooks reference this object; this object does not reference the parameters. So this object
-    lives as long as any of the parameters, even without the optimizer. Otherwise the garbage collector, which
+    lives as long as any of the parameters, even without the optimizer. Otherwise garbage collection, which
     runs at different times on each rank, would decide which gradients are averaged.
 
     Args:
         exchange: the context's exchange.
         name: equal on every rank, and different from other optimizers' names.
         reduction: how the gradients are reduced.
-        groups: which gradients are sent together, see ``hvd.DistributedOptimizer``.
-        passes: the number of backward passes that add to a gradient before it is averaged.
+        groups: the gradients to reduce together, see ``hvd.DistributedOptimizer``.
+        passes: the number of backward passes that add to a gradient before the gradient is averaged.
     """
 
     def __init__(
@@ -76,17 +74,17 @@ class Gradients:
         self._op = reduction.op
         self.rounds = exchange.rounds(reduction.process_set)
         self.number = self.rounds.add(self)
-        # Parameters that another optimizer has taken over, by id, each with that optimizer's Gradients.
+        # Parameters that another optimizer has taken over, with the Gradients of that optimizer, by id.
         self._heirs: dict[int, tuple[weakref.ref[Tensor], Gradients]] = {}
         self._units = Units(reduction, groups)
         self._hooks: list[Any] = []
-        self._counts: dict[int, int] = {}  # passes that have added to each gradient since its average
+        self._counts: dict[int, int] = {}  # backward passes since the last average, by gradient
         self._latest: int | None = None
         self._needs: Call = (0, "")
-        self._agreed: list[int] = []  # of each gradient: _NOTHING, _SPARSE or _DENSE
-        self._sent_again: list[int] = []  # of each gradient: 1 if any rank sends it a second time
+        self._agreed: list[int] = []  # by gradient: _NOTHING, _SPARSE or _DENSE
+        self._sent_again: list[int] = []  # by gradient: 1 if any rank sends the gradient again
         self._has_results = False  # True if a round has run since the last step
-        # The gradients that hold an average, and their versions when the step after it ended.
+        # Averaged gradients, with their versions at the end of the step (None before the step).
         self._averaged: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
 
     # --- which parameters ------------------------------------------------------------------------------
@@ -112,7 +110,7 @@ class Gradients:
                 self._heirs[id(parameter)] = weakref.ref(parameter), heir
 
     def _owners(self) -> list[Gradients]:
-        """Return the objects that average the gradients of the parameters: this object or its heirs."""
+        """Return the objects that average the parameters' gradients now: this object and its heirs."""
         found = {id(self): self}
         for reference, heir in self._heirs.values():
             parameter = reference()
@@ -128,7 +126,7 @@ class Gradients:
         return one
 
     def check_heirs(self) -> None:
-        """Check that later optimizers reduce these gradients as this optimizer would.
+        """Check that later optimizers reduce the gradients over the same ranks and by the same operation.
 
         Raises:
             RuntimeError: a later optimizer reduces over other ranks, or by another operation.
@@ -143,7 +141,7 @@ class Gradients:
         is_alone = not self.rounds.is_active() and os.environ.get("HOROVOD_ELASTIC") != "1"
         if is_alone or not (parameter.is_floating_point() or parameter.is_complex()):
             return None
-        # torch registers hooks only if a gradient is required. The hook stays for a parameter unfrozen later.
+        # torch rejects hooks on frozen parameters, but the user may unfreeze the parameter later.
         is_frozen = not parameter.requires_grad
         try:
             parameter.requires_grad_(True)
@@ -169,8 +167,7 @@ class Gradients:
         if count < self.passes:
             return
         self.rounds.run_after_pass(self)
-        # Submit the previous gradient, not this one: the user's hooks on this gradient may run after
-        # this hook and change it.
+        # Submit the previous gradient: the user's hooks may still change the current gradient.
         latest, self._latest = self._latest, index
         if latest is not None:
             with self.rounds.explaining():
@@ -187,17 +184,17 @@ class Gradients:
                 return
             gradient = parameter.grad
             if gradient.is_sparse if gradient is not None else parameter.requires_grad:
-                return  # the end of the pass shows if other ranks have a dense gradient or None
+                return  # the round shows whether other ranks have a dense gradient or None
         self._units.submit(unit)
 
     # --- a round ---------------------------------------------------------------------------------------
 
     def submit_needs(self) -> None:
-        """Begin the exchange of which gradients have changed on each rank."""
+        """Begin to exchange which gradients have changed on each rank."""
         if self._latest is not None:
             self._submit_if_complete(self._units.unit_of(self._latest))
             self._latest = None
-        # Gradients that have changed after they were sent: in a nested pass, or after a pass that has failed.
+        # A nested backward pass, or a pass after a failed pass, may change gradients that were already sent.
         changed = self._units.changed()
         again = [int(index in changed) for index in range(len(self._units))]
         self._needs = self.rounds.exchange_greatest([*self._own_needs(), *again], f"{self._name}.needs")
@@ -216,7 +213,7 @@ class Gradients:
         return needs
 
     def _is_new(self, index: int, parameter: Parameter) -> bool:
-        """True if no round has averaged this gradient: other code has assigned or changed it."""
+        """True if other code has assigned or changed this gradient since the last round."""
         gradient = parameter.grad
         if not parameter.requires_grad or gradient is None:
             return False
@@ -275,7 +272,7 @@ class Gradients:
     # --- the optimizer ---------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Average the gradients not averaged yet. Run a round if none has run since the last step."""
+        """Average the gradients that have not been averaged. Run at least one round per step."""
         owners = self._owners()
         self._exchange.run(one for one in owners if one._needs_round() and one.rounds.is_active())
 
@@ -284,7 +281,7 @@ class Gradients:
             return False
         if not self._has_results or any(self._own_needs()):
             return True
-        # Other code than the optimizer has dropped the gradients, for example model.zero_grad().
+        # True if other code has removed the gradients, for example model.zero_grad().
         return bool(self._averaged) and not any(self._is_there(index) for index in self._averaged)
 
     def _is_there(self, index: int) -> bool:
@@ -292,12 +289,12 @@ class Gradients:
         return gradient is not None and self._units.gradient(index) is gradient
 
     def begin(self) -> None:
-        """Make :meth:`finish` run a round unless a backward pass runs one from now on."""
+        """Make :meth:`finish` run a round, unless a later backward pass runs a round first."""
         for one in self._owners():
             one._has_results = False
 
     def forget(self) -> None:
-        """Clear the state of the gradients, after the optimizer has dropped them or set them to zero."""
+        """Clear the state after the optimizer has set the gradients to None or to zero."""
         self._has_results = False
         self._counts.clear()
         self._averaged.clear()

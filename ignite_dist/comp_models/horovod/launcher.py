@@ -1,4 +1,4 @@
-"""Which workers Horovod can start: on this machine, or on several through ``horovod.run``."""
+"""The launcher of Horovod: workers on this machine, or on several machines through ``horovod.run``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["HorovodLauncher"]
 
 
 class HorovodLauncher(Launcher):
-    """Starts workers in the environment that Horovod reads."""
+    """Starts workers with the environment variables that Horovod reads."""
 
     @classmethod
     def options(cls) -> set[str]:
@@ -38,9 +38,9 @@ class HorovodLauncher(Launcher):
         launching.check_hosts(nproc_per_node, nnodes, hosts, run_options)
         if (hosts or run_options) and (start_method or daemon or not join):
             raise ValueError(
-                "start_method, daemon and join=False are for workers on this machine alone; "
-                f"{', '.join(['hosts'] * (hosts is not None) + list(run_options))} asks for horovod.run, "
-                "which has nothing like them."
+                "start_method, daemon and join=False are only for workers on this machine, but "
+                f"{', '.join(['hosts'] * (hosts is not None) + list(run_options))} needs horovod.run, "
+                "which has no such options."
             )
 
     @classmethod
@@ -57,7 +57,7 @@ class HorovodLauncher(Launcher):
         daemon: bool = False,
         **run_options: Any,
     ) -> Any:
-        """See ``idist.spawn``; ``hosts`` and every other option of ``horovod.run`` go there."""
+        """See ``idist.spawn``. ``hosts`` and ``run_options`` are passed to ``horovod.run``."""
         from ignite_dist.comp_models.horovod import launching
 
         cls.check(

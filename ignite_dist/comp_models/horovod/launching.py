@@ -1,4 +1,4 @@
-"""Workers for Horovod: on this machine from our own fork server, on several through ``horovod.run``."""
+"""Starts Horovod's workers on this machine, or on several machines through ``horovod.run``."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ __all__ = ["check_hosts", "run_keywords", "run_on_hosts", "start_here"]
 def start_here(
     entry: Callable[..., Any], nproc_per_node: int, start_method: str | None, daemon: bool
 ) -> processes.Workers:
-    """Start workers as for any other backend, in the environment that ``horovodrun`` would give them.
+    """Start workers on this machine, with the environment variables that ``horovodrun`` would set.
 
-    Unlike ``horovod.run`` this takes a fraction of a second, tells which worker failed first and why, and
-    listens on the loopback interface only: Horovod's own rendezvous answers to anybody who can reach it.
+    Unlike ``horovod.run``, this function takes less than a second and reports which worker failed first and
+    why. Horovod's rendezvous server checks no credentials, so it listens on loopback only.
     """
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
@@ -63,11 +63,11 @@ def start_here(
             entry, {}, environs, serving=(server, store), start_method=start_method, daemon=daemon
         )
     finally:
-        del server, store  # the traceback of what was raised would keep it
+        del server, store  # the traceback of an exception would keep both alive
 
 
 class _Rendezvous:
-    """Horovod's rendezvous server, on the loopback interface, for as long as this object lives."""
+    """Horovod's rendezvous server on the loopback interface. The server stops when this object is deleted."""
 
     def __init__(self, slots: Any) -> None:
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
@@ -81,16 +81,16 @@ class _Rendezvous:
         ).start()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # the thread stands still by then and would not answer
+        if not sys.is_finalizing():  # at exit the server thread no longer runs, and shutdown() would hang
             self._server.shutdown()
             self._server.server_close()
 
 
 class _Finished(defaultdict[str, list[str]]):
-    """Who has found the others in each scope of the rendezvous; with the last its addresses are forgotten.
+    """The ranks that have finished the rendezvous, by scope.
 
-    Horovod itself clears the lists of all scopes then. What had been noted in another scope was lost, its
-    addresses stayed, and a rank that initialized Horovod once more might look for a peer that was gone.
+    When all ranks of a scope have finished, Horovod clears the lists of all scopes. Other scopes would keep
+    old addresses, and a new ``hvd.init()`` might look for a dead peer. So ``clear`` drops finished scopes.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -104,8 +104,8 @@ class _Finished(defaultdict[str, list[str]]):
 
 # --- through horovod.run -------------------------------------------------------------------------------
 
-# What a worker writes to its standard error, which Horovod's launcher brings home in a file. It begins on a
-# line of its own, whatever a progress bar has left there, and is told from other launches by the token.
+# A failed worker writes this report to its standard error, which Horovod's launcher saves in a file. The
+# leading newline ends the line of a progress bar. The token identifies the launch.
 _REPORT = (
     "\nRank {rank} (local rank {local_rank}, pid {pid} on {host}) failed at {time:.6f} with {error_type} "
     "(exit code {exit_code}{consequence}) in launch {token}. Its traceback:\n"
@@ -117,11 +117,11 @@ _REPORTED = (
     r"\(exit code (?P<exit_code>\w+)(?P<consequence>, a consequence)?\) in launch {token}\. "
     r"Its traceback:\n(?P<traceback>.*?)^End of the traceback of {token}\.$"
 )
-_PREFIX = re.compile(r"^(.{24})?\[\d+\]<stderr>:", re.MULTILINE)  # with a time stamp, if asked for
+_PREFIX = re.compile(r"^(.{24})?\[\d+\]<stderr>:", re.MULTILINE)  # (.{24})? is a timestamp
 
 
 def run_keywords() -> set[str]:
-    """The options of ``horovod.run`` beside those that ``spawn`` gives it itself."""
+    """The options of ``horovod.run``, without the options that ``spawn`` sets."""
     try:
         from horovod.runner import run
     except ImportError:
@@ -132,15 +132,15 @@ def run_keywords() -> set[str]:
 def check_hosts(
     nproc_per_node: int, nnodes: int | None, hosts: str | None, run_options: Mapping[str, Any]
 ) -> None:
-    """Refuse a launch on several machines that does not say on which.
+    """Check the hosts of a launch.
 
     Raises:
-        ValueError: no hosts, or too few places on them.
+        ValueError: ``hosts`` is malformed, has too few slots, or is missing for several nodes.
     """
     if hosts is None:
         if (nnodes or 1) > 1 and not {"hostfile", "host_discovery_script"} & set(run_options):
             raise ValueError(
-                f"nnodes={nnodes} needs hosts, a string of names and numbers of processes such as "
+                f"nnodes={nnodes} needs hosts, a string of host names and numbers of processes such as "
                 f"'node1:{nproc_per_node},node2:{nproc_per_node}'."
             )
         return
@@ -150,7 +150,7 @@ def check_hosts(
     wanted = nproc_per_node * (nnodes or len(places))
     if wanted > sum(map(int, places)):
         raise ValueError(
-            f"hosts={hosts!r} has {sum(map(int, places))} places, for {wanted} processes "
+            f"hosts={hosts!r} has {sum(map(int, places))} slots for {wanted} processes "
             f"({nproc_per_node} on each of {nnodes or len(places)} nodes)."
         )
 
@@ -162,16 +162,16 @@ def run_on_hosts(
     hosts: str | None,
     run_options: Mapping[str, Any],
 ) -> list[Any]:
-    """Run ``entry(local_rank)`` through ``horovod.run``: the results of the workers on this host.
+    """Run ``entry(local_rank)`` through ``horovod.run``. Return the results of the workers on this host.
 
     Raises:
-        RankFailedError: a worker failed; with its traceback, if it could still write one.
+        RankFailedError: a worker failed. The error contains the worker's traceback if the worker wrote it.
     """
     from horovod.runner import run
     from horovod.runner.util.network import filter_local_addresses
 
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("horovod.run() sets signal handlers, so it has to be called in the main thread.")
+        raise RuntimeError("horovod.run() sets signal handlers: call it in the main thread.")
     num_nodes = nnodes or (hosts.count(",") + 1 if hosts else 1)
     num_proc = nproc_per_node * num_nodes
     if num_proc == 1 and hosts is not None and not filter_local_addresses([hosts.partition(":")[0]]):
@@ -191,10 +191,10 @@ def run_on_hosts(
 
 
 def _run_and_report(entry: bytes, path: list[str], token: str) -> tuple[str, bytes]:
-    """In a worker: the name of its host, and what ``entry`` returned."""
+    """Run ``entry`` in a worker. Return the host name and the encoded result."""
     from horovod.runner.common.util.env import get_env_rank_and_size
 
-    sys.path.extend(folder for folder in path if folder not in sys.path)  # of a script beside its modules
+    sys.path.extend(folder for folder in path if folder not in sys.path)  # for modules in the script's folder
     names = ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     local_rank = next(int(os.environ[name]) for name in names if name in os.environ)
     host = socket.gethostname()
@@ -212,7 +212,7 @@ def _run_and_report(entry: bytes, path: list[str], token: str) -> tuple[str, byt
 
 
 def _error(error: RuntimeError, folder: str | None, token: str) -> RankFailedError | RuntimeError:
-    """What became of the job, from the standard error of its workers and from Horovod's own error."""
+    """Make the error of a failed job from the workers' standard error and from Horovod's error."""
     files = sorted(Path(folder).rglob("stderr")) if folder else []
     written = "\n".join(_PREFIX.sub("", file.read_text(errors="replace")) for file in files)
     reported = re.compile(_REPORTED.replace("{token}", token), re.MULTILINE | re.DOTALL)
@@ -220,9 +220,9 @@ def _error(error: RuntimeError, folder: str | None, token: str) -> RankFailedErr
     ended = re.search(r"Process name: (\d+)\s+Exit code: (-?\d+)", str(error))
     if ended is not None:
         rank, code = map(int, ended.groups())
-        code = 128 - code if code > 128 else code  # as a shell puts it: 137 for SIGKILL
+        code = 128 - code if code > 128 else code  # shells report a signal as 128 + number
         if rank not in {one.rank for one in failed}:
-            # It ended without a word. Horovod ends those that are left by SIGTERM, so that alone says little.
+            # This rank wrote no report. After a failure, Horovod ends the other workers by SIGTERM.
             ended_by = Failure(inf, "", "", "", code, is_consequence=code == -signal.SIGTERM)
             failed.append(Failed(rank, rank, 0, "", ended_by))
     return error_of(failed) if failed else error
@@ -247,12 +247,12 @@ def _failed(
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """``horovod.run`` installs handlers, leaves them, and makes of a Ctrl-C an error like any other."""
+    """Restore the signal handlers that ``horovod.run`` replaces, and turn Ctrl-C into KeyboardInterrupt."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer)  # the number of each signal that arrives is written there
+    before = signal.set_wakeup_fd(writer)  # Python writes each signal's number into the pipe
     try:
         yield
     except RankFailedError:
@@ -263,7 +263,7 @@ def _signals_kept() -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         for number, handler in handlers.items():
-            if handler is not None:  # not installed from Python, so it cannot be put back from there
+            if handler is not None:  # None: the handler is in C, and Python cannot restore it
                 signal.signal(number, handler)
         os.close(reader)
         os.close(writer)

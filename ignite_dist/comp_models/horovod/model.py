@@ -1,6 +1,6 @@
-"""Horovod: its own ranks, background thread and collectives, under the same facade.
+"""The Horovod backend.
 
-Horovod itself, and what of this package only its users need, is imported inside methods.
+Horovod, and the modules that only users of Horovod need, are imported inside methods.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DYNAMIC_SETS = transport.DYNAMIC_SETS
 
 
 def _available_backends() -> tuple[str, ...]:
-    """Whether Horovod is installed with its torch extension; looked up without importing it."""
+    """``("horovod",)`` if Horovod's torch extension is installed. Does not import Horovod."""
     spec = find_spec("horovod")
     folders = spec.submodule_search_locations if spec is not None else None
     built = any(any(Path(folder, "torch").glob("mpi_lib_v2.*")) for folder in folders or ())
@@ -44,10 +44,10 @@ def _available_backends() -> tuple[str, ...]:
 
 
 class HorovodModel(ComputationModel):
-    """The model of Horovod between ``hvd.init()`` and ``hvd.shutdown()``.
+    """The Horovod backend between ``hvd.init()`` and ``hvd.shutdown()``.
 
     Args:
-        undo: what to take back when this model's own context ends.
+        undo: see :class:`ComputationModel`.
     """
 
     name: ClassVar[str] = "horovod-dist"
@@ -61,7 +61,7 @@ class HorovodModel(ComputationModel):
 
         self._hvd = hvd
         self._is_initialized = hvd.is_initialized
-        # hvd.init() makes a new map each time: the only trace of a shutdown and another init in between.
+        # hvd.init() replaces this object. Nothing else shows a shutdown() followed by another init().
         self._mpi_ops = hvd.mpi_ops
         self._epoch = init_mark_of(hvd.mpi_ops)
         self._rank: int = hvd.rank()
@@ -76,7 +76,7 @@ class HorovodModel(ComputationModel):
     @classmethod
     def find(cls) -> Self | None:
         hvd = sys.modules["horovod.torch"]
-        is_initialized = getattr(hvd, "is_initialized", None)  # not there if the extension was not built
+        is_initialized = getattr(hvd, "is_initialized", None)  # missing if the extension was not built
         return cls() if is_initialized is not None and is_initialized() else None
 
     @classmethod
@@ -85,20 +85,20 @@ class HorovodModel(ComputationModel):
             return None
         found = "was built without its torch extension" if find_spec("horovod") else "is not installed"
         return (
-            f"Horovod {found}. Its last release needs one edit to build against a current torch: "
-            "`make horovod` does it in a checkout, and the README's section 'Horovod' has the three lines."
+            f"Horovod {found}. The last release of Horovod needs one edit to build with a current torch: "
+            "run `make horovod` in a checkout, or see the section 'Horovod' of the README."
         )
 
     @classmethod
     def open(cls, backend: str, *, comm: Any = None, **kwargs: Any) -> Self:
-        """``comm`` goes to ``hvd.init``: None, a list of ranks, or an ``mpi4py`` communicator."""
+        """``comm`` is passed to ``hvd.init``: None, a list of ranks, or an ``mpi4py`` communicator."""
         check_keywords("initialize", kwargs, ("comm",))
         import horovod.torch as hvd
 
         _check_launcher(hvd)
         _check_comm(hvd, comm)
         with ExitStack() as undo:
-            if _DYNAMIC_SETS not in os.environ:  # read by init(); without it no group could be made later
+            if _DYNAMIC_SETS not in os.environ:  # read by hvd.init(), needed for new groups
                 os.environ[_DYNAMIC_SETS] = "1"
                 undo.callback(os.environ.pop, _DYNAMIC_SETS, None)
             hvd.init(comm)
@@ -117,7 +117,7 @@ class HorovodModel(ComputationModel):
         self._hvd.shutdown()
 
     def abort(self) -> None:
-        # The first rank that shuts down ends it for all: what the others wait for fails, and says so.
+        # The first shutdown() ends Horovod on all ranks: the other ranks' pending calls raise.
         self._hvd.shutdown()
 
     def context_mark(self) -> object:
@@ -129,7 +129,7 @@ class HorovodModel(ComputationModel):
         is_initialized = getattr(hvd, "is_initialized", None)
         if is_initialized is None or not is_initialized():
             return None
-        _horovod.stop_waiting_at_exit(hvd.mpi_ops)  # it would wait for Horovod's thread
+        _horovod.stop_waiting_at_exit(hvd.mpi_ops)  # the child's shutdown() would wait for Horovod's thread
         return init_mark_of(hvd.mpi_ops)
 
     # --- identity ------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class HorovodModel(ComputationModel):
 
     def known_topology(self) -> Topology | None:
         hvd = self._hvd
-        # Horovod numbers nodes among those that have a process of the same local rank.
+        # cross_size() counts only the nodes that have a rank with this local rank.
         if self._found_topology is None and self._mpi_ops.is_homogeneous():
             nodes = hvd.cross_size(), hvd.cross_rank()
             self._found_topology = Topology(self._local_rank, hvd.local_size(), *nodes)
@@ -166,25 +166,25 @@ class HorovodModel(ComputationModel):
 
 
 def _check_launcher(hvd: Any) -> None:
-    """Refuse the launchers whose ranks Horovod would not see: each process would be a world of one."""
+    """Raise if Horovod does not read the launcher's variables: each rank would be alone in its world."""
     if "HOROVOD_SIZE" in os.environ or hvd.mpi_built():
         return
     environment = environments.current()
     if environment.world_size > 1:
         raise EnvironmentVariablesError(
-            f"The environment says rank {environment.rank} of {environment.world_size}, but not in the "
+            f"The environment says rank {environment.rank} of {environment.world_size}, but does not set the "
             "variables that Horovod reads (HOROVOD_RANK, HOROVOD_SIZE, ...). Start the script with "
             f"`horovodrun -np {environment.world_size} python script.py`, or use idist.spawn('horovod', ...)."
         )
 
 
 def _check_comm(hvd: Any, comm: Any) -> None:
-    """Refuse a part of the ranks where Horovod would take all of them without a word."""
+    """Raise if ``comm`` leaves out ranks and Horovod would silently use all ranks."""
     if not isinstance(comm, Sequence) or hvd.mpi_built():
         return
     size = int(os.environ.get("HOROVOD_SIZE", "1"))
     if comm and sorted(comm) != list(range(size)):
         raise ValueError(
-            f"comm={list(comm)} leaves out some of the job's ranks, [0, {size}), and this Horovod was built "
-            "without MPI, which alone can do that. Leave comm out, and pass group= to the collectives."
+            f"comm={list(comm)} leaves out some of the job's ranks, [0, {size}). Such a comm needs Horovod "
+            "built with MPI. Omit comm, and pass group= to the collectives."
         )

@@ -1,4 +1,4 @@
-"""How gradients are reduced by Horovod: what is sent for them, and what is made of the result."""
+"""Reduces gradients with Horovod."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 __all__ = ["Call", "Carried", "Reduction", "Wait"]
 
-Call = tuple[int, str]  # a handle of Horovod, and the name of the call
+Call = tuple[int, str]  # Horovod's handle, and the name of the call
 
 # Waits for a call and returns its result.
 Wait = Callable[[Call], Any]
 
 
 class Carried:
-    """A compression that loses nothing and makes of any gradient one that Horovod takes.
+    """A lossless compression that converts a gradient to a dtype and layout that Horovod supports.
 
-    It takes neither bfloat16 nor complex numbers nor what is not contiguous, and rounds float16 after every
-    rank. Halves are added in float32: unlike ``all_reduce``, which adds them in float64, for half the bytes.
+    Horovod does not support bfloat16, complex or non-contiguous tensors, and rounds float16 on CPU after each
+    addition. So bfloat16, and float16 on CPU, are sent as float32 (``all_reduce`` sends float64).
     """
 
     @staticmethod
     def compress(gradient: Tensor) -> tuple[Tensor, torch.dtype]:
-        """The gradient as it is sent, and its dtype."""
+        """Return the tensor to send, and the dtype of the gradient."""
         dtype, sent = gradient.dtype, gradient
         if dtype.is_complex:
             sent = torch.view_as_real(gradient.resolve_conj())
@@ -35,23 +35,22 @@ class Carried:
 
     @staticmethod
     def decompress(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient in its own dtype."""
+        """Convert the result to the dtype of the gradient."""
         return torch.view_as_complex(gradient) if dtype.is_complex else gradient.to(dtype)
 
 
 class Reduction:
-    """How the gradients of an optimizer are reduced over a process set.
+    """Reduces an optimizer's gradients over a process set.
 
     Args:
-        process_set: Horovod's.
-        compression: what makes of a gradient what is sent, Horovod's or alike.
-        op: Horovod's.
-        gradient_predivide_factor: of an average, which part of the division comes before the sum.
-        sparse_as_dense: send sparse gradients as dense ones.
+        process_set: a process set of Horovod.
+        compression: a compressor such as ``hvd.Compression.fp16``.
+        op: an operation of Horovod, such as ``hvd.Average``.
+        gradient_predivide_factor: an average divides by this factor before the sum.
+        sparse_as_dense: convert sparse gradients to dense tensors.
 
     Attributes:
-        is_average: whether the result is the mean.
-        op: Horovod's.
+        is_average: True if ``op`` is ``hvd.Average``.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Reduction:
 
         if gradient_predivide_factor != 1.0 and op != hvd.Average:
             raise ValueError(
-                "gradient_predivide_factor divides an average in two steps, and op is not hvd.Average."
+                "gradient_predivide_factor needs op=hvd.Average: it splits the division of an average."
             )
         self._hvd = hvd
         self.process_set = process_set
@@ -80,10 +79,10 @@ class Reduction:
             self._kwargs["postscale_factor"] = gradient_predivide_factor
 
     def begin(self, name: str, gradients: Sequence[Tensor]) -> Callable[[Wait], list[Tensor]]:
-        """Begin to reduce dense gradients as one. They are only read; the result's tensors are new.
+        """Begin to reduce dense gradients in one call. The gradients are not changed.
 
         Returns:
-            What waits for the results.
+            A function that waits for the call and returns new tensors.
         """
         compressed = [self._compression.compress(one) for one in gradients]
         sent = [one.contiguous() for one, _ in compressed]
@@ -105,14 +104,14 @@ class Reduction:
     def begin_sparse(
         self, name: str, gradient: Tensor | None, parameter: Any
     ) -> Callable[[Wait], list[Tensor]]:
-        """Begin to reduce a sparse gradient: its rows are gathered, and each rank adds them up.
+        """Begin to reduce a sparse gradient: gather the rows of all ranks, then add the rows on each rank.
 
         Args:
-            name: of the call.
-            gradient: None where this rank has none; then it has no rows.
-            parameter: whose gradient it is.
+            name: equal on all ranks.
+            gradient: None if this rank has no gradient and sends no rows.
+            parameter: the parameter of the gradient.
         """
-        if gradient is None:  # as of an embedding
+        if gradient is None:  # the shape of an embedding's gradient
             shape = (0, *parameter.shape[1:])
             indices, values = torch.empty(1, 0, dtype=torch.int64), parameter.new_empty(shape)
         else:

@@ -1,4 +1,4 @@
-"""The rounds in which the ranks of a process set of Horovod average gradients, and who takes part in them."""
+"""The rounds in which a process set's ranks average gradients; see :mod:`.gradients`."""
 
 from __future__ import annotations
 
@@ -19,66 +19,66 @@ __all__ = ["Calls", "Exchange", "Member", "Rounds"]
 _LIMIT = 1 << 30
 
 _UNEVEN = (
-    "The ranks have made different numbers of backward passes since the last step: this rank %s. Either all "
-    "ranks make as many, or none makes more than the backward_passes_per_step=... of auto_optim."
+    "The ranks have made different numbers of backward passes since the last step: this rank %s. Make equal "
+    "numbers on all ranks, or at most backward_passes_per_step=... (an argument of auto_optim) on each rank."
 )
 _REMOVED = (
     "The process set of the ranks %s, over which auto_optim(..., process_set=...) averages these gradients, "
-    "was removed. Make a new optimizer by auto_optim, with a process set that is there or without one."
+    "was removed. Call auto_optim again, with an existing process set or without process_set=."
 )
 
 
 class Calls(Protocol):
-    """What Horovod's context does for the calls that are made here."""
+    """The part of Horovod's transport that rounds use."""
 
     def explaining(self) -> AbstractContextManager[None]:
-        """Raise what is known of it if Horovod has been shut down, before the block or in it."""
+        """Context manager: raise an explained error if Horovod was shut down before or in the block."""
 
     def result(self, call: Call, process_set: Any) -> Any:
-        """What a call has made, as soon as it has ended."""
+        """Wait for a call and return its result."""
 
     def is_alive(self, process_set: Any) -> bool:
-        """Whether Horovod has this process set, and no other one by its number."""
+        """True if Horovod has this process set, and has not given its id to another process set."""
 
 
 class Member(Protocol):
-    """What a round needs of one optimizer's gradients. It calls the methods in this order."""
+    """One optimizer's gradients. A round calls :meth:`submit_needs` to :meth:`receive` in this order."""
 
     number: int
     rounds: Rounds
 
     def submit_needs(self) -> None:
-        """Start the exchange of which gradients have changed."""
+        """Begin to exchange which gradients have changed on each rank."""
 
     def submit_missing(self) -> None:
-        """Begin to average what has changed on any rank, as far as this rank has not."""
+        """Begin to average the gradients that have changed on any rank, unless already submitted."""
 
     def submit_changed(self) -> None:
-        """Average once more what has changed on any rank since it was sent."""
+        """Average again the gradients that have changed on any rank after they were sent."""
 
     def receive(self) -> None:
-        """Put the averages where the gradients are."""
+        """Write the averages into the gradients."""
 
     def leave(self, parameters: set[int], heir: Any) -> None:
-        """Average no more what is among ``parameters``, by ``id``; ``heir`` does."""
+        """Stop averaging the gradients of ``parameters``, given by ``id``; ``heir`` averages them now."""
 
 
 class Exchange:
-    """What the optimizers of a context have in common."""
+    """The rounds of all process sets in a context."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._rounds: list[Rounds] = []  # every rank makes them in the same order
+        self._rounds: list[Rounds] = []  # in the same order on every rank
         self._due: set[int] = set()
 
     def rounds(self, process_set: Any) -> Rounds:
-        """Those of a process set.
+        """Return the rounds of a process set.
 
         Raises:
-            ValueError: Horovod has no such set.
+            ValueError: Horovod does not have the process set.
         """
         if not self._calls.is_alive(process_set):
-            raise ValueError(f"process_set= was removed, or never added; got {process_set}.")
+            raise ValueError(f"process_set= was removed or never added: {process_set}.")
         for rounds in self._rounds:
             if rounds.are_of(process_set):
                 return rounds
@@ -86,7 +86,7 @@ class Exchange:
         return self._rounds[-1]
 
     def hand_over(self, parameters: Iterable[Tensor], heir: Member) -> None:
-        """Leave the gradients of ``parameters`` to ``heir`` alone, whoever has averaged them until now."""
+        """Make ``heir`` the only member that averages the gradients of ``parameters``."""
         wanted = set(map(id, parameters))
         for rounds in self._rounds:
             for one in rounds.members():
@@ -94,19 +94,19 @@ class Exchange:
                     one.leave(wanted, heir)
 
     def run_after_pass(self, rounds: Rounds) -> None:
-        """Schedule the due one of ``rounds`` at the end of the running backward pass."""
+        """Schedule :meth:`Rounds.run_due` at the end of the current backward pass."""
         self._due.add(rounds.position)
-        # Not once per pass: a pass that has failed forgets its callbacks.
+        # Register the callback in each hook: autograd drops the callbacks of a failed pass.
         _torch.run_after_backward(self._run_due)
 
     def _run_due(self) -> None:
-        # In the same order on each rank: a rank waits in one round before it begins the next.
+        # A different order on each rank would deadlock: a round waits for the other ranks.
         due, self._due = self._due, set()
         for position in sorted(due):
             self._rounds[position].run_due()
 
     def run(self, wanted: Iterable[Member]) -> None:
-        """Make a round of each process set that an optimizer among ``wanted`` is of."""
+        """Run a round for each process set of the members in ``wanted``."""
         by_position: dict[int, list[Member]] = {}
         for one in wanted:
             by_position.setdefault(one.rounds.position, []).append(one)
@@ -115,13 +115,13 @@ class Exchange:
 
 
 class Rounds:
-    """The rounds of one process set. Every rank of it makes each of them.
+    """The rounds of one process set. Every rank of the process set takes part in every round.
 
     Args:
-        process_set: Horovod's.
-        calls: of the context.
-        exchange: of the context too.
-        position: there.
+        process_set: a process set of Horovod.
+        calls: the context's transport.
+        exchange: the context's exchange.
+        position: the index of this object in ``exchange``.
     """
 
     def __init__(self, process_set: Any, calls: Calls, exchange: Exchange, position: int) -> None:
@@ -135,15 +135,15 @@ class Rounds:
         self._exchange = exchange
         self._name = f"ignite_dist.gradients.{process_set.process_set_id}"
         self._members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
-        self._num_members = 0  # until now, the same on each rank; who of them still lives may differ
+        self._num_members = 0  # number of members ever added, equal on each rank
         self._num_since_step = 0
         self._due: dict[int, Member] = {}
 
     def are_of(self, process_set: Any) -> bool:
-        """Whether it is the set of these rounds, or another handle of it."""
+        """True if ``process_set`` is a handle of these rounds' process set."""
         own = self.process_set
         is_same = own.process_set_id == process_set.process_set_id
-        # The number of a set that was removed goes to the next. That of all ranks stays, whoever they are.
+        # Horovod reuses the id of a removed process set. Id 0 always means all ranks.
         return bool(is_same and (own.process_set_id == 0 or own.ranks == process_set.ranks))
 
     def ranks(self) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ class Rounds:
         return tuple(self.process_set.ranks)
 
     def is_active(self) -> bool:
-        """Whether there is another rank to average with.
+        """True if this rank averages with other ranks.
 
         Raises:
             RuntimeError: the process set was removed.
@@ -168,32 +168,33 @@ class Rounds:
         return [one for _, one in known]
 
     def add(self, member: Member) -> int:
-        """The number of a new member. Each rank adds the same ones in the same order."""
+        """Add a member and return its number. Each rank adds the same members in the same order."""
         number = self._num_members
         self._members[number] = member
         self._num_members += 1
         return number
 
     def end_step(self) -> None:
-        """Count from here the rounds until the next step."""
+        """Set the number of rounds since the last step to 0."""
         self._num_since_step = 0
 
     def run_after_pass(self, member: Member) -> None:
-        """Schedule a round for ``member`` at the end of the running backward pass."""
+        """Schedule a round for ``member`` at the end of the current backward pass."""
         self._due[member.number] = member
         self._exchange.run_after_pass(self)
 
     def run_due(self) -> None:
-        """Make the round that is due, if it has not been made meanwhile."""
+        """Run the scheduled round, unless another round has included its members."""
         if self._due:
             due, self._due = self._due, {}
             self.run(due.values())
 
     def run(self, wanted: Iterable[Member]) -> None:
-        """Average the gradients of ``wanted``, and of whatever optimizers other ranks want.
+        """Average the gradients of ``wanted``, and of the optimizers that other ranks want.
 
         Raises:
-            CollectiveMismatchError: another rank has made a step while this one has made another pass.
+            CollectiveMismatchError: the ranks made different numbers of backward passes since the last step,
+                or this rank has no parameters of an optimizer that another rank wants.
             MissingRanksError: another rank has ended.
         """
         with self.explaining():
@@ -209,7 +210,7 @@ class Rounds:
         said = [count, _LIMIT - count, *(number in own for number in range(self._num_members))]
         call = self.exchange_greatest(said, self._name)
         most, least, *flags = self.result(call).tolist()
-        # A rank inside of hvd.join() contributes zeros.
+        # A rank inside hvd.join() contributes zeros, which are never the maximum.
         if most != _LIMIT - least:
             raise CollectiveMismatchError(_UNEVEN % f"has made {self._num_since_step}")
         self._num_since_step += 1
@@ -228,23 +229,23 @@ class Rounds:
         member = self._members.get(number)
         if member is None:
             raise CollectiveMismatchError(
-                f"Another rank averages the gradients of optimizer {number + 1}, of which this rank has no "
-                "parameter any more."
+                f"Another rank averages the gradients of optimizer {number + 1}, but this rank has deleted "
+                "the parameters of that optimizer."
             )
         return member
 
     def exchange_greatest(self, values: list[int], name: str) -> Call:
-        """Begin to tell the other ranks; :meth:`result` is the greatest of all ranks at each place."""
+        """Begin an element-wise maximum over the ranks. :meth:`result` returns the maximum."""
         tensor = torch.tensor(values, dtype=torch.int32)
         call = self.hvd.allreduce_async(tensor, name=name, op=self.hvd.Max, process_set=self.process_set)
         return call, name
 
     def result(self, call: Call) -> Any:
-        """What the call has made, as soon as it has ended."""
+        """Wait for a call and return its result."""
         return self._calls.result(call, self.process_set)
 
     def mean(self, value: float, name: str) -> float:
-        """The mean of a number over the ranks."""
+        """Mean of ``value`` over the ranks."""
         tensor = torch.tensor([value], dtype=torch.float64)
         with self.explaining():
             handle = self.hvd.allreduce_async(

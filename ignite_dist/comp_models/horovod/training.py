@@ -1,4 +1,4 @@
-"""Optimizers whose steps average the gradients over Horovod."""
+"""Wraps models and optimizers for Horovod."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["HorovodTraining"]
 
 
 class HorovodTraining(Training):
-    """What Horovod has around a model and an optimizer.
+    """Wraps models and optimizers for Horovod.
 
     Args:
         context: the context.
-        hvd: Horovod's module.
-        calls: makes the calls of Horovod for the optimizers.
+        hvd: the module ``horovod.torch``.
+        calls: the context's transport.
     """
 
     averages_gradients: ClassVar[bool] = True
@@ -36,7 +36,7 @@ class HorovodTraining(Training):
         super().__init__(context)
         self._hvd = hvd
         self._calls = calls
-        self._exchange: Exchange | None = None  # of the optimizers' gradients
+        self._exchange: Exchange | None = None
         self._optimizer_numbers = count(1)
 
     def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
@@ -60,13 +60,13 @@ class HorovodTraining(Training):
             if self.context.get_rank() == 0:
                 try:
                     sent = averaging_optimizer.state_as_bytes(wrapped)
-                except Exception as error:  # which the others hear of
+                except Exception as error:  # rank 0 sends no bytes, and all ranks raise
                     failure = error
             received = self.context.objects.broadcast_bytes(sent, 0, self.context.groups.world)
             if failure is not None:
                 raise failure
             if not received:
-                raise RuntimeError("Rank 0 could not send the state of its optimizer; it says why.")
+                raise RuntimeError("Rank 0 could not send its optimizer's state. See the error of rank 0.")
             if self.context.get_rank() != 0:
                 averaging_optimizer.load_state(wrapped, received, self.context.device())
         return wrapped
@@ -95,7 +95,7 @@ class HorovodTraining(Training):
         if len(groups) > 1:
             raise ValueError(
                 "The model's optimizers average over different ranks, "
-                f"{[list(ranks) for ranks in groups]}, as their process_set= says."
+                f"{[list(ranks) for ranks in groups]}: give all optimizers the same process_set=."
             )
         for ranks, process_set in groups.items():
             return (
@@ -110,12 +110,12 @@ class HorovodTraining(Training):
             op, process_set = getattr(optimizer, "op", None), getattr(optimizer, "process_set", None)
             if op not in (None, self._hvd.Average) or getattr(process_set, "process_set_id", 0) != 0:
                 raise ValueError(
-                    "FORCED_SYNC takes the mean over all ranks; this optimizer has an op= or process_set= "
-                    "of its own: use another strategy."
+                    "FORCED_SYNC takes the mean over all ranks, but this optimizer has its own op= or "
+                    "process_set=. Use another strategy."
                 )
 
     @contextmanager
-    def join(  # type: ignore[override]  # of the options Horovod has none
+    def join(  # type: ignore[override]  # Horovod's join() has no options
         self,
         model: Module,
         optimizer: Optimizer | None,
@@ -124,14 +124,14 @@ class HorovodTraining(Training):
     ) -> Iterator[list[int]]:
         if not divide_by_initial_world_size or throw_on_early_termination:
             raise ValueError(
-                "Horovod's join() divides by the number of all ranks and waits until all have come: leave "
-                "divide_by_initial_world_size and throw_on_early_termination as they are."
+                "Horovod's join() divides by the world size and waits for all ranks: use the defaults of "
+                "divide_by_initial_world_size and throw_on_early_termination."
             )
         if (
             len(self.gradient_group(model, [] if optimizer is None else [optimizer]).ranks)
             < self.context.get_world_size()
         ):
-            raise ValueError("Horovod's join() is for all ranks, and this optimizer has a process_set=.")
+            raise ValueError("Horovod's join() needs all ranks, but this optimizer has a process_set=.")
         last: list[int] = []
         yield last
         last.append(self._hvd.join())
@@ -143,11 +143,11 @@ class HorovodTraining(Training):
 
 
 def _with_sync_bn(module: Module, sync_batch_norm: type[Module]) -> Module:
-    """``module`` with each of its BatchNorm modules replaced, parameters and statistics kept."""
+    """Replace each BatchNorm in ``module``. Parameters and statistics are kept."""
     if _torch.is_batch_norm(module):
         names = ("num_features", "eps", "momentum", "affine", "track_running_stats")
         made = sync_batch_norm(*(getattr(module, name) for name in names))
-        # Those that are None, too, and what a subclass has beside them.
+        # named_parameters() and named_buffers() skip None. A subclass may have more parameters and buffers.
         for name in ("weight", "bias"):
             made.register_parameter(name, getattr(module, name))
         for name in ("running_mean", "running_var", "num_batches_tracked"):

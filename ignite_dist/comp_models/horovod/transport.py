@@ -1,4 +1,4 @@
-"""Tensors over the collectives of Horovod, and groups as its process sets."""
+"""Horovod's collectives of tensors, and process sets as groups."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ __all__ = ["DYNAMIC_SETS", "HorovodTransport"]
 
 _logger = logging.getLogger(__name__)
 
-# Horovod looks for new calls once a cycle, a millisecond by default. Whoever wakes up late after one misses
-# the next, so a rank with a core to itself stays awake for a little longer than that, and sleeps only then.
+# Horovod looks for new calls once per cycle, 1 ms by default. A rank that wakes up late misses the next
+# cycle. So a rank with its own core spins for slightly longer than one cycle, and sleeps afterwards.
 _SPIN_SECONDS = 1.2e-3
 _SLEEP_SECONDS = 200e-6
 
-# How long the watchdog waits for a change of the process sets.
+# The watchdog's timeout for the lock on the process sets.
 _LOCK_SECONDS = 0.1
 
-# How long a rank waits without a word.
+# A rank that waits longer logs a warning.
 _PATIENCE_SECONDS = 10.0
 _WAITING = (
-    "Rank %d has waited %.0f s in %s. Some other rank has not made this call, or with another shape or dtype."
+    "Rank %d has waited %.0f s in %s. Another rank has not made this call, or the shapes or dtypes differ."
 )
 _WAITING_FOR_GROUP = (
-    "Rank %d waits for the other ranks to make the group %s. With Horovod every rank of the world makes a "
-    "new group, members or not: by new_group, or by a collective with the list of its ranks."
+    "Rank %d waits for the other ranks to make the group %s. With Horovod, every rank of the world must make "
+    "a new group, also the ranks outside it: call new_group, or a collective with the list of ranks."
 )
 _SHUT_DOWN = (
-    "Horovod has been shut down by another rank: it has called hvd.shutdown() or finalize(), or has failed, "
-    "and then its own output says why."
+    "Horovod has been shut down by another rank, which has called hvd.shutdown() or finalize(), or has "
+    "failed. See the output of that rank."
 )
 _REMOVED = (
-    "This ProcessSet was removed, or never added; got %s. Handles of the same ranks are one process set of "
-    "Horovod, so hvd.remove_process_set() of one ends them all: make a new group."
+    "This ProcessSet was removed or never added: %s. hvd.remove_process_set() removes all groups of the same "
+    "ranks: make a new group."
 )
 _MOST_RANKS = 1 << 14
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
-# What the torch extension of 0.28.1 has functions for.
+# The dtypes that the torch extension of Horovod 0.28.1 supports.
 _GATHERED = frozenset(
     {
         torch.uint8,
@@ -77,11 +77,11 @@ _REDUCED = frozenset({torch.int32, torch.int64, torch.float16, torch.float32, to
 
 
 class HorovodTransport(Transport):
-    """The calls of Horovod between ``hvd.init()`` and ``hvd.shutdown()``.
+    """Horovod's collectives between ``hvd.init()`` and ``hvd.shutdown()``.
 
     Args:
-        hvd: the module.
-        is_current: tells whether Horovod has not been shut down since.
+        hvd: the module ``horovod.torch``.
+        is_current: returns False after Horovod was shut down.
     """
 
     def __init__(self, hvd: Any, is_current: Callable[[], bool]) -> None:
@@ -92,23 +92,23 @@ class HorovodTransport(Transport):
         self._rank: int = hvd.rank()
         self._world_size: int = hvd.size()
         self._world = Group(None, tuple(range(self._world_size)))
-        # An output buffer: nobody reads what is written there, so threads share it. An optimizer may outlive
-        # this context and be used in a larger one.
+        # Output buffer of _is_running(). No code reads the buffer, so threads share it. An optimizer may
+        # outlive this context and be used in a larger world, so the buffer has a minimum size.
         self._found_ranks = (ctypes.c_int * max(self._world_size, _MOST_RANKS))()
         self._ranks_of_set = ctypes.c_int * (self._world_size + 1)
         self._spin_seconds = _SPIN_SECONDS if hvd.local_size() <= devices.num_cores() else 0.0
         self._ops = {"SUM": hvd.Sum, "PRODUCT": hvd.Product, "MIN": hvd.Min, "MAX": hvd.Max}
         if hvd.mpi_built():
             self._ops["ADASUM"] = hvd.Adasum
-        self._num_begun: dict[str, int] = {}  # calls of this package, announced or not, by their groups' tags
+        self._num_begun: dict[str, int] = {}  # number of this package's calls, by the group's tag
         self._handle_numbers: dict[tuple[int, ...], Iterator[int]] = {}
         self._once = Once()
-        # Guards Horovod's table of process sets. Horovod reads it in several steps, and numbers the sets of
-        # each rank in the order in which they come, although a set needs the same number on all ranks.
+        # Guards Horovod's table of process sets. Horovod reads the table in several steps. Each rank assigns
+        # ids in the order of its own calls, but a process set needs the same id on all ranks.
         self._changing_sets = threading.RLock()
         self._takes_gpu = hvd.cuda_built() or hvd.rocm_built()
 
-    # --- groups: process sets, which every rank of the world registers ---------------------------------
+    # --- groups: every rank of the world creates each process set --------------------------------------
 
     def world_handle(self) -> Any:
         return self._hvd.global_process_set
@@ -116,16 +116,16 @@ class HorovodTransport(Transport):
     def make_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
         check_keywords("new_group", options, ())
         if not ranks:
-            return self._hvd.ProcessSet([])  # never added: Horovod takes none without members
+            return self._hvd.ProcessSet([])  # never added: Horovod rejects an empty set
         with self._once("the process set", ranks):
             process_set_id = self._known_process_set(ranks)
-            if process_set_id is not None:  # Horovod refuses to add it once more
+            if process_set_id is not None:  # Horovod rejects a second set of the same ranks
                 handle = self._hvd.ProcessSet(list(ranks))
                 handle.process_set_id = process_set_id
             else:
                 handle = self._new_process_set(ranks)
-        # Handles of the same ranks are one process set. This number tells their calls apart. It is the same
-        # on all of these ranks, because they make their groups in the same order.
+        # Groups of the same ranks share a process set. This number distinguishes the calls of these groups.
+        # The number is equal on all members, because the members make these groups in the same order.
         handle.ignite_dist_number = next(self._handle_numbers.setdefault(ranks, count(1)))
         return handle
 
@@ -144,9 +144,9 @@ class HorovodTransport(Transport):
         patience.daemon = True
         patience.start()
         try:
-            # Local: the set of all ranks is there already, so this raises what the addition of another would.
+            # Raises, without communication, if Horovod takes no new sets. This set already exists.
             _horovod.add_process_set(self._mpi_ops, range(self._world_size))
-            # Other threads may add other sets. So all ranks come first, then rank 0 says which set is next.
+            # Other threads may add other sets. When all ranks have arrived, rank 0 decides which set is next.
             self._tell_all("come", ranks)
             with self._changing_sets if self._rank == 0 else nullcontext():
                 self._tell_all("next", ranks)
@@ -164,7 +164,7 @@ class HorovodTransport(Transport):
             patience.cancel()
 
     def _tell_all(self, what: str, ranks: tuple[int, ...]) -> None:
-        """A barrier of all ranks that make this process set; the caller says why it may take long."""
+        """Run a barrier of the world for this process set. The caller logs the warning about a long wait."""
         tensor = torch.zeros(1)
         submit = partial(self._hvd.allreduce_async_, tensor, op=self._hvd.Sum)
         self._begin(submit, f"new_group.{ranks}.{what}", tensor, self._world, is_told=True).wait()
@@ -176,12 +176,12 @@ class HorovodTransport(Transport):
         return f"{super().group_key(group)}/{number}"
 
     def _tag(self, group: Group) -> str:
-        """What the names of the group's calls begin with, the same on all of its ranks."""
+        """Prefix of the names of the group's calls, equal on all members."""
         process_set_id = 0 if group.handle is None else group.handle.process_set_id
         return f"{process_set_id}.{self._number_of(group)}"
 
     def _number_of(self, group: Group) -> int:
-        """Which of the handles of its ranks it is; 0 for the world and for the user's own process sets."""
+        """Number of the group among groups of the same ranks; 0 for the world and the user's process sets."""
         number: int = getattr(group.handle, "ignite_dist_number", 0)
         return number
 
@@ -198,8 +198,7 @@ class HorovodTransport(Transport):
             return True
         if number is None or not self._is_current():
             return False
-        # Another handle of these ranks may have been removed. Horovod then has no such number, or has given
-        # it to other ranks.
+        # The user may have removed this set through another handle. Horovod may reuse the id for other ranks.
         found = self._ranks_of_set(*[-1] * (self._world_size + 1))
         self._process_set_ranks(number, found)
         ranks = [*handle.ranks, -1]
@@ -216,7 +215,7 @@ class HorovodTransport(Transport):
 
     @waits_for_ranks
     def result(self, call: tuple[int, str], process_set: Any) -> Any:
-        # The watchdog finds `process_set` in this frame: its ranks are waited for.
+        # The watchdog reads `process_set` in this frame: this rank waits for the ranks of the process set.
         handle, name = call
         self._wait(handle, name, _PATIENCE_SECONDS)
         return self._hvd.synchronize(handle)
@@ -233,9 +232,9 @@ class HorovodTransport(Transport):
             return op in self._ops and dtype in _REDUCED
         return kind in ("all_gather", "broadcast") and dtype in _GATHERED
 
-    # Horovod matches calls by name, and each process numbers those that have none for itself: a rank that is
-    # not in a group would be out of step with the world for ever. And what has a name that it has seen before
-    # is negotiated with a few bits. So: names, made of what is equal on all ranks.
+    # Horovod matches calls by name. Each process numbers unnamed calls itself, and ranks outside a group
+    # would count fewer calls. Horovod negotiates known names with a few bits. So each call here has a name,
+    # made of values that are equal on all ranks.
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
         if not tensor.numel():
@@ -247,7 +246,7 @@ class HorovodTransport(Transport):
         if not tensor.numel():
             return Completed(tensor.new_empty((len(group.ranks), *tensor.shape)) if out is None else out)
         submit = partial(self._hvd.allgather_async, tensor.unsqueeze(0))
-        # Horovod's own thread, outside of the mode, resizes what is made here.
+        # Horovod resizes the output in its own thread, which is not in inference mode.
         with torch.inference_mode(False):
             begun = self._begin(submit, "all_gather", tensor, group)
         return begun if out is None else begun.then(out.copy_)
@@ -260,7 +259,7 @@ class HorovodTransport(Transport):
         )
 
     def barrier(self, group: Group) -> Work:
-        # Not hvd.barrier(), which spins; see _wait.
+        # hvd.barrier() would spin, see _wait.
         tensor = torch.zeros(1)
         return self._begin(
             partial(self._hvd.allreduce_async_, tensor, op=self._hvd.Sum), "barrier", tensor, group
@@ -269,11 +268,11 @@ class HorovodTransport(Transport):
     def _begin(
         self, submit: Callable[..., int], name: str, tensor: Tensor, group: Group, is_told: bool = False
     ) -> Work:
-        """Submit a call under a name that all ranks give it."""
+        """Submit a call under a name that is equal on all ranks."""
         if not self._is_running():
             connections.raise_explained(self._mpi_ops.HorovodInternalError(_SHUT_DOWN))
         process_set = self._hvd.global_process_set if group.handle is None else group.handle
-        if process_set.process_set_id == 0:  # ADASUM takes no copy of the set of all ranks
+        if process_set.process_set_id == 0:  # ADASUM rejects other handles of the world
             process_set = self._hvd.global_process_set
         layout = f"{tensor.dtype}.{tuple(tensor.shape)}"
         tag = self._tag(group)
@@ -287,17 +286,17 @@ class HorovodTransport(Transport):
     def _refused_explained(self) -> Iterator[None]:
         try:
             yield
-        except ValueError as error:  # the only one that is not about arguments, which were checked above
+        except ValueError as error:  # arguments were checked before: the name is in use
             raise RuntimeError(
-                "Such a call is under way in this process already: of another thread, or interrupted before "
-                "its end. Collectives of one group are called one after the other; give each thread a group "
-                f"of its own, by new_group. ({error})"
+                "The same call is already pending in this process: another thread has made it, or it was "
+                "interrupted before its end. Call the collectives of a group one after the other, or make a "
+                f"group for each thread with new_group. ({error})"
             ) from error
         except self._mpi_ops.HorovodInternalError as error:
             connections.raise_explained(error)
 
     def finish(self, handle: int, name: str, patience: float) -> Any:
-        """The result of a call that was begun."""
+        """Wait for a call and return its result."""
         with self._refused_explained():
             self._wait(handle, name, patience)
             return self._hvd.synchronize(handle)
@@ -307,8 +306,8 @@ class HorovodTransport(Transport):
         return bool(self._hvd.poll(handle)) or not self._is_running()
 
     def _wait(self, handle: int, name: str, patience: float) -> None:
-        # hvd.synchronize() alone would spin to the end, which keeps a core from the thread that does the work
-        # (three ranks on two cores: 4 bytes in 9 ms instead of 2), and would not let a Ctrl-C through.
+        # hvd.synchronize() alone would spin until the end. The spinning takes a core from Horovod's thread
+        # (three ranks on two cores: 9 ms instead of 2 ms for 4 bytes), and blocks Ctrl-C.
         start = time.perf_counter()
         while not self._hvd.poll(handle):
             waited = time.perf_counter() - start
@@ -323,11 +322,10 @@ class HorovodTransport(Transport):
             time.sleep(_SLEEP_SECONDS)
 
     def _is_running(self) -> bool:
-        # Another rank may just have shut Horovod down. While its thread then gives up the calls it has, it
-        # holds a lock that the next call waits for, and may need the GIL, which that call does not let go of;
-        # and a call that comes as the thread ends is answered by nobody. The ranks of the world's process set
-        # are asked for under that lock too, but without the GIL, and are an error once the thread is through.
-        # (A moment is left between this look and the call. It is raw Horovod's.)
+        # After another rank's shutdown, Horovod's thread aborts the pending calls. The thread holds a lock
+        # and may need the GIL. A new call would keep the GIL and wait for the lock (deadlock), or never
+        # return if the thread ends. This check waits for the lock without the GIL. The result is negative
+        # after the thread has ended. A shutdown between this check and the call remains possible.
         return self._process_set_ranks(0, self._found_ranks) >= 0
 
     # --- for the watchdog ------------------------------------------------------------------------------
@@ -339,16 +337,16 @@ class HorovodTransport(Transport):
         return dict(self._num_begun)
 
     def waited_for(self, frame: FrameType) -> WaitedFor:
-        # Horovod begins no operation, a broadcast neither, before all ranks of its set have asked for it.
+        # Horovod begins an operation, even a broadcast, only after all ranks of the set have submitted it.
         work = work_of(frame)
-        if work is not None:  # of this package's own call
+        if work is not None:  # a call of this package
             return WaitedFor(work.ranks, work.group_name, is_known=True, needs_all=True)
         process_set = local_of(frame, "process_set")
-        if isinstance(process_set, self._hvd.ProcessSet) and process_set.ranks:  # of an optimizer
+        if isinstance(process_set, self._hvd.ProcessSet) and process_set.ranks:  # a call of an optimizer
             return WaitedFor(tuple(process_set.ranks), is_known=True, needs_all=True)
-        if frame.f_globals.get("__name__") == "torch.autograd.graph":  # a backward pass, which computes
+        if frame.f_globals.get("__name__") == "torch.autograd.graph":  # a backward pass: this rank computes
             return WaitedFor()
-        if not self._changing_sets.acquire(timeout=_LOCK_SECONDS):  # it may be this change that is waited for
+        if not self._changing_sets.acquire(timeout=_LOCK_SECONDS):  # a pending new_group may hold the lock
             return WaitedFor()
         try:
             sets = _horovod.known_process_sets(self._mpi_ops).values()
@@ -363,7 +361,7 @@ class HorovodTransport(Transport):
 
 
 class _HorovodWork(Work):
-    """A call of Horovod."""
+    """A submitted call of Horovod."""
 
     __slots__ = ("_group_name", "_handle", "_name", "_patience", "_transport", "ranks")
 

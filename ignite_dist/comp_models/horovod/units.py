@@ -1,7 +1,7 @@
-"""The parameters of an optimizer under Horovod, and what is under way for their gradients.
+"""The parameters of a Horovod optimizer, and the pending reductions of their gradients.
 
-A unit is what one call of Horovod reduces: the gradient of a parameter, or of several with ``groups=``.
-Parameters are identified by numbers, which are the same on every rank.
+A unit is one parameter, or several parameters with ``groups=``, whose gradients are reduced together.
+Parameters are identified by numbers, which are equal on every rank.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Unit = tuple[int, ...]
 
 @dataclass
 class _Submitted:
-    """The calls under way for a unit, and the gradients and their versions when these began."""
+    """The pending calls of a unit, and its gradients with their versions at submission."""
 
     calls: list[tuple[list[int], Callable[[Wait], list[Tensor]]]]
     sent: list[tuple[Tensor | None, int]]
 
 
 class Units:
-    """The units of an optimizer. The parameters are not kept alive.
+    """The units of an optimizer, with weak references to the parameters.
 
     Args:
         reduction: how gradients are reduced.
-        groups: how many units, or which; see ``hvd.DistributedOptimizer``. A parameter in no unit
-            gets a unit of its own.
+        groups: the number of units, or lists of parameters; see ``hvd.DistributedOptimizer``. A parameter
+            outside the lists gets its own unit.
     """
 
     def __init__(self, reduction: Reduction, groups: int | Sequence[Sequence[Tensor]] | None) -> None:
@@ -56,7 +56,7 @@ class Units:
         return iter(dict.fromkeys(self._units))
 
     def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Number these parameters after those that are here."""
+        """Add parameters. Their numbers follow the existing numbers."""
         first = len(self._parameters)
         for name, parameter in named:
             self._names.append(name)
@@ -72,7 +72,7 @@ class Units:
         return all(one is None for one in self._parameters)
 
     def parameter(self, number: int) -> Parameter | None:
-        """The parameter; None if it was removed or no longer exists."""
+        """The parameter, or None if the parameter was removed or no longer exists."""
         reference = self._parameters[number]
         return None if reference is None else reference()  # type: ignore[return-value]
 
@@ -86,11 +86,11 @@ class Units:
         return self._units[number]
 
     def is_under_way(self, unit: Unit) -> bool:
-        """True if the unit has been submitted and its :meth:`results` have not been taken."""
+        """True if the unit has been submitted and :meth:`results` has not been called."""
         return unit in self._submitted
 
     def changed(self) -> set[int]:
-        """The parameters of units under way that have other gradients now than those that were sent."""
+        """The parameters of pending units in which a gradient has changed since submission."""
         return {
             number for unit, one in self._submitted.items() if self._has_changed(unit, one) for number in unit
         }
@@ -105,8 +105,8 @@ class Units:
         """Begin to reduce a unit, with zeros for parameters without a gradient.
 
         Args:
-            unit: one that is not under way.
-            sparse: the parameters whose gradients are sparse on each rank that has one.
+            unit: a unit that is not pending.
+            sparse: the parameters with a sparse gradient on some rank and a dense gradient on no rank.
         """
         here = [number for number in unit if self.parameter(number) is not None]
         alone = [number for number in here if number in sparse and not self._reduction.sparse_as_dense]
@@ -128,7 +128,7 @@ class Units:
         return gradient.to_dense() if gradient.is_sparse else gradient.detach()
 
     def results(self, unit: Unit, wait: Wait) -> list[tuple[int, Tensor]]:
-        """Return the results of a unit, with the numbers of their parameters."""
+        """Wait for a unit. Return its results with the numbers of their parameters."""
         found: list[tuple[int, Tensor]] = []
         for numbers, finish in self._submitted.pop(unit).calls:
             found += zip(numbers, finish(wait), strict=True)
@@ -144,7 +144,7 @@ class Units:
             return
         if parameter.grad is None or parameter.grad.is_sparse:
             parameter.grad = torch.empty_like(parameter)
-        parameter.grad.copy_(result)  # not set_(): it may be a view of a buffer of the user's
+        parameter.grad.copy_(result)  # not set_(): the gradient may be a view of the user's buffer
 
 
 def _version(gradient: Tensor | None) -> int:
@@ -152,7 +152,7 @@ def _version(gradient: Tensor | None) -> int:
 
 
 def _make_units(groups: Any, parameters: Sequence[Tensor], first: int) -> list[Unit]:
-    """The unit of each parameter, numbered from ``first`` on."""
+    """Return the unit of each parameter. The parameters' numbers start at ``first``."""
     trained = {id(one): number for number, one in enumerate(parameters, first) if one.requires_grad}
     numbers = list(trained.values())
     if groups is None:
@@ -165,7 +165,7 @@ def _make_units(groups: Any, parameters: Sequence[Tensor], first: int) -> list[U
         parts = [[trained[id(one)] for one in group if id(one) in trained] for group in groups]
     units: dict[int, Unit] = {number: (number,) for number in range(first, first + len(parameters))}
     for part in parts:
-        alike: dict[Any, list[int]] = {}  # Horovod reduces one dtype of one device at a time
+        alike: dict[Any, list[int]] = {}  # one call of Horovod takes one dtype and one device
         for number in part:
             one = parameters[number - first]
             alike.setdefault((one.dtype, one.device), []).append(number)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_tree_keys import Level, Other, Split
 
 import ignite_dist as idist
+from enum_keys import Level, Other, Split
 from ignite_dist import CollectiveMismatchError
 from ignite_dist.context.live import current_model
 from test_all_reduce import legal

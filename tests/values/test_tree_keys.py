@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 from datetime import timedelta
-from enum import Enum, Flag, IntEnum, IntFlag
+from enum import Enum, Flag, IntFlag
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,23 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from enum_keys import Level, Other, Split
 from ignite_dist.values import pytree
-
-
-class Split(Enum):
-    TRAIN = 1
-    TEST = 2
-
-
-class Other:
-    class Split(Enum):
-        TRAIN = 1
-        TEST = 2
-
-
-class Level(IntEnum):
-    LOW = 1
-    HIGH = 2
 
 
 class Name(str, Enum):
@@ -191,7 +176,7 @@ def test_what_stays_on_one_rank_may_have_any_key() -> None:
 
 _PROGRAM = """
 import random, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from ignite_dist.values import pytree
 from test_tree_keys import KEYS
 random.shuffle(KEYS)
@@ -203,7 +188,7 @@ def test_every_process_has_the_same_names_and_order() -> None:
     folder = Path(__file__).parent
     printed = {
         subprocess.run(
-            [sys.executable, "-c", _PROGRAM, str(folder)],
+            [sys.executable, "-c", _PROGRAM, str(folder), str(folder.parent)],
             env={**os.environ, "PYTHONHASHSEED": seed},
             cwd=folder.parents[1],
             check=True,

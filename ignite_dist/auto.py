@@ -92,36 +92,56 @@ def auto_model(
     given = {"wrapper": wrapper, "comm_hook": comm_hook, "buffer_hook": buffer_hook}
     options = {name: value for name, value in given.items() if value is not None}
     _check_strategy(strategy, sync_bn, wrap, comm_hook, options)
-    shards = strategy == "fsdp" and live.get_world_size() > 1
-    shares_buffers = kwargs.get("broadcast_buffers", True)
-    if strategy == "fsdp":  # fully_shard does not accept broadcast_buffers
-        kwargs.pop("broadcast_buffers", None)
-    if shards:
-        live.training.check_sharding()
-        group = _sharding_group(live, kwargs.get("mesh"))
-        _bring_from_meta(live, model, group)
+    if strategy == "fsdp":
+        return _sharded(live, model, wrap, **kwargs)
+    _place(live, model)
+    wrapped = live.training.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
+    if live.get_world_size() == 1:
+        return wrapped
+    inner = unwrap_model(wrapped)
+    group = live.training.gradient_group(wrapped, ())
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if is_trained and wrapped is model:  # a wrapper has broadcast them already
+        _broadcast(live, model, group)
+    if is_trained:
+        remember_model(live, inner, group, kwargs.get("broadcast_buffers", True))
+    watch_frozen(live, inner, wrapped, is_trained and not isinstance(wrapped, DistributedDataParallel))
+    return wrapped
+
+
+def _sharded(
+    live: ComputationModel,
+    model: Module,
+    wrap: Sequence[type[Module]],
+    broadcast_buffers: bool = True,
+    **kwargs: Any,
+) -> Module:
+    if live.get_world_size() == 1:
+        _place(live, model)
+        return model
+    live.training.check_sharding()
+    group = _sharding_group(live, kwargs.get("mesh"))
+    _bring_from_meta(live, model, group)
+    _place(live, model)
+    _broadcast(live, model, group)
+    live.training.shard_model(model, wrap, **kwargs)
+    inner = unwrap_model(model)
+    remember_model(live, inner, group, broadcast_buffers)
+    watch_frozen(live, inner, model, True)
+    return model
+
+
+def _place(live: ComputationModel, model: Module) -> None:
+    """Move ``model`` to this rank's device."""
     _check_not_meta(model)
     device = live.device()
     if any(value.device != device for value in [*model.parameters(), *model.buffers()]):
         _move(model, device)
-    wrapped = (
-        model if strategy == "fsdp" else live.training.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
-    )
-    if live.get_world_size() == 1:
-        return wrapped
-    inner = unwrap_model(wrapped)
-    is_adapted = shards or any(parameter.requires_grad for parameter in model.parameters())
-    if not shards:
-        group = live.training.gradient_group(wrapped, ())
-    if is_adapted and wrapped is model:  # a wrapper has broadcast them already
-        broadcast_tensors(live, [*model.parameters(), *model.buffers()], group.ranks[0], group)
-    if shards:
-        live.training.shard_model(model, wrap, **kwargs)
-    if is_adapted:
-        remember_model(live, inner, group, shares_buffers)
-    is_averaged_later = shards or (is_adapted and not isinstance(wrapped, DistributedDataParallel))
-    watch_frozen(live, inner, wrapped, is_averaged_later)
-    return wrapped
+
+
+def _broadcast(live: ComputationModel, model: Module, group: Group) -> None:
+    """Fill the parameters and buffers with those of the first rank of ``group``."""
+    broadcast_tensors(live, [*model.parameters(), *model.buffers()], group.ranks[0], group)
 
 
 def _sharding_group(live: ComputationModel, mesh: Any) -> Group:

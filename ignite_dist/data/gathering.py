@@ -54,19 +54,9 @@ def gather_in_order(values: Any, loader: Any) -> Any:
         predicted = [net(idist.to_device(x)).argmax(1) for x, _ in loader]
         everything = idist.gather_in_order(torch.cat(predicted) if predicted else None, loader)
     """
-    sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, ExactSampler):
-        raise ValueError(
-            "gather_in_order needs a loader of auto_dataloader(..., exact=True), whose sampler knows the "
-            f"position of each sample; got a loader with a {type(sampler).__name__}."
-        )
     model = current_model()
     members = model.groups.resolve(None)
-    if (sampler.num_replicas, sampler.rank) != (len(members.ranks), model.get_rank()):
-        raise ValueError(
-            f"The loader was made for rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
-            f"{model.get_rank()} of {len(members.ranks)}."
-        )
+    sampler = _sampler_of(loader, model)
     own = values if sampler.num_samples else None
     # flatten() raises for bad keys, so it comes before end_pass(), which may communicate.
     leaves, _ = pytree.flatten(own, list)
@@ -97,6 +87,27 @@ def gather_in_order(values: Any, loader: Any) -> Any:
         for leaf in leaves
     ]
     return pytree.rebuild(template, iter(merged))
+
+
+def _sampler_of(loader: Any, model: ComputationModel) -> ExactSampler:
+    """The sampler of ``loader``.
+
+    Raises:
+        ValueError: ``loader`` has no exact sampler, or was made for another rank.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, ExactSampler):
+        raise ValueError(
+            "gather_in_order needs a loader of auto_dataloader(..., exact=True), whose sampler knows the "
+            f"position of each sample; got a loader with a {type(sampler).__name__}."
+        )
+    rank, world_size = model.get_rank(), model.get_world_size()
+    if (sampler.num_replicas, sampler.rank) != (world_size, rank):
+        raise ValueError(
+            f"The loader was made for rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
+            f"{rank} of {world_size}."
+        )
+    return sampler
 
 
 @safe

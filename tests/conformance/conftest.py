@@ -44,6 +44,19 @@ def world(request: pytest.FixtureRequest) -> Iterator[Any]:
     one.close()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out larger worlds where a test says so."""
+    left_out = [item for item in items if _is_too_large(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _is_too_large(item: pytest.Item) -> bool:
+    if item.get_closest_marker("at_most_two_ranks") is None or not isinstance(item, pytest.Function):
+        return False
+    return item.callspec.params["world"].endswith(("-3", "-4"))
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End the last world's workers before other tests run beside them."""
     is_last = "world" not in getattr(nextitem, "fixturenames", ())

@@ -108,7 +108,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
             return found._replace(reason=f"{found.reason}, before {names}") if names else found
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         raise plain.half_set_error(environ)
-    if environ.get("PMIX_RANK"):
+    if environ.get("PMIX_RANK") and not open_mpi.is_singleton(environ):
         raise open_mpi.missing_size_error(environ)
     return None
 

@@ -11,7 +11,7 @@ from ignite_dist.environments import slurm
 from ignite_dist.environments.base import Environment, numbered
 from ignite_dist.errors import EnvironmentVariablesError
 
-__all__ = ["LAUNCHER", "VARIABLES", "detect", "missing_size_error"]
+__all__ = ["LAUNCHER", "VARIABLES", "detect", "is_singleton", "missing_size_error"]
 
 LAUNCHER = "Open MPI"
 VARIABLES = (
@@ -21,6 +21,7 @@ VARIABLES = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "OMPI_COMM_WORLD_NODE_RANK",
     "OMPI_UNIVERSE_SIZE",
+    "OMPI_MCA_ess",
     "PMIX_NAMESPACE",
     "PMIX_RANK",
     "OMPI_*",
@@ -46,6 +47,14 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     }
     job, first_host = environ.get("PMIX_NAMESPACE", ""), slurm.first_host_of_job(environ)
     return numbered(environ, LAUNCHER, "Open MPI's mpirun", names, job=job, first_host=first_host)
+
+
+def is_singleton(environ: Mapping[str, str]) -> bool:
+    """True if this process, or its parent, has initialized MPI without mpirun: ``from mpi4py import MPI``.
+
+    Open MPI 4 then sets ``PMIX_RANK=0`` in the environment, and child processes inherit the variable.
+    """
+    return environ.get("OMPI_MCA_ess") == "singleton"
 
 
 def missing_size_error(environ: Mapping[str, str]) -> EnvironmentVariablesError:

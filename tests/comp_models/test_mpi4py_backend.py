@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from helpers import ROOT, plain_environ, write_script
+from helpers import ROOT, plain_environ, run_python, write_script
 
 MPIRUN = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
 EXAMPLES = ROOT / "examples"
@@ -92,3 +92,31 @@ def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
     ended = mpirun(script, seconds=120)
     assert ended.returncode != 0
     assert "LookupError: this rank has no data" in ended.stdout, ended.stdout
+
+
+@pytest.mark.mpi4py
+def test_a_process_that_has_started_mpi_by_itself_is_no_rank(tmp_path: Path) -> None:
+    """Lightning Fabric's import does so; the workers of its ``spawn`` inherit MPI's variables."""
+    script = write_script(
+        tmp_path,
+        """
+        import multiprocessing
+        import os
+        import ignite_dist as idist
+
+        def ask(results):
+            results.put((os.environ.get("PMIX_RANK"), idist.environment().launcher, idist.get_world_size()))
+
+        if __name__ == "__main__":
+            from mpi4py import MPI
+
+            context = multiprocessing.get_context("spawn")
+            results = context.SimpleQueue()
+            child = context.Process(target=ask, args=(results,))
+            child.start()
+            print(results.get())
+            child.join()
+        """,
+    )
+    ended = run_python(script, env=plain_environ())
+    assert ended.stdout.splitlines()[-1:] == ["('0', 'none', 1)"], ended.stdout

@@ -243,7 +243,7 @@ def keeps_its_model() -> float:
     if idist.get_rank() == 0:
         with pytest.raises(idist.MissingRanksError):
             idist.barrier()
-        with pytest.warns(UserWarning, match="Not every rank came to finalize"):
+        with pytest.warns(UserWarning, match="Not every rank reached finalize"):
             idist.finalize()
     else:
         with pytest.raises(idist.RankFailedError, match="where rank 0 waits") as info:

@@ -571,7 +571,7 @@ def test_keywords_that_do_not_exist() -> None:
 def _wrong_groups(local_rank: int) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'timeout'"):
         idist.new_group([0], timeout=3)
-    with pytest.raises(ValueError, match="a list of ranks or what new_group gave"):
+    with pytest.raises(ValueError, match="a list of ranks or a result of new_group"):
         idist.barrier(group="world")
 
 

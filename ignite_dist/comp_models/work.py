@@ -122,7 +122,7 @@ class _Then(Work):
         return self._inner.is_completed()
 
 
-# --- who waits -------------------------------------------------------------------------------------------
+# --- waiting threads -------------------------------------------------------------------------------------
 
 # The code objects of the functions that wait for other ranks. Such a function is marked by a decorator,
 # because the path of its file is not reliable.

@@ -76,7 +76,7 @@ class XlaTransport(Transport):
         return ranks
 
     def ranks_of(self, handle: Any) -> tuple[int, ...]:
-        raise ValueError(f"A group is a list of ranks or what new_group gave, got {handle!r}.")
+        raise ValueError(f"A group is a list of ranks or a result of new_group, got {handle!r}.")
 
     # --- tensor primitives -----------------------------------------------------------------------------
 

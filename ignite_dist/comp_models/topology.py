@@ -109,8 +109,7 @@ def read_places(gathered: bytearray) -> list[Place]:
         if magic != _MAGIC:
             raise CollectiveMismatchError(
                 f"Rank {rank} made another call while this rank gathered the node of every rank. The first "
-                "call of a topology getter (get_nnodes(), ...) is a collective: all ranks make it at the same "
-                "point."
+                "call of a topology getter (get_nnodes(), ...) is a collective of all ranks."
             )
         places.append(Place(digest, None if local_rank == _UNKNOWN else local_rank))
     return places

@@ -374,7 +374,7 @@ def test_different_calls_raise_on_every_replica() -> None:
     assert "rank 0: all_reduce SUM of torch.float32 of shape (2,); rank 1: all_reduce SUM" in first[0]
     assert "rank 0: barrier of ranks [0, 1]; rank 1: all_gather of torch.float32 of shape (2,)" in first[2]
     assert (
-        "Rank 1 came to the end of its context" in first[4]
+        "Rank 1 reached the end of its context" in first[4]
         and "rank 0: " in first[4]
         and "an object or a number" in first[4]
     )

@@ -170,8 +170,8 @@ class XlaTransport(Transport):
             _torch_xla.begin_to_compute(result)
         # Else the next collective would depend on this one, which needs no order: it has been started.
         _torch_xla.forget_order_of_collectives(tensor.device)
-        # Running calls occupy threads of a pool; too many of them would block each other. Wait for this device
-        # only, because replicas on other devices may wait for this one.
+        # Running calls occupy threads of a pool; too many of them would block each other. Wait for this
+        # device only, because replicas on other devices may wait for this one.
         self._xm.wait_device_ops([self._real_names[tensor.device]])
         return result
 

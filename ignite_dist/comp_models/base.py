@@ -69,7 +69,7 @@ _TRACED = frozenset(
 def weakly(method: Callable[[], _Result]) -> Callable[[], _Result]:
     """``method``, without a strong reference to its computation model. For objects that the model owns.
 
-    A strong reference would make a reference cycle. If the garbage collector of a forked child freed it, the
+    A strong reference would make a cycle. If the garbage collector of a forked child freed the cycle, the
     destructor of the parent's process group would wait for threads that the child does not have.
     """
     found = WeakMethod(method)
@@ -181,7 +181,7 @@ class Training:
         )
 
     def accumulate(self, model: Module, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
-        """Context manager: backward passes in the block do not average gradients; later code does."""
+        """Context manager: backward passes in the block average no gradients; later code averages them."""
         return nullcontext()
 
     def average_in_block(
@@ -406,7 +406,7 @@ class ComputationModel(ABC):
         return self.find_topology().node_rank
 
     def find_topology(self) -> Topology:
-        """The topology. The first call may communicate: all ranks make it. :meth:`open` may make it, too."""
+        """The topology. All ranks make the first call, which may communicate. :meth:`open` may make it."""
         found = self.known_topology()
         if found is None:
             with self.groups.once("the topology", self.get_rank()):
@@ -417,7 +417,7 @@ class ComputationModel(ABC):
         return found
 
     def node_ranks(self) -> dict[int, int]:
-        """The global ranks on this node, by local rank. The first call may communicate: all ranks make it."""
+        """The global ranks on this node, by local rank. All ranks make the first call; it may communicate."""
         self.find_topology()
         if self._found_node_ranks is None:  # the environment describes this rank only
             with self.groups.once("the ranks on this node", self.get_rank()):

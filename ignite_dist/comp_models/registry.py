@@ -39,7 +39,7 @@ class Registry(Sequence[type[ComputationModel]]):
                     f"{_full_name(model)} is not. Give one of them another name."
                 )
         self._models.append(model)
-        note_library(model.__module__)  # the watchdog then knows frames of this module from the user's
+        note_library(model.__module__)  # the watchdog then treats frames of this module as library code
         return model
 
     def _loaded(self) -> list[type[ComputationModel]]:

@@ -85,7 +85,7 @@ class Topology(NamedTuple):
 
 # A magic number with the format's version, the local rank, a digest of the node's name. The size is fixed, so
 # one collective is enough. The size is small, because every rank receives one place from every other rank.
-# With 100,000 names, two names have the same digest in one job of 10^9.
+# With 100,000 names, two names have the same digest in fewer than one of 10^9 jobs.
 _PLACE = struct.Struct("<4sq8s")
 _MAGIC = b"idp1"
 _UNKNOWN = -1

@@ -23,7 +23,7 @@ class Group(NamedTuple):
 
     Attributes:
         handle: the backend's object for the group; None for the world.
-        ranks: the global ranks of the members, ascending. Empty if this rank is no member and lacks the list.
+        ranks: the global ranks of the members, ascending; empty if this rank is outside and they are unknown.
     """
 
     handle: Any
@@ -97,7 +97,7 @@ class Transport(ABC):
 
         A reduction is supported if the result is the same as torch's: sums and products of ints wrap around,
         "AND" and "OR" are bitwise, and "MIN" and "MAX" of floats are NaN if any rank has NaN. Most libraries
-        differ in NaN: return False, and floats are sent as ints of the same order.
+        treat NaN differently: return False, and floats are sent as ints of the same order.
 
         Args:
             kind: the primitive's name.
@@ -137,7 +137,7 @@ class Transport(ABC):
 
         The handle must not be None. A list, a tuple (also a named tuple) or a range counts as ranks, not as a
         handle. ``ranks`` may be empty or lack this rank: then this rank calls no collective of the group.
-        Called once for a list of ranks and for each ``new_group()``; for different ranks by several threads.
+        Called once for each list of ranks and each ``new_group()``; several threads may call at once.
 
         Raises:
             TypeError: unknown options; raised before any communication.

@@ -1,9 +1,9 @@
 """Completes DDP's gradient reduction on ranks whose backward pass has not reached all parameters.
 
 ``DistributedDataParallel`` reduces a bucket of gradients when the backward pass has reached all parameters of
-the bucket. A rank that misses a parameter never reduces that bucket: the other ranks wait for it, or, if all
-ranks miss parameters, no rank averages any gradient. So such a rank makes a backward pass of zeros through
-the missing parameters. DDP then reduces their accumulated gradients.
+the bucket. A rank that misses a parameter never reduces that bucket, and the other ranks wait. If all ranks
+miss parameters, no rank averages any gradient. So such a rank makes a backward pass of zeros through the
+missing parameters. DDP then reduces the gradients that these parameters have accumulated.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A library's all-reduce computes in the dtype that it sends. To round only once it would have to send float64,
 four times the bytes of float16. Here each rank receives the values of one part from all ranks, reduces them,
-and sends the narrow result to the other ranks. These are as many bytes as in a ring all-reduce of the dtype.
+and sends the narrow result to the other ranks. A ring all-reduce of narrow floats would send as many bytes.
 """
 
 from __future__ import annotations

@@ -231,8 +231,8 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 def _check_separable(optimizer: Optimizer, how: str) -> None:
     """Raise if the optimizer's step on some parameters depends on its other parameters.
 
-    No attribute tells this. An optimizer that needs a closure does: it makes a line search, in which the
-    number of calls depends on all parameters.
+    No attribute tells this. Refused are optimizers that need a closure, because their line search calls the
+    closure a number of times that depends on all parameters.
     """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

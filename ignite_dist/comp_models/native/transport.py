@@ -380,7 +380,7 @@ class _TorchWorks(_TorchWork):
 
 
 def _connected_again(store: Any) -> Any:
-    """A new connection to ``store``, or ``store`` itself if it cannot be cloned; None for None (MPI)."""
+    """A new connection to ``store``, or ``store`` if it cannot be cloned; None without a store (MPI)."""
     if store is None:
         return None
     try:

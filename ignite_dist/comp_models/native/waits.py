@@ -80,7 +80,7 @@ def _names(frame: FrameType | None) -> set[str]:
 
 
 def _rank_named(frame: FrameType, *names: str) -> int | None:
-    """The global rank that an argument gives: a global rank named ``names``, or a group rank ``group_*``."""
+    """The global rank from an argument in ``names`` (a global rank) or ``group_<name>`` (a group rank)."""
     rank = local_of(frame, *names)
     if rank is None and (position := local_of(frame, *(f"group_{name}" for name in names))) is not None:
         try:
@@ -91,6 +91,6 @@ def _rank_named(frame: FrameType, *names: str) -> int | None:
 
 
 def _in_each_group() -> tuple[int, ...]:
-    """The ranks that are in all groups of this rank. This rank waits for them in whichever group it waits."""
+    """The ranks in all groups of this rank. This rank waits for them, whichever group it waits in."""
     members = [ranks for ranks in _torch.ranks_of_groups() if len(ranks) > 1]
     return tuple(set.intersection(*members)) if members else ()

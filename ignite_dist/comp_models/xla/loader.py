@@ -1,4 +1,4 @@
-"""torch_xla's data loader with the attributes of torch's. Imported only if an XLA device is in use."""
+"""torch_xla's data loader with the attributes of ``DataLoader``. Imported only if an XLA device is in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["DeviceLoader"]
 
 
 class DeviceLoader(MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no type information
-    """An ``MpDeviceLoader``, which prefetches batches to the device, with ``DataLoader``'s attributes.
+    """An ``MpDeviceLoader`` that prefetches batches to the device, with the attributes of ``DataLoader``.
 
     Each ``next()`` ends a step of torch_xla, which runs the lazy computations.
     """
@@ -67,7 +67,7 @@ class _Source:
     """A data loader that a thread of torch_xla iterates over.
 
     An exception would end that thread only, so the exception is stored for ``_DeviceBatches``. A new thread
-    has the rank of the process's first device, so the thread sets its device: a data set may need its rank.
+    has the rank of the process's first device, so the thread sets its device: a data set may read its rank.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:

@@ -168,7 +168,7 @@ class XlaTransport(Transport):
         result = collective(tensor)  # not in place: PJRT's CPU hangs if an input is donated
         with _compiling:
             _torch_xla.begin_to_compute(result)
-        # Else the next collective would depend on this one, which needs no order: it has been started.
+        # Else the next collective would depend on this one, although this one has been started already.
         _torch_xla.forget_order_of_collectives(tensor.device)
         # Running calls occupy threads of a pool; too many of them would block each other. Wait for this
         # device only, because replicas on other devices may wait for this one.

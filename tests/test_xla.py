@@ -535,7 +535,7 @@ def _optimizer_too_early(local_rank: int) -> str:
 
 def test_an_optimizer_of_parameters_that_have_been_left_behind() -> None:
     (message,) = spawn(_optimizer_too_early, nproc_per_node=1)
-    assert "from the parameters of what auto_model has returned" in message
+    assert "from the parameters of the model that auto_model has returned" in message
 
 
 def _views(local_rank: int) -> None:

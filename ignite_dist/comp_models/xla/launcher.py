@@ -23,8 +23,8 @@ class XlaLauncher(Launcher):
         check_pjrt_device()
         if _torch_xla.is_runtime_initialized():
             raise RuntimeError(
-                "This process has used an XLA device, and only one process at a time can use the devices of a "
-                "host. Start the replicas before this process uses an XLA device, or from another process."
+                "This process has used an XLA device, and only one process at a time can use a host's "
+                "devices. Start the replicas before this process uses an XLA device, or from another process."
             )
         num_processes, num_replicas = replicas.counts_here()
         count = num_processes * num_replicas

@@ -40,7 +40,8 @@ class XlaTraining(Training):
         if all(parameter.device.type != "xla" for parameter in parameters_of(optimizer)):
             raise ValueError(
                 "None of the optimizer's parameters is on an XLA device. Moving a model to a device replaces "
-                "its parameters: make the optimizer from the parameters of the model from auto_model."
+                "its parameters: make the optimizer from the parameters of the model that auto_model has "
+                "returned."
             )
         return optimizer
 

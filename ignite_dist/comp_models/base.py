@@ -293,7 +293,7 @@ class ComputationModel(ABC):
         """
 
     def is_current_by_guards(self) -> bool:
-        """True if guards of ``torch.compile`` can tell that this context is the live one, and it is.
+        """True if this context is the live one, and guards of ``torch.compile`` can check this.
 
         torch.compile traces this method: each Python attribute read here is checked again at each call of a
         compiled function.
@@ -406,7 +406,7 @@ class ComputationModel(ABC):
         return self.find_topology().node_rank
 
     def find_topology(self) -> Topology:
-        """The topology. All ranks make the first call, which may communicate. :meth:`open` may make it."""
+        """The topology. The first call may communicate: all ranks make it, for example in :meth:`open`."""
         found = self.known_topology()
         if found is None:
             with self.groups.once("the topology", self.get_rank()):

@@ -59,8 +59,7 @@ class Groups:
         """The group of a ``group=`` argument: None (the world), a handle, or a list of global ranks.
 
         Raises:
-            ValueError: a rank is out of range or given twice, the handle was destroyed, or ``group`` is not a
-                group.
+            ValueError: invalid or repeated ranks, a destroyed handle, or an object that is not a group.
             RuntimeError: called inside of ``join()``.
         """
         if self.is_joining:

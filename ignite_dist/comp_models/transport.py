@@ -148,8 +148,7 @@ class Transport(ABC):
         """The global ranks of a live handle, ascending; empty if this rank is outside and does not know them.
 
         Raises:
-            ValueError: the handle, which may be any object from the user, is not of this transport, or was
-                destroyed.
+            ValueError: the handle, which may be any object, is not of this transport, or was destroyed.
         """
 
     def is_alive(self, handle: Any) -> bool:

@@ -163,7 +163,7 @@ class MpiTransport(Transport):
 
     def ranks_of(self, handle: Any) -> tuple[int, ...]:
         if not isinstance(handle, MpiGroup) or handle not in self.groups:
-            raise ValueError(f"A group is a list of ranks or what new_group gave, got {handle!r}.")
+            raise ValueError(f"A group is a list of ranks or a result of new_group, got {handle!r}.")
         return handle.ranks
 
     def group_key(self, group: Group) -> str:

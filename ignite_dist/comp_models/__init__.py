@@ -1,4 +1,4 @@
-"""The computation models: the one list of the built-in ones, in the order in which contexts are sought."""
+"""The computation models. ``_BUILT_IN`` gives the order of the search for a live context."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _has_backend_of(name: str) -> bool:
     return any(model.available_backends for model in _BUILT_IN if model.name == name)
 
 
-# Scripts ask these before they name a backend, so they say what initialize() would accept.
+# True if initialize() accepts a backend of this computation model.
 has_native_dist_support = _has_backend_of("native-dist")
 has_hvd_support = _has_backend_of("horovod-dist")
 has_xla_support = _has_backend_of("xla-dist")

@@ -1,10 +1,9 @@
-"""What a backend is: a computation model, its transport, and a training role and a launcher if it has them.
+"""The interface of a backend: a computation model and a transport; training and launcher are optional.
 
-A backend implements the abstract methods of :class:`ComputationModel`, below, and of
-:class:`~ignite_dist.comp_models.transport.Transport`. Everything else has a default that works: groups given
-as lists, objects as bytes, any dtype and memory layout, numbers, trees, gradients and the topology of the
-nodes are made of these primitives, the same for every backend. What a backend needs is imported from here.
-``examples/mpi4py_backend.py`` is a whole one.
+A backend implements the abstract methods of :class:`ComputationModel` and of
+:class:`~ignite_dist.comp_models.transport.Transport`. All other features have defaults that use only these
+methods: groups given as lists, objects, any dtype and memory layout, numbers, trees, gradients and topology.
+A backend imports all names that it needs from this module. Example: ``examples/mpi4py_backend.py``.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ __all__ = [
 
 
 NO_OPTIMIZER = (
-    "No optimizer of auto_optim has parameters of this model, and with this backend it is the optimizer that "
-    "averages the gradients: call auto_optim first."
+    "No optimizer from auto_optim has parameters of this model. With this backend the optimizer averages the "
+    "gradients: call auto_optim first."
 )
 
 _Result = TypeVar("_Result")
 
-# What a graph of torch.compile may hold of a model: getters, which read what guards look at again.
+# Getters that torch.compile may trace: its guards check the attributes that these methods read.
 _TRACED = frozenset(
     {"is_current", "is_current_by_guards", "get_rank", "get_world_size", "device", "backend"}
     | {"get_local_rank", "get_nproc_per_node", "get_nnodes", "get_node_rank"}
@@ -68,10 +67,10 @@ _TRACED = frozenset(
 
 
 def weakly(method: Callable[[], _Result]) -> Callable[[], _Result]:
-    """``method``, of a computation model, without a reference to it. For what the model itself refers to.
+    """``method``, without a strong reference to its computation model. For objects that the model owns.
 
-    A model in a cycle of references would live until the garbage collector comes by. In a forked child that
-    would destroy the parent's process group there, which waits for threads that are not in the child.
+    A strong reference would make a cycle. If the garbage collector of a forked child freed the cycle, the
+    destructor of the parent's process group would wait for threads that the child does not have.
     """
     found = WeakMethod(method)
 
@@ -84,21 +83,21 @@ def weakly(method: Callable[[], _Result]) -> Callable[[], _Result]:
 
 
 class Training:
-    """What a backend does around a model, an optimizer and a data loader. Every default leaves them alone.
+    """Prepares models, optimizers and data loaders. By default models and optimizers stay unchanged.
 
-    A method with the arguments ``model`` and ``optimizers`` gets the result of :meth:`wrap_model`, or a
-    module that contains the result, and the results of :meth:`wrap_optimizer` that have the model's
-    parameters. Every rank calls each method at the same point.
+    In methods with the arguments ``model`` and ``optimizers``, ``model`` is the result of :meth:`wrap_model`
+    or a module that contains the result, and ``optimizers`` are the results of :meth:`wrap_optimizer` that
+    have the model's parameters. Every rank calls each method at the same point.
     """
 
     averages_gradients: ClassVar[bool] = False
-    """True if the wrapped model or optimizer averages gradients. Elsewhere ``auto_optim`` does."""
+    """True if the wrapped model or optimizer averages gradients. If False, ``auto_optim`` averages them."""
 
     averages_in_backward: ClassVar[bool] = False
     """True if the model from :meth:`wrap_model` averages gradients in the backward pass."""
 
     computes_lazily: bool = False
-    """True if tensors are computed only when Python reads them. A step should then not read them."""
+    """True if tensors are computed only when Python reads them. A training step should then read none."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -107,7 +106,7 @@ class Training:
     def __init__(self, context: ComputationModel) -> None:
         self._context = ref(context)
         self.optimizers: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
-        """What ``auto_optim`` has returned, by id."""
+        """The optimizers that ``auto_optim`` has returned, by ``id()``."""
 
     @property
     def context(self) -> ComputationModel:
@@ -121,48 +120,48 @@ class Training:
         torch.manual_seed(seed)
 
     def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
-        """``model``, which is on the context's device already, ready for this context.
+        """Prepare ``model``, which is already on the context's device, and return it or a wrapper.
 
         Raises:
-            TypeError: keywords that the backend does not have.
+            TypeError: unknown keywords.
         """
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
-        """``optimizer``, ready for this context.
+        """Prepare ``optimizer`` and return it or a wrapper.
 
         Raises:
-            TypeError: keywords that the backend does not have.
+            TypeError: unknown keywords.
         """
         return optimizer
 
     def make_loader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
-        """The loader of this rank's share of ``dataset``, given the ``kwargs`` of ``DataLoader``."""
+        """A loader of this rank's share of ``dataset``. ``kwargs`` are the arguments of ``DataLoader``."""
         return loader_class(dataset, kwargs.get("sampler"))(dataset, **kwargs)
 
     def check_sharding(self) -> None:
         """Raise if the backend has no :meth:`shard_model`, before any communication.
 
         Raises:
-            ValueError: the backend has none.
+            ValueError: the backend cannot shard models.
         """
         raise ValueError(
-            "strategy='fsdp' is torch.distributed's, and this backend is "
-            f"{self.context.backend()!r}: leave it out."
+            "strategy='fsdp' needs torch.distributed, but this backend is "
+            f"{self.context.backend()!r}: omit strategy."
         )
 
     def shard_model(self, model: Module, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
-        """``model`` with its parameters, equal on all ranks, sharded over them."""
+        """Shard the parameters of ``model``, which are equal on all ranks, over the ranks."""
         return model
 
     def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer like ``optimizer``, with its state sharded over the ranks.
 
         Raises:
-            ValueError: the backend has none.
+            ValueError: the backend cannot shard optimizers.
         """
         raise ValueError(
-            f"zero=True is torch.distributed's, and this backend is {self.context.backend()!r}: leave it out."
+            f"zero=True needs torch.distributed, but this backend is {self.context.backend()!r}: omit zero."
         )
 
     def join(
@@ -170,28 +169,28 @@ class Training:
     ) -> AbstractContextManager[list[int]]:
         """Context manager: ranks may make different numbers of steps in the block.
 
-        It returns a list. After the block the list holds the rank whose parameters the other ranks have to
-        take; the list is empty if all ranks have these parameters already.
+        Returns a list. After the block the list contains the rank from which the other ranks must copy the
+        parameters. The list is empty if all ranks have equal parameters already.
 
         Raises:
-            ValueError: the backend has none.
+            ValueError: the backend does not support this.
         """
         raise ValueError(
-            f"join() is not there for backend {self.context.backend()!r}, where every rank has to take part "
-            "in every step. Give every rank as many batches, or stop all ranks together: any_true(...)."
+            f"Backend {self.context.backend()!r} does not support join(): every rank must take part in every "
+            "step. Give all ranks the same number of batches, or stop all ranks together: any_true(...)."
         )
 
     def accumulate(self, model: Module, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
-        """Context manager: backward passes in the block average no gradients; later code does."""
+        """Context manager: backward passes in the block average no gradients; later code averages them."""
         return nullcontext()
 
     def average_in_block(
         self, model: Module, optimizers: Sequence[Optimizer]
     ) -> AbstractContextManager[None]:
-        """Context manager: after the block the gradients are averaged, if backward passes average.
+        """Context manager: after the block all gradients are averaged, if backward passes average gradients.
 
-        Backward passes in the block average the gradients. At the end of the block this rank completes the
-        reduction: all of it after no backward pass, else that of the parameters that were not used.
+        At the end of the block this rank completes the reduction: for all parameters if the block had no
+        backward pass, else for the parameters that the backward passes have not used.
         """
         return nullcontext()
 
@@ -199,29 +198,29 @@ class Training:
         """The ranks over which the gradients of ``model`` are averaged.
 
         Raises:
-            ValueError: its parts are averaged over different ranks.
+            ValueError: parts of ``model`` are averaged over different groups of ranks.
         """
         return self.context.groups.world
 
     def check_forced(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
-        """Raise if averaging over all ranks outside of backward pass and step would give wrong gradients.
+        """Raise if averaging over all ranks, outside of backward pass and step, would give wrong gradients.
 
         Raises:
             ValueError: the message gives the reason.
         """
 
     def mark_averaged(self, model: Module) -> None:
-        """Note that the gradients of ``model`` have been averaged outside of its backward passes."""
+        """Record that the gradients of ``model`` have been averaged outside of its backward passes."""
 
     def reduce_gradients(self, optimizer: Optimizer) -> None:
-        """Average now the gradients that a step of ``optimizer`` would average."""
+        """Average the gradients that a step of ``optimizer`` would average, without the step."""
 
 
 class ComputationModel(ABC):
     """One live context of one backend.
 
-    A third party's backend is a subclass under ``@register_computation_model``, or one named by the
-    entry-point group ``ignite_dist.computation_models``.
+    A third-party backend is a subclass that ``@register_computation_model`` or an entry point of the group
+    ``ignite_dist.computation_models`` registers.
 
     Args:
         transport: carries tensors between the ranks.
@@ -229,10 +228,10 @@ class ComputationModel(ABC):
     """
 
     name: ClassVar[str]
-    """What ``model_name()`` returns: ``"native-dist"``, for example."""
+    """The result of ``model_name()``, for example ``"native-dist"``."""
 
     library: ClassVar[str]
-    """The module that makes this backend's contexts. :meth:`find` is called only after its import."""
+    """The module that makes this backend's contexts. Without its import, :meth:`find` is not called."""
 
     available_backends: ClassVar[tuple[str, ...]]
     """The backends that this installation can run, by the names that ``initialize`` takes."""
@@ -256,27 +255,27 @@ class ComputationModel(ABC):
 
     @classmethod
     def can_run(cls, backend: str) -> bool:
-        """True if ``backend`` is one of this model's and can run here."""
+        """True if ``backend`` belongs to this model and this installation can run it."""
         return backend in cls.available_backends
 
     @classmethod
     def unavailable_reason(cls, backend: str) -> str | None:
-        """Why ``backend``, one of this model's, cannot run here, and what to do; None for the others."""
+        """Why this model's ``backend`` cannot run, and what to do; None for backends of other models."""
         return None
 
     @classmethod
     @abstractmethod
     def find(cls) -> Self | None:
-        """A model of the live context, whoever made it, or None. Called often.
+        """A model of the live context, whichever code has made the context; None without one. Called often.
 
-        It must not communicate nor import anything; :attr:`library` is imported. A library that is
-        imported or started is not a context yet: return None until a context was requested.
+        This method must not communicate or import anything; :attr:`library` has been imported. An imported
+        or initialized library is not a context yet: return None until code has requested a context.
         """
 
     @classmethod
     @abstractmethod
     def open(cls, backend: str, **options: Any) -> Self:
-        """Make a context and its model. Every rank calls it; it returns when all have.
+        """Make a context and its model. Returns when all ranks have called this method.
 
         ``options`` are the keywords of ``initialize``. A backend declares each of its options as a
         keyword-only parameter, without ``**options``; ``Parallel`` reads these parameters too. A process may
@@ -294,7 +293,7 @@ class ComputationModel(ABC):
         """
 
     def is_current_by_guards(self) -> bool:
-        """True if guards of ``torch.compile`` can tell that this context is the live one, and it is.
+        """True if this context is the live one, and guards of ``torch.compile`` can check this.
 
         torch.compile traces this method: each Python attribute read here is checked again at each call of a
         compiled function.
@@ -306,19 +305,19 @@ class ComputationModel(ABC):
         return False
 
     def runs(self, backend: str) -> bool:
-        """True if this context is what ``initialize(backend)`` would make."""
+        """True if ``initialize(backend)`` would make a context like this one."""
         return backend == self.backend()
 
     @abstractmethod
     def close(self) -> None:
-        """End the context after success, and after :meth:`meet_at_end`; :meth:`forget` comes next."""
+        """End the context after success. Called after :meth:`meet_at_end` and before :meth:`forget`."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End the context after a failure on this rank. Waits for nobody; :meth:`forget` comes next.
+        """End the context after a failure on this rank, without waiting. Called before :meth:`forget`.
 
-        Other ranks may wait for this rank in a collective. Their waits have to end, either by the backend or
-        because its launcher ends the job with this process. So this process must not wait for them at exit.
+        Other ranks may be waiting for this rank in a collective. Either the backend ends these waits, or its
+        launcher ends the job when this process exits. So this process must not wait for other ranks at exit.
         """
 
     def forget(self) -> None:
@@ -332,12 +331,12 @@ class ComputationModel(ABC):
     """True if :meth:`meet_at_end` itself detects that a rank ends while other ranks wait in a collective."""
 
     def meet_at_end(self) -> None:
-        """Return when all ranks have reached the end of the context; warn if a rank has exited before."""
+        """Return when all ranks have reached the end of the context; warn if a rank has exited earlier."""
         try:
             # A rank must not close its connections while another rank still waits for its data.
             self.transport.barrier(self.groups.world).wait()
         except RuntimeError as error:
-            warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=4)
+            warnings.warn(f"Not every rank reached finalize(): {error}", stacklevel=4)
 
     def context_mark(self) -> object | None:
         """Return an object that identifies this context; None if a forked child may use it.
@@ -371,13 +370,13 @@ class ComputationModel(ABC):
 
     @abstractmethod
     def backend(self) -> str | None:
-        """The backend's name, one of those that ``initialize`` takes."""
+        """The backend's name, as in ``initialize(backend)``."""
 
     def ranks_in_process(self) -> int:
-        """How many ranks this process runs; more than one where ranks are threads."""
+        """Number of ranks in this process; more than 1 if ranks are threads."""
         return 1
 
-    # --- topology: local where :meth:`known_topology` says it, else one exchange that every rank makes ---
+    # --- topology: local if known_topology() returns one, else one exchange that every rank makes ---
 
     def known_topology(self) -> Topology | None:
         """The topology if it is known without communication."""
@@ -387,8 +386,8 @@ class ComputationModel(ABC):
         """The local rank if it is known without communication."""
         return self._found_topology.local_rank if self._found_topology else None
 
-    def set_local_rank(self, local_rank: int) -> None:  # noqa: B027  # not abstract: most models know it
-        """Set the local rank, for ``idist.set_local_rank``. Backends that know it ignore this call."""
+    def set_local_rank(self, local_rank: int) -> None:  # noqa: B027  # optional
+        """Set the local rank, for ``idist.set_local_rank``. Ignored by backends that know the local rank."""
 
     def get_local_rank(self) -> int:
         """Rank of the caller on its node."""
@@ -407,7 +406,7 @@ class ComputationModel(ABC):
         return self.find_topology().node_rank
 
     def find_topology(self) -> Topology:
-        """The topology. The first call may be an exchange. All ranks call :meth:`open`, so it may do that."""
+        """The topology. The first call may communicate: all ranks make it, for example in :meth:`open`."""
         found = self.known_topology()
         if found is None:
             with self.groups.once("the topology", self.get_rank()):
@@ -418,7 +417,7 @@ class ComputationModel(ABC):
         return found
 
     def node_ranks(self) -> dict[int, int]:
-        """The global ranks on this node, by local rank. The first call may be an exchange."""
+        """The global ranks on this node, by local rank. All ranks make the first call; it may communicate."""
         self.find_topology()
         if self._found_node_ranks is None:  # the environment describes this rank only
             with self.groups.once("the ranks on this node", self.get_rank()):

@@ -1,4 +1,4 @@
-"""Groups of ranks, however a caller names them; and what threads of a rank do only once."""
+"""Groups of ranks, and a lock for work that the threads of a rank do only once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Groups:
     """The groups of one context.
 
     Args:
-        transport: makes them.
+        transport: makes the handles.
         world_size: number of ranks.
     """
 
@@ -36,19 +36,19 @@ class Groups:
         """True inside of ``join()``, where ranks make different numbers of steps."""
 
     def check_not_joining(self) -> None:
-        """Refuse, inside of ``join()``, what every rank would have to call.
+        """Raise inside of ``join()``, before a call that all ranks would have to make.
 
         Raises:
-            RuntimeError: says where it can be called.
+            RuntimeError: called inside of ``join()``.
         """
         if self.is_joining:
             raise RuntimeError(
                 "In join() ranks make different numbers of steps, so a collective would wait for ranks "
-                "that have left. Make it after the block."
+                "that have left. Make collectives after the block."
             )
 
     def new(self, ranks: Sequence[int], **options: Any) -> Any:
-        """A new handle for ``ranks``, which a list of the same ranks finds again if it has no options."""
+        """A new handle for ``ranks``. Without options, a list of ``ranks`` then resolves to this handle."""
         checked = self._checked(ranks)
         handle = self._transport.make_group(checked, **options)
         if not options:
@@ -56,11 +56,11 @@ class Groups:
         return handle
 
     def resolve(self, group: Any) -> Group:
-        """The group that a collective's ``group=`` means: None, a handle, or a list of global ranks.
+        """The group of a ``group=`` argument: None (the world), a handle, or a list of global ranks.
 
         Raises:
-            ValueError: a rank out of range or given twice, a handle that was destroyed, or no group at all.
-            RuntimeError: inside of ``join()``.
+            ValueError: invalid or repeated ranks, a destroyed handle, or an object that is not a group.
+            RuntimeError: called inside of ``join()``.
         """
         if self.is_joining:
             self.check_not_joining()
@@ -69,32 +69,32 @@ class Groups:
         if not isinstance(group, (list, tuple, range)):
             return Group(group, self._transport.ranks_of(group))
         key = tuple(group)
-        if not _INTS.issuperset(map(type, key)):  # a float or a bool that is equal to a rank would be found
+        if not _INTS.issuperset(map(type, key)):  # floats and bools may equal a key
             key = self._checked(key)
         found = self._by_ranks.get(key)
         if found is not None and (found.handle is None or self._transport.is_alive(found.handle)):
             return found
         checked = self._checked(key)
-        if checked != key:  # only the ascending ranks are kept: one group, whoever names it first and how
+        if checked != key:  # only ascending ranks are keys, so the order in the list does not matter
             return self.resolve(checked)
         if len(checked) == self._world_size:
             self._by_ranks[key] = self.world
             return self.world
         with self.once("the group", key):
             made = self._by_ranks.get(key)
-            if made is None or made is found:  # else another thread has made it meanwhile
+            if made is None or made is found:  # else another thread has made the group meanwhile
                 made = self._by_ranks[key] = Group(self._transport.make_group(checked), checked)
             return made
 
     def forget(self) -> None:
-        """The context has ended: its handles are no longer alive."""
+        """Drop all handles, because the context has ended."""
         self._by_ranks.clear()
 
     def _checked(self, ranks: Sequence[int]) -> tuple[int, ...]:
         world_size = self._world_size
         try:
             plain = [as_int(rank) for rank in ranks]
-        except TypeError:  # nothing to iterate over
+        except TypeError:  # not iterable
             plain = [None]
         if not _INTS.issuperset(map(type, plain)):
             raise ValueError(f"Ranks of a group are a list of ints, got {ranks!r}.")
@@ -109,33 +109,33 @@ class Groups:
 
 
 class _Use:
-    """A lock, and the thread that has it."""
+    """A lock, and the thread that holds the lock."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a signal handler may come between the lock and the line after it
+        self.lock = threading.RLock()  # a signal handler may run before `thread` is set
         self.thread: int | None = None
 
 
 class Once:
-    """Lets one thread of a rank do what its other threads, which wait meanwhile, then find done."""
+    """Locks for work that one thread of a rank does while the rank's other threads wait for the result."""
 
     def __init__(self) -> None:
         self._uses: dict[Hashable, _Use] = {}
 
     @contextmanager
     def __call__(self, what: str, key: Hashable) -> Iterator[None]:
-        """Hold the lock of this ``what`` and ``key``. The block may wait for other ranks.
+        """Context manager: hold the lock for ``what`` and ``key``. The block may wait for other ranks.
 
         Raises:
-            RuntimeError: the thread holds it already: this call comes from a signal handler or ``__del__``
-                that has interrupted the block, and would have to wait for what it has interrupted.
+            RuntimeError: this thread already holds the lock: a signal handler or ``__del__`` has interrupted
+                the block, and cannot wait for the interrupted code.
         """
         use = self._uses.setdefault((what, key), _Use())
         if use.thread == threading.get_ident():
             raise RuntimeError(
-                f"This call, of a signal handler or __del__, has interrupted the first use of {what} "
-                f"{list(key) if isinstance(key, tuple) else ''}, and needs it too. Use it once before the "
-                "handler may run."
+                f"A signal handler or __del__ has interrupted the first use of {what} "
+                f"{list(key) if isinstance(key, tuple) else ''}, and needs {what}, too. Use {what} once "
+                "before the handler can run."
             )
         with use.lock:
             use.thread = threading.get_ident()
@@ -145,5 +145,5 @@ class Once:
                 use.thread = None
 
     def forget(self) -> None:
-        """In a forked child the thread that held a lock is not there to give it back."""
+        """Drop all locks. In a forked child, the thread that held a lock does not exist."""
         self._uses.clear()

@@ -1,4 +1,4 @@
-"""What starts the workers of a backend on this machine."""
+"""The interface of a backend's launcher."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ __all__ = ["Launcher"]
 
 
 class Launcher:
-    """Starts workers on this machine. The default is for backends whose ranks somebody else starts."""
+    """Starts workers on this machine. This default is for backends that need their own launcher."""
 
     @classmethod
     def options(cls) -> set[str]:
-        """The keywords of :meth:`start` that are the user's to give."""
+        """The keywords of :meth:`start` that users may pass."""
         return keywords_of(cls.start) - {"backend", "nproc_per_node"}
 
     @classmethod
     def check(cls, *, nproc_per_node: int, **options: Any) -> None:
-        """Refuse, before anything is started, what :meth:`start` would.
+        """Raise, before anything is started, if :meth:`start` would refuse these arguments.
 
         Raises:
-            ValueError: the arguments do not go together.
+            ValueError: the arguments are incompatible.
         """
 
     @classmethod
     def start(cls, entry: Callable[[int], Any], *, backend: str, nproc_per_node: int, **options: Any) -> Any:
         """Start ``nproc_per_node`` workers here, each of which calls ``entry(local_rank)``.
 
-        ``entry`` makes the context in the worker and ends it; it can be pickled. Returns the list of the
-        results by local rank, or a handle with ``join()`` where ``join=False`` was asked for.
+        ``entry`` makes the context in the worker and ends the context; ``entry`` can be pickled. Returns the
+        list of results by local rank; with the option ``join=False`` an object that has ``join()``.
 
         Raises:
             ValueError: this backend starts no workers.

@@ -1,4 +1,4 @@
-"""Objects of any type between ranks: as bytes, over the tensor primitives of a transport."""
+"""Gather and broadcast of objects of any type: as bytes, by the tensor primitives of a transport."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Objects:
     """Gathers and broadcasts objects in one context.
 
     Args:
-        transport: carries their bytes.
-        rank: gives the rank of the caller.
-        device: gives the device of the caller.
+        transport: carries the bytes of the objects.
+        rank: returns the rank of the caller.
+        device: returns the device of the caller.
     """
 
     def __init__(
@@ -32,21 +32,21 @@ class Objects:
         self._device = device
 
     def gather(self, value: Any, group: Group) -> list[Any]:
-        """``value`` of every rank in the group's order. One collective where all fit the header, else two.
+        """``value`` of every rank, in the group's order. One collective if all fit the header, else two.
 
         Raises:
             TypeError: ``value`` cannot be serialised; nothing was sent.
-            UnsafeObjectError: after ``safe_objects()``, what a rank sent could run code. On every rank of the
-                group, because all of them get it; nothing has run, and the group is as usable as before.
+            UnsafeObjectError: after ``safe_objects()``, a rank sent bytes that could run code. Every rank of
+                the group raises; no code has run, and the group remains usable.
             CollectiveMismatchError: a rank made another call.
         """
         return self.gather_packed(self.packed(value), group)
 
     def packed(self, value: Any) -> Any:
-        """``value`` as :meth:`gather_packed` takes it: what the caller does with it later changes nothing.
+        """``value`` serialised for :meth:`gather_packed`. Later changes of ``value`` have no effect.
 
         Raises:
-            TypeError: it cannot be serialised.
+            TypeError: ``value`` cannot be serialised.
         """
         return serialization.pack(value)
 
@@ -66,7 +66,7 @@ class Objects:
             ]
         width = max(size for size, _ in headers)
         padded = bytearray(width)
-        own = payload[:width]  # a rank outside may have more than any member, and nobody looks at it
+        own = payload[:width]  # a rank outside of the group may have more bytes, which no rank reads
         padded[: len(own)] = own
         rows = memoryview(self.gather_bytes(padded, group))
         return [
@@ -75,11 +75,11 @@ class Objects:
         ]
 
     def broadcast(self, value: Any, src: int, group: Group) -> Any:
-        """``value`` of the global rank ``src`` on every rank of the group. One collective or two, as above.
+        """``value`` of the global rank ``src``, on every rank of the group. One or two collectives.
 
         Raises:
             TypeError: ``value`` cannot be serialised; nothing was sent.
-            UnsafeObjectError: as above, on every rank.
+            UnsafeObjectError: see :meth:`gather`.
             CollectiveMismatchError: ``src`` made another call.
         """
         return self.broadcast_packed(self.packed(value) if self._rank() == src else b"", src, group)
@@ -89,7 +89,7 @@ class Objects:
         return serialization.unpack(self.broadcast_bytes(payload, src, group), src)
 
     def broadcast_bytes(self, payload: bytes, src: int, group: Group) -> bytes | memoryview:
-        """``payload`` of the global rank ``src``; what the others give is not looked at."""
+        """``payload`` of the global rank ``src``. The payloads of other ranks are ignored."""
         is_src = self._rank() == src
         header = serialization.write_header(payload) if is_src else bytearray(serialization.HEADER_BYTES)
         size, inline = serialization.read_header(memoryview(self._broadcast(header, src, group)), src)
@@ -98,7 +98,7 @@ class Objects:
         return memoryview(self._broadcast(bytearray(payload) if is_src else bytearray(size), src, group))
 
     def gather_bytes(self, buffer: bytearray, group: Group) -> bytearray:
-        """``buffer``, of the same length on every rank, from all ranks of the group in its order."""
+        """The buffers of all ranks of the group, concatenated in the group's order. All have one length."""
         device = self.device
         gathered = bytearray(len(group.ranks) * len(buffer))
         rows = serialization.as_tensor(gathered).view(len(group.ranks), len(buffer))
@@ -120,12 +120,12 @@ class Objects:
 
     @property
     def device(self) -> torch.device:
-        """Where bytes are sent from: the CPU, if the backend takes them there."""
+        """The device of tensors of bytes: the CPU if the backend supports it, else the caller's device."""
         return _CPU if self._transport.supports("all_gather", None, torch.uint8, _CPU) else self._device()
 
 
 class LocalObjects(Objects):
-    """In a world of one there is nobody to send anything to, so nothing is serialised."""
+    """Objects in a world of one rank. Nothing is sent, so nothing is serialised."""
 
     def packed(self, value: Any) -> Any:  # noqa: D102
         return value

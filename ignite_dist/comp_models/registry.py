@@ -1,4 +1,4 @@
-"""The registry of computation models: in the order in which contexts are looked for."""
+"""The registry of computation models, in the order of the search for a live context."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Model = TypeVar("_Model", bound=type[ComputationModel])
 
 
 class Registry(Sequence[type[ComputationModel]]):
-    """The registered computation models, as a sequence that cannot be written to.
+    """The registered computation models, as a read-only sequence.
 
     Models that other installed packages declare as entry points are loaded when the sequence is first read.
     """
@@ -27,7 +27,7 @@ class Registry(Sequence[type[ComputationModel]]):
         self._entry_points_loaded = False
 
     def register(self, model: _Model) -> _Model:
-        """Add ``model`` behind those that are there. See :func:`register_computation_model`."""
+        """Append ``model``. See :func:`register_computation_model`."""
         if not (isinstance(model, type) and issubclass(model, ComputationModel)):
             raise TypeError(f"A computation model is a subclass of ComputationModel, got {model!r}.")
         for other in self._models:
@@ -39,7 +39,7 @@ class Registry(Sequence[type[ComputationModel]]):
                     f"{_full_name(model)} is not. Give one of them another name."
                 )
         self._models.append(model)
-        note_library(model.__module__)  # the watchdog tells its frames from the user's
+        note_library(model.__module__)  # the watchdog then treats frames of this module as library code
         return model
 
     def _loaded(self) -> list[type[ComputationModel]]:
@@ -49,7 +49,7 @@ class Registry(Sequence[type[ComputationModel]]):
                 try:
                     self.register(entry_point.load())
                 except Exception as error:
-                    # Not type(error): that of a package may want other arguments than a text.
+                    # Not type(error): a package's exception class may need other arguments than a string.
                     raise ImportError(
                         f"Entry point {entry_point.name} = {entry_point.value}: {error}"
                     ) from error
@@ -76,7 +76,7 @@ registered_computation_models = Registry()
 
 
 def register_computation_model(model: _Model) -> _Model:
-    """Register a computation model; a class decorator. Registering the same class twice is fine.
+    """Class decorator: register a computation model. Registering the same class twice has no effect.
 
     Raises:
         ValueError: another class has the same name; nothing is replaced.

@@ -1,4 +1,4 @@
-"""Which ranks run on which node: by the launcher's variables, else by the host names of all ranks."""
+"""Which ranks run on which node: from the launcher's variables, else from the host names of all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 class Topology(NamedTuple):
-    """Where this rank's process runs. Nodes may hold different numbers of processes."""
+    """Where this rank's process runs. Nodes may have different numbers of processes."""
 
     local_rank: int
     nproc_per_node: int
@@ -85,7 +85,7 @@ class Topology(NamedTuple):
 
 # A magic number with the format's version, the local rank, a digest of the node's name. The size is fixed, so
 # one collective is enough. The size is small, because every rank receives one place from every other rank.
-# With 100,000 names, two names have the same digest in one job of 10^9.
+# With 100,000 names, two names have the same digest in fewer than one of 10^9 jobs.
 _PLACE = struct.Struct("<4sq8s")
 _MAGIC = b"idp1"
 _UNKNOWN = -1
@@ -108,8 +108,8 @@ def read_places(gathered: bytearray) -> list[Place]:
     for rank, (magic, local_rank, digest) in enumerate(_PLACE.iter_unpack(gathered)):
         if magic != _MAGIC:
             raise CollectiveMismatchError(
-                f"Rank {rank} was to say on which node it runs, and something else came. The first call of a "
-                "topology getter (get_nnodes(), ...) is an exchange, which all ranks make at the same point."
+                f"Rank {rank} made another call while this rank gathered the node of every rank. The first "
+                "call of a topology getter (get_nnodes(), ...) is a collective of all ranks."
             )
         places.append(Place(digest, None if local_rank == _UNKNOWN else local_rank))
     return places

@@ -1,4 +1,4 @@
-"""What carries tensors between the ranks of a context: the one role that every backend has to fill."""
+"""The interface that carries tensors between the ranks of a context. Every backend implements it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Group(NamedTuple):
     """A set of ranks that take part in a collective.
 
     Attributes:
-        handle: what the backend calls it; None is the whole world.
-        ranks: its global ranks, ascending. Empty if the handle says only that this rank is outside.
+        handle: the backend's object for the group; None for the world.
+        ranks: the global ranks of the members, ascending; empty if this rank is outside and they are unknown.
     """
 
     handle: Any
     ranks: tuple[int, ...]
 
     def position(self, rank: int) -> int | None:
-        """Where the global ``rank`` stands in the group, None if it is outside; by bisection."""
+        """The rank in the group of the global ``rank``; None if ``rank`` is outside."""
         found = bisect_left(self.ranks, rank)
         return found if found < len(self.ranks) and self.ranks[found] == rank else None
 
@@ -39,15 +39,15 @@ CollectiveKind = Literal["all_reduce", "reduce_narrow", "all_gather", "broadcast
 
 
 class WaitedFor(NamedTuple):
-    """What a rank waits for.
+    """The call in which a rank waits, and the ranks that it waits for.
 
     Attributes:
-        ranks: those of the group whose call it is; the source alone, for a broadcast; the other end, for a
-            message. If the call is not known, those that are in each of the groups that it may be of.
-        name: the group's in :meth:`Transport.calls_begun`; empty for a message, or if it has none.
-        is_known: True if it is known which call it is.
-        needs_all: True if the call needs each of ``ranks`` until it ends: one that has ended has not begun
-            it. In a gather a rank that has sent its part may end while another part is waited for.
+        ranks: the ranks of the call's group; for a broadcast the source alone; for a message the peer. If the
+            call is not known, the ranks that are in all groups to which the call may belong.
+        name: the group's name in :meth:`Transport.calls_begun`; empty for a message or an unnamed group.
+        is_known: True if the call is known.
+        needs_all: True if the call cannot complete on any rank before all of ``ranks`` have begun it. False
+            for a gather: a rank may send its part and end its context while other parts are missing.
         is_message: True for a message between two ranks.
     """
 
@@ -59,28 +59,27 @@ class WaitedFor(NamedTuple):
 
 
 class Transport(ABC):
-    """Contiguous tensors between ranks.
+    """Collectives of contiguous tensors.
 
-    A primitive is called by every rank of the group with a tensor of the same shape and dtype, on a device
-    and of a dtype for which :meth:`supports` is True, by any thread; two threads of a rank call primitives of
-    different groups at once. It begins the collective and returns a :class:`Work`, whose ``wait()`` gives the
-    result. Where the backend can only block, it returns :class:`Completed`. Tensors may have no elements.
-    A failure of the backend, also the end of another rank, is a ``RuntimeError`` from the primitive or from
-    ``wait()``. The calls of one group come in the same order on all of its ranks, one at a time.
+    Every rank of the group calls a primitive with a tensor of the same shape and dtype, for which
+    :meth:`supports` is True. Tensors may be empty. The ranks call the primitives of one group in the same
+    order, one at a time. Several threads of a rank may call primitives of different groups at the same time.
+    A primitive begins the collective and returns a :class:`Work`, or :class:`Completed` if the backend can
+    only block. The primitive or ``wait()`` raises ``RuntimeError`` if the backend fails or another rank ends.
     """
 
     groups_need_everyone: ClassVar[bool] = False
-    """True if the collectives of a group are calls that every rank of the world makes, members or not."""
+    """True if every rank of the world, member or not, must call the collectives of a group."""
 
     overlap: ClassVar[bool] = False
     """True if a rank may begin a collective of a group before an earlier one of that group has completed.
 
-    What has begun has to go on at least while any thread of the rank waits for another collective. If False,
-    a thread of the package waits for each one, so that it goes on while the rank computes.
+    If True, a begun collective must make progress at least while any thread of the rank waits for another
+    collective. If False, a thread of this package waits for each collective, which ensures progress.
     """
 
     is_synchronous: ClassVar[bool] = False
-    """True if every primitive is complete when it returns, so that there is nothing to wait for."""
+    """True if every primitive returns only when the collective is complete."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -90,19 +89,19 @@ class Transport(ABC):
     def supports(
         self, kind: CollectiveKind, op: str | None, dtype: torch.dtype, device: torch.device
     ) -> bool:
-        """True if ``kind`` takes such a tensor as it is. False for a ``kind`` that it does not know.
+        """True if the primitive ``kind`` accepts such tensors. False for an unknown ``kind``.
 
-        Asked once for each kind of tensor. What is not supported is sent as something that is: at least
-        "all_gather" and "broadcast" of ``uint8`` on the CPU or on the device of the model. Reductions of
-        ``float32``, ``float64``, ``int32`` and ``int64`` carry nearly everything else.
+        Called once for each combination of arguments. Unsupported dtypes are sent as a supported dtype. So
+        "all_gather" and "broadcast" must support ``uint8``, on the CPU or on the device of the model.
+        Reductions of ``float32``, ``float64``, ``int32`` and ``int64`` serve nearly all other dtypes.
 
-        A reduction is supported if it gives what torch would: sums and products of ints wrap around, "AND"
-        and "OR" are those of the bits, and "MIN" and "MAX" of floats are NaN where any rank has one. For the
-        last False is right in most libraries: floats then go as ints that have the same order.
+        A reduction is supported if the result is the same as torch's: sums and products of ints wrap around,
+        "AND" and "OR" are bitwise, and "MIN" and "MAX" of floats are NaN if any rank has NaN. Most libraries
+        treat NaN differently: return False, and floats are sent as ints of the same order.
 
         Args:
             kind: the primitive's name.
-            op: "SUM", "PRODUCT", "MIN", "MAX", "AND", "OR" or "ADASUM"; None for the others.
+            op: "SUM", "PRODUCT", "MIN", "MAX", "AND", "OR" or "ADASUM"; None if ``kind`` is no reduction.
             dtype: of the tensor.
             device: of the tensor.
         """
@@ -114,34 +113,34 @@ class Transport(ABC):
     def reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Work:
         """Reduce narrow floats in place by "SUM", "AVERAGE" or "PRODUCT", in float64 and with one rounding.
 
-        Optional: where it is not supported they are sent as float64. The result is ``tensor``.
+        Optional: if unsupported, the floats are sent as float64. The result is ``tensor``.
         """
         raise NotImplementedError
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
-        """``(*S) -> (group_size, *S)`` in the group's order, into the contiguous ``out`` if there is one."""
+        """``(*S) -> (group_size, *S)`` in the group's order, into the contiguous ``out`` if given."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
-        """Fill ``tensor`` with that of the global rank ``src``; the result is ``tensor``."""
+        """Copy the values from the global rank ``src`` into ``tensor``; the result is ``tensor``."""
 
     @abstractmethod
     def barrier(self, group: Group) -> Work:
-        """Complete when every rank of the group has called it."""
+        """Complete when every rank of the group has called this method."""
 
     # --- groups ---
 
     @abstractmethod
     def make_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
-        """A handle for the ascending global ``ranks``. Without options only the members have to call it.
+        """A handle for the ascending global ``ranks``. Without options, only members must call this method.
 
-        It is any object but None, a list, a tuple (a named one too) or a range: those are ranks. ``ranks``
-        may be empty, and need not have this rank in it: then no collective is made on the handle. Called once
-        for a list of ranks, and for each ``new_group()``; for different ranks by several threads at once.
+        The handle must not be None. A list, a tuple (also a named tuple) or a range counts as ranks, not as a
+        handle. ``ranks`` may be empty or lack this rank: then this rank calls no collective of the group.
+        Called once for each list of ranks and each ``new_group()``; several threads may call at once.
 
         Raises:
-            TypeError: options that the backend does not have. Nothing was sent.
+            TypeError: unknown options; raised before any communication.
         """
 
     @abstractmethod
@@ -149,54 +148,54 @@ class Transport(ABC):
         """The global ranks of a live handle, ascending; empty if this rank is outside and does not know them.
 
         Raises:
-            ValueError: the handle, which may be anything that a user gave, is not one of this transport's, or
-                was destroyed by the backend's own function.
+            ValueError: the handle, which may be any object, is not of this transport, or was destroyed.
         """
 
     def is_alive(self, handle: Any) -> bool:
-        """True if a handle that :meth:`make_group` gave has not been destroyed since."""
+        """True if ``handle``, a result of :meth:`make_group`, has not been destroyed."""
         return True
 
     def world_handle(self) -> Any:
-        """What the backend calls the group of all ranks, which is a ``group=`` like any other."""
+        """The backend's object for the group of all ranks, which users may pass as ``group=``."""
         return None
 
     def group_key(self, group: Group) -> str:
-        """What tells ``group`` from others of the same ranks, the same on all of them; empty for the world.
+        """A name of ``group`` that is equal on all of its ranks; empty for the world. Only members call this.
 
-        By it the ranks know, out of band, of which group a call is. Only members ask. The default knows a
-        group by its ranks: not enough for two handles of the same ranks that several threads use. The number
-        of groups of these ranks that were made before tells them apart.
+        Ranks use the name out of band to identify the group of a call. The default depends on the ranks only.
+        If several threads use two handles of the same ranks, the names must differ, for example by the number
+        of groups that were made of these ranks before.
         """
         return "" if group.handle is None else key_of_ranks(group.ranks)
 
-    # --- for the watchdog, whose thread calls these; each default says that nothing is known ---
+    # --- for the watchdog, whose thread calls these methods; the defaults mean "not known" ---
 
     def store(self) -> Store | None:
-        """A store that the ranks of this context alone use, if it has one."""
+        """A store that only the ranks of this context use, or None."""
         return None
 
     def num_collectives(self) -> int:
-        """How many collectives the backend has begun, whoever asked for them; 0 if it does not count."""
+        """Number of collectives that the backend has begun, also for other callers; 0 if not counted."""
         return 0
 
     def calls_begun(self) -> dict[str, int | None]:
-        """How many calls the backend has begun in each of this rank's groups, by names equal on all ranks.
+        """Number of calls that the backend has begun in each group of this rank; None if not counted.
 
-        None for a group whose calls it does not count.
+        The keys are names of groups, equal on all ranks.
         """
         return {}
 
     def waited_for(self, frame: FrameType) -> WaitedFor:
-        """What a rank waits for whose innermost waiting frame is ``frame``.
+        """The call and the ranks that a thread waits for.
 
-        It is one of a function marked by :func:`waits_for_ranks`.
+        ``frame`` is the thread's innermost frame of a function that :func:`waits_for_ranks` marks, or of a
+        module of a library in which threads wait.
         """
         return WaitedFor()
 
     def is_broken(self) -> bool | None:
-        """True if another rank of the world is gone, as far as the backend knows; None if it cannot tell."""
+        """True if the backend knows that another rank is gone; None if the backend cannot tell."""
         return None
 
-    def end_waits(self) -> None:  # noqa: B027  # not abstract: not every backend can
-        """Let the collectives that this process waits in fail: their ``wait()`` raises ``RuntimeError``."""
+    def end_waits(self) -> None:  # noqa: B027  # optional
+        """Make all collectives fail in which this process waits: ``wait()`` raises ``RuntimeError``."""

@@ -28,7 +28,7 @@ class Work(ABC):
     """The ranks that the collective needs to complete; empty if they are not known."""
 
     needs_all: bool = True
-    """True if the collective needs all of :attr:`ranks` to complete; False if any one of them is enough."""
+    """True if the collective cannot complete on this rank before all of :attr:`ranks` have begun it."""
 
     call: str = ""
     """The description for the user, if the user holds this work: ``"all_reduce begun at file.py:12"``."""
@@ -122,7 +122,7 @@ class _Then(Work):
         return self._inner.is_completed()
 
 
-# --- who waits -------------------------------------------------------------------------------------------
+# --- waiting threads -------------------------------------------------------------------------------------
 
 # The code objects of the functions that wait for other ranks. Such a function is marked by a decorator,
 # because the path of its file is not reliable.
@@ -130,7 +130,7 @@ _WAITING: set[CodeType] = set()
 
 
 def waits_for_ranks(function: _Function) -> _Function:
-    """Decorator: marks that a thread inside ``function`` waits for other ranks. Calls get no slower.
+    """Decorator: marks that a thread inside ``function`` waits for other ranks. Calls are not slower.
 
     The watchdog searches the stack for such functions in this package and in the modules of registered
     backends, up to the first frame of other code.

@@ -89,7 +89,7 @@ def _interrupted_first_use(_: int) -> int:
     model = current_model()
     with model.groups.once("the group", (0, 1)):
         other: list[int] = together(lambda: idist.all_reduce(1, group=[0, 2]))
-        with pytest.raises(RuntimeError, match=r"the group \[0, 1\].*Use it once before"):
+        with pytest.raises(RuntimeError, match=r"the group \[0, 1\].*Use the group once before"):
             idist.all_reduce(1, group=[0, 1])
     return other[0] + 10 * int(idist.all_reduce(1, group=[0, 1]))
 

@@ -162,7 +162,7 @@ def test_different_calls_raise_on_every_replica() -> None:
     assert "rank 0: all_reduce SUM of torch.float32 of shape (2,); rank 1: all_reduce SUM" in first[0]
     assert "rank 0: barrier of ranks [0, 1]; rank 1: all_gather of torch.float32 of shape (2,)" in first[2]
     assert (
-        "Rank 1 came to the end of its context" in first[4]
+        "Rank 1 reached the end of its context" in first[4]
         and "rank 0: " in first[4]
         and "an object or a number" in first[4]
     )
@@ -269,7 +269,7 @@ def _optimizer_too_early(local_rank: int) -> str:
 
 def test_an_optimizer_of_parameters_that_have_been_left_behind() -> None:
     (message,) = spawn(_optimizer_too_early, nproc_per_node=1)
-    assert "from the parameters of what auto_model has returned" in message
+    assert "from the parameters of the model that auto_model has returned" in message
 
 
 def _views(local_rank: int) -> None:
@@ -305,7 +305,7 @@ def test_keywords_that_do_not_exist() -> None:
 def _wrong_groups(local_rank: int) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'timeout'"):
         idist.new_group([0], timeout=3)
-    with pytest.raises(ValueError, match="a list of ranks or what new_group gave"):
+    with pytest.raises(ValueError, match="a list of ranks or a result of new_group"):
         idist.barrier(group="world")
 
 

@@ -22,10 +22,10 @@ def test_accumulation_belongs_outside() -> None:
     begun_before = idist.accumulate(batches, model, 2)
     with idist.join(model, optimizer):
         for weight in (None, len):
-            with raises(RuntimeError, "Make it after the block"):
+            with raises(RuntimeError, "Make collectives after the block"):
                 idist.accumulate(batches, model, 2, weight=weight)
         batch, sync = next(begun_before)
-        with raises(RuntimeError, "Make it after the block"), sync:
+        with raises(RuntimeError, "Make collectives after the block"), sync:
             model(batch).sum().backward()
         for batch in batches:
             optimizer.zero_grad()
@@ -41,6 +41,6 @@ def test_the_state_of_a_sharded_optimizer_is_gathered_outside() -> None:
         return
     model = idist.auto_model(Linear(2, 1))
     optimizer = idist.auto_optim(SGD(model.parameters(), lr=0.1, momentum=0.9), zero=True)
-    with idist.join(model, optimizer), raises(RuntimeError, "Make it after the block"):
+    with idist.join(model, optimizer), raises(RuntimeError, "Make collectives after the block"):
         idist.optimizer_state(optimizer)
     assert idist.all_reduce(1) == idist.get_world_size()

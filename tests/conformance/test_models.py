@@ -331,7 +331,7 @@ def test_ranks_with_different_numbers_of_steps() -> None:
             lambda: idist.join(model).__enter__(),
         ):
             if world_size > 1:
-                with raises(RuntimeError, "Make it after the block"):
+                with raises(RuntimeError, "Make collectives after the block"):
                     function()
     alone = Net()
     sgd = SGD(alone.parameters(), lr=0.5)

@@ -66,7 +66,7 @@ def failure(backend: str, function: Any, *args: Any, size: int) -> idist.RankFai
 
 def is_named(error: idist.RankFailedError, ended: int, wait: str) -> None:
     assert error.error_type == "MissingRanksError", error
-    assert re.search(rf"Rank {ended} (did not|came to the end)", str(error)), error
+    assert re.search(rf"Rank {ended} (did not|reached the end)", str(error)), error
     assert wait.partition(" ")[0] in str(error)
 
 
@@ -244,7 +244,7 @@ def keeps_its_model() -> float:
     if idist.get_rank() == 0:
         with pytest.raises(idist.MissingRanksError):
             idist.barrier()
-        with pytest.warns(UserWarning, match="Not every rank came to finalize"):
+        with pytest.warns(UserWarning, match="Not every rank reached finalize"):
             idist.finalize()
     else:
         with pytest.raises(idist.RankFailedError, match="where rank 0 waits") as info:

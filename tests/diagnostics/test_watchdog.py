@@ -429,7 +429,7 @@ def ends_without_the_other() -> str | None:
         idist.barrier()
         if idist.get_rank() == 1:
             os._exit(0)
-        with pytest.warns(UserWarning, match="Not every rank came"):
+        with pytest.warns(UserWarning, match="Not every rank reached"):
             idist.finalize()
     return idist.backend()
 

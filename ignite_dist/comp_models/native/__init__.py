@@ -1,4 +1,4 @@
-"""torch.distributed: gloo, NCCL, MPI, and whatever else is registered with torch."""
+"""torch.distributed: gloo, NCCL, MPI, and other backends that are registered with torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""DDP's reduction of gradients in the backward pass, completed on ranks that have left out a part of it.
+"""Completes DDP's gradient reduction on ranks whose backward pass has not reached all parameters.
 
-``DistributedDataParallel`` reduces a bucket of gradients when the backward pass has come to each of its
-parameters. A rank that makes no backward pass, or not through each parameter, never sends these buckets: the
-other ranks wait for them, or, if all ranks do so, no rank has averaged anything. So such a rank makes a
-backward pass of zeros through the parameters that are missing. DDP sends what they have accumulated.
+``DistributedDataParallel`` reduces a bucket of gradients when the backward pass has reached all parameters of
+the bucket. A rank that misses a parameter never reduces that bucket, and the other ranks wait. If all ranks
+miss parameters, no rank averages any gradient. So such a rank makes a backward pass of zeros through the
+missing parameters. DDP then reduces the gradients that these parameters have accumulated.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ignite_dist.gradients import accumulation_node, add_gradients, empty_gradie
 
 __all__ = ["completing"]
 
-_REDUCTION = "_ignite_dist_reduction"  # on a DistributedDataParallel, for good: what it has reduced
+_REDUCTION = "_ignite_dist_reduction"  # attribute of a DistributedDataParallel: its _Reduction
 
 
 @contextmanager
 def completing(model: Module) -> Iterator[None]:
     """After the block each ``DistributedDataParallel`` in ``model`` has reduced its gradients.
 
-    One that holds no gradient and was not called in the block is left alone if another one was: a model may
-    contain several that are trained in turn.
+    If ``model`` contains several, which may be trained in turn, this function skips those that have no
+    gradients and were not called in the block.
 
     Raises:
-        RuntimeError: a parameter was frozen after the model was wrapped, for whose gradient DDP waits; or no
-            gradient says which of several wrapped models the other ranks have used.
+        RuntimeError: DDP waits for the gradient of a parameter that was frozen after the model was wrapped;
+            or this rank cannot know which of several wrapped models the other ranks have used.
     """
     wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     with ExitStack() as stack:
@@ -53,19 +53,19 @@ def _those_in_use(
     used = {module: one for module, one in reductions.items() if one.was_prepared or one.holds_gradients()}
     if not used:
         raise RuntimeError(
-            f"The model contains {len(reductions)} DistributedDataParallel, and this rank has used none of "
-            "them in this step, so it does not know which of them the other ranks have used. Give grad_sync "
-            "or accumulate the one that is trained."
+            f"The model contains {len(reductions)} DistributedDataParallel modules. This rank has used none "
+            "of them in this step, so it does not know which modules the other ranks have used. Pass only "
+            "the module that is trained to grad_sync or accumulate."
         )
     return used
 
 
 class _Reduction:
-    """What one ``DistributedDataParallel`` has reduced since the beginning of the block.
+    """The parameters of one ``DistributedDataParallel`` that backward passes have reached in the block.
 
     Attributes:
-        was_prepared: True if the module was called, so that it expects a backward pass.
-        arrived: the numbers of the parameters that a backward pass has reached since that call.
+        was_prepared: True if the module was called, so DDP expects a backward pass.
+        arrived: the indices of the parameters that a backward pass has reached since that call.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -77,20 +77,20 @@ class _Reduction:
         self.sparse = _sparse_parameters(module)
         self.was_prepared = False
         self.arrived: set[int] = set()
-        self.usual: set[int] = set()  # of the user's last backward pass
-        # DDP holds the same nodes. Hooks are made once: 10 us for each parameter.
+        self.usual: set[int] = set()  # the indices that the user's last backward pass reached
+        # DDP references the same autograd nodes. Making the hooks takes 10 us per parameter, so do it once.
         self.nodes = [accumulation_node(parameter) for parameter in self.parameters]
         for number, node in enumerate(self.nodes):
             note_arrival(node, number, self.arrived)
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of the module has other nodes, and makes its own
+        return type(None), ()  # a copy of the module has other nodes and makes its own _Reduction
 
     def holds_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def note_call(self, module: DistributedDataParallel, *_: Any) -> None:
-        """Forward hook: from here on DDP expects a backward pass, if it is to synchronise."""
+        """Forward hook: DDP now expects a backward pass, unless the module is in ``no_sync()``."""
         if torch.is_grad_enabled() and module.require_backward_grad_sync:
             self.was_prepared = True
             self.arrived.clear()
@@ -99,12 +99,12 @@ class _Reduction:
         """Complete the reduction on this rank."""
         if not self.parameters or not module.require_backward_grad_sync:  # within no_sync()
             return
-        # Or it was called before the block: then DDP itself notes whether it is to synchronise.
+        # After a call before the block, DDP's require_forward_param_sync says if DDP expects a backward pass.
         is_prepared = self.was_prepared or module.require_forward_param_sync
         if not (is_prepared and self.arrived):
             _backward_of_zeros(module, self)
         elif module.find_unused_parameters or module.static_graph:
-            self.usual = set(self.arrived)  # the reducer knows what is unused
+            self.usual = set(self.arrived)  # DDP's reducer finds unused parameters itself
         elif len(self.arrived) < len(self.parameters):
             self._add_missing()
 
@@ -113,15 +113,15 @@ class _Reduction:
         frozen = [self.names[number] for number in missing if not self.parameters[number].requires_grad]
         if frozen:
             raise RuntimeError(
-                f"{', '.join(frozen)}: frozen after auto_model, and DistributedDataParallel waits for the "
-                "gradient, so it has averaged nothing in this step. Freeze parameters before auto_model, or "
-                "pass it find_unused_parameters=True."
+                f"Frozen after auto_model: {', '.join(frozen)}. DistributedDataParallel waits for these "
+                "gradients and has averaged nothing in this step. Freeze parameters before auto_model, or "
+                "pass find_unused_parameters=True to auto_model."
             )
         parameters = [self.parameters[number] for number in missing]
         add_gradients(parameters, lambda: [self.zeros(parameter) for parameter in parameters]).backward()  # type: ignore[no-untyped-call]
 
     def zeros(self, parameter: Parameter) -> Tensor:
-        """A gradient of zeros, of the layout that DDP expects."""
+        """A gradient of zeros, sparse if DDP expects a sparse gradient."""
         if id(parameter) in self.sparse:
             return empty_gradient(parameter)
         return parameter.detach().new_zeros(()).expand_as(parameter)  # takes no memory
@@ -129,13 +129,13 @@ class _Reduction:
 
 @contextmanager
 def _watching(module: DistributedDataParallel) -> Iterator[_Reduction]:
-    """Context manager: record what ``module`` reduces in the block."""
+    """Context manager: record the parameters of ``module`` that backward passes reach in the block."""
     reduction: _Reduction | None = vars(module).get(_REDUCTION)
     if reduction is None:
         reduction = vars(module)[_REDUCTION] = _Reduction(module)
     reduction.was_prepared = False
     reduction.arrived.clear()
-    # Not for good: a model with hooks of ours could not be copied or pickled.
+    # Removed after the block, because a model with this hook could not be copied or pickled.
     handle = module.register_forward_hook(reduction.note_call)
     try:
         yield reduction
@@ -144,9 +144,9 @@ def _watching(module: DistributedDataParallel) -> Iterator[_Reduction]:
 
 
 class _Standin(Module):
-    """In the place of the model inside of DDP: a forward pass that gives a tensor which is there already.
+    """A module that replaces the model inside of DDP. Its forward pass returns ``output``.
 
-    Its buffers are those of the model, which DDP's forward pass broadcasts.
+    It has the buffers of the model, because DDP's forward pass broadcasts them.
     """
 
     def __init__(self, output: Tensor, model: Module) -> None:
@@ -159,10 +159,10 @@ class _Standin(Module):
 
 
 def _backward_of_zeros(module: DistributedDataParallel, reduction: _Reduction) -> None:
-    """A forward and backward pass of ``module`` that adds zeros to its gradients.
+    """Make a forward and a backward pass of ``module`` that add zeros to its gradients.
 
-    DDP's own forward pass is made, because with it DDP prepares for the backward pass and broadcasts buffers,
-    as on the ranks that call the model. The model inside is not called.
+    DDP's forward pass prepares the backward pass and broadcasts buffers, as on the ranks that call the model.
+    The model inside of DDP is not called.
     """
     if reduction.was_prepared:  # this rank has taken part in the broadcast of the buffers already
         module.require_forward_param_sync = False
@@ -171,7 +171,7 @@ def _backward_of_zeros(module: DistributedDataParallel, reduction: _Reduction) -
     module.module = _Standin(add_gradients(parameters, lambda: gradients), inside)
     try:
         with torch.enable_grad():
-            # With an argument, because on a GPU DDP moves the first one.
+            # DDP needs an argument, because on a GPU DDP moves the first argument to the device.
             output = DistributedDataParallel.forward(module, None)  # type: ignore[no-untyped-call]
     finally:
         module.module = inside
@@ -183,14 +183,14 @@ def _through_which(
 ) -> tuple[list[Parameter], list[Tensor | None]]:
     """The parameters of a backward pass of zeros, and the gradients that it adds."""
     trained = [parameter for parameter in reduction.parameters if parameter.requires_grad]
-    if module.static_graph:  # it has to be as the others
+    if module.static_graph:  # every backward pass must reach the same parameters
         usual = [
             parameter for number, parameter in enumerate(reduction.parameters) if number in reduction.usual
         ]
         through = usual or trained
     elif module.find_unused_parameters:
         through = [parameter for parameter in trained if parameter.grad is not None]
-        if not through:  # DDP begins with the first one; without a gradient it counts as unused
+        if not through:  # DDP needs one parameter to start; without gradient, it counts as unused
             return trained[:1], [None]
     else:
         through = trained

@@ -3,10 +3,9 @@
 gloo gathers in a ring of ``group_size - 1`` steps and reduces in a ring of twice as many steps. Below some
 size the steps dominate the cost; above it the copies do. ``benchmarks/one_round.py`` measures both.
 
-gloo's threads release a collective's tensors after the collective has returned, and need the interpreter to
-do so. If the process ends before that with its context open, such a thread aborts the process: in raw
-torch 2.13, 3 of 24 processes whose last statement was a collective.
-So this module waits for gloo's threads at exit.
+gloo's threads release a collective's tensors after the collective has returned, and need Python's GIL to
+do so. If the process ends earlier, with an open context, such a thread aborts the process: in raw torch 2.13,
+3 of 24 processes whose last statement was a collective. So this module waits for gloo's threads at exit.
 https://github.com/pytorch/pytorch/issues/190489
 """
 
@@ -70,7 +69,7 @@ def tidy_at_exit() -> None:
 def _tidy() -> None:
     until = time.monotonic() + _TIDY_SECONDS
     while _holds_some() and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)  # gloo's threads get the interpreter
+        time.sleep(_POLL_SECONDS)  # releases the GIL for gloo's threads
 
 
 def _holds_some() -> bool:

@@ -1,4 +1,4 @@
-"""Workers of torch.distributed on this machine, and with those of other machines."""
+"""Starts workers for torch.distributed on this node, alone or together with other nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["NativeLauncher"]
 
 
 class NativeLauncher(Launcher):
-    """Starts workers that find each other over a store, which the launcher serves."""
+    """Starts workers that rendezvous over a store. The launcher of node 0 serves the store."""
 
     @classmethod
     def check(
@@ -69,9 +69,9 @@ class NativeLauncher(Launcher):
                 hello = nodes.Hello(node_rank, nnodes, nproc_per_node, backend, socket.gethostname())
                 job = nodes.meet(hello, address, port, timeout or default_pg_timeout, stores.serve_store)
                 address, port = job.nodes[0].address, job.port
-            # env:// joins the store, nobody serves one
+            # with the last variable, the workers' env:// joins this store and serves none
             environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-        inherited = {**os.environ, **environ}  # an init_method leaves what is inherited as it is
+        inherited = {**os.environ, **environ}  # with an init_method, MASTER_* stay as inherited
         environ.update(spawned.mark(inherited))
         workers = processes.start(
             entry,
@@ -82,5 +82,5 @@ class NativeLauncher(Launcher):
             daemon=daemon,
             nodes=job,
         )
-        del store  # a traceback through here would keep it, in a cycle that a forked process may not collect
+        del store  # a traceback would keep it in a reference cycle, which a forked child must not collect
         return workers.join() if join else workers

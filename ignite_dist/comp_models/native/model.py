@@ -1,4 +1,4 @@
-"""torch.distributed: gloo, NCCL, MPI, and whatever else is registered with torch."""
+"""torch.distributed: gloo, NCCL, MPI, and other backends that are registered with torch."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["NativeModel"]
 
 
-_FROM_SOURCE = "Only a torch that is built from source, where the library is installed, has it."
+_FROM_SOURCE = "To get it, install the library and build torch from source."
 _BUILDS_WITH = {
-    "nccl": "The builds for CUDA have it: https://pytorch.org/get-started/locally/.",
-    "xccl": "The builds for Intel's GPUs have it: https://pytorch.org/get-started/locally/.",
+    "nccl": "torch's builds for CUDA have it: https://pytorch.org/get-started/locally/.",
+    "xccl": "torch's builds for Intel GPUs have it: https://pytorch.org/get-started/locally/.",
     "mpi": _FROM_SOURCE,
     "ucc": _FROM_SOURCE,
 }
@@ -54,9 +54,9 @@ class NativeModel(ComputationModel):
 
     Args:
         world: the default process group.
-        undo: what to take back when this model's own context ends.
-        environment: what is known of it; by default what the variables say, if they speak of it.
-        connecting: a context manager for what opens connections between the ranks.
+        undo: reverts the changes of :meth:`open` to the process; None if other code has made the group.
+        environment: the launcher's environment; by default read from variables with this rank and world size.
+        connecting: makes a context manager for code that opens connections between the ranks.
     """
 
     name: ClassVar[str] = "native-dist"
@@ -99,7 +99,7 @@ class NativeModel(ComputationModel):
 
     @classmethod
     def can_run(cls, backend: str) -> bool:
-        # One backend per device, "cpu:gloo,cuda:nccl", or one registered with torch after our import.
+        # One backend per device ("cpu:gloo,cuda:nccl"), or one registered with torch after our import.
         names = [part.rpartition(":")[2] for part in backend.split(",")]
         return all(name in _available_backends() for name in names)
 
@@ -113,7 +113,7 @@ class NativeModel(ComputationModel):
         if backend not in dist.Backend.backend_list:
             return None
         return (
-            f"this torch, {torch.__version__}, was built without it. {_BUILDS_WITH.get(backend, '')}".rstrip()
+            f"torch {torch.__version__} was built without {backend}. {_BUILDS_WITH.get(backend, '')}".rstrip()
         )
 
     @classmethod
@@ -127,12 +127,12 @@ class NativeModel(ComputationModel):
         timeout: timedelta | None = None,
         **kwargs: Any,
     ) -> Self:
-        """See ``idist.initialize``; ``kwargs`` go to ``torch.distributed.init_process_group``."""
+        """See ``idist.initialize``; ``kwargs`` are passed to ``torch.distributed.init_process_group``."""
         world_size, rank = as_int(world_size), as_int(rank)
         _check_initialize(backend, init_method, world_size, rank, timeout, kwargs)
         place = stores.find_place(init_method, rank, world_size)
-        brings_ranks = backend == dist.Backend.MPI  # and needs no store
-        # They stay for the life of the context: every new group listens again.
+        brings_ranks = backend == dist.Backend.MPI  # MPI needs no store
+        # These variables stay set for the life of the context: every new group opens listening sockets.
         more = {} if brings_ranks else {**stores.interfaces(place, init_method), **stores.ASK_ONCE}
         stores.set_missing(place, more)
         connecting = nullcontext if stores.on_one_machine(place, init_method) else connections.watched
@@ -154,16 +154,15 @@ class NativeModel(ComputationModel):
 
         def undo() -> None:
             variables.give_back()
-            if sys.excepthook is installed_hook:  # torch chains a new one at every init_process_group
+            if sys.excepthook is installed_hook:  # torch chains a new hook at every init_process_group
                 sys.excepthook = hook
 
         model = cls(_world(), undo, place, connecting)
         if "gloo" in model._backends.values():
             model.transport.to_all = to_all
         if model.device().type != "cpu":
-            model.transport.barrier(
-                model.groups.world
-            ).wait()  # makes the communicator now, on the device that was selected
+            # The barrier makes the communicator now, on the selected device.
+            model.transport.barrier(model.groups.world).wait()
         return model
 
     def is_current(self) -> bool:
@@ -173,14 +172,15 @@ class NativeModel(ComputationModel):
         return self.is_current()
 
     def close(self) -> None:
-        # A DistributedDataParallel is a reference cycle that holds the group. Left to the end of the
-        # interpreter, the group's threads now and then abort the process: raw torch 2.13, 2 of 20 runs.
+        # A DistributedDataParallel is a reference cycle that includes the group. If the cycle is freed at the
+        # interpreter's exit, the group's threads may abort the process: raw torch 2.13, 2 of 20 runs.
         gc.collect()
         dist.destroy_process_group()
 
     def abort(self) -> None:
         _torch.abort_process_groups()
-        self.transport.end_waits()  # the other ranks', too: a DistributedDataParallel would keep them open
+        # A DistributedDataParallel would keep connections open, on which other ranks wait.
+        self.transport.end_waits()
 
     def forget(self) -> None:
         self.transport.forget()
@@ -193,7 +193,7 @@ class NativeModel(ComputationModel):
     def keep_through_fork(cls) -> object | None:
         gloo.forget_lent()
         groups = _torch.groups_and_stores()
-        for one in groups:  # they would wait at their ends for their threads: this list never ends
+        for one in groups:  # never freed: their destructors would wait for threads that the child lacks
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
         return dist.group.WORLD
 
@@ -222,16 +222,16 @@ class NativeModel(ComputationModel):
         if self._local_rank_hint is not None:
             return self._local_rank_hint
         warnings.warn(
-            "The local rank is not known: nothing in the environment says it. It is found from the host "
-            "names of all ranks now, for which every rank must make this call. Set LOCAL_RANK, or call "
-            "idist.set_local_rank(local_rank), to tell it.",
+            "The local rank is not in the environment. This call gathers the host names of all ranks to find "
+            "the local rank, so every rank must make this call. To avoid it, set LOCAL_RANK or call "
+            "idist.set_local_rank(local_rank).",
             stacklevel=4,
         )
         return self.find_topology().local_rank
 
     @classmethod
     def hint_local_rank(cls, local_rank: int) -> None:
-        """The local rank in contexts to come that do not say it themselves."""
+        """Set the local rank for later contexts whose environment does not have it."""
         cls._local_rank_hint = local_rank
 
     def set_local_rank(self, local_rank: int) -> None:
@@ -249,7 +249,7 @@ class NativeModel(ComputationModel):
         return self._found_topology
 
 
-# --- what the context looks like ---------------------------------------------------------------------
+# --- properties of the context -----------------------------------------------------------------------
 
 
 def _world() -> ProcessGroup:
@@ -261,8 +261,8 @@ def _world() -> ProcessGroup:
 def _init_process_group(
     backend: str, place: Environment, to_all: connections.Connections, kwargs: Mapping[str, Any]
 ) -> None:
-    """Make the default process group; say for whom it waits if that takes long."""
-    waiting = connections.wait_told(lambda: roll_call.waiting(place, "connections to the others"))
+    """Make the default process group; log a warning if this takes long."""
+    waiting = connections.wait_told(lambda: roll_call.waiting(place, "connections to the other ranks"))
     with to_all.noted(), waiting:
         dist.init_process_group(backend, **kwargs)
 
@@ -273,18 +273,18 @@ def _by_device(backends: dist.BackendConfig | str) -> dict[str, str]:
 
 
 def _local_rank_alone() -> int | None:
-    """``LOCAL_RANK``, where it is all that the environment says of a job."""
+    """``LOCAL_RANK`` if ``RANK`` is not set, else None."""
     value = os.environ.get("LOCAL_RANK", "")
     is_number = value.isdecimal() and len(value) <= 10
     return int(value) if is_number and not os.environ.get("RANK") else None
 
 
 def _environment_of(rank: int, world_size: int) -> Environment | None:
-    """What the environment says, if it speaks of this very world."""
+    """The launcher's environment if it has this rank and world size, else None."""
     try:
         environment = environments.current()
     except EnvironmentVariablesError:
-        return None  # somebody made a context without it, so it does not matter
+        return None  # the context exists already, so the error does not matter
     return environment if (environment.rank, environment.world_size) == (rank, world_size) else None
 
 
@@ -302,14 +302,14 @@ def _check_initialize(
     allowed = ("init_method", "world_size", "rank", "timeout", "pg_options", "device_id")
     check_keywords("initialize", kwargs, allowed)
     if (rank is None) != (world_size is None):
-        raise ValueError(f"rank and world_size go together, got rank={rank} and world_size={world_size}.")
+        raise ValueError(f"Pass both rank and world_size, got rank={rank} and world_size={world_size}.")
     for name, value in (("rank", rank), ("world_size", world_size)):
         if value is not None and type(value) is not int:
             raise ValueError(f"{name} must be an int, got {value!r}.")
     if init_method is None and rank is not None:
         raise ValueError(
-            "rank and world_size need an init_method ('env://', 'tcp://...', 'file://...'); without one they "
-            "come from the environment."
+            "rank and world_size need an init_method ('env://', 'tcp://...', 'file://...'). Without an "
+            "init_method, rank and world_size are read from the environment."
         )
     if timeout is not None:
         check_timeout("timeout", timeout)

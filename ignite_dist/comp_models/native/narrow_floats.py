@@ -1,8 +1,8 @@
-"""Narrow floats reduced with one rounding, at the cost of the bytes that they have themselves.
+"""All-reduce of narrow floats with one rounding, which sends narrow floats only.
 
-A library's own all-reduce computes in the dtype that it sends. So it would have to send float64, four times
-float16. Here each rank gets all ranks' values of one part, reduces them, and sends the narrow result to the
-others. Altogether that sends as many bytes as an all-reduce of narrow floats in a ring.
+A library's all-reduce computes in the dtype that it sends. To round only once it would have to send float64,
+four times the bytes of float16. Here each rank receives the values of one part from all ranks, reduces them,
+and sends the narrow result to the other ranks. A ring all-reduce of narrow floats would send as many bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ignite_dist.values.serialization import as_bytes
 
 __all__ = ["reduce_in_parts", "reduce_rows"]
 
-# A piece has a copy, and its part one in float64, so this bounds what a large tensor needs beside itself.
+# This bounds the extra memory for a large tensor: a copy of one piece, and a part of that piece in float64.
 _PIECE_BYTES = 4 << 20
 
 
@@ -34,15 +34,14 @@ def reduce_in_parts(
         tensor: contiguous.
         op: "SUM", "AVERAGE" or "PRODUCT".
         group_size: number of ranks.
-        exchange: ``exchange(sent, received)``, flat bytes: the ``i``-th part of what is sent goes to the
-            ``i``-th rank, and its part for this rank comes back in its place.
-        gather: ``gather(sent, received)``, flat bytes from every rank, in rank order.
+        exchange: ``exchange(sent, received)``, an all-to-all of flat bytes in equal parts, in rank order.
+        gather: ``gather(sent, received)``, an all-gather of flat bytes, in rank order.
     """
     piece_numel = group_size * max(1, _PIECE_BYTES // group_size // tensor.itemsize)
     for piece in torch.split(tensor.view(-1), piece_numel):
         part_numel = -(-piece.numel() // group_size)
         parts = piece
-        if part_numel * group_size != piece.numel():  # the last one
+        if part_numel * group_size != piece.numel():  # the last piece
             parts = piece.new_zeros(part_numel * group_size)
             parts[: piece.numel()].copy_(piece)
         received = torch.empty_like(parts)

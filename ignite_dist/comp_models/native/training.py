@@ -1,4 +1,4 @@
-"""What torch.distributed has around a model and an optimizer: DDP and its hooks, FSDP2, ZeRO.
+"""Prepares models and optimizers with torch.distributed: DDP and its hooks, FSDP2, ZeRO.
 
 torch's heavy parts are imported inside functions.
 """
@@ -32,7 +32,7 @@ _LOCAL = "_ignite_dist_local"  # on a module of FSDP2 that does not synchronise 
 
 
 class NativeTraining(Training):
-    """DDP, FSDP2 and ZeRO around models and optimizers."""
+    """Wraps models in DDP, shards models with FSDP2 and optimizers with ZeRO."""
 
     averages_gradients: ClassVar[bool] = True
     averages_in_backward: ClassVar[bool] = True
@@ -79,8 +79,8 @@ class NativeTraining(Training):
         groups = {self.context.transport.ranks_of(handle): handle for handle in _process_groups(model)}
         if len(groups) > 1:
             raise ValueError(
-                f"The parts of the model are averaged over different ranks, {[list(one) for one in groups]}, "
-                "as their process_group= says: call this for each part."
+                "The parts of the model have process groups with different ranks: "
+                f"{[list(one) for one in groups]}. Call this function for each part."
             )
         for ranks, handle in groups.items():
             return (
@@ -130,7 +130,7 @@ def _wrap_model(
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     if device.type != "cpu":
         if "device_ids" in kwargs:
-            raise ValueError(f"device_ids is this rank's own device, {device}; got {kwargs['device_ids']!r}.")
+            raise ValueError(f"Omit device_ids={kwargs['device_ids']!r}: it is always this rank's {device}.")
         kwargs["device_ids"] = [device.index]
     wrapped: Any = wrapper(model, **kwargs)
     if isinstance(hook, dist.BuiltinCommHookType):
@@ -143,7 +143,7 @@ def _wrap_model(
 
 
 def _find_hook(comm_hook: Any, backend: str) -> Any:
-    """Torch's hook and its state by our name for it; what the backend refuses raises here."""
+    """Torch's state and hook for the name ``comm_hook``; raise if the backend does not support the hook."""
     if not isinstance(comm_hook, str):
         return comm_hook
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -152,7 +152,7 @@ def _find_hook(comm_hook: Any, backend: str) -> Any:
         return powerSGD_hook.PowerSGDState(process_group=None), powerSGD_hook.powerSGD_hook
     if comm_hook == "fp16":
         return None, default_hooks.fp16_compress_hook
-    if backend not in ("nccl", "xccl"):  # torch checks this for wrapped models only
+    if backend not in ("nccl", "xccl"):  # torch checks this only after it has wrapped the model
         raise ValueError(f"comm_hook='bf16' needs NCCL, and this backend is {backend!r}. Use 'fp16'.")
     return None, default_hooks.bf16_compress_hook
 
@@ -166,12 +166,12 @@ def _accumulating(model: Module) -> Iterator[None]:
             if isinstance(module, DistributedDataParallel):
                 if module.static_graph and not _torch.has_learnt_static_graph(module):
                     raise ValueError(
-                        "static_graph=True: torch learns the graph from a first backward pass that averages "
-                        "gradients. Make one before any that does not, or leave static_graph out."
+                        "With static_graph=True the first backward pass must average gradients, because "
+                        "torch learns the graph from it. Do not accumulate before it, or omit static_graph."
                     )
                 stack.enter_context(module.no_sync())
             elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
-                if vars(module).get(_LOCAL):  # an outer block is to end it
+                if vars(module).get(_LOCAL):  # an outer block turns synchronisation on again
                     continue
                 setattr(module, _LOCAL, True)
                 module.set_requires_gradient_sync(False, recurse=False)
@@ -186,12 +186,12 @@ def _process_groups(model: Module) -> list[Any]:
 
 
 def _mesh_of(parameter: Parameter) -> Any:
-    """The devices over which FSDP2 has sharded ``parameter``, or None."""
+    """The device mesh over which FSDP2 has sharded ``parameter``, or None."""
     return getattr(parameter, "device_mesh", None)
 
 
 def _mark_averaged(model: Module) -> None:
-    """Let the next forward pass take rank 0's buffers, as it does after a backward pass that averages."""
+    """Make the next forward pass broadcast rank 0's buffers, as after a backward pass that averages."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             module.require_forward_param_sync = True
@@ -199,55 +199,52 @@ def _mark_averaged(model: Module) -> None:
 
 @contextmanager
 def _joined(model: Module, optimizer: Optimizer | None, kwargs: dict[str, Any]) -> Iterator[list[int]]:
-    """Torch's ``Join`` of every ``DistributedDataParallel`` in ``model``, and of an optimizer of ZeRO."""
+    """Torch's ``Join`` for every ``DistributedDataParallel`` in ``model`` and for a ZeRO optimizer."""
     from torch.distributed.algorithms.join import Join, Joinable
 
     fsdp = sys.modules.get("torch.distributed.fsdp")
     modules = list(model.modules())
     if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules):
         raise ValueError(
-            "join() is not for a model sharded by FSDP2: every forward pass needs each rank, and torch has "
-            "nothing to stand in for one without data. Give every rank as many batches, or stop all "
-            "together: any_true(...)."
+            "join() does not support models sharded by FSDP2: every forward pass needs all ranks, and torch "
+            "cannot replace a rank without data. Give all ranks the same number of batches, or stop all "
+            "ranks together: any_true(...)."
         )
     joinables: list[Any] = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if not joinables:
-        raise ValueError("join() takes a model of auto_model, and there is no DistributedDataParallel in it.")
+        raise ValueError("join() needs a model from auto_model; this one has no DistributedDataParallel.")
     if isinstance(optimizer, Joinable):  # ZeRO's
         joinables.append(optimizer)  # type: ignore[unreachable]
     with Join(joinables, **kwargs):
-        yield []  # it makes the parameters equal by itself
+        yield []  # empty: Join itself makes the parameters equal
 
 
 # --- shards ------------------------------------------------------------------------------------------
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
-    """Raise if the optimizer would compute different steps on FSDP2's shards of parameters.
-
-    Raises:
-        ValueError: its parameters are sharded, and it treats them as one vector.
-    """
+    """Raise ValueError if the optimizer would compute different steps on FSDP2's shards of parameters."""
     if any(_mesh_of(parameter) is not None for parameter in parameters_of(optimizer)):
         _check_separable(optimizer, "strategy='fsdp' shards its parameters")
 
 
 def _check_separable(optimizer: Optimizer, how: str) -> None:
-    """Refuse an optimizer whose step on a part of the parameters is not that part of its step on all.
+    """Raise if the optimizer's step on some parameters depends on its other parameters.
 
-    Which these are no attribute says. Those that cannot do without a closure are: it is for a line search,
-    and makes the number of its calls depend on the part.
+    No attribute tells this. Refused are optimizers that need a closure, because their line search calls the
+    closure a number of times that depends on all parameters.
     """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"{type(optimizer).__name__} needs a closure and makes its steps from all parameters together, "
-            f"and {how} over the ranks. Leave that out, or take an optimizer that works on each parameter."
+            f"{type(optimizer).__name__} needs a closure and computes a step from all parameters together, "
+            f"but {how} over the ranks. Omit this option, or use an optimizer that updates each parameter "
+            "separately."
         )
 
 
 def _shard_model(model: Module, device: torch.device, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
-    """``model``, each of its modules of the classes ``wrap`` and then the rest sharded by FSDP2, in place."""
+    """Shard ``model`` with FSDP2 in place: first its modules of the classes ``wrap``, then the rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -261,13 +258,13 @@ def _shard_model(model: Module, device: torch.device, wrap: Sequence[type[Module
 
 
 def _shard_optimizer(optimizer: Optimizer) -> Optimizer:
-    """A ``ZeroRedundancyOptimizer`` of the same class, parameter groups, state and options."""
+    """A ``ZeroRedundancyOptimizer`` with the class, parameter groups, state and options of ``optimizer``."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer
     _check_separable(optimizer, "zero=True shards its state")
-    # `defaults` may hold more than can be given: AdamW's names what it has fixed for Adam.
+    # `defaults` may have keys that __init__ does not accept, such as AdamW's decoupled_weight_decay.
     accepted = inspect.signature(type(optimizer).__init__).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     groups = [
@@ -276,7 +273,7 @@ def _shard_optimizer(optimizer: Optimizer) -> Optimizer:
     ]
     sharded = ZeroRedundancyOptimizer(groups, type(optimizer), **options)
     for group, other in zip(sharded.param_groups, optimizer.param_groups, strict=True):
-        group.update({name: value for name, value in other.items() if name != "params"})  # initial_lr, say
+        group.update({name: value for name, value in other.items() if name != "params"})  # such as initial_lr
     for hooks, others in zip(_torch.step_hooks(sharded), _torch.step_hooks(optimizer), strict=True):
         hooks.update(others)
     if optimizer.state:

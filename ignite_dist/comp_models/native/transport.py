@@ -1,4 +1,4 @@
-"""Tensors over the process groups of torch.distributed."""
+"""The transport over torch.distributed's process groups."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _OPS = {
     "AND": dist.ReduceOp.BAND,
     "OR": dist.ReduceOp.BOR,
 }
-# By whether the caller goes on meanwhile. If not, gloo works in the caller's thread, and NCCL in its stream.
+# Options by is_async. If is_async is False, gloo works in the caller's thread, and NCCL in its stream.
 _ALL_REDUCE = {
     is_async: {name: _all_reduce_options(op, is_async) for name, op in _OPS.items()}
     for is_async in (False, True)
@@ -58,20 +58,20 @@ _ALL_GATHER = {is_async: _all_gather_options(is_async) for is_async in (False, T
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _ARITHMETIC = frozenset({"SUM", "PRODUCT", "MIN", "MAX"})
-# Which dtypes each backend carries, and which operations beside the arithmetic ones: tried out for gloo,
-# by torch's and the libraries' documentation for the others. Backends not named here are taken for NCCL.
+# Dtypes and operations that each backend supports: tested for gloo; for others, from the documentation of
+# torch and the libraries. Backends that are not listed here are treated like NCCL.
 _CARRIED_DTYPES = {
     "gloo": _FLOATS | _INTS | {torch.bool},
     "mpi": (_INTS - {torch.int8}) | {torch.float32, torch.float64},
 }
 _CARRIED_OPS = {"gloo": _ARITHMETIC | {"AND", "OR"}}
 
-# gloo's own all-reduce does not cut this few elements into segments, and one step cannot beat that.
+# gloo does not split so few elements into segments. Then one exchange is not faster than gloo's all-reduce.
 _UNCUT_NUMEL = 2
 
 
 class _TorchWork(Work):
-    """A collective of a process group, which ``begin(is_async)`` begins."""
+    """A collective of a process group. ``begin(is_async)`` begins the collective."""
 
     __slots__ = ("_begin", "_group", "_result", "_work", "needs_all", "ranks")
 
@@ -105,7 +105,7 @@ class _TorchWork(Work):
         try:
             if begin is not None:
                 self._work = begin(False)
-            if self._work is not None:  # a backend may have waited by itself
+            if self._work is not None:  # None: the backend has waited already
                 self._work.wait()
         except RuntimeError as error:
             connections.raise_explained(error)
@@ -121,10 +121,10 @@ class NativeTransport(Transport):
     Args:
         world: the default process group.
         rank: this rank.
-        backends: which backend serves which type of device.
-        device: gives the device of this rank.
-        connecting: a context manager for what opens connections between the ranks.
-        own_store: True if the context's store is used by this package alone.
+        backends: the backend of each device type.
+        device: returns the device of this rank.
+        connecting: makes a context manager for code that opens connections between the ranks.
+        own_store: True if only this package uses the context's store.
     """
 
     overlap: ClassVar[bool] = True
@@ -145,12 +145,12 @@ class NativeTransport(Transport):
         self._connecting = connecting
         self._own_store = own_store
         self._world_ranks = tuple(range(world.size()))
-        # The number of groups of the same ranks that this rank has made; and the connections to the store
-        # that no thread uses at present. There is no lock: next(), pop() and append() are atomic.
+        # Counters of the groups that this rank has made of the same ranks, and the connections to the store
+        # that no thread is using. No lock is needed, because next(), pop() and append() are atomic.
         self._generations: dict[tuple[int, ...], Iterator[int]] = {}
         self._free_connections: list[Store] = []
         self._scratch = gloo.ScratchBuffers()
-        # gloo's, of own contexts
+        # gloo's connections in the world and in groups; recorded only if open() has made the context
         self.to_all, self._to_groups = connections.Connections(), connections.Connections()
 
     # --- groups ---
@@ -159,15 +159,15 @@ class NativeTransport(Transport):
         return self._world
 
     def make_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
-        if not ranks:  # torch would take an empty list for all ranks
+        if not ranks:  # torch treats an empty list as all ranks
             inspect.signature(dist.new_group).bind([], **options)
             return GroupMember.NON_GROUP_MEMBER
         with self._connecting(), self._to_groups.noted():
             return dist.new_group(list(ranks), **options) if options else self._make_group_by_name(ranks)
 
     def _make_group_by_name(self, ranks: tuple[int, ...]) -> Any:
-        # torch names a group after the number of groups that this rank has made, so ranks with different
-        # histories would wait for each other for ever. A name made of the ranks alone needs the members only.
+        # torch names a group by the number of groups that this rank has made, so ranks with different numbers
+        # would wait for each other forever. A name made of the ranks needs calls from the members only.
         generation = next(self._generations.setdefault(ranks, count(1)))
         digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
         backend, worlds_store = _torch.backend_and_store(self._world)
@@ -178,18 +178,18 @@ class NativeTransport(Transport):
             self._rank,
             backend,
             store,
-            # The world's own, which torch would not pass on to a group.
+            # torch would not pass the world's timeout on to the group.
             timeout=_torch.timeout_of(self._world, self._device()),
             description=f"ignite_dist:{describe_ranks(ranks)}",
         )
         if handle is not GroupMember.NON_GROUP_MEMBER:
-            self._free_connections.append(store)  # not after an error: it may have been left in an answer
+            self._free_connections.append(store)  # not after an error: a reply may still be unread
         return handle
 
     def _connection(self, worlds_store: Any) -> Any:
-        """A connection to the store, over which no other thread makes a group at the same time.
+        """A connection to the store that no other thread is using.
 
-        A thread holds its connection while it waits for the other members. Two threads with one connection
+        A thread keeps its connection while it waits for the other members. Two threads with one connection
         would deadlock if two ranks made their groups in opposite orders.
         """
         try:
@@ -217,7 +217,7 @@ class NativeTransport(Transport):
         return "" if handle is None or handle is self._world else handle.group_name
 
     def forget(self) -> None:
-        """The context has ended."""
+        """Drop the connections to the store, because the context has ended."""
         self._free_connections.clear()
 
     # --- primitives ---
@@ -227,7 +227,7 @@ class NativeTransport(Transport):
     ) -> bool:
         backend = self._backends.get(device.type)
         if kind == "reduce_narrow":
-            # Tried with gloo alone. On GPUs the network of a large job is better used by the library's tree.
+            # Tested with gloo only. For large jobs on GPUs the library's tree uses the network better.
             return self._is_gloo_on_cpu(device)
         if kind not in ("all_reduce", "all_gather", "broadcast") or backend is None:
             return False
@@ -235,8 +235,8 @@ class NativeTransport(Transport):
             return False
         return op is None or op in _CARRIED_OPS.get(backend, _ARITHMETIC)
 
-    # The process group's own methods, not torch.distributed's functions around them: those log and count, at
-    # 15-25 us a call once the processor's caches have gone cold in the wait for other ranks.
+    # The primitives call the process group's methods. torch.distributed's functions also log and count calls,
+    # which takes 15-25 us per call if the CPU's caches are cold after waiting for other ranks.
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
         handle = self._handle(group)
@@ -260,7 +260,7 @@ class NativeTransport(Transport):
         if not gloo.in_one_round(tensor.nbytes, group_size):
             return Steps(lambda: self._reduce_in_parts(tensor, op, group))
         if tensor.numel() > _UNCUT_NUMEL and tensor.dtype in _FLOATS:
-            return self.all_reduce(tensor, op, group)  # which gathers the rows and reduces them, too
+            return self.all_reduce(tensor, op, group)  # also gathers the rows and reduces them
         rows = tensor.new_empty((group_size, *tensor.shape))
         gathered = self.all_gather(as_bytes(tensor), group, out=as_bytes(rows).view(group_size, -1))
         return gathered.then(lambda _: narrow_floats.reduce_rows(rows.unbind(), op, out=tensor))
@@ -313,7 +313,7 @@ class NativeTransport(Transport):
         )
 
     def barrier(self, group: Group) -> Work:
-        # NCCL guesses a device unless it is told one.
+        # Without device_ids NCCL guesses a device.
         device_ids = None if "cpu" in self._backends else [self._device().index]
         handle = self._handle(group)
         return _TorchWork(
@@ -336,7 +336,7 @@ class NativeTransport(Transport):
         return self.worlds_store() if self._own_store else None
 
     def worlds_store(self) -> Store | None:
-        """The store of the default process group, whoever has made it."""
+        """The store of the default process group, even if other code has made the group."""
         _, store = _torch.backend_and_store(self._world)
         return store if isinstance(store, Store) else None
 
@@ -380,12 +380,12 @@ class _TorchWorks(_TorchWork):
 
 
 def _connected_again(store: Any) -> Any:
-    """Another connection to ``store``, if it can make one: MPI has none, and users may bring their own."""
+    """A new connection to ``store``, or ``store`` if it cannot be cloned; None without a store (MPI)."""
     if store is None:
         return None
     try:
         return store.clone()
-    except DistError:  # the store is gone
+    except DistError:  # the store's server is gone
         raise
-    except RuntimeError:  # a store written in Python does not say how
+    except RuntimeError:  # a user's store, written in Python, has no clone()
         return store

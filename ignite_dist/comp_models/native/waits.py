@@ -1,4 +1,4 @@
-"""Which of torch's groups a rank waits in, by the frames of its thread, and how far each group has come."""
+"""Finds the process group that a rank waits in, from its thread's frames, and counts the calls per group."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from ignite_dist.comp_models.work import work_of
 
 __all__ = ["calls_begun", "waited_for"]
 
-# gloo counts messages as calls of the group, so two ranks that send each other some have made more "calls"
-# than the others: a higher count alone does not say that another rank lacks a call.
+# gloo counts messages as calls of the group. So a rank with a lower count does not always lack a collective.
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
-# No rank can complete one of these before all have begun it.
+# No rank can complete one of these collectives before all ranks have begun it.
 _NEEDS_ALL = frozenset(
     {
         *("all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "all_gather_object"),
@@ -27,30 +26,23 @@ _NEEDS_ALL = frozenset(
     }
 )
 _BROADCASTS = frozenset({"broadcast", "broadcast_object_list"})
-# The modules of torch in which the group that a rank waits in can be seen. Elsewhere it waits for what it has
-# begun before, in the backward pass of a DistributedDataParallel, say.
+# Modules of torch whose frames show the group of the wait. In other modules a rank waits for collectives that
+# it has begun earlier, for example in the backward pass of a DistributedDataParallel.
 _WHERE_SEEN = ("torch.distributed.distributed_c10d", "torch.nn.parallel.distributed")
 
 
 def calls_begun() -> dict[str, int | None]:
-    """How many calls, also of other libraries, each live group of this rank has begun, by its name."""
+    """Number of calls, also by other libraries, that each live group of this rank has begun, by its name."""
     return {group.group_name: _torch.sequence_number(group) for group, _ in _torch.groups_and_stores()}
 
 
 def waited_for(frame: FrameType, world: ProcessGroup, rank: int, device: torch.device) -> WaitedFor:
-    """See ``ComputationModel.waited_for``.
-
-    Args:
-        frame: the frame.
-        world: the group of all ranks.
-        rank: this one.
-        device: where it computes.
-    """
+    """See :meth:`Transport.waited_for`. ``rank`` and ``device`` are this rank's."""
     work = work_of(frame)
     if work is not None:
         return WaitedFor(work.ranks, work.group_name, is_known=True, needs_all=work.needs_all)
     if frame.f_globals.get("__name__") not in _WHERE_SEEN:
-        # Elsewhere than on the CPU a thread that computes cannot be told from one that waits.
+        # On a GPU, a thread that computes cannot be distinguished from a thread that waits.
         return WaitedFor(_in_each_group() if device.type == "cpu" else ())
     names = _names(frame)
     if names & _MESSAGES:
@@ -74,12 +66,12 @@ def waited_for(frame: FrameType, world: ProcessGroup, rank: int, device: torch.d
 def _ranks_of(group: ProcessGroup) -> tuple[int, ...]:
     try:
         return tuple(dist.get_process_group_ranks(group))
-    except KeyError:  # it is being made, or was destroyed
+    except KeyError:  # the group is being made, or was destroyed
         return ()
 
 
 def _names(frame: FrameType | None) -> set[str]:
-    """The functions of libraries that the user's code is in."""
+    """The names of the library functions on the stack, from ``frame`` to the user's code."""
     names = set()
     while frame is not None and is_library(frame):
         names.add(frame.f_code.co_name)
@@ -88,17 +80,17 @@ def _names(frame: FrameType | None) -> set[str]:
 
 
 def _rank_named(frame: FrameType, *names: str) -> int | None:
-    """The rank that an argument of one of these names gives, as a rank of the world or of the group."""
+    """The global rank from an argument in ``names`` (a global rank) or ``group_<name>`` (a group rank)."""
     rank = local_of(frame, *names)
     if rank is None and (position := local_of(frame, *(f"group_{name}" for name in names))) is not None:
         try:
             rank = dist.get_global_rank(local_of(frame, "group"), position)
-        except ValueError:  # no group of this rank, or it has no such position
+        except ValueError:  # this rank is not in the group, or the group has no such rank
             return None
     return None if rank is None else int(rank)
 
 
 def _in_each_group() -> tuple[int, ...]:
-    """The ranks that are in each of this rank's groups: it waits for them, whichever group it waits in."""
+    """The ranks in all groups of this rank. This rank waits for them, whichever group it waits in."""
     members = [ranks for ranks in _torch.ranks_of_groups() if len(ranks) > 1]
     return tuple(set.intersection(*members)) if members else ()

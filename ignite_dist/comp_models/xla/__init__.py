@@ -1,4 +1,4 @@
-"""XLA devices: replicas in processes, or in threads of one."""
+"""XLA devices: replicas in processes, or in threads of one process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """torch_xla's private names. No other file of the package uses one.
 
-See :mod:`ignite_dist._torch` for what the fields say. torch_xla is imported by the functions that need it.
+:class:`ignite_dist._torch.PrivateName` describes the fields. Functions import torch_xla when they need it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
 
 
 def check() -> list[PrivateName]:
-    """Those of :data:`PRIVATE_NAMES` that the installed torch_xla lacks. Imports it."""
+    """The :data:`PRIVATE_NAMES` that the installed torch_xla lacks. Imports torch_xla."""
     return missing(PRIVATE_NAMES)
 
 
@@ -105,7 +105,7 @@ REPLICA_OF_TORCH_XLA = "_thread_fn"
 
 def is_runtime_initialized() -> bool:
     """True if this process has asked for an XLA device. Imports nothing."""
-    xlac = getattr(sys.modules.get("torch_xla"), "_XLAC", None)  # not there while it is being imported
+    xlac = getattr(sys.modules.get("torch_xla"), "_XLAC", None)  # None while torch_xla is imported
     return xlac is not None and xlac._xla_runtime_is_initialized()
 
 
@@ -119,14 +119,14 @@ def use_device(device: Any) -> None:
 
 
 def begin_to_compute(tensor: Tensor) -> None:
-    """Have what ``tensor`` is made of compiled and begun."""
+    """Compile the graph that computes ``tensor`` and start the computation."""
     import torch_xla
 
     torch_xla._XLAC._xla_sync_multi([tensor], [], wait=False)
 
 
 def forget_order_of_collectives(device: Any) -> None:
-    """Let the next collective on ``device`` depend on none before."""
+    """Make the next collective on ``device`` independent of earlier collectives."""
     import torch_xla
 
     torch_xla._XLAC._set_all_reduce_token(str(device), None)
@@ -136,7 +136,7 @@ def forget_order_of_collectives(device: Any) -> None:
 
 
 def device_types_of_plugins() -> list[str]:
-    """What ``PJRT_DEVICE`` may say beside the devices that torch_xla knows itself."""
+    """The values of ``PJRT_DEVICE`` that plugins of torch_xla add."""
     from torch_xla.experimental import plugins
 
     return list(plugins._plugin_registry)
@@ -157,28 +157,28 @@ def initialize_process(local_rank: int, num_processes: int) -> None:
 
 
 def num_tpu_chips() -> int:
-    """The number of TPU chips of this host."""
+    """Number of TPU chips of this host."""
     from torch_xla._internal import tpu
 
     return int(tpu.num_available_chips())
 
 
 def num_tpu_processes() -> int:
-    """How many processes share the TPU chips of this host."""
+    """Number of processes that share the TPU chips of this host."""
     from torch_xla._internal import tpu
 
     return int(tpu.num_local_processes())
 
 
 def num_replicas_per_tpu_chip() -> int:
-    """How many XLA devices one TPU chip is."""
+    """Number of XLA devices of one TPU chip."""
     from torch_xla._internal import tpu
 
     return int(tpu.num_logical_cores_per_chip())
 
 
 def num_neuron_processes() -> int:
-    """How many processes share the Neuron devices of this host."""
+    """Number of processes that share the Neuron devices of this host."""
     from torch_xla._internal import neuron
 
     return int(neuron.num_local_processes())

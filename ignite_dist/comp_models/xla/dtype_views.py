@@ -1,6 +1,6 @@
-"""Views of a tensor as another dtype on an XLA device, inside of the graph; and values as their bits.
+"""Views of a tensor as another dtype on an XLA device, inside of the graph; and conversion of values to bits.
 
-What is moved or added as ints is not rounded, a zero keeps its sign, and a NaN its bits.
+Values that are sent or added as ints are not rounded, a zero keeps its sign, and a NaN keeps its bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 __all__ = ["bits", "from_bits", "lower_dtype_views"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Those that XLA gives back as they are: an unsigned int comes back as a signed one.
+# The dtypes that XLA preserves. XLA returns other unsigned ints as signed ints.
 _XLA_NAMES = {
     torch.uint8: "u8",
     torch.int8: "s8",
@@ -28,13 +28,13 @@ _XLA_NAMES = {
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """``(*S) -> (n,)``, ints: two for a complex number."""
+    """The bits of ``tensor`` as ints: ``(*S) -> (n,)``. A complex number becomes two ints."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.reshape(-1).view(_BITS[real.itemsize])
 
 
 def from_bits(ints: Tensor, dtype: torch.dtype) -> Tensor:
-    """``(*S, n)``, ints, as ``dtype``."""
+    """The inverse of :func:`bits` in the last dimension: ``ints``, ``(*S, n)``, as ``dtype``."""
     if not dtype.is_complex:
         return ints.view(dtype)
     real = ints.view(dtype.to_real())
@@ -42,24 +42,23 @@ def from_bits(ints: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def lower_dtype_views() -> torch.library.Library:
-    """Bring the lowering of ``tensor.view(dtype)`` that torch_xla lacks, for as long as the result lives.
+    """Register a lowering of ``tensor.view(dtype)`` for the whole process, as long as the result lives.
 
-    Without it such a view takes the tensor to the CPU and back, in the middle of what should be one graph.
-    It holds for the whole process, like every kernel of torch.
+    torch_xla has no lowering: such a view copies the tensor to the CPU and back, which splits the graph.
     """
     from torch_xla.core import xla_op_registry
 
     bitcast = xla_op_registry.register("ignite_dist_bitcast", _lower)
 
     def view_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        if {tensor.dtype, dtype} == {torch.bool, torch.uint8}:  # XLA's bool is no byte
+        if {tensor.dtype, dtype} == {torch.bool, torch.uint8}:  # XLA's bool is not a byte
             return tensor.to(dtype)
         if not {tensor.dtype, dtype} <= set(_XLA_NAMES):
             return tensor.cpu().view(dtype).to(tensor.device)
         shape, ratio = list(tensor.shape), dtype.itemsize / tensor.itemsize
         if ratio != 1:
             shape[-1] = int(shape[-1] / ratio)
-        # A bitcast to a wider type takes the elements of each result as a dimension of their own.
+        # A bitcast to a wider type needs the elements of each result in an extra last dimension.
         split = [*shape, int(ratio)] if ratio > 1 else list(tensor.shape)
         result: Tensor = bitcast(tensor, to_type=_XLA_NAMES[dtype], split=split, shape=shape)
         return result

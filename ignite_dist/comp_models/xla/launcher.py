@@ -1,4 +1,4 @@
-"""Which replicas can be started on this host, and whether there is a device for them."""
+"""Starts replicas on this host, after a check that each replica gets a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["XlaLauncher", "check_pjrt_device"]
 
 
 class XlaLauncher(Launcher):
-    """Starts one process for each chip, or for each few of them, with a thread for each replica."""
+    """Starts one process per chip, or per several chips, with one thread per replica."""
 
     @classmethod
     def check(cls, *, nproc_per_node: int, nnodes: int | None = None, **kwargs: Any) -> None:
@@ -23,8 +23,8 @@ class XlaLauncher(Launcher):
         check_pjrt_device()
         if _torch_xla.is_runtime_initialized():
             raise RuntimeError(
-                "This process has used an XLA device, and PJRT gives the devices of a host to one process at "
-                "a time. Start the replicas before any XLA device is asked for, or from another process."
+                "This process has used an XLA device, and only one process at a time can use a host's "
+                "devices. Start the replicas before this process uses an XLA device, or from another process."
             )
         num_processes, num_replicas = replicas.counts_here()
         count = num_processes * num_replicas
@@ -49,18 +49,18 @@ class XlaLauncher(Launcher):
         join: bool = True,
         daemon: bool = False,
     ) -> Any:
-        """See ``idist.spawn``; PJRT itself finds the other hosts of a pod, each of which runs this."""
+        """See ``idist.spawn``. Each host of a pod calls this method; PJRT finds the other hosts."""
         cls.check(nproc_per_node=nproc_per_node, nnodes=nnodes)
         workers = replicas.start(entry, nproc_per_node, start_method, daemon)
         return workers.join() if join else workers
 
 
 def check_pjrt_device() -> None:
-    """Refuse a device that is not there, and the CPU where nobody asked for it: torch_xla's last resort."""
+    """Raise if PJRT's device is missing, or if torch_xla would use the CPU without ``PJRT_DEVICE=CPU``."""
     if "PJRT_DEVICE" in os.environ:
         replicas.counts_here()
         return
-    import torch_xla  # noqa: F401  # looks for a TPU, or what else a plugin brings, and sets PJRT_DEVICE
+    import torch_xla  # noqa: F401  # looks for a TPU or a plugin's device, and sets PJRT_DEVICE
 
     if os.environ.get("PJRT_DEVICE", "CPU") == "CPU":
         os.environ.pop("PJRT_DEVICE", None)

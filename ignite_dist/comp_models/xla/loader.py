@@ -1,4 +1,4 @@
-"""torch_xla's data loader, used like the one inside of it. Imported where an XLA device is in use."""
+"""torch_xla's data loader with the attributes of ``DataLoader``. Imported only if an XLA device is in use."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["DeviceLoader"]
 
 
 class DeviceLoader(MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no type information
-    """An ``MpDeviceLoader``, which brings batches to the device ahead of use, used like its ``DataLoader``.
+    """An ``MpDeviceLoader`` that prefetches batches to the device, with the attributes of ``DataLoader``.
 
-    Each batch that is taken ends a step of torch_xla: what has been computed lazily until then is run.
+    Each ``next()`` ends a step of torch_xla, which runs the lazy computations.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
@@ -26,17 +26,17 @@ class DeviceLoader(MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no ty
         super().__init__(loader, device)
 
     def __iter__(self) -> Pass:
-        # It fetches ahead, so the pass over the loader inside ends before the one out here.
+        # Batches are prefetched, so the pass over the inner loader ends before this pass.
         return Pass(_DeviceBatches(self._batches_from, self._batches_on), self.sampler)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # before __init__, and what is torch's own
+        if name.startswith("_"):  # not set before __init__, or private names of torch
             raise AttributeError(name)
         return getattr(self._batches_from, name)
 
 
 class _DeviceBatches:
-    """The batches of one pass, on the device, from threads of its own: passes do not disturb each other."""
+    """The batches of one pass, on the device. Each pass has its own threads, so passes are independent."""
 
     def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
         self._source = _Source(loader, device)
@@ -58,16 +58,16 @@ class _DeviceBatches:
         raise self._source.error
 
     def __del__(self) -> None:
-        # The threads of a pass that was broken off wait to hand on what nobody takes any more.
-        if hasattr(self, "_parallel"):  # else they could not be started
+        # The threads of an unfinished pass would wait forever for a reader of their batches.
+        if hasattr(self, "_parallel"):  # False if __init__ failed
             self._parallel.close()
 
 
 class _Source:
-    """A data loader as torch_xla's thread reads it.
+    """A data loader that a thread of torch_xla iterates over.
 
-    An exception would end that thread only, so the exception is stored for the loop. In a separate thread the
-    rank would be that of the process's first device, but the data set may shard itself by rank.
+    An exception would end that thread only, so the exception is stored for ``_DeviceBatches``. A new thread
+    has the rank of the process's first device, so the thread sets its device: a data set may read its rank.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:

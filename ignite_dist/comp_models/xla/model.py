@@ -1,6 +1,6 @@
-"""XLA through PJRT: TPUs, and the CPU to try things out.
+"""XLA through PJRT: TPUs, and the CPU for tests.
 
-Ranks are replicas, and several of them may be threads of one process: which one calls is asked each time.
+Ranks are replicas. Several replicas may be threads of one process, so each call looks up the caller's rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["XlaModel"]
 
 _GET = (
-    "It is no longer developed and has wheels for Python 3.10 to 3.13: "
+    "torch_xla is no longer developed and has wheels for Python 3.10 to 3.13: "
     "`pip install torch==2.9.0 torch_xla==2.9.0` in an environment of its own, or `make xla` in a checkout."
 )
 
@@ -52,7 +52,7 @@ def _available_backends() -> tuple[str, ...]:
 class XlaModel(ComputationModel):
     """The model of an initialized XLA runtime. One object for all replicas of this process.
 
-    The runtime cannot be ended, so which replicas use it, and which were told to, is noted here.
+    The runtime cannot be ended, so this object records which replicas have initialized and ended a context.
     """
 
     name: ClassVar[str] = "xla-dist"
@@ -79,9 +79,9 @@ class XlaModel(ComputationModel):
         super().__init__(XlaTransport(self, self._meeting))
         self.training = XlaTraining(self)
         if len(torch_xla.devices()) > 1:
-            # torch_xla counts each operation that it leaves to the CPU, in a table without a lock, and item()
-            # is one: two replicas whose first it is at the same time would end the process by SIGSEGV. So it
-            # happens here, once (torch_xla/csrc/aten_fallback.cpp). Data goes there and back; nothing is run.
+            # torch_xla counts CPU fallbacks, such as item(), in a table without a lock. If two replicas make
+            # their first item() at the same time, SIGSEGV ends the process. So the first item() is made here
+            # (torch_xla/csrc/aten_fallback.cpp). It copies data to the device and back, without a graph.
             torch.tensor(0).to(torch_xla.device()).item()
 
     # --- lifecycle ---------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class XlaModel(ComputationModel):
         ended = self._meeting.ended
         if ended and self.get_rank() in ended:
             return False
-        # Who has an XLA device at hand may still make a context of another kind.
+        # A process that only uses an XLA device may still make a context of another backend.
         return self._world_size > 1 or WORLD_STATE.default_pg is None or bool(self._initialized)
 
     def gives_way_to(self, model: type[ComputationModel]) -> bool:
@@ -138,7 +138,7 @@ class XlaModel(ComputationModel):
         try:
             self.transport.meet(replicas.END)
         except RankFailedError as error:
-            warnings.warn(f"Not every rank came to finalize(): {error}", stacklevel=4)
+            warnings.warn(f"Not every rank reached finalize(): {error}", stacklevel=4)
 
     def close(self) -> None:
         self._end()

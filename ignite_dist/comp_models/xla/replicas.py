@@ -1,7 +1,7 @@
-"""The replicas of XLA that share a process, as threads: how they are started, and where they meet.
+"""XLA replicas that are threads of one process: how they are started, and how they synchronise.
 
-What torch_xla's own launcher does is done here for the workers of ``spawn``, so that each replica's result
-and failure come home: that one returns nothing, and tells of a failure only when all replicas have ended.
+``spawn`` does not use torch_xla's launcher, which returns no results, and reports a failure only after all
+replicas have ended.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ __all__ = ["END", "Meeting", "counts_here", "meeting_here", "start"]
 
 _logger = logging.getLogger(__name__)
 
-# How long a replica waits for the others before it reports the wait, and the polling interval.
+# Seconds until a replica that waits for other replicas logs a warning, and the polling interval.
 _PATIENCE_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 
 _RULE = (
-    "All ranks make the same calls in the same order, with tensors of one shape and dtype (all_gather_ragged "
-    "takes others); with XLA that holds for a group's, too, members or not."
+    "All ranks must make the same calls in the same order, with tensors of one shape and dtype (except for "
+    "all_gather_ragged). With XLA, ranks outside of a group must make the group's calls, too."
 )
 _WAITING = f"Rank %d has waited %.0f s in %s. Only ranks %s of this process have made this call. {_RULE}"
 _ENDED = (
-    "Another replica of this process has returned or failed, and will not come to {call}. (What it raised, "
-    "torch_xla.launch does not tell before all replicas have ended; idist.spawn does at once.)"
+    "Another replica of this process has returned or failed, and will not reach {call}. (torch_xla.launch "
+    "reports its exception only after all replicas have ended; idist.spawn reports it at once.)"
 )
 
 
@@ -56,7 +56,7 @@ END = "the end of its context, by finalize() or because its function has returne
 
 
 class _Round:
-    """The replicas that have come to one collective, each with the call that it is about to make."""
+    """The replicas that have reached one collective, and the call that each replica is about to make."""
 
     def __init__(self) -> None:
         self.calls: dict[int, str] = {}
@@ -69,10 +69,10 @@ class _Round:
 
 
 class Meeting:
-    """Where the replicas of this process meet before each collective.
+    """Synchronises the replicas of this process before each collective.
 
-    Inside PJRT a replica that waits for the others for ten seconds ends the whole process, and so does one
-    that makes another call than they do. Here it waits as long as it takes, and hears of both.
+    PJRT ends the whole process if a replica waits for others for ten seconds, or if replicas make different
+    calls. Here a replica waits without a limit and logs a long wait, and different calls raise an exception.
 
     Args:
         size: number of replicas in this process.
@@ -86,21 +86,21 @@ class Meeting:
 
     @waits_for_ranks
     def meet(self, rank: int, call: str) -> None:
-        """Return when all replicas of this process have come with the same ``call``.
+        """Return when all replicas of this process have called this method with the same ``call``.
 
         Raises:
-            MissingRanksError: some have come to the end of their contexts, and others make a collective;
-                raised on all that have come.
-            CollectiveMismatchError: they came with different calls; raised on all of them.
-            RankFailedError: another one has failed, and will not come.
-            DistributedError: another one has ended without a word.
+            MissingRanksError: some replicas have reached the end of their contexts, and others make a
+                collective; raised on all these replicas.
+            CollectiveMismatchError: the replicas make different calls; raised on all replicas.
+            RankFailedError: another replica has failed.
+            DistributedError: another replica has ended without :meth:`fail`.
         """
         with self._changed:
             here = self._round
             if here.failure is None and rank in here.calls:
                 raise RuntimeError(
-                    f"Rank {rank} is in a collective already, in another thread. Collectives of one rank are "
-                    "called one after the other."
+                    f"Another thread of rank {rank} is in a collective. Call the collectives of one rank one "
+                    "after the other."
                 )
             here.calls[rank] = call
             if here.ended() or (len(here.calls) == self.size and here.failure is None):
@@ -110,7 +110,7 @@ class Meeting:
             while len(here.calls) < self.size and here.failure is None and not here.ended():
                 if self._changed.wait(_LOOK_SECONDS) or self._round is not here:
                     continue
-                if 0 < _num_running() < self.size:  # (none: they were started in a way of their own)
+                if 0 < _num_running() < self.size:  # 0: other code has started the replicas
                     del here.calls[rank]
                     raise DistributedError(_ENDED.format(call=call))
                 if time.monotonic() > warn_at:
@@ -122,7 +122,7 @@ class Meeting:
             others = sorted(set(here.calls) - set(ended))
             waiting = "; ".join(f"rank {one}: {here.calls[one]}" for one in others)
             raise MissingRanksError(
-                f"{describe_ranks(ended).capitalize()} came to {END}, and others wait for them: {waiting}.",
+                f"{describe_ranks(ended).capitalize()} reached {END}, but other ranks wait: {waiting}.",
                 ended,
                 dict.fromkeys(ended, END),
             )
@@ -131,7 +131,7 @@ class Meeting:
             raise CollectiveMismatchError(f"The ranks made different calls. {described}. {_RULE}")
 
     def enter(self, rank: int) -> None:
-        """Begin a context, the first one or another."""
+        """Begin a context of ``rank``, possibly after an earlier one."""
         with self._changed:
             if rank in self.ended:
                 self.ended.remove(rank)
@@ -147,9 +147,9 @@ class Meeting:
 
 
 def _num_running() -> int:
-    """Return the number of this process's threads that run as replicas, whichever code started them.
+    """Number of this process's threads that run a replica, whichever code has started them.
 
-    The thread of a replica that has returned lives on in the pool of torch_xla's launcher.
+    Each stack is searched, because threads in the pool of torch_xla's launcher outlive their replicas.
     """
     num_running = 0
     for frame in sys._current_frames().values():
@@ -168,13 +168,13 @@ _making = threading.Lock()
 
 
 def meeting_here() -> Meeting:
-    """The one meeting of this process, whose runtime is live."""
+    """The only :class:`Meeting` of this process. The XLA runtime must be initialized."""
     global _meeting
     with _making:
         if _meeting is None:
             from torch_xla import runtime
 
-            # A world of one does not replicate, however many devices this process has.
+            # A world of one rank has one replica, however many devices this process has.
             _meeting = Meeting(runtime.addressable_device_count() if runtime.world_size() > 1 else 1)
         return _meeting
 
@@ -183,12 +183,12 @@ def meeting_here() -> Meeting:
 
 
 def counts_here() -> tuple[int, int]:
-    """How many processes PJRT starts on this host, and with how many replicas each.
+    """Number of processes that PJRT needs on this host, and of replicas in each process.
 
-    Local: nothing is initialised. Only for other devices than the CPU is torch_xla imported.
+    This initializes no device, and imports torch_xla only if ``PJRT_DEVICE`` is not the CPU.
 
     Raises:
-        ValueError: ``PJRT_DEVICE`` or ``CPU_NUM_DEVICES`` names something that there is not.
+        ValueError: ``PJRT_DEVICE`` or ``CPU_NUM_DEVICES`` is invalid.
     """
     device_type = os.environ.get("PJRT_DEVICE")
     if device_type == "CPU":
@@ -216,7 +216,7 @@ def counts_here() -> tuple[int, int]:
 def start(
     entry: Callable[..., Any], nproc_per_node: int, start_method: str | None, daemon: bool
 ) -> processes.Workers:
-    """Start processes whose threads run ``entry(local_rank)``, a replica each; or one replica alone."""
+    """Start processes with one thread per replica, which calls ``entry(local_rank)``; or a single replica."""
     num_processes, num_replicas = (1, 1) if nproc_per_node == 1 else counts_here()
     environs = []
     for local_process in range(num_processes):
@@ -225,8 +225,8 @@ def start(
             "PJRT_LOCAL_PROCESS_COUNT": str(num_processes),
         }
         if "XLA_THREAD_POOL_SIZE" not in os.environ:
-            # A replica inside a collective holds a thread of this pool. It has one for each core, and where
-            # that is fewer than replicas the last of them never gets there.
+            # A replica inside a collective occupies a thread of this pool, which has one thread per core. If
+            # the pool has fewer threads than replicas, the last replica never enters the collective.
             environ["XLA_THREAD_POOL_SIZE"] = str(max(num_replicas, num_cores()))
         environs.append(environ)
     return processes.start(
@@ -250,7 +250,7 @@ def _run_alone(sent: Any, posts: Sequence[Post]) -> Failure | None:
 
 
 def _run_replicas(sent: Any, posts: Sequence[Post]) -> Failure | None:
-    """One thread for each device of this process, as torch_xla's own launcher has it."""
+    """Run a replica in one thread for each device of this process, like torch_xla's launcher."""
     import torch_xla
 
     _torch_xla.initialize_process(
@@ -285,13 +285,13 @@ def _run_replica(sent: Any, post: Post, device: Any, failures: list[Failure]) ->
     if failure is not None:
         failures.append(failure)
     meeting = meeting_here()
-    if rank not in meeting.ended:  # it has failed, or left by sys.exit()
+    if rank not in meeting.ended:  # the replica has failed, or called sys.exit()
         error_type = failure.error_type if failure else SystemExit.__name__
         meeting.fail(rank, error_type, failure.traceback if failure else "")
 
 
 def _result_on_cpu(sent: Any, local_rank: int) -> Any:
-    """What the call returns, with tensors on the CPU: the launcher has no XLA device to put them on."""
+    """The result of the call, with tensors on the CPU, because the launcher has no XLA device."""
     call = serialization.decode(sent) if isinstance(sent, bytes) else sent
     result = call(local_rank)
     leaves, _ = pytree.flatten(result, is_local=True)

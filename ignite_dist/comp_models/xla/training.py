@@ -18,7 +18,7 @@ __all__ = ["XlaTraining"]
 
 
 class XlaTraining(Training):
-    """Gradients are averaged in the optimizer's step; loaders bring their batches to the device."""
+    """The optimizer's step averages gradients; loaders copy their batches to the device."""
 
     def __init__(self, context: ComputationModel) -> None:
         from torch_xla.core import xla_model
@@ -39,17 +39,17 @@ class XlaTraining(Training):
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
         if all(parameter.device.type != "xla" for parameter in parameters_of(optimizer)):
             raise ValueError(
-                "None of the optimizer's parameters is on an XLA device. Moved there, a model has new ones: "
-                "make the optimizer from the parameters of what auto_model has returned."
+                "None of the optimizer's parameters is on an XLA device. Moving a model to a device replaces "
+                "its parameters: make the optimizer from the parameters of the model that auto_model has "
+                "returned."
             )
         return optimizer
 
     def make_loader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
         from ignite_dist.comp_models.xla.loader import DeviceLoader
 
-        if (
-            self.context.ranks_in_process() > 1
-        ):  # torch's own draws in between would be another replica's, too
+        # The replicas of one process would share torch's generator.
+        if self.context.ranks_in_process() > 1:
             seed = torch.initial_seed() + self.context.get_rank()
             kwargs.setdefault("generator", torch.Generator().manual_seed(seed))
         return DeviceLoader(loader_class(dataset, None)(dataset, **kwargs), self.context.device())

@@ -1,4 +1,4 @@
-"""Tensors over the collectives of torch_xla: in the graph, or in step with the replicas beside this one."""
+"""The transport over torch_xla's collectives: lazy for one replica in the process, else synchronised."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _REDUCED = frozenset(
         torch.float64,
     }
 )
-# PJRT's CPU has no all-reduce for bfloat16. TPUs have one, and none for float64, which they emulate: "While
+# PJRT's CPU has no all-reduce for bfloat16. TPUs emulate float64 and have no all-reduce for it: "While
 # rewriting computation to not contain X64 element types, XLA encountered ... all-reduce".
 _REDUCED_BY_TPUS = _REDUCED - {torch.float64} | {torch.bfloat16}
 
-# Replicas of one process wait for each other by the compiled module, and two that compile the same graph at
-# the same time get two: one after the other, the second finds what the first has compiled.
+# Replicas of one process must run the same compiled module. Two replicas that compile the same graph at the
+# same time get two modules. With this lock, the second replica finds the first replica's module.
 _compiling = threading.Lock()
 
 
@@ -46,8 +46,8 @@ class XlaTransport(Transport):
     """The collectives of the replicas of this process.
 
     Args:
-        context: knows which replica calls.
-        meeting: where the replicas of this process wait for each other.
+        context: knows the rank of the calling replica.
+        meeting: synchronises the replicas of this process.
     """
 
     groups_need_everyone: ClassVar[bool] = True
@@ -64,19 +64,19 @@ class XlaTransport(Transport):
         self._world_size: int = runtime.world_size()
         self._real_names = dict(zip(torch_xla.devices(), xla_model.xla_real_devices(), strict=True))
         self._reduced = _REDUCED_BY_TPUS if runtime.device_type() == "TPU" else _REDUCED
-        self._store = HashStore()  # for replicas that all are in this process
+        self._store = HashStore()  # used if this process runs all replicas
 
     def store(self) -> Store | None:
         return self._store if self._meeting.size == self._world_size else None
 
-    # --- groups: what a handle is for other backends is just the ranks here ------------------------------
+    # --- groups: a handle is a tuple of ranks ------------------------------------------------------------
 
     def make_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
         check_keywords("new_group", options, ())
         return ranks
 
     def ranks_of(self, handle: Any) -> tuple[int, ...]:
-        raise ValueError(f"A group is a list of ranks or what new_group gave, got {handle!r}.")
+        raise ValueError(f"A group is a list of ranks or a result of new_group, got {handle!r}.")
 
     # --- tensor primitives -----------------------------------------------------------------------------
 
@@ -92,11 +92,11 @@ class XlaTransport(Transport):
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
         if tensor.numel() and tensor.device.type == "xla" and not _is_one_of_more(group):
             groups = None
-            if group.handle is not None:  # XLA's are a partition of the world: each of the others is alone
+            if group.handle is not None:  # XLA's groups partition the world: other ranks are alone
                 others = set(range(self._world_size)).difference(group.ranks)
                 groups = [list(group.ranks), *([rank] for rank in sorted(others))]
             if self._meeting.size == 1 and not _torch.is_view(tensor) and not tensor.is_inference():
-                # One node of the graph less, but torch_xla would leave the base of a view as it was.
+                # In place saves a node of the graph, but torch_xla would not update the base of a view.
                 self._xm.all_reduce(_OPS[op], [tensor], groups=groups)
                 return Completed(tensor)
             reduced = self._run(
@@ -111,7 +111,7 @@ class XlaTransport(Transport):
         if len(group.ranks) == 1 or not tensor.numel():
             rows = tensor.unsqueeze(0).expand(len(group.ranks), *tensor.shape).clone()
         else:
-            # Groups of a partition would have to be of one size for this.
+            # Gathered from the whole world: XLA's groups would need equal sizes.
             everyones = self._run(
                 _describe("all_gather", tensor, group),
                 dtype_views.bits(tensor).unsqueeze(0),
@@ -124,8 +124,8 @@ class XlaTransport(Transport):
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
         if len(group.ranks) == 1 or not tensor.numel():
             return Completed(tensor)
-        # A sum of which all but one are zero, and of ints, so that no bit is lost. Which one is data: a graph
-        # with the rank in it would be another one on each replica, and they could not meet in it.
+        # A sum in which only src's term is not zero; a sum of ints loses no bit. is_src is a tensor, because
+        # a constant would give each replica another graph, and a collective needs the same graph.
         bits = dtype_views.bits(tensor)
         is_src = torch.tensor([int(self._context.get_rank() == src)], dtype=bits.dtype).to(tensor.device)
         received = self._run(
@@ -142,19 +142,19 @@ class XlaTransport(Transport):
 
     @waits_for_ranks
     def meet(self, call: str) -> None:
-        """Return when all replicas have come with the same ``call``."""
+        """Return when all replicas have called this method with the same ``call``."""
         self._meeting.meet(self._context.get_rank(), call)
-        if self._meeting.size < self._world_size:  # and the other processes
+        if self._meeting.size < self._world_size:  # wait for other processes, too
             self.all_reduce(
                 torch.zeros(1, device=self._context.device()), "SUM", self._context.groups.world
             ).wait().item()
 
     @waits_for_ranks
     def _run(self, call: str, tensor: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
-        """The result of a collective: lazy where a replica has the process to itself, else there already.
+        """The result of a collective: lazy if this process has one replica, else computed.
 
-        Replicas of one process have to execute the same graph. So what goes in is computed first, all of them
-        meet, and what comes out is computed before anything of the user's can become a part of that graph.
+        Replicas of one process must execute the same graph. So the input is computed first, all replicas
+        synchronise, and the output is computed before user code can add to the graph.
         """
         if self._meeting.size == 1:
             return collective(tensor)
@@ -165,13 +165,13 @@ class XlaTransport(Transport):
             )
         self._xm.unlazy([tensor])
         self._meeting.meet(self._context.get_rank(), call)
-        result = collective(tensor)  # not in place: PJRT's CPU hangs where an input gives its memory up
+        result = collective(tensor)  # not in place: PJRT's CPU hangs if an input is donated
         with _compiling:
             _torch_xla.begin_to_compute(result)
-        # Each collective depends on the one before until this is taken back; what has been computed need not.
+        # Else the next collective would depend on this one, although this one has been started already.
         _torch_xla.forget_order_of_collectives(tensor.device)
-        # Calls under way hold threads of a pool, and with enough of them nobody can complete one. (Of this
-        # device: to wait for all of them would be to wait for those who wait for us.)
+        # Running calls occupy threads of a pool; too many of them would block each other. Wait for this
+        # device only, because replicas on other devices may wait for this one.
         self._xm.wait_device_ops([self._real_names[tensor.device]])
         return result
 
@@ -180,12 +180,12 @@ class XlaTransport(Transport):
 
 
 def _is_one_of_more(group: Group) -> bool:
-    """Whether it is a group of one rank, which needs nobody; not so a world of one, which may be asked to."""
+    """True if ``group`` is a single rank of the world, which needs no peer; False for a world of one rank."""
     return group.handle is not None and len(group.ranks) == 1
 
 
 def _describe(call: str, tensor: Tensor, group: Group) -> str:
-    """A collective as its caller knows it. What is not a tensor begins with one header."""
+    """The description of a collective for users. Objects and numbers begin with a header."""
     is_header = tensor.dtype is torch.uint8 and tuple(tensor.shape) == (serialization.HEADER_BYTES,)
     value = "an object or a number" if is_header else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
     return f"{call} of {value}" + (f" in the group {list(group.ranks)}" if group.handle is not None else "")

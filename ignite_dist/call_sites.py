@@ -73,7 +73,7 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the user's code, from ``frame`` outwards."""
     while frame is not None:
         path = frame.f_code.co_filename
-        is_of_library = _known.get(path)  # fast: the flight recorder calls this for each collective
+        is_of_library = _known.get(path)  # cached: the flight recorder calls this for each collective
         if is_of_library is None:
             is_of_library = _known[path] = is_library_path(path)
         if not is_of_library and not _is_generated(frame):

@@ -1,6 +1,6 @@
 """The errors that this package raises.
 
-Wrong arguments raise ``ValueError`` or ``TypeError``. Errors that need several processes derive from
+Wrong arguments raise ``ValueError`` or ``TypeError``. Errors that only distributed jobs can have derive from
 :class:`DistributedError`.
 """
 

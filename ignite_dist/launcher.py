@@ -57,7 +57,7 @@ class _Entry:
 
 
 class SpawnOptions(TypedDict, total=False):
-    """The keywords of :func:`spawn`, for editors. Each backend accepts a part of them."""
+    """The keywords of :func:`spawn`, for editors. Each backend accepts some of them."""
 
     nnodes: int | None
     node_rank: int | None
@@ -125,13 +125,13 @@ def spawn(
 ) -> Any:
     """Run ``fn(local_rank, *args, **kwargs_dict)`` in new processes, in a context of ``backend``.
 
-    One machine: no free port is needed, and sockets listen on the loopback interface only. A fork server that
-    has imported torch starts the workers. Workers inherit the launcher's current environment, working
+    On one machine, no free port is needed, and sockets listen on the loopback interface only. A fork server
+    that has imported torch starts the workers. Workers inherit the launcher's current environment, working
     directory and output. They import the main module again (as with ``torch.multiprocessing``), so a script
     must start its work under ``if __name__ == "__main__":``. If ``OMP_NUM_THREADS`` is not set, the workers
     share the cores.
 
-    Several machines (gloo or NCCL): call this function on each machine with the same ``nnodes``,
+    On several machines (gloo or NCCL), call this function on each machine with the same ``nnodes``,
     ``master_addr`` and ``master_port``, and with its own ``node_rank``; ``nproc_per_node`` may differ. Node 0
     listens at ``master_port`` for the other nodes, and at a second port for the ranks. gloo listens on the
     interface that reaches ``master_addr``, or on ``GLOO_SOCKET_IFNAME``. The call returns when the ranks of

@@ -5,7 +5,7 @@ only two kinds of public functions. Getters become constants under a guard. Coll
 operators of the graph (:mod:`ignite_dist.collectives.compiled`). Every other function is a graph break and
 runs uncompiled.
 
-Attributes on the functions tell the tracer this; eager calls get no slower. :mod:`ignite_dist._torch` sets
+Attributes on the functions control the tracer; eager calls get no slower. :mod:`ignite_dist._torch` sets
 the attributes, because torch's public functions for them (``torch.compiler.disable``,
 ``assume_constant_result`` and ``substitute_in_graph``) import the tracer, which takes half a second.
 """
@@ -44,7 +44,7 @@ def untraced(function: _Function) -> _Function:
 
 
 def _runs_alone(function: _Function) -> _Function:
-    """Decorator: when a call really runs, after a graph break, it runs uncompiled."""
+    """Decorator: after a graph break, the function runs uncompiled."""
     inner: Any = function
     while inner is not None:  # also the wrappers of contextmanager and wraps
         if isinstance(inner, FunctionType):
@@ -72,7 +72,7 @@ def resolved_while_tracing(function: _Function) -> _Function:
 
 
 def traced(function: _Function) -> _Function:
-    """Decorator: the tracer traces the function. For getters."""
+    """Decorator: the tracer traces the function. For getters and replacements."""
     _runs_alone(function)
     function._ignite_dist_traced = True  # type: ignore[attr-defined]
     return function

@@ -117,8 +117,8 @@ def all_reduce(
             some ranks. Nothing was sent.
         CollectiveMismatchError: the trees of the ranks differ in keys, shapes or dtypes, or the ranks passed
             different ``op``; raised on every rank. A single tensor is not compared. A tree without numbers
-            and with more than 448 bytes of tensors needs one more small collective for the comparison, which
-            synchronizes with a GPU.
+            and with more than 448 bytes of tensors needs one more small collective for the comparison. The
+            host waits for this collective, also on a GPU.
 
     Example::
 
@@ -216,7 +216,7 @@ def _reduce_leaves(
     """The reduced leaves. First the ranks compare the structures of their trees.
 
     All numbers, and tensors up to ``_INLINE_BYTES`` in total, are sent in the collective of that comparison.
-    Larger tensors: the small ones of one dtype and device type share a collective.
+    Otherwise tensors up to ``_PACK_BYTES`` with the same dtype and device type share a collective.
     """
     numbers = [position for position, leaf in enumerate(values) if not isinstance(leaf, Tensor)]
     if len(numbers) < len(values):

@@ -15,11 +15,7 @@ def copy_of(value: Any) -> Any:
 
 
 def check_blocking(function: str, async_op: bool) -> None:
-    """Refuse ``async_op`` with ``sync_grads``.
-
-    Raises:
-        ValueError: names ``function``.
-    """
+    """Raise ``ValueError`` for ``async_op`` with ``sync_grads``."""
     if async_op:
         raise ValueError(
             f"{function} with sync_grads=True returns a tensor with a gradient: do not pass async_op."

@@ -31,7 +31,7 @@ def check_differentiable(function: str, model: ComputationModel, tensor: Any, gr
     check_dense(function, tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"{function} with sync_grads=True takes floating-point tensors, got {tensor.dtype}.")
-    reduce_ops.check_reducible(tensor.dtype)  # in the backward pass
+    reduce_ops.check_reducible(tensor.dtype)  # for the backward pass
     if model.transport.groups_need_everyone and 1 < len(group.ranks) < model.get_world_size():
         raise ValueError(
             f"{function} with sync_grads=True takes no group= with backend {model.backend()!r}: this backend "

@@ -68,10 +68,10 @@ def barrier(group: Any = None, timeout: timedelta | None = None, *, async_op: bo
 def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
     """Make a group of ranks for ``group=``. Collectives also accept a list of ranks, and cache its group.
 
-    Who must call this function, or make the first collective with a list: without options, the members; with
-    options, or with Horovod, MPI or a default group made with ``device_id=``, every rank of the world. If
-    every rank of the world must call, all ranks must make their groups in the same order. With XLA a group
-    costs nothing, but every rank of the world must call each collective of the group.
+    Without options, only the members must call this function. Every rank of the world must call it with
+    options, with Horovod or MPI, or if the default group has a ``device_id``. All ranks must then make their
+    groups in the same order. The same rules apply to the first collective with a list of ranks. With XLA a
+    group costs nothing, but every rank of the world must call each collective of the group.
 
     Threads of one rank may run collectives at the same time if each thread uses its own groups (not with XLA,
     whose ranks are threads). Two calls with the same ranks make two groups. Make these groups in the same

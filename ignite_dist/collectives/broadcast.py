@@ -76,8 +76,8 @@ def broadcast(
         The value of ``src``.
 
     Raises:
-        ValueError: ``src`` is not a rank of the group, or a rank passed None: ``src`` in any mode, another
-            rank without ``safe_mode``. Nothing was sent.
+        ValueError: ``src`` is not a rank of the group, ``src`` passed None, or another rank passed None
+            without ``safe_mode``. Nothing was sent.
         TypeError: the object cannot be pickled. Nothing was sent.
         UnsafeObjectError: after :func:`safe_objects`, the type of an object is not registered.
 
@@ -131,7 +131,7 @@ def _check_src(src: int, group: Group, world_size: int) -> None:
 
 
 def broadcast_anything(model: ComputationModel, value: Any, src: int, group: Group) -> Any:
-    """Broadcast any value, or None. Only ``src`` knows its type; shape and dtype are sent before the data."""
+    """Broadcast any value, or None. ``src`` sends its shape and dtype before the data, if it is a tensor."""
     is_src = model.get_rank() == src
     sent: Any = (None, value)
     if is_src and isinstance(value, Tensor):

@@ -337,16 +337,9 @@ def new_group_by_name(
     timeout: timedelta,
     description: str,
 ) -> Any:
-    """Make a group with a chosen ``name``. Only the members need to call this function.
+    """Make a group of global ``ranks``. Only the members need to call this function.
 
-    Args:
-        name: equal on all members, and never used before.
-        ranks: global ranks.
-        rank: this rank.
-        backend: see :func:`backend_and_store`.
-        store: for the rendezvous of the members.
-        timeout: of the group's collectives.
-        description: for messages.
+    ``name`` must be equal on all members, and never used before. The members find each other over ``store``.
 
     Returns:
         The group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank outside the group.

@@ -61,7 +61,7 @@ def exchange_outcomes(
     """Gather the outcomes of all ranks of ``group``. Returns their values.
 
     Raises:
-        RankFailedError: another rank of the group failed and this rank did not. Names the first failed rank.
+        RankFailedError: another rank of the group failed, this rank did not. Names the first failed rank.
         CollectiveMismatchError: another rank called a different collective.
     """
     model.groups.check_not_joining()
@@ -100,8 +100,8 @@ def raise_together(group: Any = None) -> Iterator[None]:
 
     Use it for code that may fail on one rank between collectives, for example reading a file. Without it, the
     other ranks would wait for the failed rank in the next collective. The block must not call collectives,
-    because a failed rank would skip them. Every rank of the group must enter the block. Its end costs one
-    collective.
+    because a failed rank would skip them. Every rank of the group must enter the block. The end of the block
+    costs one collective.
 
     Args:
         group: as in :func:`all_reduce`. A rank outside only runs the block (with XLA it also takes part in

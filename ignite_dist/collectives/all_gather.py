@@ -74,7 +74,7 @@ def all_gather(
             ``out`` avoids the page faults of a new result. It may share memory with ``tensor``.
         sync_grads: True gives the result an autograd graph. The gradient of ``tensor`` is the gradient of the
             sum of all ranks' losses, as a contrastive loss over the whole batch needs it. The backward pass
-            is a collective, so every rank of the group must run it. It can be differentiated again. If the
+            is a collective, so every rank of the group must run it. Double backward works. If the
             ranks of a ``DistributedDataParallel`` use different parameters, pass
             ``group=new_group(range(get_world_size()))``: in the default group, the order of this collective
             and DDP's own collectives could differ between ranks.

@@ -75,7 +75,7 @@ def all_reduce(
     exact: bool = True,
     async_op: bool = False,
 ) -> Any:
-    """Reduce a value over the ranks of a group. Every rank of the group must call it and gets the result.
+    """Reduce a value over the ranks of a group. Every rank of the group must call this function.
 
     A tensor is reduced in place and returned: same object, device, dtype and memory layout on every backend.
     Autograd counts the result as a change in place: a backward pass that needs the old value raises.
@@ -96,9 +96,8 @@ def all_reduce(
             the group gets its own value back.
         inplace: False returns a new tensor and does not change ``tensor``.
         sync_grads: True returns a new tensor with an autograd graph. The gradient of ``tensor`` is the
-            gradient of the sum of all ranks' losses. Only for SUM and AVERAGE of floating-point tensors. The
-            backward pass is a collective, so every rank of the group must run it. It can be differentiated
-            again.
+            gradient of the sum of all ranks' losses. Only for SUM and AVERAGE of floating-point tensors.
+            Every rank of the group must run the backward pass, which is a collective. Double backward works.
         exact: False uses the backend's own SUM, AVERAGE or PRODUCT for float16 and bfloat16. The backend may
             round after each rank, and may overflow (60000 + 60000 - 60000 is inf in float16). True sends
             float64, except with gloo on the CPU, so False is faster on the other backends. Other dtypes

@@ -154,7 +154,7 @@ def _barrier(token: Tensor, ranks: list[int] | None) -> None:
     eager_functions["barrier"](ranks)
 
 
-# An operator with a gradient may not write to its inputs. So the next operators read the token, which orders
+# An operator with a gradient cannot write to its inputs. So the next operators read the token, which orders
 # them after earlier collectives, and _keep() writes to the token. A backward pass has no token: autograd
 # rejects a saved tensor that later forward passes change. Each backward call has a unique number, which stops
 # the compiler from merging two equal calls.

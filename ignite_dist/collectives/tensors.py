@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-# Large enough to hide the latency of a collective, small enough to copy.
+# Large enough that the latency of a collective does not matter, small enough to copy.
 PIECE_BYTES = 16 << 20
 
 # --- reduce ------------------------------------------------------------------------------------------
@@ -57,13 +57,7 @@ class Plan(NamedTuple):
 
 
 def plan_reduction(model: ComputationModel, op: str, tensor: Tensor, exact: bool = True) -> Plan:
-    """The plan for ``tensor``, cached per model.
-
-    Args:
-        model: reduces the tensor.
-        op: one of :data:`~ignite_dist.values.reduce_ops.OPS`.
-        tensor: the tensor to reduce.
-        exact: True rounds narrow floats only once; False is faster.
+    """The plan for ``tensor``, cached per model. ``exact=True`` rounds narrow floats only once.
 
     Raises:
         TypeError, ValueError: ``op`` does not support ``tensor``.

@@ -63,7 +63,7 @@ def _fill(tensor: Tensor, values: Tensor) -> None:
 
 
 def _checked(function: str, tensors: Iterable[Tensor]) -> list[Tensor]:
-    """``tensors`` as a list. Raises if one is not dense or not writable."""
+    """``tensors`` as a list. Raises if a tensor is not dense or not writable."""
     checked = list(tensors)
     for tensor in checked:
         check_dense(function, tensor)

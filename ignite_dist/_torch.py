@@ -1,9 +1,8 @@
-"""torch's private names. No other file of the package uses one.
+"""All private names of torch that the package uses.
 
-:data:`PRIVATE_NAMES` says of each why no public name does. The functions below are the way to use them.
-``ignite-dist env`` and the tests look each of them up in the torch that is installed.
-
-Horovod's and torch_xla's are in the folders of their backends.
+:data:`PRIVATE_NAMES` gives the reason for each name. Other files use the functions below. ``ignite-dist env``
+and the tests look up each name in the installed torch. The private names of Horovod and torch_xla are in the
+folders of their backends.
 """
 
 from __future__ import annotations
@@ -64,17 +63,17 @@ __all__ = [
 
 
 class PrivateName(NamedTuple):
-    """A name that a library does not promise to keep."""
+    """A private name of a library, which may change in any release."""
 
     name: str
-    """Dotted, from the module on. The last part may be one that is found in the code of the object before it:
-    an attribute that a class gives its objects, say."""
+    """Dotted path from the module. The last part may be a name in the code of the object before it, for
+    example an attribute that ``__init__`` sets."""
     why: str
-    """Why no public name does."""
+    """Why no public name is enough."""
     since: str
-    """The oldest release of the library that is known to have it."""
+    """The oldest known release with this name."""
     fallback: str
-    """What the package does where it is missing."""
+    """What the package does if the name is missing."""
 
 
 _OLD = "2.9 or older"  # 2.9 is the oldest torch that the package supports
@@ -86,30 +85,30 @@ _VARIABLES = "torch._dynamo.variables.functions"
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         f"{_C10D}._world",
-        "Every get_rank() reads default_pg. The public `torch.distributed.group.WORLD` is the same object at "
-        "twice the time. No public function lists the groups, or gives a group's backend and store as they "
-        "go into another group.",
+        "Every get_rank() reads default_pg. The public `torch.distributed.group.WORLD` takes twice the time. "
+        "No public function lists the groups, or returns the backend and the store of a group, which a new "
+        "group needs.",
         _OLD,
         _NO_IMPORT,
     ),
     PrivateName(
         f"{_C10D}._new_process_group_helper",
-        "new_group() names a group after the number of groups that the rank has made. Ranks with different "
-        "histories would then wait for each other for ever.",
+        "new_group() names a group by the number of earlier groups of the rank. Ranks with different numbers "
+        "would wait for each other for ever.",
         _OLD,
         "none: new_group() without options, and a collective with a list of ranks, raise AttributeError",
     ),
     PrivateName(
         f"{_C10D}._abort_process_group",
-        "ProcessGroup.abort() ends one group and leaves it in torch's tables. destroy_process_group() waits "
-        "for the other ranks.",
+        "ProcessGroup.abort() ends one group but does not remove it from torch's tables. "
+        "destroy_process_group() waits for the other ranks.",
         _OLD,
-        "none: the end of a context after a failure raises AttributeError",
+        "none: ending a context after a failure raises AttributeError",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._allgather_base",
-        "torch.distributed.all_gather_into_tensor() logs and counts around it, 15-25 us a call. A public "
-        "method, all_gather_single(), is younger than torch 2.9.",
+        "torch.distributed.all_gather_into_tensor() adds logs and counters, 15-25 us per call. The public "
+        "method all_gather_single() is newer than torch 2.9.",
         _OLD,
         "none: an all-gather that is too large for one round raises AttributeError",
     ),
@@ -127,91 +126,91 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._get_sequence_number_for_group",
-        "The watchdog compares how many calls each rank has begun, also those of other libraries. No public "
+        "The watchdog compares the number of collectives of each rank, also from other libraries. No public "
         "function counts them.",
         _OLD,
-        "none: the watchdog's thread fails when it looks",
+        "none: the watchdog's thread fails at its first check",
     ),
     PrivateName(
         "torch.distributed._functional_collectives",
-        "The module of a frame in which a rank waits for others.",
+        "The watchdog recognizes a waiting rank by a frame of this module.",
         _OLD,
-        "the watchdog does not see a rank wait in a functional collective of the user's own",
+        "the watchdog does not notice a wait in a functional collective that the user called",
     ),
     PrivateName(
         "torch.Tensor._version",
-        "Tells whether a gradient has been changed since it was averaged. torch.autograd.graph has only "
-        "increment_version(), which writes it.",
+        "Shows if a gradient changed after it was averaged. The public increment_version() only writes the "
+        "version.",
         _OLD,
         "none: optimizers that average gradients raise AttributeError",
     ),
     PrivateName(
         "torch.Tensor._base",
-        "An XLA tensor has no strides: only its base tells whether elements share memory.",
+        "An XLA tensor has no strides: only its base shows if elements share memory.",
         _OLD,
         "none: collectives of XLA tensors raise AttributeError",
     ),
     PrivateName(
         "torch.Tensor._is_view",
-        "torch_xla leaves the base of a view as it was. No public function says what a view is.",
+        "torch_xla does not update the base of a view. No public function tells if a tensor is a view.",
         _OLD,
         "none: all_reduce of XLA tensors raises AttributeError",
     ),
     PrivateName(
         "torch.save._use_new_zipfile_serialization",
-        "A zip archive, the default of torch.save(), takes 1,260 bytes for a small object, and the older "
-        "format 150. Only the latter fits the header of a message.",
+        "For a small object, torch.save() writes a zip archive of 1,260 bytes. The older format needs 150 "
+        "bytes, which fit in the header of a message.",
         _OLD,
-        "none: objects sent as safe ones raise TypeError",
+        "none: sending objects after safe_objects() raises TypeError",
     ),
     PrivateName(
         "torch.nn.modules.batchnorm._BatchNorm",
-        "The one class of BatchNorm modules of all dimensions, those of users too.",
+        "The common base class of all BatchNorm modules, also of user classes.",
         _OLD,
         "none: auto_model(sync_bn=True) over Horovod on GPUs raises AttributeError",
     ),
     PrivateName(
         f"{_DDP}._register_builtin_comm_hook",
-        "The only way to torch's hooks in C++.",
+        "The only way to use torch's C++ hooks.",
         _OLD,
         "none: auto_model(comm_hook=BuiltinCommHookType...) raises AttributeError, other hooks work",
     ),
     PrivateName(
         f"{_DDP}._register_buffer_comm_hook",
-        "The only way to a hook for buffers.",
+        "The only way to register a hook for buffers.",
         _OLD,
         "none: auto_model(buffer_hook=) raises AttributeError",
     ),
     PrivateName(
         f"{_DDP}._static_graph_delay_allreduce_enqueued",
-        "Tells whether a DistributedDataParallel with static_graph=True has had its first backward pass. "
-        "Accumulation before that one is an error deep inside of torch.",
+        "Shows if a DistributedDataParallel with static_graph=True has finished its first backward pass. "
+        "Accumulation before that pass fails deep inside torch.",
         _OLD,
-        "none: accumulation with static_graph=True raises AttributeError, without it works",
+        "none: accumulation with static_graph=True raises AttributeError",
     ),
     PrivateName(
         f"{_DDP}._set_params_and_buffers_to_ignore_for_model._ddp_params_and_buffers_to_ignore",
-        "Which parameters and buffers are each rank's own: the user says so to torch by the function, and "
-        "torch notes it on the module alone.",
+        "The user lists parameters and buffers that DDP must ignore by this function. torch stores the list "
+        "only in this attribute of the module.",
         _OLD,
-        "no parameter or buffer counts as a rank's own",
+        "no parameter or buffer is ignored",
     ),
     PrivateName(
         "torch.optim.Optimizer._optimizer_step_pre_hooks",
-        "register_step_pre_hook() does not say whether a hook is there already. And ZeRO's optimizer is a "
-        "new one, which takes the hooks over.",
+        "No public function tells if a hook is registered already. ZeRO makes a new optimizer, and the hooks "
+        "are copied to it.",
         _OLD,
         "none: auto_optim raises AttributeError",
     ),
     PrivateName(
         "torch.optim.Optimizer._optimizer_step_post_hooks",
-        "ZeRO's optimizer is a new one, which takes the hooks over.",
+        "ZeRO makes a new optimizer, and the hooks are copied to it.",
         _OLD,
         "none: auto_optim(zero=True) raises KeyError",
     ),
     PrivateName(
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
-        "The module inside of what torch.compile has put around it. No public function takes that off.",
+        "The module inside a compiled module. No public function returns it.",
         _OLD,
         "none: unwrap_model of a compiled model raises AttributeError",
     ),
@@ -229,11 +228,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             ("torch._C._dynamo.eval_frame._FrameExecStrategy", _NO_IMPORT),
             (
                 f"{_VARIABLES}.SkipFunctionVariable._torchdynamo_disable",
-                "none: torch.compile follows calls of the package into torch.distributed",
+                "none: torch.compile traces into torch.distributed and fails",
             ),
             (
                 f"{_VARIABLES}.SkipFunctionVariable._torchdynamo_disable_msg",
-                "a graph break of torch.compile does not say why",
+                "graph breaks of torch.compile have no reason in their message",
             ),
             (
                 f"{_VARIABLES}.UserFunctionVariable._torchdynamo_inline",
@@ -247,8 +246,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "torch.autograd.Variable._execution_engine",
-        "No public function runs something at the end of a backward pass. torch's own wrappers of models use "
-        "queue_callback() of this object.",
+        "No public function registers a callback for the end of a backward pass. torch's own model wrappers "
+        "use queue_callback() of this object.",
         _OLD,
         "none: a backward pass over Horovod raises AttributeError",
     ),
@@ -256,12 +255,12 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
 
 
 def check() -> list[PrivateName]:
-    """Those of :data:`PRIVATE_NAMES` that the installed torch lacks. Imports the tracer: half a second."""
+    """The :data:`PRIVATE_NAMES` that the installed torch lacks. Takes half a second: imports the tracer."""
     return missing(PRIVATE_NAMES)
 
 
 def missing(names: Iterable[PrivateName]) -> list[PrivateName]:
-    """Those of ``names`` that the installed libraries lack."""
+    """The members of ``names`` that the installed libraries lack."""
     return [one for one in names if not _is_found(one.name)]
 
 
@@ -278,9 +277,9 @@ def _is_found(name: str) -> bool:
 
 
 def _names_in_code_of(owner: Any) -> Iterator[str]:
-    """The parameters, and the names and strings in the code of a function, or of the methods of a class."""
+    """The parameters, names and strings in the code of a function or of the methods of a class."""
     for member in vars(owner).values() if isinstance(owner, type) else (owner,):
-        function = getattr(member, "__func__", member)  # of a class method
+        function = getattr(member, "__func__", member)  # unwrap a class method
         while hasattr(function, "__wrapped__"):
             function = function.__wrapped__
         if isinstance(function, FunctionType):
@@ -293,14 +292,14 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
-        elif isinstance(constant, CodeType):  # a function inside
+        elif isinstance(constant, CodeType):  # an inner function
             yield constant.co_name
             yield from _names_in(constant)
 
 
 # --- process groups ----------------------------------------------------------------------------------
 
-# The object itself and no function: is_current(), which every getter calls, reads `WORLD_STATE.default_pg`.
+# Not a function, for speed: is_current() reads `WORLD_STATE.default_pg` on every call of a getter.
 WORLD_STATE = distributed_c10d._world
 
 
@@ -324,8 +323,8 @@ def is_live(group: Any) -> bool:
 
 
 def ranks_of_groups() -> list[set[int]]:
-    """The ranks of each group that this rank knows of."""
-    groups = list(WORLD_STATE.pg_group_ranks.values())  # others may be made meanwhile
+    """The ranks of each group that this rank knows."""
+    groups = list(WORLD_STATE.pg_group_ranks.values())  # a copy: another thread may add a group
     return [set(ranks) for ranks in groups]
 
 
@@ -338,19 +337,12 @@ def new_group_by_name(
     timeout: timedelta,
     description: str,
 ) -> Any:
-    """A group of the rank's choice of ``name``, which needs its members only.
+    """Make a group of global ``ranks``. Only the members need to call this function.
 
-    Args:
-        name: the same on each member, and of no group before.
-        ranks: of the world.
-        rank: this rank.
-        backend: as :func:`backend_and_store` gives it.
-        store: where the members meet.
-        timeout: of its collectives.
-        description: for messages.
+    ``name`` must be equal on all members, and never used before. The members find each other over ``store``.
 
     Returns:
-        The group; ``GroupMember.NON_GROUP_MEMBER`` on ranks that are no members.
+        The group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank outside the group.
     """
     handle, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
@@ -368,18 +360,18 @@ def new_group_by_name(
 
 
 def abort_process_groups() -> None:
-    """End the groups of this rank without a word to the other ranks."""
+    """End all groups of this rank, without communication."""
     distributed_c10d._abort_process_group()
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
-    """The timeout of a group's collectives on ``device``; torch's default if its backend does not say."""
+    """The timeout of a group's collectives on ``device``; torch's default if the backend has no options."""
     options: Any = getattr(group._get_backend(device), "options", None)
     return options._timeout if options else default_pg_timeout
 
 
 def sequence_number(group: Any) -> int | None:
-    """How many calls of a group this rank has begun; None if its backend does not count."""
+    """Number of collectives that this rank has begun in a group; None if the backend does not count."""
     try:
         number: int = group._get_sequence_number_for_group()
         return number
@@ -395,32 +387,32 @@ def all_gather_into(
 
 
 FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
-"""The name of a module, as a frame in it has it."""
+"""``__name__`` in the frames of this module."""
 
 
 # --- tensors and backward passes ---------------------------------------------------------------------
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often the values of a tensor have been changed in place. (For each gradient: no function of Python.)"""
+"""Number of in-place changes of a tensor. An ``attrgetter``, for speed: it runs for each gradient."""
 
 
 def storage_base(tensor: Tensor) -> Tensor | None:
-    """The tensor that ``tensor`` is a view of; None if it is none."""
+    """The base of the view ``tensor``; None if ``tensor`` is not a view."""
     return tensor._base
 
 
 def is_view(tensor: Tensor) -> bool:
-    """True if ``tensor`` is a view of another one."""
+    """True if ``tensor`` is a view of another tensor."""
     return tensor._is_view()
 
 
 def save(value: Any, file: IO[bytes], pickle_module: Any, protocol: int, *, as_zip: bool) -> None:
-    """As ``torch.save``, in its default format, a zip archive, or in its older and shorter one."""
+    """``torch.save`` as a zip archive (torch's default), or in the older and shorter format."""
     torch.save(value, file, pickle_module, protocol, _use_new_zipfile_serialization=as_zip)
 
 
 def run_after_backward(function: Callable[[], None]) -> None:
-    """Call ``function`` at the end of the running backward pass, unless that fails."""
+    """Call ``function`` at the end of the current backward pass, unless the pass fails."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -428,43 +420,43 @@ def run_after_backward(function: Callable[[], None]) -> None:
 
 
 def register_builtin_hook(wrapper: Any, hook: dist.BuiltinCommHookType) -> None:
-    """Have a ``DistributedDataParallel`` average by one of torch's hooks in C++."""
+    """Register one of torch's C++ communication hooks on a ``DistributedDataParallel``."""
     wrapper._register_builtin_comm_hook(hook)
 
 
 def register_buffer_hook(wrapper: Any, *hook: Any) -> None:
-    """Have a ``DistributedDataParallel`` synchronise its buffers by a state, a function, and when."""
+    """Register a hook for buffers on a ``DistributedDataParallel``: state, function and location."""
     wrapper._register_buffer_comm_hook(*hook)
 
 
 def has_learnt_static_graph(wrapper: DistributedDataParallel) -> bool:
-    """True if a wrapper with ``static_graph=True`` has seen a backward pass that averages gradients."""
+    """True if a wrapper with ``static_graph=True`` has run a backward pass that averages gradients."""
     return bool(wrapper._static_graph_delay_allreduce_enqueued)
 
 
 def ignored_by_ddp(module: Module) -> Iterable[str]:
-    """The names of the parameters and buffers that ``DistributedDataParallel`` leaves as each rank's own."""
+    """The names of the parameters and buffers that ``DistributedDataParallel`` does not synchronize."""
     names: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return names
 
 
 def is_batch_norm(module: Module) -> bool:
-    """True for the modules that a ``SyncBatchNorm`` can stand in for."""
+    """True if ``SyncBatchNorm`` can replace the module."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
 def step_pre_hooks(optimizer: Optimizer) -> MutableMapping[int, Any]:
-    """What runs before each step, by the numbers of the handles."""
+    """Hooks that run before each step, by handle id."""
     return optimizer._optimizer_step_pre_hooks
 
 
 def step_hooks(optimizer: Optimizer) -> tuple[MutableMapping[int, Any], MutableMapping[int, Any]]:
-    """What runs before each step, and what runs after it."""
+    """Hooks that run before and after each step."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
 def inside_of_compiled(model: Module) -> Module | None:
-    """The module inside of what ``torch.compile`` has returned; None for another module."""
+    """The original module of a compiled module; None if ``model`` is not compiled."""
     compiler: ModuleType | Any = sys.modules.get("torch._dynamo.eval_frame")  # imported by torch.compile
     if compiler is None or not isinstance(model, compiler.OptimizedModule):
         return None
@@ -475,32 +467,32 @@ def inside_of_compiled(model: Module) -> Module | None:
 # --- marks for the tracer of torch.compile -----------------------------------------------------------
 
 _SKIP = eval_frame._FrameAction.SKIP
-# Neither the frame nor what it calls: between two graphs the tracer looks at each frame by itself.
+# Skip the frame and all frames below it. Without this, the tracer tries each frame after a graph break.
 _SKIP_ALL = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
 _MARKS = {"_torchdynamo_disable", "_torchdynamo_inline", "_dynamo_marked_constant"}
 
 
 def run_without_compiler(code: CodeType) -> None:
-    """Where the tracer meets a frame of ``code``, it leaves that and all that it calls alone."""
+    """Make the tracer skip frames of ``code`` and all calls inside them."""
     eval_frame.set_code_exec_strategy(code, _SKIP_ALL)
 
 
 def mark_as_untraced(function: Any, message: str) -> None:
-    """As ``torch.compiler.disable``: a call is a graph break, for which ``message`` is the reason."""
+    """Like ``torch.compiler.disable``: a call is a graph break with ``message`` as its reason."""
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = message
 
 
 def mark_replacement(function: Any, replacement: Callable[..., Any]) -> None:
-    """As ``torch.compiler.substitute_in_graph``: the tracer follows ``replacement``."""
+    """Like ``torch.compiler.substitute_in_graph``: the tracer traces ``replacement`` instead."""
     function._torchdynamo_inline = replacement
 
 
 def mark_as_constant(function: Any) -> None:
-    """As ``torch.compiler.assume_constant_result``: the tracer takes the result for a constant."""
+    """Like ``torch.compiler.assume_constant_result``: the tracer treats the result as a constant."""
     function._dynamo_marked_constant = True
 
 
 def has_mark_of_compiler(function: FunctionType) -> bool:
-    """True if one of the marks above is on ``function``."""
+    """True if ``function`` has one of the marks above."""
     return not _MARKS.isdisjoint(vars(function))

@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions take: refused with a hint before anything is started."""
+"""Checks of arguments that several functions share."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = [
 
 
 def as_int(value: Any) -> Any:
-    """An int of numpy's, or another whole number, as an int. All else is returned as it is, a bool too."""
+    """A NumPy int, or another type with ``__index__``, as an int. Other values, and bools, are unchanged."""
     if type(value) is int or isinstance(value, bool) or not hasattr(value, "__index__"):
         return value
     try:
         return index(value)
-    except TypeError:  # numpy's bool
+    except TypeError:  # a NumPy bool
         return value
 
 
 def as_port(value: Any) -> Any:
-    """A port as an int, where it is a text, as of the environment. Otherwise as :func:`as_int`."""
+    """A port given as a string of digits, as an int. Other values: see :func:`as_int`."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 5:
         return int(value)
     return as_int(value)
@@ -45,10 +45,10 @@ def keywords_of(function: Callable[..., Any]) -> set[str]:
 
 
 def check_keywords(function: str, given: Mapping[str, Any], allowed: Collection[str]) -> None:
-    """Refuse the keywords that ``function`` does not have.
+    """Raise if ``given`` has a keyword that ``function`` does not accept.
 
     Raises:
-        TypeError: names the keyword, what it may be a misspelling of, and what is allowed.
+        TypeError: with the unknown keyword, a similar allowed one, and all allowed keywords.
     """
     for name in given:
         if name not in allowed:
@@ -59,32 +59,28 @@ def check_keywords(function: str, given: Mapping[str, Any], allowed: Collection[
 
 
 def did_you_mean(name: str, allowed: Collection[str]) -> str:
-    """`` Did you mean 'x'?``, or nothing if nothing is like ``name``."""
+    """`` Did you mean 'x'?`` for the most similar name, or an empty string."""
     close = difflib.get_close_matches(name, allowed, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def check_counts(**counts: Any) -> None:
-    """Refuse what is not a number of things.
-
-    Raises:
-        ValueError: names the argument.
-    """
+    """Raise ``ValueError`` if an argument is not a positive int."""
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive int, got {value!r}.")
 
 
 def check_timeout(name: str, timeout: Any) -> None:
-    """Refuse what is not a time to wait.
+    """Raise if ``timeout`` is not a positive ``datetime.timedelta``.
 
     Raises:
-        TypeError: it is not a ``datetime.timedelta``.
-        ValueError: it is not positive.
+        TypeError: not a ``datetime.timedelta``.
+        ValueError: not positive.
     """
     if not isinstance(timeout, timedelta):
         hint = f" Use timedelta(seconds={timeout!r})." if isinstance(timeout, (int, float)) else ""
-        raise TypeError(f"{name} is a datetime.timedelta, got {timeout!r}.{hint}")
+        raise TypeError(f"{name} must be a datetime.timedelta, got {timeout!r}.{hint}")
     if timeout <= timedelta(0):
         raise ValueError(f"{name} must be positive, got {timeout}.")
 
@@ -97,19 +93,15 @@ def check_nodes(
     master_port: int | None,
     init_method: str | None,
 ) -> None:
-    """Refuse a launch whose numbers and addresses do not go together.
-
-    Raises:
-        ValueError: says which and what is missing.
-    """
+    """Raise ``ValueError`` if arguments of a launch are out of range, missing, or contradictory."""
     nnodes = 1 if nnodes is None else nnodes
     check_counts(nproc_per_node=nproc_per_node, nnodes=nnodes)
     if nnodes > 1 and node_rank is None:
         raise ValueError(f"nnodes={nnodes} needs node_rank, this machine's number in [0, {nnodes}).")
     node = 0 if node_rank is None else node_rank
     if type(node) is not int or not 0 <= node < nnodes:
-        raise ValueError(f"node_rank must be in [0, {nnodes}), the number of nodes; got {node_rank!r}.")
-    ports = range(0 if nnodes == 1 else 1, 65536)  # 0: any that is free, which nobody else would know
+        raise ValueError(f"node_rank must be in [0, {nnodes}), where {nnodes} is nnodes; got {node_rank!r}.")
+    ports = range(0 if nnodes == 1 else 1, 65536)  # 0 is any free port; other nodes could not know it
     if master_port is not None and (type(master_port) is not int or master_port not in ports):
         raise ValueError(f"master_port must be a port, an int in [{ports[0]}, 65535], got {master_port!r}.")
     if init_method not in (None, "env://"):

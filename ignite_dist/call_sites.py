@@ -1,4 +1,4 @@
-"""Where in the user's code a call comes from, and which frames are those of libraries."""
+"""Find the line of the user's code that made a call, and tell library frames from the user's frames."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = [
 
 _MAX_SITE = 90
 
-# Of this package, wherever this file is; of torch; of Python.
+# The folders of this package, of torch and of Python's standard library.
 _PACKAGE: str = sys.modules[__name__.partition(".")[0]].__path__[0]
 _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in (_PACKAGE, os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
 )
 _INSTALLED = ("torch", "torch_xla", "horovod", os.path.basename(_PACKAGE))
-# The code of backends that others have written: files, and folders of packages.
+# The files and package folders of third-party backends.
 _backends: set[str] = set()
 
 
@@ -40,9 +40,9 @@ def is_package_path(path: str) -> bool:
 
 
 def note_library(module: str) -> None:
-    """Count ``module``, which defines a backend, and its whole package as a library's code.
+    """Treat ``module``, which defines a backend, and its whole package as library code.
 
-    Not a script that defines a backend beside its own code.
+    A script (``__main__``) that defines a backend stays user code.
     """
     found = sys.modules.get(module.partition(".")[0])
     path = getattr(found, "__file__", None)
@@ -55,7 +55,7 @@ def note_library(module: str) -> None:
 
 @lru_cache(maxsize=4096)
 def is_library_path(path: str) -> bool:
-    """True if ``path`` is code of this package, of torch, of a backend's library or of Python's own."""
+    """True if ``path`` is code of this package, of torch, of a backend's library or of Python itself."""
     if path.startswith(tuple(_backends)):
         return True
     _, packages, rest = path.rpartition("-packages" + os.sep)  # site-packages, dist-packages
@@ -65,15 +65,15 @@ def is_library_path(path: str) -> bool:
 
 
 def is_library(frame: FrameType) -> bool:
-    """True if the code of ``frame`` is a library's; see :func:`is_library_path`."""
+    """True if ``frame`` runs library code; see :func:`is_library_path`."""
     return is_library_path(frame.f_code.co_filename)
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame, from ``frame`` on outwards, that is the user's own code."""
+    """The innermost frame of the user's code, from ``frame`` outwards."""
     while frame is not None:
         path = frame.f_code.co_filename
-        is_of_library = _known.get(path)  # each collective comes here while its calls are kept
+        is_of_library = _known.get(path)  # cached: the flight recorder calls this for each collective
         if is_of_library is None:
             is_of_library = _known[path] = is_library_path(path)
         if not is_of_library and not _is_generated(frame):
@@ -86,7 +86,7 @@ _known: dict[str, bool] = {}
 
 
 def local_of(frame: FrameType | None, *names: str) -> Any:
-    """The first variable of one of these names in the library's innermost frames; None if there is none."""
+    """The first local variable with one of ``names`` in the innermost library frames; None if not found."""
     while frame is not None and is_library(frame):
         for name in names:
             if (found := frame.f_locals.get(name)) is not None:
@@ -96,18 +96,18 @@ def local_of(frame: FrameType | None, *names: str) -> Any:
 
 
 def _is_generated(frame: FrameType) -> bool:
-    """True if torch.compile wrote the code: under a name, or into a file, that is each rank's own."""
+    """True if torch.compile generated the code. Its file or module names differ between ranks."""
     module = frame.f_globals.get("__name__", "")
     return frame.f_code.co_filename.startswith("<eval_with_key>") or module.startswith("torch._inductor.")
 
 
 def site_of(frame: FrameType | None) -> str:
-    """``"folder/file.py:12"``, the same on machines where the code is in different places."""
+    """``"folder/file.py:12"``, which is equal on machines with the code in different folders."""
     return "?" if frame is None else site_of_place(frame.f_code.co_filename, frame.f_lineno)
 
 
 def site_of_place(path: str, line: int) -> str:
-    """:func:`site_of` a line of a file."""
+    """:func:`site_of` for a file and a line."""
     return f"{_short(path)}:{line}"
 
 

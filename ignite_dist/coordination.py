@@ -1,4 +1,4 @@
-"""Which rank runs what, and how the others learn how it went."""
+"""Run code on one rank or on one rank first, and share failures with the other ranks."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Outcome(NamedTuple):
-    """How a rank's part went, and what came of it; ``error_type`` is empty where it went well.
+    """The result or the error of one rank. ``error_type`` is empty after success.
 
-    It travels as the plain tuple that it is, with ``kind`` to tell it from what other calls send.
+    It is sent as a plain tuple. ``kind`` distinguishes it from the objects of other collectives.
     """
 
     kind: str
@@ -58,20 +58,20 @@ def _outcome(rank: int, error: BaseException | None, value: Any) -> _Outcome:
 def exchange_outcomes(
     model: ComputationModel, group: Group, error: BaseException | None, value: Any = None
 ) -> list[Any]:
-    """Meet the other ranks of ``group`` and tell each other how it went: the value of each.
+    """Gather the outcomes of all ranks of ``group``. Returns their values.
 
     Raises:
-        RankFailedError: another rank of the group failed and this one did not. It is about the first.
-        CollectiveMismatchError: another rank has made another call.
+        RankFailedError: another rank of the group failed, this rank did not. Names the first failed rank.
+        CollectiveMismatchError: another rank called a different collective.
     """
     model.groups.check_not_joining()
     announce(model, "agreement", group)
     recorder = recorder_of(model)
-    if error is not None and recorder is not None:  # those that wait elsewhere want to know
+    if error is not None and recorder is not None:  # for the reports of ranks that wait in another call
         recorder.log_of(model.get_rank()).error = "".join(traceback.format_exception_only(error))[:200]
     rows = model.objects.gather(tuple(_outcome(model.get_rank(), error, value)), group)
     if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
-        raise CollectiveMismatchError("Some ranks tell each other how it went, and others make another call.")
+        raise CollectiveMismatchError("The ranks called different collectives.")
     outcomes = [_Outcome(*row) for row in rows]
     failed = [outcome for outcome in outcomes if outcome.error_type]
     if failed and error is None and model.get_rank() in group.ranks:
@@ -82,33 +82,34 @@ def exchange_outcomes(
 
 @contextmanager
 def _shared_outcome(model: ComputationModel, group: Group) -> Iterator[None]:
-    """A rank that raises in the block tells the others, which raise as well when they have left it."""
+    """If the block raises on one rank, the other ranks raise at the end of their blocks."""
     try:
         yield
     except BaseException as error:
         try:
             exchange_outcomes(model, group, error)
-        except RuntimeError as lost:  # what the user has to see is the error
-            _logger.warning("The other ranks could not be told of a %s here: %s", type(error).__name__, lost)
+        except RuntimeError as lost:  # the user must see the first error
+            _logger.warning("Could not report a %s to the other ranks: %s", type(error).__name__, lost)
         raise
     exchange_outcomes(model, group, None)
 
 
 @contextmanager
 def raise_together(group: Any = None) -> Iterator[None]:
-    """Context manager: if the block raises on one rank, every rank raises when it has come to its end.
+    """Context manager: if the block raises on one rank, every rank raises at the end of the block.
 
-    For what may fail on one rank between collectives (reading a file, a batch that is broken), after which
-    that rank would be missing in the next one. The block itself makes no collectives: those that a failed
-    rank leaves out would not be made good. Every rank of the group enters it; at its end it costs one
-    exchange.
+    Use it for code that may fail on one rank between collectives, for example reading a file. Without it, the
+    other ranks would wait for the failed rank in the next collective. The block must not call collectives,
+    because a failed rank would skip them. Every rank of the group must enter the block. The end of the block
+    costs one collective.
 
     Args:
-        group: as in :func:`all_reduce`. A rank outside runs the block alone (with XLA it takes part).
+        group: as in :func:`all_reduce`. A rank outside only runs the block (with XLA it also takes part in
+            the collective).
 
     Raises:
-        RankFailedError: on the ranks that did not raise themselves: the rank that failed first, with its
-            traceback. A rank whose process has ended in the block is the backend's own error, in seconds.
+        RankFailedError: on the ranks that did not raise. It names the rank that failed first, with its
+            traceback. If a process ends in the block, the other ranks get the backend's error within seconds.
 
     Example::
 
@@ -126,45 +127,45 @@ def raise_together(group: Any = None) -> Iterator[None]:
 
 
 def any_true(flag: bool, group: Any = None) -> bool:
-    """Whether ``flag`` is true on any rank of the group: a decision that all of them share.
+    """True on every rank if ``flag`` is true on any rank of the group. For early stopping, for example.
 
-    Every rank of the group calls it, and the answer is the same on all of them. For early stopping, say.
+    Every rank of the group must call this function.
 
     Args:
         flag: True or False, or a tensor of one element.
-        group: as in :func:`all_reduce`. A rank outside gets its own flag back.
+        group: as in :func:`all_reduce`. A rank outside the group gets its own flag back.
 
     Raises:
-        ValueError: an unknown group. Nothing was sent.
-        RuntimeError: a tensor of more elements, or of none. Nothing was sent.
+        ValueError: the group is unknown. Nothing was sent.
+        RuntimeError: a tensor with no element or with several. Nothing was sent.
 
     Example::
 
-        if idist.any_true(loss_is_nan):  # on one rank is enough, and all stop
+        if idist.any_true(loss_is_nan):  # if the loss is NaN on one rank, all ranks stop
             break
     """
     return bool(all_reduce(bool(flag), "OR", group=group))
 
 
 def all_true(flag: bool, group: Any = None) -> bool:
-    """Whether ``flag`` is true on every rank of the group. Otherwise as :func:`any_true`."""
+    """True if ``flag`` is true on every rank of the group. See :func:`any_true`."""
     return bool(all_reduce(bool(flag), "AND", group=group))
 
 
 def one_rank_only(
     rank: int = 0, with_barrier: bool = False, broadcast: bool = False
 ) -> Callable[[_Function], _Function]:
-    """Decorator: the function runs on one rank; on the others it returns None at once.
+    """Decorator: the function runs on one rank. On the other ranks it returns None at once.
 
     Args:
-        rank: the global rank that runs it.
-        with_barrier: all ranks wait until it has run, and all ranks have to call it.
-        broadcast: its result is returned on every rank, as by :func:`broadcast` (None too). Implies
+        rank: the global rank that runs the function.
+        with_barrier: True makes all ranks wait for the end of the function. All ranks must call it.
+        broadcast: True returns the result on every rank (see :func:`broadcast`; None is allowed). Implies
             ``with_barrier``.
 
     Raises:
-        RankFailedError: with ``with_barrier`` or ``broadcast``, on every other rank if the function raises.
-        ValueError: a ``rank`` that is not an int; with either of them, one that is not in the world.
+        RankFailedError: on every other rank if the function raises, with ``with_barrier`` or ``broadcast``.
+        ValueError: ``rank`` is not an int, or (with ``with_barrier`` or ``broadcast``) not in the world.
 
     Example::
 
@@ -175,7 +176,7 @@ def one_rank_only(
         def make_run_directory(): ...
     """
     if callable(rank):
-        raise TypeError("one_rank_only is called before it decorates: write @one_rank_only().")
+        raise TypeError("one_rank_only needs parentheses: write @one_rank_only().")
     rank = as_int(rank)
     if type(rank) is not int:
         raise ValueError(f"rank must be an int, got {rank!r}.")
@@ -202,7 +203,7 @@ def _run_on_one(
     with _shared_outcome(model, group):
         if model.get_rank() == rank:
             result = function()
-            if share_result:  # if it cannot be sent, the others have to hear of that instead
+            if share_result:  # raises here, so that the other ranks get the error
                 result = _sendable(result)
     if not share_result:
         return result
@@ -210,7 +211,7 @@ def _run_on_one(
 
 
 def _sendable(result: Any) -> Any:
-    """``result``, if it can be sent; a tensor in memory that it does not share with itself."""
+    """``result``, with a tensor made contiguous. Raises if it cannot be sent."""
     if isinstance(result, Tensor):
         check_dense("one_rank_only", result)
         return result.contiguous()
@@ -220,20 +221,20 @@ def _sendable(result: Any) -> Any:
 
 @contextmanager
 def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
-    """Context manager: the block runs on one rank, and on the others when it is through there.
+    """Context manager: the block runs on one rank first, then on the other ranks.
 
-    Every rank enters it, and the block makes no collectives. For a download, say, that the others then find
-    on the disk.
+    For example, the first rank downloads a file and the other ranks read it from the disk. Every rank must
+    enter the block. The block must not call collectives.
 
     Args:
-        rank: the rank that goes first.
-        local: ``rank`` is a local rank, and goes first on each node; nodes do not wait for each other
-            (with XLA they do).
+        rank: the rank that runs the block first.
+        local: True means that ``rank`` is a local rank, which runs first on its node. Nodes do not wait for
+            each other (with XLA they do).
 
     Raises:
         ValueError: ``rank`` is not in [0, world_size), or [0, nproc_per_node) with ``local``.
-        RankFailedError: on every other rank (of the node) if the block raises on the first; they do not run
-            it. What they raise in the block themselves later is theirs alone.
+        RankFailedError: on every other rank (of the node) if the block raises on the first rank. The other
+            ranks then skip the block. An error on a later rank is not shared.
 
     Example::
 
@@ -247,9 +248,7 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
         on_node = model.node_ranks()
         _check_rank(rank, len(on_node))
         first = on_node[rank]
-        if (
-            not model.transport.groups_need_everyone
-        ):  # else each node's group would be a call of the other nodes too
+        if not model.transport.groups_need_everyone:  # XLA needs every rank in each collective
             group = model.groups.resolve(sorted(on_node.values()))
     _check_rank(first, model.get_world_size())
     if model.get_rank() != first:

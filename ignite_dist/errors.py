@@ -1,7 +1,7 @@
 """The errors that this package raises.
 
-Wrong arguments are ``ValueError`` and ``TypeError``; everything that can only happen because several
-processes work together derives from :class:`DistributedError`.
+Wrong arguments raise ``ValueError`` or ``TypeError``. Errors that only distributed jobs can have derive from
+:class:`DistributedError`.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ __all__ = [
 
 
 class DistributedError(RuntimeError):
-    """Base of every error that has to do with several processes working together."""
+    """Base class of the errors of distributed jobs."""
 
 
 class EnvironmentVariablesError(DistributedError):
-    """The environment variables of a launcher are half set, or contradict each other."""
+    """The environment variables of a launcher are incomplete, invalid, or contradict each other."""
 
 
 class LaunchError(DistributedError):
-    """A job could not be started: a port in use, a function that cannot be sent to the workers."""
+    """A job could not start. For example, a port is in use, or a function cannot be sent to the workers."""
 
 
 class HostLostError(DistributedError):
-    """Another machine, or the network to it, has gone without a word, and a collective needed it.
+    """A collective failed because another machine, or the network to that machine, is lost.
 
     Attributes:
-        host: its name, where that is known; else empty.
-        address: its address.
+        host: name of the machine; empty if unknown.
+        address: address of the machine.
     """
 
     def __init__(self, host: str, address: str) -> None:
         self.host = host
         self.address = address
         known = f"{host} ({address})" if host else address
-        super().__init__(f"{known} does not answer any more: that machine, or the network to it, is gone.")
+        super().__init__(f"{known} does not answer any more: the machine, or the network to it, is gone.")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.host, self.address)
 
 
 class CollectiveMismatchError(DistributedError):
-    """Ranks entered one collective with values that do not belong together. Raised on every rank of it."""
+    """Ranks called one collective with values that do not match. Raised on every rank of the collective."""
 
 
 class MissingRanksError(DistributedError, TimeoutError):
-    """Ranks have not come to a collective, or to the start of the job, in time.
+    """Ranks did not join a collective, or the start of the job, before the timeout.
 
     Attributes:
-        ranks: those that have not come, ascending. Empty on one that has come when the others had given up.
-        where: where each of them is, as far as it is known: its last call or its stack.
+        ranks: the missing ranks, ascending. Empty on a rank that joined after the timeout of the others.
+        where: the last call or the stack of each missing rank, if known.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class MissingRanksError(DistributedError, TimeoutError):
 
 
 class UnsafeObjectError(DistributedError):
-    """What another rank sent could run code here, and was refused before it did: see ``idist.safe_objects``.
+    """An object from another rank was rejected, because it could run code here. See ``idist.safe_objects``.
 
     Attributes:
-        rank: the rank that sent it.
-        type_name: what was refused, ``"posix.system"`` for example; empty if all of it was.
+        rank: the rank that sent the object.
+        type_name: the rejected type or function, for example ``"posix.system"``; empty if unknown.
     """
 
     def __init__(self, message: str, rank: int, type_name: str = "") -> None:
@@ -98,9 +98,9 @@ class RankFailedError(DistributedError):
 
     Attributes:
         rank: the rank that failed first.
-        error_type: the name of what it raised, ``"ValueError"`` for example.
-        traceback: that rank's traceback as text; empty if it died without one.
-        host: the host that it ran on; empty where nobody has told.
+        error_type: the class name of its exception, for example ``"ValueError"``.
+        traceback: traceback of the failed rank as text; empty if it ended without one.
+        host: the host of the failed rank; empty if unknown.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class WorkerRaisedError(RankFailedError, ProcessRaisedException):
     ) -> None:
         ProcessRaisedException.__init__(self, message, error_index, error_pid)
         RankFailedError.__init__(self, rank, error_type, traceback, message, host)
-        self.error_pid = error_pid  # torch 2.9 calls it pid
+        self.error_pid = error_pid  # torch 2.9 names it pid
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (
@@ -147,10 +147,10 @@ class WorkerRaisedError(RankFailedError, ProcessRaisedException):
 
 
 class WorkerExitedError(RankFailedError, ProcessExitedException):
-    """A worker of ``spawn`` ended without a result: a signal, or an exit of its own.
+    """A worker of ``spawn`` ended without a result: by a signal or ``sys.exit()``.
 
-    Also a ``torch.multiprocessing.ProcessExitedException``, with ``exit_code`` and ``signal_name``. Its
-    ``traceback`` is where ``sys.exit()`` was called, or where each thread was at a segmentation fault.
+    Also a ``torch.multiprocessing.ProcessExitedException``, with ``exit_code`` and ``signal_name``. The
+    ``traceback`` shows the call of ``sys.exit()``, or the stack of each thread at a segmentation fault.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Start workers, or join those that a launcher has started."""
+"""Start workers, or join the processes of another launcher."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _PLAIN = {"nproc_per_node": as_int, "nnodes": as_int, "node_rank": as_int, "mast
 
 
 def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with numbers as ints: they may be numpy's, and a port may be a text."""
+    """``given`` with NumPy ints, and a port given as a string, as Python ints."""
     return {name: _PLAIN[name](value) if name in _PLAIN else value for name, value in given.items()}
 
 
 class _Entry:
-    """What a worker runs: it makes the context, calls the user's function and ends the context."""
+    """The entry point of a worker: make the context, call the user's function, end the context."""
 
     def __init__(
         self, backend: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -45,7 +45,7 @@ class _Entry:
         self.function = function
         self.args = args
         self.kwargs = kwargs
-        self.comparison = announcing.compared_in_new_contexts()  # what debug() has said in the launcher
+        self.comparison = announcing.compared_in_new_contexts()  # set by debug() in the launcher
 
     def __call__(self, local_rank: int, **initialize_kwargs: Any) -> Any:
         announcing.compare_in_new_contexts(self.comparison)
@@ -57,7 +57,7 @@ class _Entry:
 
 
 class SpawnOptions(TypedDict, total=False):
-    """The keywords of :func:`spawn`, as editors show them. Not every backend has all; it says which."""
+    """The keywords of :func:`spawn`, for editors. Each backend accepts some of them."""
 
     nnodes: int | None
     node_rank: int | None
@@ -77,7 +77,7 @@ class SpawnOptions(TypedDict, total=False):
 
 
 class ParallelOptions(TypedDict, total=False):
-    """The further keywords of :class:`Parallel`, as editors show them."""
+    """The further keywords of :class:`Parallel`, for editors."""
 
     timeout: timedelta | None
     start_method: str | None
@@ -125,45 +125,46 @@ def spawn(
 ) -> Any:
     """Run ``fn(local_rank, *args, **kwargs_dict)`` in new processes, in a context of ``backend``.
 
-    On one machine it needs no free port and listens on the loopback interface only. Workers come from a fork
-    server that has torch imported; each sees the launcher's environment, working directory and output of this
-    launch. As with ``torch.multiprocessing``, they import the main module again, so a script starts its work
-    under ``if __name__ == "__main__":``. If ``OMP_NUM_THREADS`` is not set, workers share the cores.
+    On one machine, no free port is needed, and sockets listen on the loopback interface only. A fork server
+    that has imported torch starts the workers. Workers inherit the launcher's current environment, working
+    directory and output. They import the main module again (as with ``torch.multiprocessing``), so a script
+    must start its work under ``if __name__ == "__main__":``. If ``OMP_NUM_THREADS`` is not set, the workers
+    share the cores.
 
-    On several machines, with gloo or NCCL, each of them makes this call, with ``nnodes``, ``master_addr`` and
-    ``master_port`` alike and a ``node_rank`` of its own; ``nproc_per_node`` may differ. Node 0 listens there
-    for the others, and at another port of the same address for the ranks; gloo listens on the interface that
-    leads there, unless ``GLOO_SOCKET_IFNAME`` names one. The call returns when the ranks of all nodes have
-    ended. After a failure on any of them every call raises the same error. So it does when a machine, its
-    link or its launcher is gone; a machine or link that is silent is given up after two thirds of
-    ``IGNITE_DIST_SILENCE_SECONDS`` (30), by the ranks themselves after all of them.
+    On several machines (gloo or NCCL), call this function on each machine with the same ``nnodes``,
+    ``master_addr`` and ``master_port``, and with its own ``node_rank``; ``nproc_per_node`` may differ. Node 0
+    listens at ``master_port`` for the other nodes, and at a second port for the ranks. gloo listens on the
+    interface that reaches ``master_addr``, or on ``GLOO_SOCKET_IFNAME``. The call returns when the ranks of
+    all nodes have ended. After a failure on any node, every call raises the same error. The loss of a
+    machine, its network or its launcher is a failure too. Launchers give up a silent machine after two thirds
+    of ``IGNITE_DIST_SILENCE_SECONDS`` (30), ranks after the full time.
 
     Args:
         backend: one of :func:`available_backends`.
-        fn: any function: of a module, a notebook cell, a lambda, a closure.
-        args: its arguments behind the local rank; pickled, or sent by cloudpickle where pickle cannot.
-        kwargs_dict: its keyword arguments, likewise.
-        nproc_per_node: number of processes on this machine; for XLA 1 or the number of its devices.
-        kwargs: for gloo and NCCL ``nnodes`` (1), ``node_rank`` (0), ``master_addr`` and ``master_port``
+        fn: any function, also a lambda, a closure or a function of a notebook cell.
+        args: arguments of ``fn`` after the local rank. Sent by pickle, or by cloudpickle if pickle fails.
+        kwargs_dict: keyword arguments of ``fn``, sent in the same way.
+        nproc_per_node: number of processes on this machine; for XLA, 1 or the number of its devices.
+        kwargs: All backends: ``start_method`` ("forkserver"; "spawn", "fork"), ``join`` (True), ``daemon``
+            (False). gloo and NCCL: ``nnodes`` (1), ``node_rank`` (0), ``master_addr`` and ``master_port``
             (needed if ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``), ``timeout`` (a
-            ``datetime.timedelta``, for collectives), ``start_method`` ("forkserver"; "spawn", "fork"),
-            ``join`` (True), ``daemon`` (False). For Horovod the last three, and ``hosts``
-            (``"node1:2,node2:2"``), ``nnodes`` (as many as hosts) and the options of ``horovod.run``; with
-            any of these Horovod's own launcher starts the workers, which takes seconds and listens on all
-            interfaces. For XLA those three and ``nnodes``; its ranks may be threads of one process, and on a
-            pod PJRT itself finds the other hosts, each of which makes this call.
+            ``datetime.timedelta``, for collectives). Horovod: ``hosts`` (``"node1:2,node2:2"``), ``nnodes``
+            (the number of hosts) and the options of ``horovod.run``; each of these makes Horovod's own
+            launcher start the workers, which takes seconds and listens on all interfaces. XLA: ``nnodes``;
+            ranks may be threads of one process. On a TPU pod, call this function on each host: PJRT finds the
+            other hosts.
 
     Returns:
-        The list of what ``fn`` returned, one per rank on this machine, by local rank. With ``join=False``
-        at once an object with ``join(timeout=None)``, ``pids()`` and ``terminate()``.
+        The results of ``fn`` on this machine, one per rank, by local rank. With ``join=False``, at once an
+        object with ``join(timeout=None)``, ``pids()`` and ``terminate()``.
 
     Raises:
-        RankFailedError: a worker failed. It names the rank that failed first and carries its traceback; it
-            is a ``torch.multiprocessing.ProcessRaisedException`` or ``ProcessExitedException`` as well,
-            unless it names a machine that is gone. The other workers are ended.
-        LaunchError: a port is in use; or the other machines did not come within ``timeout`` (30 minutes), or
-            want another job, and it names them. Nothing was started.
-        ValueError, TypeError, RuntimeError: the arguments; nothing was started.
+        RankFailedError: a worker failed; the other workers were stopped. The error names the rank that failed
+            first and contains its traceback. It is also a ``torch.multiprocessing.ProcessRaisedException`` or
+            ``ProcessExitedException``, unless a machine is lost.
+        LaunchError: a port is in use, or the other machines did not join within ``timeout`` (30 minutes), or
+            they have a different job. The message names them. Nothing was started.
+        ValueError, TypeError, RuntimeError: wrong arguments. Nothing was started.
     """
     model = live.find_model(backend)
     if not callable(fn):
@@ -176,52 +177,52 @@ def spawn(
 
 
 def _compare_with_launcher(nproc_per_node: int | None, nnodes: int) -> None:
-    """Refuse a wish for several machines that nobody fulfils; warn of one that every process fulfils anew."""
+    """Raise if no launcher starts the other nodes. Warn if each process would start its own job."""
     try:
         place = identity.environment()
-    except EnvironmentVariablesError:  # initialize() says what is wrong, if anybody wants a context
+    except EnvironmentVariablesError:  # initialize() raises it again
         return
     if nproc_per_node is None and nnodes > 1 and place.launcher == "none":
         raise ValueError(
-            f"nnodes={nnodes} without nproc_per_node: no launcher has started any processes, so say how many "
-            "to start on this machine."
+            f"nnodes={nnodes} without nproc_per_node: no launcher has started any processes. Pass the number "
+            "of processes on this machine as nproc_per_node."
         )
-    # spawn's own workers may start more; and the processes of a TPU pod's hosts find each other by PJRT.
+    # Workers of spawn may start more workers. On a TPU pod, the processes of the hosts connect by PJRT.
     is_wanted = place.launcher in (spawned.LAUNCHER, tpu_pod.LAUNCHER)
     if nproc_per_node is not None and nnodes == 1 and place.world_size > 1 and not is_wanted:
         warnings.warn(
             f"{place.launcher} has started {place.world_size} processes, and nproc_per_node={nproc_per_node} "
-            "lets each of them start a job of its own. To join the processes that are there, leave it out.",
+            "makes each of them start its own job. To join these processes, do not pass nproc_per_node.",
             stacklevel=3,
         )
 
 
 class Parallel:
-    """Context manager that runs a function in a distributed context, however the script was started.
+    """Context manager that runs a function in a distributed context, under any launcher or none.
 
-    With ``nproc_per_node`` it starts the processes itself; without it, it joins those that torchrun, Slurm or
-    another launcher has started, and the arguments that say where to start some are not looked at; with
-    ``backend=None`` it runs the function in this process.
+    With ``nproc_per_node``, it starts the processes. Without ``nproc_per_node``, it joins the processes of
+    torchrun, Slurm or another launcher, and ignores ``nnodes``, ``node_rank`` and the address. With
+    ``backend=None``, it runs the function in this process.
 
-    Where a context of ``backend`` is live already (Ray Train and Lightning Fabric make one before they call a
-    script's function, and so does :func:`spawn`) it is used as it is, and left to whoever made it.
+    A live context of ``backend`` is used and not ended: :func:`spawn`, Ray Train and Lightning Fabric make
+    one before they call the script's function.
 
-    A block that raises ends this rank's part at once and waits for nobody. torchrun's summary then shows the
-    traceback of the rank that failed first. A context that somebody else made is left to them then too.
+    If the block raises, this rank ends its own context at once, without waiting for other ranks. torchrun's
+    summary then shows the traceback of the rank that failed first.
 
     Args:
         backend: one of :func:`available_backends`, or None for no context.
-        nproc_per_node: number of processes to start on this machine; other machines may start more or fewer.
-        nnodes: number of machines; 1 if not given.
+        nproc_per_node: number of processes to start on this machine; it may differ between machines.
+        nnodes: number of machines, default 1.
         node_rank: this machine's number, in [0, nnodes); needed if ``nnodes > 1``.
         master_addr: address of the machine with ``node_rank=0``; needed if ``nnodes > 1``.
-        master_port: a free port there, as an int or a text; needed if ``nnodes > 1``.
-        init_method: ``"file://..."``, for example, in the place of address and port.
+        master_port: a free port on that machine, as an int or a string; needed if ``nnodes > 1``.
+        init_method: instead of address and port, for example ``"file://..."``.
         spawn_kwargs: further keywords of :func:`spawn`.
 
     Raises:
-        ValueError: an unknown backend, or arguments that do not go together.
-        RuntimeError: on entering, a context of another backend is live.
+        ValueError: the backend is unknown, or arguments contradict each other.
+        RuntimeError: on entry, a context of another backend is live.
 
     Example::
 
@@ -275,7 +276,7 @@ class Parallel:
         if self.backend is None or self._spawn_kwargs is not None:
             return self
         if live.is_context_of(self.backend):
-            _logger.info("Use the context of backend '%s' that is live", self.backend)
+            _logger.info("Using the live context of backend '%s'", self.backend)
             self._warn_of_unused()
         else:
             live.initialize(self.backend, **self._initialize_kwargs)
@@ -284,12 +285,12 @@ class Parallel:
         return self
 
     def _warn_of_unused(self) -> None:
-        """Say which keywords come too late for a live context; where to meet has been settled otherwise."""
+        """Warn about keywords that a live context cannot use. ``init_method`` is ignored silently."""
         unused = sorted(self._initialize_kwargs.keys() - {"init_method"})
         if unused:
             warnings.warn(
-                f"A context of backend {self.backend!r} is live already, so Parallel uses it as it is, "
-                f"without {', '.join(unused)}: give that to whoever makes the context.",
+                f"Parallel uses the live context of backend {self.backend!r} and ignores "
+                f"{', '.join(unused)}. Pass them where the context is made.",
                 stacklevel=3,
             )
 
@@ -302,10 +303,10 @@ class Parallel:
         """Call ``func(local_rank, *args, **kwargs)`` in every process.
 
         Returns:
-            What ``func`` returned in this process; on local rank 0, if processes were started.
+            The result of ``func`` in this process, or on local rank 0 if processes were started.
 
         Raises:
-            RankFailedError: a process that was started failed; see :func:`spawn`.
+            RankFailedError: a started process failed; see :func:`spawn`.
         """
         if self.backend is None or self._spawn_kwargs is None:
             _logger.info("Run '%s' in %d processes", func, identity.get_world_size())
@@ -326,5 +327,5 @@ class Parallel:
             return
         try:
             live.abort()
-        except Exception:  # what reaches the user is the exception that ended the block
-            _logger.exception("The context could not be ended after %r", error)
+        except Exception:  # the user must see the exception of the block
+            _logger.exception("Could not end the context after %r", error)

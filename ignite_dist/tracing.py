@@ -1,13 +1,13 @@
-"""What ``torch.compile`` does with the functions of this package; its tracer is called dynamo.
+"""How ``torch.compile`` treats the functions of this package. Its tracer is called dynamo.
 
-Left alone, the tracer follows a call into the process group, which it cannot trace: an internal error. So it
-follows no function of the facade, with two exceptions. Getters become constants under a guard. Collectives of
-tensors become operators of the graph (:mod:`ignite_dist.collectives.compiled`). Everything else is a graph
-break, and runs as without a compiler.
+By default, the tracer follows a call into the process group and fails with an internal error. So it traces
+only two kinds of public functions. Getters become constants under a guard. Collectives of tensors become
+operators of the graph (:mod:`ignite_dist.collectives.compiled`). Every other function is a graph break and
+runs uncompiled.
 
-All of it are marks on functions, which cost a call without a compiler nothing. torch's public functions that
-set them (``torch.compiler.disable``, ``assume_constant_result`` and ``substitute_in_graph``) import the
-tracer, which takes half a second, so the marks are set by :mod:`ignite_dist._torch`.
+Attributes on the functions control the tracer; eager calls get no slower. :mod:`ignite_dist._torch` sets
+the attributes, because torch's public functions for them (``torch.compiler.disable``,
+``assume_constant_result`` and ``substitute_in_graph``) import the tracer, which takes half a second.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = [
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 eager_functions: dict[str, Callable[..., Any]] = {}
-"""Those that are :func:`traced_as` another, by name."""
+"""The functions with a replacement (:func:`traced_as`), by name."""
 
 
 def untraced(function: _Function) -> _Function:
-    """Decorator: in a compiled function a call is a graph break, and runs as without a compiler."""
+    """Decorator: in a compiled function, a call is a graph break and runs uncompiled."""
     _runs_alone(function)
-    _torch.mark_as_untraced(function, "ignite_dist runs it outside of the graph")
+    _torch.mark_as_untraced(function, "ignite_dist runs this function outside of the graph")
     return function
 
 
 def _runs_alone(function: _Function) -> _Function:
-    """Decorator: where a graph broke and the function is called in earnest, it runs as without a compiler."""
+    """Decorator: after a graph break, the function runs uncompiled."""
     inner: Any = function
-    while inner is not None:  # what contextmanager and wraps have put around it, too
+    while inner is not None:  # also the wrappers of contextmanager and wraps
         if isinstance(inner, FunctionType):
             _torch.run_without_compiler(inner.__code__)
         inner = getattr(inner, "__wrapped__", None)
@@ -54,7 +54,7 @@ def _runs_alone(function: _Function) -> _Function:
 
 
 def traced_as(replacement: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Decorator: the tracer follows ``replacement`` in place of the function."""
+    """Decorator: the tracer traces ``replacement`` instead of the function."""
 
     def mark(function: _Function) -> _Function:
         _runs_alone(function)
@@ -66,13 +66,13 @@ def traced_as(replacement: Callable[..., Any]) -> Callable[[_Function], _Functio
 
 
 def resolved_while_tracing(function: _Function) -> _Function:
-    """Decorator: the tracer calls it, and takes its result for a constant. Guards are the caller's task."""
+    """Decorator: the tracer calls the function and uses the result as a constant. The caller adds guards."""
     _torch.mark_as_constant(function)
     return function
 
 
 def traced(function: _Function) -> _Function:
-    """Decorator: the tracer follows the function. For getters."""
+    """Decorator: the tracer traces the function. For getters and replacements."""
     _runs_alone(function)
     function._ignite_dist_traced = True  # type: ignore[attr-defined]
     return function
@@ -83,15 +83,15 @@ def _has_mark(function: FunctionType) -> bool:
 
 
 def untrace_class(one: type, traced_methods: Collection[str] = ()) -> None:
-    """All methods of a class that bear no mark are :func:`untraced`; those of these names, :func:`traced`."""
+    """Make unmarked methods of class ``one`` :func:`untraced`, or :func:`traced` if in ``traced_methods``."""
     for name, member in vars(one).items():
-        method = getattr(member, "__func__", member)  # of a class method
+        method = getattr(member, "__func__", member)  # unwrap a class method
         if isinstance(method, FunctionType) and not _has_mark(method):
             (traced if name in traced_methods else untraced)(method)
 
 
 def untrace_package(package: str) -> None:
-    """All functions and methods of the package's modules that bear no mark are :func:`untraced`."""
+    """Make all unmarked functions and methods in the package's modules :func:`untraced`."""
     modules = [(name, one) for name, one in sys.modules.items() if name.startswith(f"{package}.")]
     for name, module in modules:
         for member in list(vars(module).values()):
@@ -105,5 +105,5 @@ def untrace_package(package: str) -> None:
 
 @untraced
 def eagerly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(...)`` as without a compiler. For what :func:`traced_as` names, to give the call up."""
+    """Call ``function(...)`` uncompiled. For replacements that cannot trace a call; see :func:`traced_as`."""
     return function(*args, **kwargs)

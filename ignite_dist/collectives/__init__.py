@@ -1,1 +1,1 @@
-"""What a collective does with a value, over the tensor primitives of a computation model."""
+"""The public collectives, built on the tensor primitives of a transport."""

@@ -1,4 +1,4 @@
-"""Every rank's value, on every rank of a group."""
+"""All-gather of tensors and objects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _all_gather_in_a_graph(*args: Any, **kwargs: Any) -> Any:
 
 
 @overload
-def all_gather(  # type: ignore[overload-overlap]  # a tensor is an object, too
+def all_gather(  # type: ignore[overload-overlap]  # Tensor also matches _Object
     tensor: Tensor,
     group: Any = ...,
     *,
@@ -64,33 +64,33 @@ def all_gather(
     sync_grads: bool = False,
     async_op: bool = False,
 ) -> Any:
-    """Every rank's value, on every rank of the group, all of which call it.
+    """Gather the values of all ranks on every rank. Every rank of the group must call this function.
 
     Args:
-        tensor: a tensor of the same shape ``(*S)``, dtype and device type on every rank; or anything else
-            that can be pickled, of any type and size on each.
-        group: as in :func:`all_reduce`. A rank outside gets its value back unchanged.
-        out: a contiguous tensor of the result's shape and dtype, filled and returned. Worth it in a loop:
-            a fresh result costs page faults. It may hold ``tensor`` itself.
-        sync_grads: the result has a gradient: each rank's tensor gets that of the sum of all ranks' losses.
-            For a contrastive loss over the whole batch. The backward pass is a collective too, so every rank
-            of the group makes it; it can be differentiated again. In a ``DistributedDataParallel`` of which
-            ranks use different parameters pass ``group=new_group(range(get_world_size()))``: in the world's
-            own group it could come between DDP's collectives, elsewhere on each rank.
-        async_op: True returns a :class:`Work` at once, whose ``wait()`` gives the result. Not with
+        tensor: a tensor of the same shape ``(*S)``, dtype and device type on every rank; or a picklable
+            object, of any type and size on each rank.
+        group: as in :func:`all_reduce`. A rank outside the group gets its own value back.
+        out: a contiguous tensor with the shape and dtype of the result; it is filled and returned. In a loop,
+            ``out`` avoids the page faults of a new result. It may share memory with ``tensor``.
+        sync_grads: True gives the result an autograd graph. The gradient of ``tensor`` is the gradient of the
+            sum of all ranks' losses, as a contrastive loss over the whole batch needs it. The backward pass
+            is a collective, so every rank of the group must run it. Double backward works. If the
+            ranks of a ``DistributedDataParallel`` use different parameters, pass
+            ``group=new_group(range(get_world_size()))``: in the default group, the order of this collective
+            and DDP's own collectives could differ between ranks.
+        async_op: True returns a :class:`Work` at once; its ``wait()`` returns the result. Not allowed with
             ``sync_grads``.
 
     Returns:
-        For a tensor ``(*S) -> (group_size * S[0], *S[1:])``, and 0-d ``-> (group_size,)``, in rank order,
-        with a gradient only if ``sync_grads``. For anything else a list with one entry per rank; a small
-        object costs one collective, a large one two.
+        For a tensor: ``(*S) -> (group_size * S[0], *S[1:])``, or ``() -> (group_size,)``, in rank order. For
+        an object: a list with one entry per rank. A small object costs one collective, a large object two.
 
     Raises:
-        TypeError: an object that cannot be pickled; ``sync_grads`` without a floating-point tensor. Nothing
-            was sent.
-        ValueError: an unknown group, or an ``out`` that does not fit; ``sync_grads`` with ``out``, or with
-            XLA and a part of the ranks. Nothing was sent.
-        UnsafeObjectError: after :func:`safe_objects`, an object of a type that is not registered.
+        TypeError: the object cannot be pickled, or ``sync_grads`` got no floating-point tensor. Nothing was
+            sent.
+        ValueError: the group is unknown, ``out`` does not fit, or ``sync_grads`` is combined with ``out``,
+            with ``async_op``, or on XLA with a group of only some ranks. Nothing was sent.
+        UnsafeObjectError: after :func:`safe_objects`, the type of an object is not registered.
 
     Example::
 
@@ -104,7 +104,7 @@ def all_gather(
     members = model.groups.resolve(group)
     if sync_grads:
         if out is not None:
-            raise ValueError("all_gather with sync_grads=True returns a new tensor: leave out= out.")
+            raise ValueError("all_gather with sync_grads=True returns a new tensor: do not pass out=.")
         check_blocking("all_gather", async_op)
         autograd.check_differentiable("all_gather", model, tensor, members)
     shape = _gathered_shape(tensor, members)
@@ -133,10 +133,10 @@ def _gather_objects(
     model: ComputationModel, value: Any, group: Any, out: Any, sync_grads: bool, async_op: bool
 ) -> Any:
     if out is not None:
-        raise TypeError(f"out= holds gathered tensors; got a value of type {type(value).__name__}.")
+        raise TypeError(f"out= is for tensors only; got a value of type {type(value).__name__}.")
     members = model.groups.resolve(group)
     if sync_grads:
-        autograd.check_differentiable("all_gather", model, value, members)  # raises: it is no tensor
+        autograd.check_differentiable("all_gather", model, value, members)  # raises TypeError
     payload = model.objects.packed(value) if is_member(model, members) else b""
     return perform(
         model,
@@ -160,19 +160,20 @@ def all_gather_ragged(tensor: Tensor, group: Any = ..., *, async_op: Literal[Tru
 
 
 def all_gather_ragged(tensor: Tensor, group: Any = None, *, async_op: bool = False) -> Any:
-    """Tensors of different shapes from every rank, on every rank of the group, all of which call it.
+    """Gather tensors of different shapes. Every rank of the group must call this function.
 
     Args:
-        tensor: any shape, of any number of dimensions; the same dtype on every rank.
-        group: as in :func:`all_reduce`. A rank outside gets ``[tensor]``.
+        tensor: any shape and number of dimensions; the same dtype on every rank.
+        group: as in :func:`all_reduce`. A rank outside the group gets ``[tensor]``.
         async_op: as in :func:`all_gather`.
 
     Returns:
-        One tensor per rank, in rank order, on this rank's device. Two collectives: the shapes, then the data.
+        One tensor per rank, in rank order, on this rank's device. The call makes two collectives: one for the
+        shapes and one for the data.
 
     Raises:
-        TypeError: not a tensor; nothing was sent.
-        CollectiveMismatchError: the dtypes differ; raised on every rank.
+        TypeError: ``tensor`` is not a dense tensor. Nothing was sent.
+        CollectiveMismatchError: the dtypes differ. Raised on every rank.
     """
     model = current_model()
     check_dense("all_gather_ragged", tensor)
@@ -203,18 +204,19 @@ def _gather_ragged(model: ComputationModel, tensor: Tensor, members: Group) -> l
 def all_gather_tensors_with_shapes(
     tensor: Tensor, shapes: Sequence[Sequence[int]], group: Any = None
 ) -> list[Tensor]:
-    """:func:`all_gather_ragged` where the shapes are known already, for one collective instead of two.
+    """:func:`all_gather_ragged` with known shapes: one collective instead of two.
 
     Args:
         tensor: of shape ``shapes[i]`` on the ``i``-th rank of the group; the same dtype on every rank.
         shapes: one shape per rank of the group, the same list on every rank.
-        group: as in :func:`all_reduce`. A rank outside gets ``[tensor]``.
+        group: as in :func:`all_reduce`. A rank outside the group gets ``[tensor]``.
 
     Returns:
         One tensor per rank, in rank order, on this rank's device.
 
     Raises:
-        ValueError: not one shape per rank, or not this tensor's shape in this rank's place. Nothing was sent.
+        ValueError: the number of shapes is wrong, or this rank's shape does not match ``tensor``. Nothing was
+            sent.
     """
     model = current_model()
     check_dense("all_gather_tensors_with_shapes", tensor)
@@ -228,7 +230,7 @@ def all_gather_tensors_with_shapes(
             )
         own = known[members.ranks.index(model.get_rank())]
         if own != tuple(tensor.shape):
-            raise ValueError(f"shapes says {own} for this rank, but its tensor is {tuple(tensor.shape)}.")
+            raise ValueError(f"shapes has {own} for this rank, got a tensor of {tuple(tensor.shape)}.")
         described = f"{tensor.dtype} {known}"
     found: list[Tensor] = perform(
         model,

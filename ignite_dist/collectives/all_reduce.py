@@ -23,9 +23,9 @@ from ignite_dist.values import number_ops, pytree, reduce_ops
 
 __all__ = ["all_reduce"]
 
-# Tensors of a tree up to this size share a collective: copying them together is cheaper than another one.
+# Tensors of a tree up to this size share a collective: a copy costs less than another collective.
 _PACK_BYTES = 1 << 16
-# Tensors of a tree with so many bytes together travel in the header in which the ranks compare their trees.
+# Up to this total size, the tensors of a tree are sent in the header that the ranks use to compare trees.
 _INLINE_BYTES = 448
 
 
@@ -75,48 +75,49 @@ def all_reduce(
     exact: bool = True,
     async_op: bool = False,
 ) -> Any:
-    """Reduce a value over the ranks of a group; every rank of the group calls it and gets the result.
+    """Reduce a value over the ranks of a group. Every rank of the group must call this function.
 
-    A tensor is reduced in place and returned: same object, device, dtype and memory layout, whatever the
-    backend. A number, or a tree (dict, list, tuple, named tuple) of numbers and tensors, comes back new:
-    all of a tree's numbers take one collective, in rank order and with Python's own arithmetic, so ints are
-    exact at any size and every rank gets the same bits. A number of numpy's counts as Python's own, which is
-    what comes back. The values of a dict are paired by its keys: str, int, bool, members of enums, or tuples
-    of these. A dtype that the backend does not carry is sent as a wider one, so nothing is lost on the way.
-    float16, bfloat16 and float8 are added and multiplied in float64 (on TPUs in float32) and rounded once.
-    Without a gradient, but with ``sync_grads``. Autograd counts the result as a change in place: a backward
-    pass that needs the old value raises.
+    A tensor is reduced in place and returned: same object, device, dtype and memory layout on every backend.
+    Autograd counts the result as a change in place: a backward pass that needs the old value raises.
+    For a number, or a tree (dict, list, tuple, named tuple) of numbers and tensors, the result is a new
+    object. All numbers of a tree share one collective. They are reduced in rank order with Python's
+    arithmetic: ints are exact at any size, and every rank gets the same bits. NumPy numbers become Python
+    numbers. The ranks match the values of a dict by key: str, int, bool, enum member, or a tuple of these.
+
+    A dtype that the backend does not support is sent in a wider carrier dtype without loss. float16, bfloat16
+    and float8 are added and multiplied in float64 (on TPUs in float32) and rounded once.
 
     Args:
-        tensor: shape ``(*S)`` on every rank, a dense tensor of any dtype that has arithmetic; or a number; or
+        tensor: a dense tensor of shape ``(*S)`` on every rank and of any dtype with arithmetic; a number; or
             a tree.
-        op: "SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR" ("ADASUM" where Horovod has it). AND and OR
-            are bitwise on ints and logical on bools. A NaN anywhere is the MIN and the MAX.
+        op: "SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR", or "ADASUM" (Horovod with MPI). AND and OR
+            are bitwise on ints and logical on bools. MIN and MAX are NaN if any rank has a NaN.
         group: None for all ranks, a handle of :func:`new_group`, or a list of global ranks. A rank outside
-            gets its value back unchanged.
-        inplace: False leaves a tensor alone and returns a new one.
-        sync_grads: returns a new tensor with a gradient: that of the sum of all ranks' losses. For a SUM or
-            an AVERAGE of floating-point tensors. The backward pass is a collective too, so every rank of the
-            group makes it; it can be differentiated again.
-        exact: False is the backend's own SUM, AVERAGE or PRODUCT of float16 and bfloat16: it may be rounded
-            after each rank, and overflow on the way (60000 + 60000 - 60000 is inf in float16). It is faster
-            where the exact one sends float64: everywhere but with gloo on the CPU. Nothing changes for other
-            dtypes. The same on every rank.
-        async_op: True returns a :class:`Work` at once, whose ``wait()`` gives the result. The tensor belongs
-            to the collective until then. Not with ``sync_grads``.
+            the group gets its own value back.
+        inplace: False returns a new tensor and does not change ``tensor``.
+        sync_grads: True returns a new tensor with an autograd graph. The gradient of ``tensor`` is the
+            gradient of the sum of all ranks' losses. Only for SUM and AVERAGE of floating-point tensors.
+            Every rank of the group must run the backward pass, which is a collective. Double backward works.
+        exact: False uses the backend's own SUM, AVERAGE or PRODUCT for float16 and bfloat16. The backend may
+            round after each rank, and may overflow (60000 + 60000 - 60000 is inf in float16). True sends
+            float64, except with gloo on the CPU, so False is faster on the other backends. Other dtypes
+            ignore ``exact``. Must be the same on every rank.
+        async_op: True returns a :class:`Work` at once; its ``wait()`` returns the result. Do not use the
+            tensor before ``wait()`` has returned. Not allowed with ``sync_grads``.
 
     Returns:
-        ``(*S)``, of the type that was given.
+        ``(*S)``, of the same type as ``tensor``.
 
     Raises:
-        TypeError: a value or dtype that cannot be reduced, or not by ``op``; a dict with other keys. Nothing
+        TypeError: a value or dtype that cannot be reduced by ``op``, or a dict key of another type. Nothing
             was sent.
-        ValueError: an unknown ``op`` or group, memory that overlaps itself; ``sync_grads`` with another
-            ``op``, or with XLA and a part of the ranks. Nothing was sent.
-        CollectiveMismatchError: ranks gave trees with different keys, shapes or dtypes, or another ``op``;
-            raised on all of them. The comparison travels with the numbers of a tree, and with tensors of up
-            to 448 bytes together. A tree of more bytes, and without numbers, takes a small collective more
-            for it, and a GPU is waited for. A tensor by itself is not compared.
+        ValueError: the ``op`` or group is unknown, the elements of the tensor share memory, or
+            ``sync_grads`` is combined with another ``op``, with ``async_op``, or on XLA with a group of only
+            some ranks. Nothing was sent.
+        CollectiveMismatchError: the trees of the ranks differ in keys, shapes or dtypes, or the ranks passed
+            different ``op``; raised on every rank. A single tensor is not compared. A tree without numbers
+            and with more than 448 bytes of tensors needs one more small collective for the comparison. The
+            host waits for this collective, also on a GPU.
 
     Example::
 
@@ -175,7 +176,7 @@ def _reduce_tree(
     values = [leaf if isinstance(leaf, Tensor) else number_ops.plain_number(leaf) for leaf in leaves]
     _check_leaves(model, values, op)
     members = model.groups.resolve(group)
-    if async_op:  # the caller may go on to write to them
+    if async_op:  # the caller may change the tensors before wait()
         values = [copy_of(leaf) for leaf in values]
 
     def reduce() -> Any:
@@ -203,7 +204,7 @@ def _check_leaves(model: ComputationModel, values: list[Any], op: str) -> None:
             number_ops.check_number_op(op, value)
         else:
             raise TypeError(
-                "all_reduce takes a tensor, a number, or a dict, list or tuple of them; got "
+                "all_reduce takes a tensor, a number, or a dict, list or tuple of tensors and numbers; got "
                 f"{kind.__name__}. Use all_gather for other objects."
             )
 
@@ -211,10 +212,10 @@ def _check_leaves(model: ComputationModel, values: list[Any], op: str) -> None:
 def _reduce_leaves(
     model: ComputationModel, values: list[Any], structure: str, op: str, exact: bool, group: Group
 ) -> list[Any]:
-    """The leaves reduced, after a look at whether all ranks have such leaves.
+    """The reduced leaves. First the ranks compare the structures of their trees.
 
-    Numbers share the collective in which the ranks compare their trees, and so do tensors that fit in there.
-    Of the other tensors small ones of one dtype and device share one.
+    All numbers, and tensors up to ``_INLINE_BYTES`` in total, are sent in the collective of that comparison.
+    Otherwise tensors up to ``_PACK_BYTES`` with the same dtype and device type share a collective.
     """
     numbers = [position for position, leaf in enumerate(values) if not isinstance(leaf, Tensor)]
     if len(numbers) < len(values):
@@ -222,7 +223,7 @@ def _reduce_leaves(
         structure += f" {numbers} {[(one.dtype, tuple(one.shape), one.device.type) for one in tensors]}"
     packs = _packs(values)
     nbytes = sum(values[position].nbytes for positions in packs for position in positions)
-    # To send them along is to look at them, for which a lazy device would have to compute.
+    # A lazy device (XLA) would have to compute the tensors now to send them with the comparison.
     is_inline = nbytes <= _INLINE_BYTES and op != "ADASUM" and not model.training.computes_lazily
     flats = [_flat(values, positions) for positions in packs] if is_inline else []
     sent = [values[position] for position in numbers]
@@ -248,11 +249,11 @@ def _reduce_leaves(
 
 
 def _packs(values: list[Any]) -> list[list[int]]:
-    """Which tensors share a collective, by their positions in ``values``."""
+    """Groups of tensors that share a collective, as positions in ``values``."""
     packs: dict[Any, list[int]] = {}
     for position, leaf in enumerate(values):
         if isinstance(leaf, Tensor):
-            # Only what is equal on all ranks may decide what is packed: a device's type is, its index is not.
+            # The packs must be equal on all ranks. The device type is equal on all ranks; its index is not.
             small = leaf.nbytes <= _PACK_BYTES
             packs.setdefault((leaf.dtype, leaf.device.type) if small else position, []).append(position)
     return list(packs.values())
@@ -265,7 +266,7 @@ def _flat(values: list[Any], positions: list[int]) -> Tensor:
 def _gather_equals(
     model: ComputationModel, numbers: list[Any], structure: str, op: str, group: Group, message: bytes = b""
 ) -> list[tuple[list[Any], bytes]]:
-    """Every rank's ``numbers`` and ``message`` of a tree whose ``structure`` is the same on all of them."""
+    """The ``numbers`` and ``message`` of every rank. Raises if ``op`` or ``structure`` differs on a rank."""
     check = zlib.crc32(f"{op} {structure}".encode())
     gathered = model.objects.gather((check, numbers, message), group)
     if any(type(one) is not tuple or one[:1] != (check,) for one in gathered):

@@ -1,4 +1,4 @@
-"""What several collectives do with their arguments."""
+"""Helpers for the arguments of collectives."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ __all__ = ["check_blocking", "copy_of"]
 
 
 def copy_of(value: Any) -> Any:
-    """A tensor as a new one without a graph; anything else as it is."""
+    """A copy of a tensor, without its autograd graph. Other values are returned unchanged."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def check_blocking(function: str, async_op: bool) -> None:
-    """Refuse ``async_op`` with ``sync_grads``.
-
-    Raises:
-        ValueError: names ``function``.
-    """
+    """Raise ``ValueError`` for ``async_op`` with ``sync_grads``."""
     if async_op:
         raise ValueError(
-            f"{function} with sync_grads=True gives a tensor with a gradient: leave async_op out."
+            f"{function} with sync_grads=True returns a tensor with a gradient: do not pass async_op."
         )

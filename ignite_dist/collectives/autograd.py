@@ -1,8 +1,8 @@
-"""Collectives with a gradient: that of the sum of all ranks' losses.
+"""Collectives with a gradient: the gradient of the sum of all ranks' losses.
 
-Each result depends on the tensors of all ranks, so the gradient of a rank's own is made of what all ranks'
-losses ask for. Where every rank computes the same loss of everything, their sum is ``group_size`` times that
-loss, and the mean of the gradients, which DistributedDataParallel takes, is that of a single process.
+Each result depends on the tensors of all ranks, so the losses of all ranks contribute to each gradient. If
+every rank computes the same loss of the result, the sum of the losses is ``group_size`` times that loss.
+DistributedDataParallel averages the gradients, which gives the gradient of a single process.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ __all__ = ["check_differentiable", "gathered", "reduced"]
 
 
 def check_differentiable(function: str, model: ComputationModel, tensor: Any, group: Group) -> None:
-    """Refuse what cannot have a gradient; the message names ``function``.
+    """Raise if the result of ``function`` cannot have a gradient.
 
     Raises:
         TypeError: not a dense tensor of floating-point or complex numbers.
-        ValueError: the ranks outside ``group`` would have to take part, and their backward passes do not.
+        ValueError: the backend needs the ranks outside ``group`` too, and they run no backward pass.
     """
     check_dense(function, tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"{function} with sync_grads=True takes floating-point tensors, got {tensor.dtype}.")
-    reduce_ops.check_reducible(tensor.dtype)  # in the backward pass
+    reduce_ops.check_reducible(tensor.dtype)  # for the backward pass
     if model.transport.groups_need_everyone and 1 < len(group.ranks) < model.get_world_size():
         raise ValueError(
-            f"{function} with sync_grads=True takes no group= with backend {model.backend()!r}: a group's "
-            "collectives are calls of every rank there, and in the backward pass only its members make them."
+            f"{function} with sync_grads=True takes no group= with backend {model.backend()!r}: this backend "
+            "needs every rank in a group's collective, but only members run the backward pass."
         )
 
 
 def reduced(model: ComputationModel, tensor: Tensor, op: str, group: Group, exact: bool = True) -> Tensor:
-    """``(*S) -> (*S)``, the sum ("SUM") or mean ("AVERAGE") over the ranks, as a new tensor."""
+    """``(*S) -> (*S)``: the sum or mean ("SUM", "AVERAGE") over the ranks, as a new tensor."""
     return _Reduced.apply(tensor, model, op, group, exact)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -63,7 +63,7 @@ class _Reduced(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         model, op, group, _ = ctx.call
         announce(model, "all_reduce's backward pass", group, gradients[0], op)
-        # A sum is its own adjoint, and so is a mean. By the same function, so that it has a gradient too.
+        # The sum and the mean are their own adjoints. _Reduced makes the gradient differentiable too.
         total = _Reduced.apply(*gradients, *ctx.call)  # type: ignore[no-untyped-call]
         return total, None, None, None, None
 
@@ -72,7 +72,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, model: ComputationModel, group: Group) -> Tensor:
         ctx.call = (model, "SUM", group, True)
-        # Asked here: the backward pass may run in a thread of its own.
+        # get_rank() belongs here: the backward pass may run in another thread.
         ctx.own = group.ranks.index(model.get_rank())
         return gather_rows(model, tensor, group).wait()  # type: ignore[no-any-return]
 
@@ -81,4 +81,4 @@ class _Gathered(torch.autograd.Function):
         model, op, group, _ = ctx.call
         announce(model, "all_gather's backward pass", group, gradients[0], op)
         total = _Reduced.apply(*gradients, *ctx.call)  # type: ignore[no-untyped-call]
-        return total[ctx.own].clone(), None, None  # a view would keep all of it
+        return total[ctx.own].clone(), None, None  # a view would keep all rows in memory

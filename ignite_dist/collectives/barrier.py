@@ -1,4 +1,4 @@
-"""Barriers, and the groups that collectives take."""
+"""Barriers and process groups."""
 
 from __future__ import annotations
 
@@ -33,29 +33,30 @@ def barrier(group: Any = ..., *, async_op: Literal[True]) -> Work: ...
 
 @traced_as(_barrier_in_a_graph)
 def barrier(group: Any = None, timeout: timedelta | None = None, *, async_op: bool = False) -> Work | None:
-    """Return when every rank of the group has called it.
+    """Return when every rank of the group has called this function.
 
     Args:
-        group: as in :func:`all_reduce`. A rank outside returns at once (with XLA: when all have come).
-        timeout: a ``datetime.timedelta`` after which it raises and says which ranks have not come, and where
-            they are, if they are watched (:func:`watch`; workers of :func:`spawn` are). It goes through a
-            store beside the backend, with which collectives go on afterwards as if nothing had been.
-        async_op: True returns a :class:`Work` at once, whose ``wait()`` returns when every rank has come. Not
-            with ``timeout``: give that to ``wait(timeout)``.
+        group: as in :func:`all_reduce`. A rank outside the group returns at once (with XLA: after all ranks
+            have called).
+        timeout: a ``datetime.timedelta``. After this time the call raises. The error lists the missing ranks,
+            and where they are if :func:`watch` is on (always in workers of :func:`spawn`). A barrier with a
+            timeout uses a store, not the backend, so collectives still work after the error.
+        async_op: True returns a :class:`Work` at once; its ``wait()`` returns when every rank has called. Not
+            allowed with ``timeout``: use ``wait(timeout)``.
 
     Raises:
-        MissingRanksError: ``timeout`` has passed; also on a rank that comes later.
-        TypeError, ValueError: a ``timeout`` that is not a timedelta, or not positive.
-        RuntimeError: ``timeout`` in a context that idist did not make, before :func:`watch`.
+        MissingRanksError: ``timeout`` has passed. A rank that calls later gets this error too.
+        TypeError, ValueError: ``timeout`` is not a timedelta, or is not positive.
+        RuntimeError: ``timeout`` without :func:`watch`, in a context that idist did not make.
     """
     if isinstance(group, timedelta):
-        raise TypeError(f"barrier takes its timeout by name: barrier(timeout={group!r}).")
+        raise TypeError(f"barrier takes timeout as a keyword: barrier(timeout={group!r}).")
     model = current_model()
     members = model.groups.resolve(group)
     if timeout is not None:
         check_timeout("timeout", timeout)
         if async_op:
-            raise ValueError("barrier(async_op=True) takes no timeout: give it to wait(timeout).")
+            raise ValueError("barrier(async_op=True) takes no timeout: use wait(timeout).")
         if is_member(model, members):
             out_of_band.barrier(model, members, timeout)
         return None
@@ -65,28 +66,26 @@ def barrier(group: Any = None, timeout: timedelta | None = None, *, async_op: bo
 
 
 def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
-    """A handle for a group of ranks, to pass as ``group=``. A list of ranks does as well, and is cached.
+    """Make a group of ranks for ``group=``. Collectives also accept a list of ranks, and cache its group.
 
-    Without options only the members need to call it (Horovod, MPI, and a default group bound to a device by
-    ``device_id=``: every rank of the world); with options every rank of the world does, in the same order.
-    The same holds for the first use of a list. With Horovod all ranks make their groups in the same order.
-    With XLA making one costs nothing, and every collective of it is a call of every rank of the world.
+    Without options, only the members must call this function. Every rank of the world must call it with
+    options, with Horovod or MPI, or if the default group has a ``device_id``. All ranks must then make their
+    groups in the same order. The same rules apply to the first collective with a list of ranks. With XLA a
+    group costs nothing, but every rank of the world must call each collective of the group.
 
-    Threads of one rank may make collectives at once if each uses groups of its own (not with XLA, whose ranks
-    are threads). Two handles of the same ranks are two groups; make them in the same order on all ranks, so
-    before the threads begin. A list of ranks is no third one: it means the handle that was made last.
+    Threads of one rank may run collectives at the same time if each thread uses its own groups (not with XLA,
+    whose ranks are threads). Two calls with the same ranks make two groups. Make these groups in the same
+    order on all ranks, before the threads start. A list of ranks means the group that was made last.
 
     Args:
-        ranks: distinct global ranks; the group's order is ascending. Of none it is a group without members,
-            which every rank is outside of.
+        ranks: distinct global ranks, sorted in the group. An empty list makes a group without members.
         kwargs: options of ``torch.distributed.new_group``: ``backend``, ``timeout``, ``pg_options``, ...
 
     Returns:
-        What the backend calls a group: for torch a ``ProcessGroup``, and
-        ``GroupMember.NON_GROUP_MEMBER`` on a rank outside; for Horovod a ``ProcessSet``; for XLA the ranks.
-        Each of them, and a list of the ranks, is a ``group=``.
+        The backend's object for the group. torch: a ``ProcessGroup``, or ``GroupMember.NON_GROUP_MEMBER`` on
+        a rank outside the group. Horovod: a ``ProcessSet``. XLA: the ranks.
 
     Raises:
-        ValueError: ranks that are not ints, given twice or out of range.
+        ValueError: a rank is not an int, is given twice, or is out of range.
     """
     return current_model().groups.new(ranks, **kwargs)

@@ -1,4 +1,4 @@
-"""One rank's value, on every rank of a group."""
+"""Broadcast of tensors and objects."""
 
 from __future__ import annotations
 
@@ -57,34 +57,34 @@ def broadcast(
 def broadcast(
     tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = None, *, async_op: bool = False
 ) -> Any:
-    """The value of rank ``src``, on every rank of the group, all of which call it.
+    """Send the value of rank ``src`` to every rank. Every rank of the group must call this function.
 
     Args:
-        tensor: on ``src`` the value: a tensor, or anything that can be pickled except None. On the others a
-            tensor of the same shape, dtype and device type where ``src`` has one, which is filled in place
-            and returned; anything but None where ``src`` has an object, which is discarded.
+        tensor: on ``src``, the value: a tensor, or a picklable object other than None. On the other ranks: if
+            ``src`` sends a tensor, a tensor of the same shape, dtype and device type, which is filled in
+            place and returned; if ``src`` sends an object, any value other than None, which is ignored.
         src: a global rank.
-        safe_mode: the other ranks may pass any dense tensor, or anything else, None included, without
-            knowing what ``src`` sends. A tensor of the right shape, dtype and device type is filled in place,
-            if no two elements share memory; else a new one comes back, on the CPU if it was there on ``src``,
-            else on :func:`device`. For a tensor it costs one small collective more.
-        group: as in :func:`all_reduce`, with ``src`` in it. A rank outside gets its value back unchanged.
-        async_op: True returns a :class:`Work` at once, whose ``wait()`` gives the value. A tensor belongs to
-            the collective until then.
+        safe_mode: True lets the other ranks pass any dense tensor or object, or None. If ``src`` sends a
+            tensor, a tensor of the same shape, dtype and device type is filled in place, unless its elements
+            share memory. Otherwise the result is a new tensor: on the CPU if the tensor of ``src`` is on the
+            CPU, else on :func:`device`. A tensor costs one more small collective.
+        group: as in :func:`all_reduce`. It must contain ``src``. A rank outside gets its own value back.
+        async_op: True returns a :class:`Work` at once; its ``wait()`` returns the value. Do not use the
+            tensor before ``wait()`` has returned.
 
     Returns:
         The value of ``src``.
 
     Raises:
-        ValueError: ``src`` is not a rank of the group; ``src`` gives None, or another rank does without
-            ``safe_mode``. Nothing was sent.
-        TypeError: an object that cannot be pickled. Nothing was sent.
-        UnsafeObjectError: after :func:`safe_objects`, an object of a type that is not registered.
+        ValueError: ``src`` is not a rank of the group, ``src`` passed None, or another rank passed None
+            without ``safe_mode``. Nothing was sent.
+        TypeError: the object cannot be pickled. Nothing was sent.
+        UnsafeObjectError: after :func:`safe_objects`, the type of an object is not registered.
 
     Example::
 
         idist.broadcast("from 0" if rank == 0 else "")  # "from 0" on every rank
-        idist.broadcast(tensor if rank == 0 else None, safe_mode=True)  # that tensor on every rank
+        idist.broadcast(tensor if rank == 0 else None, safe_mode=True)  # the tensor of rank 0 on every rank
     """
     model = current_model()
     src = as_int(src)
@@ -125,13 +125,13 @@ def broadcast(
 
 def _check_src(src: int, group: Group, world_size: int) -> None:
     if type(src) is not int or not 0 <= src < world_size:
-        raise ValueError(f"src is a global rank, an int in [0, {world_size}), got {src!r}.")
+        raise ValueError(f"src must be a global rank, an int in [0, {world_size}), got {src!r}.")
     if group.ranks and group.position(src) is None:
-        raise ValueError(f"src is a global rank of the group, which has {list(group.ranks)}; got {src}.")
+        raise ValueError(f"src must be a global rank of the group {list(group.ranks)}, got {src}.")
 
 
 def broadcast_anything(model: ComputationModel, value: Any, src: int, group: Group) -> Any:
-    """Broadcast what only ``src`` knows, None too: first what it is, then a tensor's data."""
+    """Broadcast any value, or None. ``src`` sends its shape and dtype before the data, if it is a tensor."""
     is_src = model.get_rank() == src
     sent: Any = (None, value)
     if is_src and isinstance(value, Tensor):

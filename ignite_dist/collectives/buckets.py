@@ -1,4 +1,4 @@
-"""Many tensors in few collectives."""
+"""Broadcast and average of many tensors in few collectives (buckets)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["average_tensors", "broadcast_tensors"]
 
 
 def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: int, group: Group) -> None:
-    """Fill ``tensors`` with those of the global rank ``src``, which has as many of the same layouts.
+    """Fill ``tensors`` with the tensors of global rank ``src``. Shapes and dtypes must be equal on all ranks.
 
-    Small ones travel together, as bytes: one collective for each :data:`PIECE_BYTES`.
+    Tensors are sent as bytes, in buckets of up to :data:`PIECE_BYTES`: one collective per bucket.
 
     Raises:
-        TypeError, ValueError: one of them is not dense, or overlaps itself. Nothing was sent.
+        TypeError, ValueError: a tensor is not dense, or its elements share memory. Nothing was sent.
     """
     checked = _checked("broadcast", tensors)
     announce(model, "broadcast", group, checked, f"from {src}")
@@ -35,17 +35,17 @@ def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: i
             model.transport.broadcast(sent, src, group).wait()
             parts = torch.split(sent, [tensor.nbytes for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
-                # A part may begin at any byte, but is looked at as elements only where one begins.
+                # view(dtype) needs an aligned offset. clone() provides one.
                 _fill(tensor, part.clone().view(tensor.dtype))
 
 
 def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: Group) -> None:
-    """Fill ``tensors`` with their means over the ranks, each of which has as many of the same layouts.
+    """Fill ``tensors`` with their means over the ranks. Shapes and dtypes must be equal on all ranks.
 
-    Small ones of one dtype travel together: one collective for each :data:`PIECE_BYTES`.
+    A bucket has tensors of one dtype and up to :data:`PIECE_BYTES`. Each bucket takes one collective.
 
     Raises:
-        TypeError, ValueError: one of them cannot be averaged, or overlaps itself. Nothing was sent.
+        TypeError, ValueError: a tensor cannot be averaged, or its elements share memory. Nothing was sent.
     """
     for bucket in _buckets(_checked("average", tensors), lambda tensor: (tensor.dtype, tensor.device)):
         with torch.no_grad():
@@ -58,12 +58,12 @@ def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: G
 
 
 def _fill(tensor: Tensor, values: Tensor) -> None:
-    with torch.inference_mode() if tensor.is_inference() else nullcontext():  # the only place where it may be
+    with torch.inference_mode() if tensor.is_inference() else nullcontext():  # only this mode may write to it
         tensor.detach().copy_(values.view(tensor.shape))
 
 
 def _checked(function: str, tensors: Iterable[Tensor]) -> list[Tensor]:
-    """``tensors``, if each can be sent and hold a result."""
+    """``tensors`` as a list. Raises if a tensor is not dense or not writable."""
     checked = list(tensors)
     for tensor in checked:
         check_dense(function, tensor)
@@ -72,7 +72,7 @@ def _checked(function: str, tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _buckets(tensors: Sequence[Tensor], kind: Callable[[Tensor], Any]) -> Iterator[list[Tensor]]:
-    """``tensors`` in their order, as lists of one ``kind`` and of :data:`PIECE_BYTES` at most."""
+    """``tensors`` in order, split into lists of one ``kind`` and at most :data:`PIECE_BYTES` each."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

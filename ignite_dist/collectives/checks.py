@@ -1,4 +1,4 @@
-"""Tensors that cannot be sent, or cannot hold a result, are refused before anything is sent."""
+"""Checks of tensors, before a collective sends anything."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["check_dense", "check_writable", "is_sharded"]
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether ``tensor`` is a ``DTensor``, of which this rank has a part."""
+    """True if ``tensor`` is a ``DTensor``."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def check_dense(function: str, tensor: Any) -> None:
-    """Refuse what has no dense memory to send, with a ``TypeError`` that names ``function``."""
+    """Raise ``TypeError`` if ``tensor`` has no dense memory to send. The message names ``function``."""
     if (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -38,8 +38,8 @@ def _refuse_what_is_not_dense(function: str, tensor: Any) -> None:
         raise TypeError(f"{function} takes a tensor, got {type(tensor).__name__}.")
     if is_sharded(tensor):
         raise TypeError(
-            f"{function} takes plain tensors, got a DTensor, of which each rank has a part. Use "
-            "tensor.full_tensor(), or tensor.to_local() for this rank's part."
+            f"{function} takes plain tensors, got a DTensor, which is sharded over the ranks. Use "
+            "tensor.full_tensor(), or tensor.to_local() for this rank's shard."
         )
     if tensor.is_nested:
         raise TypeError(
@@ -57,21 +57,21 @@ def _refuse_what_is_not_dense(function: str, tensor: Any) -> None:
         raise TypeError(f"{function} takes dense tensors, got {tensor.layout}. Use tensor.to_dense().")
     if not reduce_ops.is_movable(tensor.dtype):
         raise TypeError(
-            f"{function} takes no {tensor.dtype}, which torch does not compute with. Use "
+            f"{function} takes no {tensor.dtype}, which has no arithmetic in torch. Use "
             "tensor.view(torch.uint8) for its bytes."
         )
     kind = type(tensor)
-    is_wrapper = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # keeps its values in other tensors
+    is_wrapper = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # its values are in other tensors
     if is_wrapper and tensor.device.type != "xla" and not tensor.data_ptr():
         raise TypeError(
             f"{function} takes plain tensors, got a {kind.__name__}, which has no memory of its own. "
-            "Pass the tensors that it is made of."
+            "Pass its inner tensors."
         )
 
 
 def check_writable(function: str, tensor: Tensor) -> None:
-    """Refuse a tensor that cannot hold a result, with a ``ValueError`` that names ``function``."""
-    is_xla = tensor.is_xla  # type: ignore[attr-defined]  # which tells no layout, so not by its strides either
+    """Raise ``ValueError`` if elements of ``tensor`` share memory. The message names ``function``."""
+    is_xla = tensor.is_xla  # type: ignore[attr-defined]  # strides are unknown on XLA
     if tensor.is_contiguous() and not is_xla:
         return
     base = _torch.storage_base(tensor) if is_xla else None
@@ -83,10 +83,10 @@ def check_writable(function: str, tensor: Tensor) -> None:
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements of ``tensor`` are in the same place."""
+    """True if two elements of ``tensor`` have the same memory address."""
     if not tensor.numel():
         return False
-    extent = 0  # of the dimensions looked at so far: how far their last element is from the first
+    extent = 0  # offset of the last element in the dimensions so far
     dimensions = [
         (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
     ]
@@ -97,8 +97,8 @@ def _overlaps_itself(tensor: Tensor) -> bool:
             break
         extent += stride * (size - 1)
     else:
-        return False  # each dimension steps over all that the smaller ones reach
-    # Only a layout made by hand comes here. So mark the places, and count them.
+        return False  # each stride is larger than the extent of the smaller dimensions
+    # An unusual layout, as of as_strided(): mark the address of each element and count the marks.
     extent = sum(stride * (size - 1) for stride, size in dimensions)
     if tensor.numel() > extent + 1:
         return True

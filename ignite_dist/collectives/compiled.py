@@ -1,11 +1,10 @@
-"""Collectives inside of a graph of ``torch.compile``. Imported while one is made, not before: it costs much.
+"""Collectives as operators in a graph of ``torch.compile``. Imported at the first trace: the import is slow.
 
-An operator of the graph is the eager call itself, so it has the same checks before anything is sent, the same
-bits and the same errors. The compiler cannot look into it.
+Each operator runs the eager call, so checks, results and errors are the same. The compiler cannot look inside
+the operator.
 
-The compiler must not drop, merge or reorder collectives: a rank that does not use a result would leave out a
-call that the others wait for. So each operator writes to one tensor, the token, which is an input of the
-graph.
+The compiler must not drop, merge or reorder collectives: other ranks would wait for a dropped call. So each
+operator writes to one tensor, the token, which is an input of the graph.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from ignite_dist.values import reduce_ops
 
 __all__ = ["all_gather", "all_reduce", "barrier", "broadcast"]
 
-# The compiler keeps graphs on disk, where an operator is known by its name alone. So the number in the name
-# goes up when the arguments of any of them change.
+# torch.compile caches graphs on disk and finds operators by name only. Increase the number in the name when
+# the arguments of an operator change.
 _ops = torch.ops.ignite_dist_2
 
-with torch.inference_mode(False):  # else it could be written to in that mode alone
+with torch.inference_mode(False):  # an inference tensor could not be written to later
     _token = torch.zeros(1, device="cpu")
 
 
-# --- what is traced in place of the facade's functions: operators, or the eager call ----------------------
+# --- replacements of the public functions while tracing ---------------------------------------------------
 
 
 def all_reduce(tensor: Any, op: Any = "SUM", group: Any = None, **options: Any) -> Any:
@@ -87,12 +86,12 @@ def barrier(group: Any = None, timeout: Any = None, **options: Any) -> Any:
 
 
 def _is_plain(tensor: Any, is_changed: bool) -> bool:
-    """Whether a graph can hold the collective of ``tensor``; else the eager call takes or refuses it.
+    """True if a graph can contain the collective of ``tensor``. If False, the eager call checks ``tensor``.
 
     Args:
-        tensor: the value that was given.
-        is_changed: the result is written into it. A compiler gives the operator a copy of memory that
-            overlaps itself, and the operator could not refuse it.
+        tensor: the value from the caller.
+        is_changed: True if the result is written into ``tensor``. If elements of ``tensor`` share memory, the
+            compiler passes a copy to the operator, which then cannot raise.
     """
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
@@ -102,7 +101,7 @@ def _is_plain(tensor: Any, is_changed: bool) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side in memory, in any order of the dimensions."""
+    """True if the elements fill memory without gaps or overlap, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -113,9 +112,9 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _can_hold(group: Any) -> bool:
-    """Whether a graph can hold a collective of ``group``: the world, or ranks with this one among them."""
+    """True if a graph can contain a collective of ``group``: the world, or a list with this rank."""
     model = model_of_the_graph()
-    if model.transport.groups_need_everyone:  # ranks may be threads, which share a graph
+    if model.transport.groups_need_everyone:  # XLA: ranks may be threads that share a graph
         return False
     if group is None:
         return True
@@ -155,10 +154,10 @@ def _barrier(token: Tensor, ranks: list[int] | None) -> None:
     eager_functions["barrier"](ranks)
 
 
-# An operator with a gradient may write to nothing. So these read the token, which puts them behind the
-# collectives before them, and _keep() writes to it for them. A backward pass takes no token: later
-# forward passes write to it, and autograd refuses a saved tensor that has changed. Instead each backward call
-# has a number of its own, so that the compiler does not merge two calls that look alike.
+# An operator with a gradient cannot write to its inputs. So the next operators read the token, which orders
+# them after earlier collectives, and _keep() writes to the token. A backward pass has no token: autograd
+# rejects a saved tensor that later forward passes change. Each backward call has a unique number, which stops
+# the compiler from merging two equal calls.
 
 
 @custom_op("ignite_dist_2::keep", mutates_args=("token",))
@@ -192,8 +191,8 @@ def _gather(tensor: Tensor, ranks: list[int] | None, group_size: int, **options:
     gathered: Tensor = eager_functions["all_gather"](tensor, ranks, **options)
     if gathered.shape != _gathered_shape(tensor, group_size):
         raise RuntimeError(
-            f"This graph was compiled in a context where the group had {group_size} ranks. Another context "
-            "has begun since, which torch.compile could not notice. Call torch.compiler.reset()."
+            f"This graph was compiled for a group of {group_size} ranks in an earlier context. torch.compile "
+            "did not notice the new context. Call torch.compiler.reset()."
         )
     return gathered
 
@@ -207,7 +206,7 @@ def _kept(result: Tensor) -> Tensor:
     return result
 
 
-# --- what the compiler has to know of them: shapes and gradients -------------------------------------------
+# --- shapes and gradients of the operators ----------------------------------------------------------------
 
 
 @_all_reduce_in_place.register_fake
@@ -253,7 +252,7 @@ def _note_gathering(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gathering_backward(ctx: Any, gradient: Tensor) -> Any:
     total = _reduced(gradient, "all_gather", "SUM", ctx.ranks)
-    own = total.view(ctx.group_size, *ctx.shape)[ctx.position].clone()  # a view would keep all of it
+    own = total.view(ctx.group_size, *ctx.shape)[ctx.position].clone()  # a view would keep all rows in memory
     return own, None, None, None, None
 
 

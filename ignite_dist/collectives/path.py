@@ -1,4 +1,4 @@
-"""The one path of every collective: record the call, tell members from others, begin, wait."""
+"""The common steps of every collective: record the call, check membership, begin, wait."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ def perform(
     take_part: Callable[[], Work] | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Make a collective, whose arguments have been checked.
+    """Run a collective. Its arguments have been checked.
 
     Args:
         model: the context.
-        operation: the public function.
-        group: whose call it is.
-        begin: begins it on a member of the group.
-        outside: what a rank outside of the group gets.
-        value: what has to be alike on all ranks; see
-            :func:`~ignite_dist.diagnostics.flight_recorder.announce`.
-        op: what else has to be the same.
-        take_part: begins it on a rank outside, where the backend makes a group's collective everybody's call;
-            by default as ``begin``. Its result is dropped.
-        async_op: give the work instead of its result.
+        operation: the name of the public function.
+        group: the group of the collective.
+        begin: begins the collective on a member of the group.
+        outside: the result on a rank outside the group.
+        value: must match on all ranks; see :func:`~ignite_dist.diagnostics.announcing.announce`.
+        op: must be equal on all ranks.
+        take_part: begins the collective on a rank outside the group, if the backend needs every rank. Default
+            ``begin``. Its result is ignored.
+        async_op: True returns the work instead of the result.
     """
     announce(model, operation, group, value, op, async_op=async_op)
     if not is_member(model, group):

@@ -1,4 +1,4 @@
-"""Asynchronous collectives: what ``async_op=True`` gives, and how it goes on while the caller computes."""
+"""Asynchronous collectives (``async_op=True``), which make progress while the caller computes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 50e-6, 5e-3
 
 
 def begin(model: ComputationModel, operation: str, group: Group, start: Callable[[], Work]) -> Work:
-    """Begin a collective that ``start`` begins, and give its work to the user.
+    """Begin a collective by ``start()`` and return its work for the user.
 
-    One primitive of a transport whose collectives overlap begins here. What has several steps, and what a
-    transport makes one at a time, is made in the thread of the group. On an accelerator it is made here:
-    there the host hardly waits.
+    A single primitive begins in the caller's thread if the transport's collectives may overlap. Other
+    collectives run in the thread of the group. On an accelerator, collectives with several steps run in the
+    caller's thread, because the host hardly waits there.
     """
     transport = model.transport
     if transport.is_synchronous:
@@ -49,7 +49,7 @@ def begin(model: ComputationModel, operation: str, group: Group, start: Callable
 
 
 class _Pending(Work):
-    """The work that a user waits for."""
+    """The work object that the user gets."""
 
     __slots__ = ("_error", "_inner", "_lock", "_model", "_result", "call")
 
@@ -72,7 +72,7 @@ class _Pending(Work):
                     self._result = self._inner.wait()
                 except Exception as error:
                     self._error = error
-                # Not after a KeyboardInterrupt: then it goes on.
+                # A KeyboardInterrupt skips these lines: the collective still runs.
                 self._inner = None
                 _pending.setdefault(self._model, {}).pop(id(self), None)
         if self._error is not None:
@@ -86,7 +86,7 @@ class _Pending(Work):
             now = time.monotonic()
             if now >= deadline:
                 raise MissingRanksError(
-                    f"The {self.call} has not completed within {timeout}. It goes on: call wait() again."
+                    f"The {self.call} has not completed within {timeout} and still runs: call wait() again."
                 )
             time.sleep(min(pause, deadline - now))
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
@@ -100,10 +100,10 @@ _pending: PerContext[dict[int, _Pending]] = PerContext()
 
 
 def _wait_for_all(model: ComputationModel) -> None:
-    """Before the context ends: wait for what nobody has waited for."""
+    """Wait for the pending works before the context ends, and warn about them."""
     left = list(_pending.setdefault(model, {}).values())
     for work in left:
-        warnings.warn(f"Nobody has waited for the {work.call}: call wait() of the Work.", stacklevel=5)
+        warnings.warn(f"No wait() was called for the {work.call}: call wait() of the Work.", stacklevel=5)
     for work in left:
         work.wait()
 

@@ -1,6 +1,6 @@
-"""A tensor of any dtype, device and layout, over a transport's primitives, which take only some.
+"""Collectives of tensors of any dtype, device and layout, on transports that support only some of them.
 
-How a transport takes tensors of one dtype on one device is worked out once.
+The plan for each dtype and device is made once per context.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-# Large enough that a collective's own time does not count, small enough for a second copy.
+# Large enough that the latency of a collective does not matter, small enough to copy.
 PIECE_BYTES = 16 << 20
 
 # --- reduce ------------------------------------------------------------------------------------------
@@ -43,11 +43,11 @@ class Plan(NamedTuple):
     """How a model reduces tensors of one dtype on one device by one operation.
 
     Attributes:
-        moves: whether they are sent from another device than theirs. Which one is asked each time: replicas
-            of XLA share a model, and each has its own.
-        carrier: how they are sent; None if they have to be gathered.
-        in_place: whether they are sent as they are.
-        rounds_once: whether the model itself reduces narrow floats in float64.
+        moves: True if tensors are copied to another device for sending. The plan does not store that device,
+            because XLA replicas share a model but have different devices.
+        carrier: carrier dtype and operation; None if the tensors are gathered and reduced on each rank.
+        in_place: True if the backend reduces the caller's tensor in place.
+        rounds_once: True if the model itself reduces narrow floats in float64.
     """
 
     moves: bool
@@ -57,18 +57,12 @@ class Plan(NamedTuple):
 
 
 def plan_reduction(model: ComputationModel, op: str, tensor: Tensor, exact: bool = True) -> Plan:
-    """The plan for ``tensor``, from the model's cache but for the first time.
-
-    Args:
-        model: who reduces it.
-        op: one of :data:`~ignite_dist.values.reduce_ops.OPS`.
-        tensor: what is reduced.
-        exact: whether narrow floats are to be rounded once; False where speed counts.
+    """The plan for ``tensor``, cached per model. ``exact=True`` rounds narrow floats only once.
 
     Raises:
-        TypeError, ValueError: ``op`` does not take such a tensor.
+        TypeError, ValueError: ``op`` does not support ``tensor``.
     """
-    # What its dtype and its device say is known once there is a plan.
+    # A cached plan has been checked for its dtype and device only.
     if tensor.layout is not torch.strided or tensor.is_nested or type(tensor) is not Tensor:
         check_dense("all_reduce", tensor)
     plans = _plans_of(model)
@@ -83,7 +77,7 @@ def plan_reduction(model: ComputationModel, op: str, tensor: Tensor, exact: bool
 def _make_plan(model: ComputationModel, op: str, tensor: Tensor, exact: bool) -> Plan:
     reduce_ops.check_reducible(tensor.dtype)
     reduce_ops.check_op(op, tensor.dtype)
-    exact = exact or tensor.dtype.itemsize == 1  # no backend adds float8 by itself
+    exact = exact or tensor.dtype.itemsize == 1  # no backend can add float8
     supports = model.transport.supports
     if op == "ADASUM" and not supports("all_reduce", op, tensor.dtype, tensor.device):
         raise ValueError(
@@ -107,7 +101,7 @@ def _make_plan(model: ComputationModel, op: str, tensor: Tensor, exact: bool) ->
 
 
 def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, group: Group) -> Work:
-    """Begin to reduce ``tensor`` in place, as planned; the result is ``tensor``."""
+    """Begin to reduce ``tensor`` in place by ``plan``. The work's result is ``tensor``."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return _in_inference_mode(lambda: reduce_tensor(model, tensor, op, plan, group))
     carrier = plan.carrier
@@ -138,7 +132,7 @@ def _fill_from(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def _in_inference_mode(begin: Callable[[], Work]) -> Work:
-    """A collective of a tensor that may be written to in that mode alone."""
+    """A work that runs in inference mode, because inference tensors are writable only there."""
 
     def run() -> Any:
         with torch.inference_mode():
@@ -154,7 +148,7 @@ def _piece_numel(carrier: carriers.Carrier) -> int:
 def _reduce_in_pieces(
     model: ComputationModel, tensor: Tensor, op: str, carrier: carriers.Carrier, plan: Plan, group: Group
 ) -> Tensor:
-    """In pieces, because all of it at once, encoded, would be as large as several tensors."""
+    """Reduce in pieces to save memory: the encoded tensor is larger than ``tensor``."""
     with torch.no_grad():
         for piece in torch.split(tensor.view(-1), _piece_numel(carrier)):
             piece.copy_(_reduce_encoded(model, piece, op, carrier, plan, group).wait())
@@ -164,7 +158,7 @@ def _reduce_in_pieces(
 def _reduce_encoded(
     model: ComputationModel, tensor: Tensor, op: str, carrier: carriers.Carrier, plan: Plan, group: Group
 ) -> Work:
-    """Begin the reduction of ``tensor``, which is dense and where it is sent from."""
+    """Begin to reduce ``tensor``, which is dense and on the sending device, in its carrier dtype."""
     carried = carrier.encode(tensor).contiguous()
 
     def finish(reduced: Tensor) -> Tensor:
@@ -179,7 +173,7 @@ def _reduce_encoded(
 def _begin_reduction(
     model: ComputationModel, tensor: Tensor, op: str, sent_op: str, plan: Plan, group: Group
 ) -> Work:
-    """Begin to reduce in place what the transport takes as it is; an AVERAGE is still to be divided."""
+    """Begin to reduce ``tensor`` in place. Without ``rounds_once``, the caller divides an AVERAGE."""
     if plan.rounds_once:
         return model.transport.reduce_narrow(tensor, op, group)
     return model.transport.all_reduce(tensor, sent_op, group)
@@ -206,12 +200,12 @@ def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tens
         if out is not None and into_out:
             rows = out.detach().view(rows_shape)
             if _share_memory(local, rows):
-                local = local.clone()  # what comes from other ranks would overwrite what is still to be sent
+                local = local.clone()  # the result would overwrite the send buffer
         else:
             rows = torch.empty(rows_shape, dtype=tensor.dtype, device=local.device)
         if route.as_is:
             work = model.transport.all_gather(local, group, out=rows)
-        else:  # bytes lose nothing
+        else:  # send the bytes
             into = serialization.as_bytes(rows).view(rows_shape[0], -1)
             work = model.transport.all_gather(serialization.as_bytes(local), group, out=into)
 
@@ -227,7 +221,7 @@ def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tens
 
 
 def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: Group) -> Work:
-    """Begin to fill ``tensor`` with that of the global rank ``src``; the result is ``tensor``."""
+    """Begin to fill ``tensor`` with the tensor of global rank ``src``. The work's result is ``tensor``."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return _in_inference_mode(lambda: broadcast_tensor(model, tensor, src, group))
     if tensor.dtype in reduce_ops.BYTES:
@@ -239,7 +233,7 @@ def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: G
         work = model.transport.broadcast(sent, src, group)
 
     def finish(_: Any) -> Tensor:
-        if route.moves or not _is_plain(tensor):  # then it was a copy
+        if route.moves or not _is_plain(tensor):  # a copy was sent
             tensor.detach().copy_(_moved(carried, tensor.device))
         else:
             _note_change(tensor)
@@ -248,24 +242,24 @@ def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: G
     return work.then(finish)
 
 
-# --- where and how a tensor is sent ------------------------------------------------------------------
+# --- devices and layouts -----------------------------------------------------------------------------
 
 
 def carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
-    """Where ``tensor`` is sent from: where it is, if the backend takes bytes from there."""
+    """The sending device: the device of ``tensor`` if the backend can send bytes from it."""
     if model.transport.supports("all_gather", None, torch.uint8, tensor.device):
         return tensor.device
     return model.objects.device
 
 
 def _note_change(tensor: Tensor) -> None:
-    """Tell autograd of a change in place that a library has made in memory."""
-    if not tensor.is_inference():  # which no graph holds
+    """Tell autograd about an in-place change by the backend."""
+    if not tensor.is_inference():  # inference tensors have no version counter
         increment_version(tensor)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors of one device overlap. On an XLA device none do."""
+    """True if two contiguous tensors on one device overlap. On an XLA device tensors never overlap."""
     if one.device.type == "xla":
         return False
     begin, other_begin = one.data_ptr(), other.data_ptr()
@@ -273,25 +267,26 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the memory of ``tensor`` is its value: contiguous, and not conjugated or negated lazily."""
+    """True if ``tensor`` is contiguous, without a lazy conjugation or negation."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """``tensor`` without a graph, in memory that is its value; its own memory if that is so already."""
+    """``tensor`` detached, contiguous, without lazy conjugation or negation. Copied only if needed."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _sendable(model: ComputationModel, tensor: Tensor, moves: bool) -> Tensor:
-    """``tensor`` as :func:`plain` has it, where it is sent from."""
+    """:func:`plain` on the sending device."""
     whole = plain(tensor)
     return _moved(whole, model.objects.device) if moves else whole
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A contiguous ``tensor`` on ``device``, bit by bit.
+    """A contiguous ``tensor`` on ``device``, with the same bits.
 
-    On its way from an XLA device a complex128 may lose its imaginary part, and to one a NaN some of its bits.
+    A plain copy from an XLA device may lose the imaginary part of complex128. A plain copy to an XLA device
+    may change the bits of a NaN.
     """
     if tensor.device == device:
         return tensor
@@ -323,7 +318,7 @@ def _route(model: ComputationModel, kind: CollectiveKind, tensor: Tensor) -> _Ro
 
 
 class _Plans:
-    """What follows from :meth:`Transport.supports`, by the kind of collective and of tensor."""
+    """Cached plans and routes of one model."""
 
     def __init__(self) -> None:
         self.reductions: dict[tuple[str, torch.dtype, torch.device, bool], Plan] = {}
@@ -343,12 +338,12 @@ def _plans_of(model: ComputationModel) -> _Plans:
 def sent_dtype(
     model: ComputationModel, collective: CollectiveKind, tensor: Tensor, op: str = ""
 ) -> torch.dtype | None:
-    """The dtype that travels for ``tensor`` in an "all_reduce" by ``op``, an "all_gather" or a "broadcast".
+    """The dtype that an "all_reduce" by ``op``, an "all_gather" or a "broadcast" of ``tensor`` sends.
 
-    None for a reduction that no operation of the backend does: values are gathered and reduced on each rank.
+    None if the backend cannot do the reduction: the values are gathered and reduced on each rank.
 
     Raises:
-        TypeError, ValueError: ``op`` does not take such a tensor.
+        TypeError, ValueError: ``op`` does not support ``tensor``.
     """
     if collective == "all_reduce":
         carrier = plan_reduction(model, op, tensor).carrier
@@ -357,7 +352,7 @@ def sent_dtype(
 
 
 def to_message(tensors: Sequence[Tensor]) -> bytes:
-    """The bytes of contiguous ``tensors``, one after the other, to send them as a part of an object."""
+    """The bytes of contiguous ``tensors``, concatenated, to send inside an object."""
     message = bytearray(sum(tensor.nbytes for tensor in tensors))
     if message:
         parts = [serialization.as_bytes(_moved(tensor, torch.device("cpu"))) for tensor in tensors]
@@ -366,7 +361,7 @@ def to_message(tensors: Sequence[Tensor]) -> bytes:
 
 
 def reduce_messages(messages: Sequence[bytes], tensors: Sequence[Tensor], op: str) -> list[Tensor]:
-    """Every rank's :func:`to_message` of such ``tensors`` reduced in rank order, where ``tensors`` are."""
+    """Reduce the :func:`to_message` bytes of every rank in rank order, on the devices of ``tensors``."""
     rows = serialization.as_tensor(bytearray(b"".join(messages))).view(len(messages), len(messages[0]))
     reduced = []
     for part, tensor in zip(torch.split(rows, [one.nbytes for one in tensors], dim=1), tensors, strict=True):
@@ -374,6 +369,3 @@ def reduce_messages(messages: Sequence[bytes], tensors: Sequence[Tensor], op: st
         values = aligned.view(tensor.dtype).view(len(messages), *tensor.shape)
         reduced.append(_moved(carriers.reduce_gathered(values, op), tensor.device))
     return reduced
-
-
-# --- arguments -----------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_what_is_equal_to_a_rank_is_none() -> None:
             idist.all_reduce(1, group=[wrong])
         with raises(ValueError, "Ranks of a group"):
             idist.new_group([wrong])
-        with raises(ValueError, "src is a global rank"):
+        with raises(ValueError, "src must be a global rank"):
             idist.broadcast(1, src=wrong)  # type: ignore[arg-type]
         with raises(ValueError, "rank must be"):
             idist.one_rank_only(wrong)  # type: ignore[arg-type]

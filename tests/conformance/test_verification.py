@@ -163,9 +163,9 @@ def test_a_barrier_with_a_timeout_names_who_has_not_come() -> None:
         assert idist.all_reduce(1) == size
     if size > 2:
         idist.barrier(group=[0, size - 1], timeout=timedelta(seconds=20))
-    with raises(TypeError, "by name"):
+    with raises(TypeError, "as a keyword"):
         idist.barrier(timedelta(seconds=5))
-    with raises(TypeError, "timeout is a datetime.timedelta, got 5"):
+    with raises(TypeError, "timeout must be a datetime.timedelta, got 5"):
         idist.barrier(timeout=5)
     with raises(ValueError, "timeout must be positive"):
         idist.barrier(timeout=timedelta(0))

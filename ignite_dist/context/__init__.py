@@ -1,1 +1,1 @@
-"""Which computation model is live in this process, and what it says about it."""
+"""The live context of this process: its start, its end and its getters."""

@@ -1,8 +1,8 @@
-"""A context in a forked child: another process's, of which only the getters still work.
+"""An inherited context in a forked child: only its getters work.
 
-The threads that carry the collectives are not in the child. Its connections are the parent's: anything that
-the child sends would mix with the parent's data. So the child makes no collective, and its end leaves the
-context alone.
+The child does not have the threads that run the collectives, and its connections are shared with the parent:
+data that the child sends would mix with the parent's data. So the child may not call collectives, and its
+exit does not end the context.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ignite_dist.comp_models import ComputationModel, registered_computation_mod
 
 __all__ = ["after_fork", "keep_getters", "note_inherited"]
 
-# Whatever communicates, or makes another context, by the role that has it.
+# Methods that communicate or prepare communication, by the attribute of the model that has them.
 _REFUSED = {
     "groups": ("check_not_joining", "new", "resolve"),
     "objects": ("broadcast", "broadcast_bytes", "gather", "gather_bytes"),
@@ -25,16 +25,13 @@ _REFUSED = {
     "transport": ("all_gather", "all_reduce", "barrier", "broadcast", "make_group"),
 }
 
-# What stands for the contexts that this process had when it was forked; the pid of its parent.
+# The context marks of the contexts inherited at the fork, and the pid of the parent.
 _inherited: list[object] = []
 _parent = 0
 
 
 def note_inherited(model: ComputationModel) -> None:
-    """If this process has inherited the context of ``model``, only its getters work from here on.
-
-    The instance is marked, not the class, so that a process that was not forked pays nothing.
-    """
+    """If this process has inherited the context of ``model``, disable everything except the getters."""
     mark = model.context_mark()
     if mark is None or not any(mark is one for one in _inherited):
         return
@@ -42,7 +39,10 @@ def note_inherited(model: ComputationModel) -> None:
 
 
 def keep_getters(model: ComputationModel, parent: int) -> None:
-    """Let only the getters of ``model`` work here: its context is that of the process ``parent``."""
+    """Disable everything except the getters of ``model``, whose context belongs to the process ``parent``.
+
+    The methods of the instance are replaced, so a process that was not forked has no extra cost.
+    """
     global _parent
     _parent = parent
     for role, names in _REFUSED.items():
@@ -58,9 +58,9 @@ def keep_getters(model: ComputationModel, parent: int) -> None:
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     what = "a worker of a DataLoader" if get_worker_info() is not None else "a forked child"
     raise RuntimeError(
-        f"This process ({os.getpid()}) is {what} of the process that has the context ({_parent}). A "
-        "collective would wait for ever here, and no context can begin. Make both in the main process. "
-        "get_rank(), get_world_size() and the other getters work here too."
+        f"This process ({os.getpid()}) is {what} of the process that has the context ({_parent}). Here a "
+        "collective would hang, and no context can begin. Call both in the main process. get_rank(), "
+        "get_world_size() and the other getters work here too."
     )
 
 
@@ -69,7 +69,7 @@ def _nothing() -> None:
 
 
 def after_fork(model: ComputationModel) -> None:
-    """In a forked child: note what it has inherited. ``model`` is that of the facade."""
+    """Note the inherited contexts in a forked child. ``model`` is the current model."""
     global _parent
     for kind in registered_computation_models:
         if kind.library in sys.modules:

@@ -1,4 +1,4 @@
-"""What the live context says about this process."""
+"""Getters: rank, world size, node, device and backend of this process."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _logger = logging.getLogger(__name__)
 def get_rank() -> int:
     """Rank of this process, in [0, world_size). Never communicates.
 
-    A worker of a DataLoader has the rank of its main process, by whatever method it was started. If it was
-    not forked, it has it once it works: what it imports and unpickles before sees a world of one.
+    A DataLoader worker has the rank of its main process, with every start method. A worker that was not
+    forked has rank 0 and world size 1 until its imports and its unpickling are complete.
     """
     return current_model().get_rank()
 
@@ -55,50 +55,50 @@ def get_world_size() -> int:
 
 @traced
 def get_local_rank() -> int:
-    """Rank of this process among those of its node.
+    """Rank of this process on its node, in [0, nproc_per_node).
 
-    It comes from the environment, else from :func:`set_local_rank`. Where neither says it, the first call
-    finds it from the host names of all ranks; every rank has to make that call.
+    The value comes from the environment, else from :func:`set_local_rank`. Without both, the first call
+    gathers the host names of all ranks; then every rank must make the first call.
     """
     return current_model().get_local_rank()
 
 
 @traced
 def get_nproc_per_node() -> int:
-    """Number of processes on this node. The first call may be an exchange, as in :func:`get_local_rank`."""
+    """Number of processes on this node. The first call may communicate: see :func:`get_local_rank`."""
     return current_model().get_nproc_per_node()
 
 
 @traced
 def get_nnodes() -> int:
-    """Number of nodes. The first call may be an exchange, as in :func:`get_local_rank`."""
+    """Number of nodes. The first call may communicate: see :func:`get_local_rank`."""
     return current_model().get_nnodes()
 
 
 @traced
 def get_node_rank() -> int:
-    """Rank of this node, in [0, nnodes). The first call may be an exchange, as in :func:`get_local_rank`."""
+    """Rank of this node, in [0, nnodes). The first call may communicate: see :func:`get_local_rank`."""
     return current_model().get_node_rank()
 
 
 @traced
 def is_global_zero() -> bool:
-    """Whether this process is the first of all. Never communicates."""
+    """True if the rank is 0. Never communicates."""
     return current_model().get_rank() == 0
 
 
 @traced
 def is_local_zero() -> bool:
-    """Whether this process is the first of its node. The first call may be an exchange, as above."""
+    """True if the local rank is 0. The first call may communicate: see :func:`get_local_rank`."""
     return current_model().get_local_rank() == 0
 
 
 def world_group() -> Any:
-    """The live context's own handle of the group of all ranks, to hand to other libraries.
+    """The backend's handle of the world group, for use with other libraries.
 
     Returns:
-        For torch a ``ProcessGroup``, for Horovod a ``ProcessSet``, for XLA the ranks as a tuple, and in a
-        serial context ``(0,)``. It is a ``group=`` of every collective here too.
+        A ``ProcessGroup`` for torch, a ``ProcessSet`` for Horovod, a tuple of ranks for XLA, and ``(0,)``
+        without a context. The collectives of this package accept the handle as ``group=``.
     """
     model = current_model()
     handle = model.transport.world_handle()
@@ -107,36 +107,36 @@ def world_group() -> Any:
 
 @traced
 def device() -> torch.device:
-    """The device to put a model and its data on: this rank's accelerator, else ``torch.device("cpu")``."""
+    """The device for models and data: this rank's accelerator, else ``torch.device("cpu")``."""
     return current_model().device()
 
 
 @traced
 def backend() -> str | None:
-    """``"gloo"``, ``"nccl"``, ...; None without a context. Of one backend per device, the accelerator's."""
+    """``"gloo"``, ``"nccl"``, ...; None without a context. With one backend per device, the accelerator's."""
     return current_model().backend()
 
 
 @traced
 def model_name() -> str:
-    """The computation model: ``"serial"``, ``"native-dist"``, ..."""
+    """Name of the computation model: ``"serial"``, ``"native-dist"``, ..."""
     return current_model().name
 
 
 def environment() -> Environment:
-    """What started this process, and why that is believed. Never communicates.
+    """The launcher of this process and its variables. Never communicates.
 
-    It is what the environment variables say, not whether there is a context: under torchrun without one it is
-    torchrun's. Variables that this package has set itself do not count.
+    Only the environment variables count, not the context: under torchrun the result describes torchrun also
+    before :func:`initialize`. Variables that this package has set are ignored.
 
     Returns:
-        An ``Environment`` with the attributes ``launcher`` (``"torchrun"``, ``"Slurm"``, ``"Open MPI"``, ...;
-        ``"none"`` where nothing was found), ``rank``, ``world_size``, ``local_rank``, ``nproc_per_node``,
-        ``nnodes``, ``node_rank``, ``main_address``, ``main_port`` (None: the launcher does not say) and
-        ``reason``, in words. Its ``teardown()`` gives back the variables that ``initialize`` has set.
+        An ``Environment`` with the attributes ``launcher`` (``"torchrun"``, ``"Slurm"``, ``"Open MPI"``, ...,
+        or ``"none"``), ``rank``, ``world_size``, ``local_rank``, ``nproc_per_node``, ``nnodes``,
+        ``node_rank``, ``main_address``, ``main_port`` (None if the launcher does not set one) and ``reason``
+        (why this launcher was detected). ``teardown()`` removes the variables that ``initialize`` has set.
 
     Raises:
-        EnvironmentVariablesError: the variables are half set or contradict each other; it names them.
+        EnvironmentVariablesError: variables are missing or contradict each other; the message names them.
     """
     return environments.current()
 
@@ -147,14 +147,14 @@ def hostname() -> str:
 
 
 def set_local_rank(index: int) -> None:
-    """Say this process's local rank, for a context that was made without ``LOCAL_RANK`` in the environment.
+    """Set this process's local rank, for a context without ``LOCAL_RANK`` in the environment.
 
     Args:
-        index: the local rank; what the environment says goes before it.
+        index: the local rank. A local rank from the environment takes precedence.
     """
     index = as_int(index)
     if type(index) is not int or index < 0:
-        raise ValueError(f"A local rank is an int from 0 on, got {index!r}.")
+        raise ValueError(f"The local rank must be an int >= 0, got {index!r}.")
     NativeModel.hint_local_rank(index)
     current_model().set_local_rank(index)
 
@@ -162,7 +162,7 @@ def set_local_rank(index: int) -> None:
 def show_config() -> None:
     """Log the configuration at INFO level, one fact per line, on rank 0. Never communicates.
 
-    It shows whether or not ``logging`` is configured: without a handler it goes to the standard error.
+    Without a configured handler the lines go to the standard error.
     """
     model = current_model()
     if model.get_rank() != 0:
@@ -187,7 +187,7 @@ def show_config() -> None:
         _logger.addHandler(handler)
     try:
         for name, value in facts.items():
-            # Handled, not logged: who calls this wants to see it, whatever the root logger's level is.
+            # handle() ignores the logger's level: the user has asked for these lines.
             record = _logger.makeRecord(
                 _logger.name, logging.INFO, __file__, 0, "%s: %s", (name, value), None, "show_config"
             )

@@ -1,12 +1,12 @@
-"""pytorch-ignite's own ``ignite.distributed``, kept in step with the context of this package.
+"""Synchronizes ``ignite.distributed`` of pytorch-ignite with the context of this package.
 
-Ignite's engine, metrics and handlers ask ``ignite.distributed`` which rank this is. That module looks for a
-context by itself, and over torch.distributed its first look is a collective: ``if rank == 0: setup_logger()``
-waits for ever. It does not notice the end of a context either. So it is told of both, without a collective.
-(Where only a collective can tell which ranks share a node, ignite is not told, and makes its own.)
+Ignite's engine, metrics and handlers read the rank from ``ignite.distributed``. Over torch.distributed, its
+first search for a context is a collective, so ``if rank == 0: setup_logger()`` hangs. Ignite also does not
+notice the end of a context. So this module sets ignite's model at both points, without a collective. If only
+a collective can tell which ranks share a node, ignite's model is left alone.
 
-Only contexts that this package makes are told of, and not those of XLA: its replicas may be threads, and
-ignite has one model per process. (Its release 0.5.5 calls functions that torch_xla 2.9 no longer has.)
+Contexts that other code has made are left alone, and contexts of XLA too: replicas of XLA may be threads, and
+ignite has one model per process. (Ignite 0.5.5 calls functions that torch_xla 2.9 no longer has.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UTILS = "ignite.distributed.utils"
 
 
 def context_began(model: ComputationModel) -> None:
-    """Tell ignite, now if it is loaded, else when it is imported, of the context of ``model``."""
+    """Set the context of ``model`` in ignite: now if ignite is imported, else after its import."""
     if not isinstance(model, (NativeModel, HorovodModel)):
         return
     _importing.forget()
@@ -40,7 +40,7 @@ def context_began(model: ComputationModel) -> None:
 
 
 def context_ended() -> None:
-    """Tell ignite, if it is loaded, that this process is serial."""
+    """Set a serial model in ignite, if ignite is imported."""
     _importing.forget()
     utils = sys.modules.get(_UTILS)
     if utils is not None:
@@ -52,13 +52,13 @@ def _follow(utils: Any, model: ComputationModel) -> None:
         return
     topology = model.known_topology()
     if not isinstance(model, NativeModel):
-        utils.sync()  # over Horovod no collective
+        utils.sync()  # not a collective over Horovod
     elif topology is not None:
         utils._set_model(_native_model(topology))
 
 
 def _native_model(topology: Topology) -> Any:
-    """Ignite's model of torch.distributed, told what it would find out by a collective."""
+    """Ignite's model of torch.distributed, with a known topology in place of ignite's collective."""
     native = sys.modules["ignite.distributed.comp_models.native"]
 
     class Told(native._NativeDistModel):  # type: ignore[misc, name-defined]
@@ -72,7 +72,7 @@ def _native_model(topology: Topology) -> Any:
 
 
 class _OnImport(importlib.abc.MetaPathFinder):
-    """Calls a function with ignite's module once that has been imported."""
+    """Import hook: calls a function with ignite's module after its import."""
 
     def __init__(self) -> None:
         self._follow: Callable[[ModuleType], None] | None = None
@@ -100,7 +100,7 @@ class _OnImport(importlib.abc.MetaPathFinder):
 
 
 class _Followed(importlib.abc.Loader):
-    """A loader that calls a function with the module that another one has loaded."""
+    """Wraps a loader, and calls a function with the loaded module."""
 
     def __init__(self, loader: Any, follow: Callable[[ModuleType], None]) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""Which computation model is live, and what it says about this process."""
+"""The live context: its computation model, its start and its end."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _logger = logging.getLogger(__name__)
 _model: ComputationModel = SerialModel()
 
 begun: list[Callable[[ComputationModel], None]] = []
-"""What rooms above this one do with each context that :func:`initialize` has made."""
+"""Hooks called with the model of each context that :func:`initialize` has made."""
 ending: list[Callable[[ComputationModel], None]] = []
-"""What they do before a context ends after success. An exception leaves it as it is."""
+"""Hooks called before a context ends after success. If a hook raises, the context stays live."""
 ended: list[Callable[[ComputationModel], None]] = []
-"""What they do when a context ends, whoever ends it and however."""
-# Guards the change of _model: threads that notice a context at once have to get one model of it, because that
-# model has the groups. Never held while other ranks are waited for. Who only reads _model needs no lock.
+"""Hooks called when a context ends, in any way and by any code."""
+# Guards writes of _model: threads that find a context at the same time must share one model, which owns the
+# groups. Never held while waiting for other ranks. Reads of _model need no lock.
 _changing = threading.RLock()
-# The threads that are in initialize(), and the kind of model that each makes.
+# The threads inside initialize(), and the class of model that each one makes.
 _initializing: dict[int, type[ComputationModel]] = {}
 
 
 def _after_fork_in_child() -> None:
     global _changing
-    _changing = threading.RLock()  # the thread that had it is not there to give it back
+    _changing = threading.RLock()  # the thread that held the lock is not in the child
     _initializing.clear()
     forks.after_fork(_model)
 
@@ -69,9 +69,9 @@ def _look_while_tracing() -> None:
 
 @traced
 def model_of_the_graph() -> ComputationModel:
-    """:func:`current_model` for a graph that is being traced, which is made again when a guard fails."""
+    """:func:`current_model` in a traced graph. If a guard fails, torch traces the graph again."""
     _look_while_tracing()
-    model = _model  # what is read of it is guarded
+    model = _model  # torch guards the attributes that are read below
     model.is_current_by_guards()
     return model
 
@@ -93,25 +93,25 @@ def current_model() -> ComputationModel:
 
 
 def _resolve() -> ComputationModel:
-    """Look for a context that somebody made since; without one, this process is serial."""
+    """Find a context that was made since the last call; a serial model if there is none."""
     with _changing:
         model = _model
-        if model.is_current():  # another thread has looked meanwhile
+        if model.is_current():  # another thread has resolved it
             return model
         _call(ended, model)
         model.forget()
-        # Replicas of XLA are threads, and one of them may end its context before another: what is found here
-        # is this thread's, whatever the others make of the module's variable afterwards.
+        # Replicas of XLA are threads and may end their contexts at different times. So return the model found
+        # for this thread: another thread may replace _model at any time.
         found = _find()
-        if _is_being_made(found):  # initialize() would replace this one, and its groups would be lost
+        if _is_being_made(found):  # initialize() replaces this model, which would lose its groups
             return _use(SerialModel())
         forks.note_inherited(found)
         model = _model
-        return model if model.is_current() else _use(found)  # a signal handler may have looked meanwhile
+        return model if model.is_current() else _use(found)  # a signal handler may have set it
 
 
 def _is_being_made(model: ComputationModel) -> bool:
-    """Whether ``initialize`` in another thread is about to give the model of this very context."""
+    """True if ``initialize`` in another thread is about to set its own model of this context."""
     # Ranks that are threads share one model, so none is lost.
     if not _initializing or model.ranks_in_process() > 1:
         return False
@@ -128,7 +128,7 @@ def _use(model: ComputationModel) -> ComputationModel:
 
 
 def _look_again(_: Any) -> None:
-    """In a process that multiprocessing has started, and which now has its configuration: look anew."""
+    """Drop the serial model when multiprocessing has sent its configuration to this new process."""
     if isinstance(_model, SerialModel):
         _use(SerialModel())
 
@@ -137,13 +137,13 @@ loader_workers.when_sent(_look_again)
 
 
 def _find() -> ComputationModel:
-    """A model of the live context."""
+    """A model of the live context, serial if there is none."""
     loaded = [model for model in registered_computation_models if model.library in sys.modules]
     for candidate in loaded:
         found = candidate.find()
         if found is not None:
             return found
-    # Every serial model watches torch.distributed by itself, and whether anything else has been imported.
+    # Every serial model notices contexts of torch.distributed, and new imports.
     others = [model for model in loaded if model not in (SerialModel, NativeModel)]
     num_modules = len(sys.modules)
     of_worker = loader_workers.model_of_worker(num_modules)
@@ -153,13 +153,10 @@ def _find() -> ComputationModel:
 
 
 def sync(temporary: bool = False) -> None:
-    """Look for the live context and use it.
-
-    There is no need to call it: every function of the package notices a context that was made, ended or
-    replaced. It is here for scripts that call it.
+    """Find the live context. For compatibility only: every function of the package does this itself.
 
     Args:
-        temporary: accepted and without effect; a context is never used for longer than it lives.
+        temporary: has no effect.
     """
     current_model()
 
@@ -168,9 +165,9 @@ def sync(temporary: bool = False) -> None:
 
 
 def available_backends() -> tuple[str, ...]:
-    """The backends that this installation can run, ``("gloo", "nccl")`` for example.
+    """The backends that this installation can run, for example ``("gloo", "nccl")``.
 
-    NCCL counts when torch was built with it, whether or not there is a GPU.
+    NCCL is included if torch was built with NCCL, even without a GPU.
     """
     return tuple(backend for model in registered_computation_models for backend in model.available_backends)
 
@@ -179,7 +176,7 @@ def find_model(backend: str) -> type[ComputationModel]:
     """The class of the computation model that runs ``backend``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no model runs ``backend``.
     """
     if isinstance(backend, str):
         for model in registered_computation_models:
@@ -201,14 +198,15 @@ def _listed() -> str:
 
 
 def initialize(backend: str, **kwargs: Any) -> None:
-    """Make a distributed context. Every rank calls it; it returns when all have.
+    """Make a distributed context. Every rank must call this; it returns when all ranks have called it.
 
-    The ranks come from the arguments or from the launcher's variables, as :func:`environment` shows them
-    (Horovod: of ``horovodrun``); with nothing set it is a world of one.
-    Variables that scripts read (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
-    ``MASTER_PORT``) are set where they are missing, and :func:`finalize` takes back just those (XLA: none of
-    them, because ranks may share a process). So are ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``, to the
-    loopback interface, if the launcher or a loopback address says that all ranks run on this machine.
+    The rank and the world size come from the arguments or from the launcher's variables, as in
+    :func:`environment` (for Horovod: the variables of ``horovodrun``). Without both, the world size is 1.
+
+    ``initialize`` sets missing variables that scripts read: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``MASTER_ADDR`` and ``MASTER_PORT``; none for XLA, because ranks may share a process. If the launcher or a
+    loopback address shows that all ranks run on this host, ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``
+    are set to the loopback interface. :func:`finalize` removes the variables that ``initialize`` has set.
 
     Args:
         backend: one of :func:`available_backends`, or one per device: ``"cpu:gloo,cuda:nccl"``.
@@ -216,24 +214,24 @@ def initialize(backend: str, **kwargs: Any) -> None:
             10 for NCCL), ``init_method`` (``"env://"``, ``"file://..."``, ``"tcp://..."``), ``rank`` and
             ``world_size`` (both, and only with an ``init_method``), ``pg_options``, ``device_id``; see
             https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group.
-            For Horovod ``comm``: a list of all ranks, or an ``mpi4py`` communicator if it was built with MPI.
-            For XLA none.
+            For Horovod ``comm``: a list of all ranks, or an ``mpi4py`` communicator if Horovod was built with
+            MPI. For XLA none.
 
     Raises:
         ValueError: an unknown backend, or arguments that contradict each other or the environment.
         TypeError: a keyword that the backend does not have.
-        RuntimeError: a context exists already, NCCL without a GPU.
-        EnvironmentVariablesError: the environment is half set, of a launcher that Horovod does not know, or
-            without the ``PJRT_DEVICE`` that XLA is to use.
+        RuntimeError: a context exists already, or there is no GPU for NCCL.
+        EnvironmentVariablesError: variables are missing, or belong to a launcher that Horovod does not know,
+            or ``PJRT_DEVICE`` is missing for XLA.
         LaunchError: the port of the rendezvous is in use.
-        MissingRanksError: not all ranks have come in time (torch's backends; others say it otherwise).
+        MissingRanksError: ranks are missing after the timeout (torch's backends; others raise other errors).
     """
     model = find_model(backend)
     live = current_model()
     if not live.gives_way_to(model):
         raise RuntimeError(
             f"A context of backend {live.backend()!r} exists already, so a second one cannot be initialised. "
-            "idist uses the one that exists without any call; or end it first with idist.finalize()."
+            "idist uses the existing context without any call. Or end it first with idist.finalize()."
         )
     here = threading.get_ident()
     _initializing[here] = model
@@ -246,23 +244,23 @@ def initialize(backend: str, **kwargs: Any) -> None:
 
 
 def is_context_of(backend: str) -> bool:
-    """Whether a context of ``backend`` is live, which ``initialize(backend)`` would refuse to make again."""
+    """True if a context of ``backend`` is live, so ``initialize(backend)`` would raise."""
     live = current_model()
     return not live.gives_way_to(find_model(backend)) and live.runs(backend)
 
 
 def finalize() -> None:
-    """End the context: a barrier, then the end of all of its groups. Without a context it does nothing.
+    """End the context and all of its groups. No effect without a context.
 
-    It waits for the others as long as they take. If one of them waits in a collective that this rank has not
-    made, both get an error within seconds, and the context ends.
+    Waits without a timeout until all ranks have called ``finalize``. If another rank waits in a collective
+    that this rank has not called, both ranks raise within seconds, and the context ends.
 
-    Called while an exception is being handled (in a ``finally``, say) it ends this rank's part at once and
-    waits for nobody: the other ranks get an error from their next collective instead of waiting for ever.
+    While an exception is being handled (for example in a ``finally`` block), ``finalize`` ends the context of
+    this rank at once and does not wait. The next collective of each other rank raises instead of hanging.
 
     Raises:
-        RankFailedError: another rank waits in a collective that this one has not made (torch's backends and
-            workers of :func:`spawn`).
+        RankFailedError: another rank waits in a collective that this rank has not called (torch's backends
+            and workers of :func:`spawn`).
     """
     if sys.exc_info()[0] is None:
         conclude()
@@ -271,21 +269,21 @@ def finalize() -> None:
 
 
 def conclude() -> None:
-    """End the context after success: what :func:`finalize` does when no exception is being handled."""
+    """End the context after success, as :func:`finalize` does when no exception is being handled."""
     model = current_model()
     for hook in ending:
         hook(model)
     model.meet_at_end()
-    _call(ended, model)  # before the rank that serves the store goes
+    _call(ended, model)  # before the rank that serves the store exits
     model.close()
     _forget(model)
 
 
 def abort() -> None:
-    """End the context after a failure on this rank. Waits for nobody.
+    """End the context after a failure on this rank. Does not wait for other ranks.
 
-    Under torchrun the exception that is being handled gets into the summary of the failure. A rank that only
-    notices the failure of another gives torchrun a moment to notice it too.
+    Under torchrun, the exception that is being handled is shown in torchrun's failure summary. If the
+    exception is a consequence of another rank's failure, this rank waits 3 s for torchrun to end it.
     """
     with torchelastic.recorded(sys.exc_info()[1]):
         model = current_model()
@@ -303,6 +301,3 @@ def _forget(model: ComputationModel) -> None:
 def _call(hooks: Sequence[Callable[[ComputationModel], None]], model: ComputationModel) -> None:
     for hook in hooks:
         hook(model)
-
-
-# --- this process ------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""A context in a worker of a DataLoader that was not forked: the getters answer as in its main process.
+"""The context in a DataLoader worker that was not forked: getters return the values of the main process.
 
 Such a worker (``multiprocessing_context="spawn"``, or ``"forkserver"``, the default since Python 3.14) is a
-new process, and has only what multiprocessing sends. Each process sends its configuration to all that it
-starts, so a rank notes there who it is. The environment would not do: a fork server has that of its start.
+new process. Multiprocessing sends the configuration of the parent process to it, so a rank stores its
+identity there. Environment variables would not work: a fork server keeps the environment of its own start.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _KEY = "ignite_dist"
 
 
 def _config() -> dict[str, Any]:
-    """What this process sends to those that it starts."""
+    """The configuration that multiprocessing sends to each process that this process starts."""
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     return config
 
 
 class _Note:
-    """What a worker is told: plain values, because it need not import this package."""
+    """Pickles to plain values, because a worker need not import this package."""
 
     def __init__(self, model: ComputationModel) -> None:
-        self._model = weakref.ref(model)  # a Process object that is kept does not keep the context alive
+        self._model = weakref.ref(model)  # a stored Process object must not keep the context alive
 
     def __reduce__(self) -> tuple[Any, ...]:
         model = self._model()
@@ -58,38 +58,38 @@ def _facts(model: ComputationModel) -> dict[str, Any]:
 
 
 def note(model: ComputationModel) -> None:
-    """Tell the processes that this one starts of ``model``. Ranks that share a process tell nothing."""
+    """Send the identity in ``model`` to processes started later. Ranks that share a process send nothing."""
     config = _config()
     if isinstance(model, WorkerModel):
         return
     if model.backend() is not None and model.get_world_size() > 1 and model.ranks_in_process() == 1:
         config[_KEY] = _Note(model)
-    elif isinstance(config.get(_KEY), _Note):  # what the parent process has sent stays
+    elif isinstance(config.get(_KEY), _Note):  # keep the values that the parent process has sent
         del config[_KEY]
 
 
 def when_sent(function: Callable[[Any], None]) -> None:
-    """Call ``function`` in a process that multiprocessing starts, once its configuration is there."""
-    util.register_after_fork(function, function)  # called for each start method, whatever its name says
+    """Call ``function`` in each new process after multiprocessing has set its configuration."""
+    util.register_after_fork(function, function)  # runs with every start method, not only fork
 
 
 def model_of_worker(num_modules: int) -> ComputationModel | None:
     """The model of this process, if it is a worker of a DataLoader whose main process has a context."""
     facts = _config().get(_KEY) if get_worker_info() is not None else None
     parent = multiprocessing.parent_process()
-    # A process hands on what it was told: the facts are not about this worker's main process if that is
-    # itself started by a rank, and none.
+    # A process passes these values on to its own children too. They are valid only if the rank that has sent
+    # them is the direct parent.
     if not isinstance(facts, dict) or not facts or parent is None or parent.pid != facts["pid"]:
         return None
     return WorkerModel(num_modules, facts)
 
 
 class WorkerModel(SerialModel):
-    """The getters of another process's context; whatever communicates is refused.
+    """The getters of the main process's context. Methods that communicate raise.
 
     Args:
-        num_modules: as for a serial model.
-        facts: what the main process has told.
+        num_modules: see :class:`SerialModel`.
+        facts: the values that the main process has sent.
     """
 
     def __init__(self, num_modules: int, facts: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class WorkerModel(SerialModel):
         forks.keep_getters(self, facts["pid"])
 
     def is_current_by_guards(self) -> bool:
-        """See ``ComputationModel``: the guards cannot tell."""
+        """False: guards cannot detect the context of another process."""
         return False
 
     def get_rank(self) -> int:
@@ -121,11 +121,11 @@ class WorkerModel(SerialModel):
         return found
 
     def known_local_rank(self) -> int | None:
-        """The local rank of the main process, if it knew it."""
+        """The local rank of the main process; None if unknown there."""
         found: int | None = self._facts["local_rank"]
         return found
 
     def get_local_rank(self) -> int:
-        """The local rank of the main process; refused if it did not know it."""
+        """The local rank of the main process; raises if unknown there."""
         found = self.known_local_rank()
         return self.find_topology().local_rank if found is None else found

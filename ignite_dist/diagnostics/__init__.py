@@ -1,1 +1,1 @@
-"""Why nothing goes on: the watchdog, the store beside the collectives, the end of the ranks."""
+"""Finds hangs: the watchdog, the flight recorder, the out-of-band store and the end of each context."""

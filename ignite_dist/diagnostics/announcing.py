@@ -1,4 +1,4 @@
-"""The recorder of each context, and the one call that every collective makes to it."""
+"""The flight recorder of each context, and :func:`announce`, which every collective calls first."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _comparison: Comparison | None = None
 
 
 def compared_in_new_contexts() -> Comparison | None:
-    """What the ranks of contexts to come compare, if that was said."""
+    """The comparison for contexts that begin later; None if they compare nothing."""
     return _comparison
 
 
 def compare_in_new_contexts(comparison: Comparison | None) -> None:
-    """What the ranks of contexts to come compare."""
+    """Set the comparison for contexts that begin later."""
     global _comparison
     _comparison = comparison
 
 
-# None: nobody keeps the calls of that context.
+# None: the context has no recorder.
 _recorders: PerContext[Recorder | None] = PerContext()
 
 
@@ -45,7 +45,7 @@ _making = threading.RLock()
 
 
 def recorder_of(model: ComputationModel) -> Recorder | None:
-    """The recorder of a context, if it has one."""
+    """The recorder of the context of ``model``; None if there is none."""
     try:
         return _recorders.by_id[id(model)]
     except KeyError:
@@ -54,7 +54,7 @@ def recorder_of(model: ComputationModel) -> Recorder | None:
 
 
 def watch_with_recorder(model: ComputationModel, keep_calls: bool) -> Recorder:
-    """The recorder of a context, which has one from here on."""
+    """The recorder of the context of ``model``; makes one if there is none."""
     with _making:
         found = recorder_of(model)
         if found is None:
@@ -65,20 +65,20 @@ def watch_with_recorder(model: ComputationModel, keep_calls: bool) -> Recorder:
 
 
 def keeps_calls(model: ComputationModel) -> bool:
-    """True if the calls of this context are kept."""
+    """True if the recorder keeps the calls of this context."""
     found = recorder_of(model)
     return found is not None and found.keeps_calls
 
 
 def _forget_all() -> None:
-    """In a forked child, where no watchdog is."""
+    """Drop all recorders in a forked child: the watchdog threads are not there."""
     global _making
     _making = threading.RLock()
     _recorders.clear()
 
 
 def _wanted_in_new_contexts() -> Recorder | None:
-    """A recorder, if one is wanted in every context: ``debug()``, or ``IGNITE_DIST_DEBUG=1``."""
+    """A recorder if ``debug()`` or ``IGNITE_DIST_DEBUG=1`` is on for every context; else None."""
     if _comparison is not None:
         return Recorder(_comparison)
     text = os.environ.get(_VARIABLE, "")
@@ -96,20 +96,20 @@ def announce(
     *,
     async_op: bool = False,
 ) -> None:
-    """Note the collective that comes next, and compare it with those of the others, where that is wanted.
+    """Record the next collective. If ``debug()`` is on, compare the collective across the ranks.
 
-    It comes after what is still under way in the thread of the group, unless it goes there too.
+    A blocking collective first waits until the thread of ``group`` has no job left.
 
     Args:
-        model: the context.
-        operation: the public function.
-        group: whose call it is. A rank outside notes nothing.
-        value: a tensor, or the leaves of a tree, that have to be alike on all ranks; or words.
-        op: what else has to be the same.
-        async_op: True if it may go to the thread of the group.
+        model: the model of the context.
+        operation: the name of the public function.
+        group: the process group of the collective. A rank outside the group records nothing.
+        value: a description, a tensor, or the leaves of a tree. Dtypes and shapes must be equal on all ranks.
+        op: the reduction, or the source rank; must be equal on all ranks.
+        async_op: True if the collective may run in the thread of the group.
 
     Raises:
-        CollectiveMismatchError: the ranks are about to make different calls; raised on all of them.
+        CollectiveMismatchError: the ranks are about to call different collectives; raised on all ranks.
     """
     if _recorders.by_id.get(id(model), model) is None and not pending_calls.queues.by_id:
         return

@@ -1,9 +1,8 @@
-"""The ranks' end: all of them come to it, and none of them waits for a rank that has.
+"""The end of a context: every rank reports its end, and no rank waits forever for a rank that has ended.
 
-A rank that comes to the end of its context says so in a store, with the number of calls that it has made in
-each group, and waits there until all have come. The watchdog of a rank that waits in a collective looks
-there. If the collective needs a rank that has ended without it, the wait can never end: the watchdog lets it
-fail, and tells the rank that has ended.
+A rank that ends its context writes this to the store, with its number of calls in each group. The rank then
+waits until all ranks have ended. If a rank waits in a collective that an ended rank never called, the wait
+cannot succeed. The watchdog of the waiting rank then fails the collective and informs the ended rank.
 """
 
 from __future__ import annotations
@@ -35,65 +34,65 @@ __all__ = ["Endings"]
 
 _logger = logging.getLogger(__name__)
 
-# How long a rank has to have waited, and another to have ended. What is under way then takes milliseconds.
+# The wait and the other rank's end must both be this old. Data still in transit arrives in milliseconds.
 _SECONDS_TO_BE_SURE = 2.0
-# For a message, which may be under way for longer, and where it is not known which call a rank waits in.
+# The same limit for point-to-point messages, which may take longer, and for unknown calls.
 _SECONDS_TO_BE_SURER = 4.0
 
-# How often a rank at its end looks whether all have come: soon at first, then less often. More ranks share
-# one store.
+# The polling interval of an ended rank starts short and grows. The limit on the rate protects the store,
+# which all ranks share.
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS, _LOOKS_PER_SECOND = 0.0005, 0.1, 10_000
-# How often the others are asked whether they are still there, if the backend would not notice.
+# The interval of asking the other ranks for a sign of life, if the backend cannot detect a lost rank.
 _ASK_SECONDS = 300.0
-# How long a failed collective waits for what the store knows of it.
+# How long a rank whose collective has failed waits for the store's explanation.
 _ANSWER_SECONDS = 2.0
 
 
 @dataclass
 class _Ended:
-    """A rank that has come to its end: what it said, and when that was seen here."""
+    """The report of a rank that has ended its context."""
 
     rank: int
-    has_left: bool  # without finalize(), with its process
+    has_left: bool  # the process has exited without finalize()
     calls: Mapping[str, int | None]
     where: str
-    seen: float = field(default_factory=time.monotonic)
+    seen: float = field(default_factory=time.monotonic)  # when this process read the report
 
 
 class Endings:
-    """The end of the ranks in one context, as the ranks of this process see it."""
+    """The ended ranks of one context, as seen by this process."""
 
     def __init__(self, model: ComputationModel, record: Recorder, side: Side) -> None:
         self._model = model
         self._recorder = record
         self._side = side
         self._world_size = model.get_world_size()
-        self._here: set[int] = set()  # ranks of this process that have come to their end
+        self._here: set[int] = set()  # ended ranks of this process
         self._ended: list[_Ended] = []
         self._reading = threading.Lock()
-        self._told: dict[str, Any] | None = None  # of a wait that cannot end
+        self._told: dict[str, Any] | None = None  # the explanation of a wait that cannot succeed
         self._cpu_times: dict[int, str] = {}
 
-    # --- in a rank that comes to its end ---------------------------------------------------------------
+    # --- in a rank that ends its context ---------------------------------------------------------------
 
     def meet(self, rank: int) -> None:
-        """Return when all ranks have come to their end, or one of them is gone.
+        """Report the end of ``rank``. Return when all ranks have ended their contexts, or one rank is lost.
 
         Raises:
-            RankFailedError: another rank waits in a collective that this one has not made.
+            RankFailedError: another rank waits in a collective that ``rank`` has not called.
         """
         try:
             store = self._side.connection()
             self._say(store, rank, has_left=False)
             outcome = self._outcome(store)
-        except DistError:  # the rank that serves the store is gone; the backend will say so
+        except DistError:  # the rank that serves the store is lost; the backend reports this
             return
-        if outcome is not None and self._told is None:  # else this rank has heard of it where it waited
+        if outcome is not None and self._told is None:  # else the failed collective has raised the error
             reason = f"{outcome['text']} So rank {rank} has ended its context without the others."
             raise RankFailedError(outcome["rank"], MissingRanksError.__name__, outcome["text"], reason)
 
     def leave(self, rank: int) -> None:
-        """Say that the process of a rank ends, which has not called ``finalize()``."""
+        """Report that the process of ``rank`` exits without ``finalize()``."""
         if rank not in self._here:
             with suppress(DistError):
                 self._say(self._side.connection(), rank, has_left=True)
@@ -102,7 +101,7 @@ class Endings:
         self._here.add(rank)
         position = store.add(ENDS_COME, 1)
         frame = users_frame(sys._getframe(1))
-        is_users = frame is not None and not frame.f_code.co_filename.startswith("<")  # none started by spawn
+        is_users = frame is not None and not frame.f_code.co_filename.startswith("<")  # "<string>": spawn
         at = f" at {site_of(frame)}" if is_users and not has_left else ""
         how = "its process has ended" if has_left else f"it has come to the end of its context{at}"
         said = {
@@ -116,7 +115,7 @@ class Endings:
             store.compare_set(END_OUTCOME, "", "all")
 
     def _outcome(self, store: Store) -> dict[str, Any] | None:
-        """Which wait cannot end; None if all have come, or one is gone."""
+        """The explanation of a wait that cannot succeed; None if all ranks have ended or one is lost."""
         if not self._has_outcome(store):
             return None
         text = store.get(END_OUTCOME)
@@ -124,12 +123,12 @@ class Endings:
         return found
 
     def _has_outcome(self, store: Store) -> bool:
-        # A wait of torch's hears of no Ctrl-C, and warns when it has been in vain.
+        # Polls, because Store.wait() ignores Ctrl-C and logs a warning when it times out.
         started = asked = time.monotonic()
         while not store.check([END_OUTCOME]):
             is_broken = self._model.transport.is_broken()
             if is_broken:
-                return store.check([END_OUTCOME])  # the others may have left after it
+                return store.check([END_OUTCOME])  # a rank may exit once the outcome is set
             now = time.monotonic()
             if is_broken is None and now - asked > _ASK_SECONDS:
                 if not self._all_answer(store):
@@ -145,7 +144,7 @@ class Endings:
         others = [rank for rank in range(self._world_size) if rank not in come]
         return len(ask(store, others)) == len(others)
 
-    # --- in the watchdog of a rank that waits ------------------------------------------------------------
+    # --- in the watchdog of a waiting rank ---------------------------------------------------------------
 
     def look(
         self,
@@ -156,18 +155,18 @@ class Endings:
         wanted: WaitedFor,
         waiting: Callable[[], str],
     ) -> None:
-        """See whether what a thread of ``rank`` waits for can still come.
+        """Fail the collective in which a thread of ``rank`` waits, if an ended rank makes success impossible.
 
-        An error needs a proof: a rank has ended, and the call needs it. Where another rank could still do
-        what is waited for, the report of long waits has to do.
+        The error needs a proof: an ended rank has not made the call, and the call needs this rank. Without a
+        proof, only the watchdog's report of long waits informs the user.
 
         Args:
             store: the watchdog's connection.
-            rank: has waited for a while.
-            thread: the identity of the thread that waits.
-            since: when it was first seen to wait there, as ``time.monotonic()`` has it.
-            wanted: what it waits for.
-            waiting: gives that in words.
+            rank: the waiting rank, a rank of this process.
+            thread: the identity of the waiting thread.
+            since: when the watchdog first saw this wait, in seconds of ``time.monotonic()``.
+            wanted: the call in which the thread waits.
+            waiting: describes the call for the error message.
         """
         if self._told is not None or rank in self._here:
             return
@@ -187,28 +186,29 @@ class Endings:
             self._tell(store, rank, missing, waiting())
 
     def _read(self, store: Store) -> None:
-        """Take what other ranks have said since."""
+        """Read the reports of ranks that have ended since the last call."""
         with self._reading:
             num_come = store.add(ENDS_COME, 0)
             while len(self._ended) < num_come:
                 key = NTH_END.format(len(self._ended) + 1)
-                if not store.check([key]):  # it is about to
+                if not store.check([key]):  # the rank has taken its number but not written its report yet
                     return
                 self._ended.append(_Ended(**json.loads(store.get(key))))
 
     def _lacks(self, ended: _Ended, wanted: WaitedFor, is_idle: bool) -> bool:
-        """Whether a rank has ended without the call that is waited for."""
+        """True if the rank has ended without making the ``wanted`` call."""
         begun = self._model.transport.calls_begun()
-        if not wanted.is_known:  # some call of some group that this rank has begun and that one has not
+        if not wanted.is_known:
+            # In one of the groups, this rank must have begun more calls than the ended rank.
             numbers = [(number, ended.calls.get(name)) for name, number in begun.items()]
             return is_idle and any(own and other is not None and own > other for own, other in numbers)
-        if wanted.name not in begun:  # a group that is being made, a message, gradients of Horovod
+        if wanted.name not in begun:  # a new group, a message, or gradients of Horovod
             return wanted.name not in ended.calls
         own, other = begun[wanted.name], ended.calls.get(wanted.name)
         return own is None or other is None or own > other  # None: not counted, or destroyed
 
     def _is_idle(self, thread: int) -> bool:
-        """Whether the thread has not computed since the last look, as far as this system tells."""
+        """True if the thread has used no CPU time since the last check, or the system cannot tell."""
         native_ids = [one.native_id for one in threading.enumerate() if one.ident == thread]
         try:
             with open(f"/proc/self/task/{native_ids[0]}/stat", encoding="utf-8") as file:
@@ -219,7 +219,7 @@ class Endings:
         return before == used
 
     def _tell(self, store: Store, rank: int, missing: list[_Ended], waiting: str) -> None:
-        """Tell the ranks that have ended, and this one, which then waits no longer."""
+        """Inform the ended ranks, and fail the collectives in which this process waits."""
         where = {one.rank: one.where for one in missing}
         told = tell_ended(store, where, waiting, rank)
         self._told = told
@@ -229,7 +229,7 @@ class Endings:
     # --- in a rank whose collective has failed -----------------------------------------------------------
 
     def explained(self, error: RuntimeError) -> BaseException | None:
-        """What is behind an error of the backend, if it is that a rank has ended."""
+        """The error that names the ended rank that caused ``error``; None if no rank has ended."""
         if not failures.is_consequence(error):
             return None
         told = self._told or self._ask_store()
@@ -237,12 +237,12 @@ class Endings:
             return None
         where = {int(rank): how for rank, how in told["where"].items()}
         found = MissingRanksError(told["text"], told["ranks"], where)
-        # A rank that is at its end has lost nothing: what failed here is the cause, and not the connection.
+        # An early finalize() makes this error the root cause: a chained connection error would hide that.
         found.__cause__ = error if told.get("has_left") else None
         return found
 
     def _ask_store(self) -> dict[str, Any] | None:
-        """What the store knows, in a thread of its own: it may be at a machine that does not answer."""
+        """The store's explanation. A separate thread asks, because the store's host may not answer."""
         answers: list[dict[str, Any]] = []
 
         def look() -> None:

@@ -1,6 +1,6 @@
-"""The collectives that a rank has called: kept to tell where it is, and compared with those of the others.
+"""The flight recorder: keeps the last collectives of each rank and can compare them across the ranks.
 
-Calls are kept only while somebody watches (:mod:`ignite_dist.diagnostics.watchdog`).
+Calls are kept only after ``watch()`` or ``debug()``: see :mod:`ignite_dist.diagnostics.verification`.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ __all__ = [
     "table",
 ]
 
-_NUM_KEPT = 20  # calls of each rank
+_NUM_KEPT = 20  # per rank
 
-# Descriptions are cut to this, so that those of one call travel in one header.
+# Maximum length of a description: a whole call must fit into the header of one message.
 _MAX_VALUE = 120
 
 END_OF_CONTEXT = "the end of the context"
-"""What a rank calls that ends its context: it is compared like a collective."""
+"""The operation that stands for the end of a context. Ranks compare it like a collective."""
 
 
 class Call(NamedTuple):
     """One call of a collective by one rank.
 
     Attributes:
-        number: how many calls in its group this is, from 1.
-        operation: the public function: ``"all_reduce"``.
-        op: ``"SUM"``; where a broadcast comes from; else empty.
-        layout: of what was sent: ``(dtype, shape)`` of a tensor, those of the leaves of a tree, or words.
-        group: the global ranks; empty for all.
-        place: path and line of the caller outside of this package; None if there is none.
-        key: what tells the group from others of the same ranks, the same on all of them; empty for all.
+        number: sequence number of the call in its group, from 1.
+        operation: name of the public function, for example ``"all_reduce"``.
+        op: the reduction, for example ``"SUM"``, or the source of a broadcast; else empty.
+        layout: ``(dtype, shape)`` of the tensor, a list of these for a tree, or a description.
+        group: the global ranks of the group; empty for the world.
+        place: path and line of the user's call; None if unknown.
+        key: identifies the group, also among groups of the same ranks. Equal on all ranks; empty for world.
     """
 
     number: int
@@ -61,16 +61,16 @@ class Call(NamedTuple):
 
     @property
     def site(self) -> str:
-        """``"folder/file.py:12"``, the same on machines where the code is in different places."""
+        """``"folder/file.py:12"``, equal on nodes that have the code in different directories."""
         return "?" if self.place is None else site_of_place(*self.place)
 
     @property
     def value(self) -> str:
-        """What was sent, in words that are the same on ranks whose values go together."""
+        """Description of the layout. Equal on all ranks if their values match."""
         return _describe(self.layout)
 
     def row(self) -> tuple[str, ...]:
-        """The cells of :func:`table`."""
+        """The cells of a row of :func:`table`."""
         return str(self.number), self.operation, self.op, self.value, self.site
 
     def __str__(self) -> str:
@@ -84,8 +84,8 @@ class Comparison:
     """What the ranks compare before each collective.
 
     Attributes:
-        call_sites: whether the callers' lines count. They tell apart calls that look alike; scripts that make
-            one collective from two lines (``if rank == 0: ... else: ...``) have to do without.
+        call_sites: True to compare the lines of the calls too. Lines distinguish calls with equal arguments.
+            False if ranks call one collective from different lines (``if rank == 0: ... else: ...``).
     """
 
     call_sites: bool = True
@@ -93,16 +93,16 @@ class Comparison:
 
 @dataclass
 class Log:
-    """What is known of one rank.
+    """The recorded calls of one rank.
 
     Attributes:
-        home: the thread that has made its first call.
-        thread: the one that has made its last.
-        comparison: what it compares with the others before each call; None if it does not.
-        error: what it tells the others of in its last call.
-        num_calls: how many it has made.
-        calls: the last of them.
-        by_group: how many it has made in each group, by :attr:`Call.key`.
+        home: identity of the thread that made the rank's first call.
+        thread: identity of the thread that made the rank's last call.
+        comparison: what the rank compares before each call; None if it compares nothing.
+        error: the exception that the rank is reporting to the other ranks; empty if none.
+        num_calls: number of calls of the rank.
+        calls: the last calls, oldest first.
+        by_group: number of calls in each group, by :attr:`Call.key`.
     """
 
     home: int
@@ -115,30 +115,30 @@ class Log:
 
 
 class Watchdog(Protocol):
-    """What a recorder needs of :class:`ignite_dist.diagnostics.watchdog.Watchdog`, above it."""
+    """The part of :class:`ignite_dist.diagnostics.watchdog.Watchdog` that a recorder calls."""
 
     def explain(self, error: RuntimeError, call: Call, ranks: Sequence[int]) -> None:
-        """Raise what is behind ``error`` of ``call``, if it is known that ranks are missing."""
+        """Raise ``MissingRanksError`` if ``error`` of ``call`` is a timeout because ranks are missing."""
 
     def meet_at_end(self, rank: int) -> None:
-        """Return when all ranks have come to the end of the context, or cannot; ``rank`` has.
+        """Report the end of ``rank``. Return when all ranks have ended their contexts, or one rank is lost.
 
         Raises:
-            RankFailedError: another rank waits in a collective that ``rank`` has not made.
+            RankFailedError: another rank waits in a collective that ``rank`` has not called.
         """
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
 
 
 class Recorder:
-    """The calls of the ranks of this process in one context.
+    """The flight recorder of one context, for the ranks of this process.
 
     Args:
-        comparison: what they compare before each call, until they say otherwise.
+        comparison: the initial comparison of each rank.
 
     Attributes:
-        keeps_calls: False if only the threads of the ranks are looked at.
+        keeps_calls: True to keep calls. False if only the watchdog uses the recorder.
     """
 
     def __init__(self, comparison: Comparison | None = None) -> None:
@@ -147,19 +147,19 @@ class Recorder:
         self._left: set[int] = set()  # ranks whose contexts have ended
         self.logs: dict[int, Log] = {}
         self.watchdog: Watchdog | None = None
-        # Guards the counts of the logs: threads of one rank share one. A signal handler may come in between.
+        # Guards the counts of the logs. Reentrant, because a signal handler may record a call too.
         self._counting = threading.RLock()
 
     def log_of(self, rank: int) -> Log:
-        """What is known of a rank of this process, in whose thread this is called."""
+        """The log of ``rank``, made on the first call. Call this in a thread of ``rank``."""
         log = self.logs.get(rank)
-        if log is None:  # setdefault: another thread of the rank may be here too
+        if log is None:  # setdefault: another thread of the rank may add the log at the same time
             made = Log(threading.get_ident(), threading.get_ident(), self._comparison)
             log = self.logs.setdefault(rank, made)
         return log
 
     def leave(self, rank: int, num_ranks: int) -> None:
-        """The context of ``rank``, one of ``num_ranks`` of this process, ends; the watch with the last."""
+        """Note that the context of ``rank`` ends. The last of this process's ranks stops the watchdog."""
         self._left.add(rank)
         if len(self._left) >= num_ranks:
             self._left.clear()
@@ -176,7 +176,7 @@ class Recorder:
         op: str = "",
         key: str | None = None,
     ) -> Call:
-        """Note a call of ``rank`` in the ``group``, which is empty for all ranks; see :class:`Call`."""
+        """Record a call of ``rank`` in ``group`` (empty for the world); see :class:`Call`."""
         log = self.logs.get(rank) or self.log_of(rank)
         frame = users_frame(sys._getframe(1))
         place = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
@@ -192,17 +192,17 @@ class Recorder:
         return call
 
     def compares(self, rank: int) -> bool:
-        """True if ``rank`` compares its calls with those of the others."""
+        """True if ``rank`` compares its calls with the calls of the other ranks."""
         return self.keeps_calls and self.log_of(rank).comparison is not None
 
     def compare(
         self, rank: int, call: Call, ranks: Sequence[int], gather: Callable[[Any], list[Any]]
     ) -> None:
-        """Tell the other ranks of the group, by ``gather``, which call comes next.
+        """Compare the next call across the ranks of the group. ``gather`` gathers an object from all of them.
 
         Raises:
-            CollectiveMismatchError: they are not the same; raised on all of them, with a table.
-            MissingRanksError: the backend has lost its patience, and a watchdog knows who has not come.
+            CollectiveMismatchError: the calls differ; raised on all ranks of the group, with a table.
+            MissingRanksError: the backend's timeout has passed, and the watchdog has found missing ranks.
         """
         comparison = self.logs[rank].comparison
         assert comparison is not None
@@ -221,7 +221,7 @@ class Recorder:
 def _mismatch(
     call: Call, ranks: Sequence[int], told: Sequence[tuple[str, ...]], comparison: Comparison
 ) -> str:
-    """Who is about to make another call than most, and a table of all."""
+    """The error message: the ranks that differ from the majority, and a table of all calls."""
     kinds = Counter(row if comparison.call_sites else row[:-1] for row in told)
     usual, num_usual = kinds.most_common(1)[0]
     odd = [rank for rank, row in zip(ranks, told, strict=True) if row[: len(usual)] != usual]
@@ -233,8 +233,8 @@ def _mismatch(
     hint = ""
     if len({row[:-1] for row in told}) == 1:
         hint = (
-            "\nThey differ in nothing but the line that they come from: is one of them a call behind? If the "
-            "lines are meant to differ, use idist.debug(verify=True, call_sites=False)."
+            "\nThe calls differ in nothing but the line of the caller: is one of the ranks a call behind? If "
+            "the lines are meant to differ, use idist.debug(verify=True, call_sites=False)."
         )
     return f"{made} The next collective of each:\n\n{table_by_rank(ranks, told)}{hint}"
 
@@ -243,14 +243,14 @@ _TAG = "ignite_dist.call"
 
 
 def _fields(row: Any) -> tuple[str, ...]:
-    """``(number, operation, op, value, site)`` as text, of what a rank has sent."""
+    """``(number, operation, op, value, site)`` from the message of a rank."""
     if isinstance(row, tuple) and len(row) == 6 and row[0] == _TAG:
         return row[1:]
     return ("?", "a collective that is not compared (is debug() on there?)", "", "", "?")
 
 
 def table_by_rank(ranks: Sequence[int], rows: Sequence[Sequence[str]]) -> str:
-    """The rows of :func:`table` with their ranks before them; ranks with the same one share a line."""
+    """:func:`table` with a column for the ranks. Ranks with equal rows share a line."""
     by_row: dict[tuple[str, ...], list[int]] = {}
     for rank, row in zip(ranks, rows, strict=True):
         by_row.setdefault(tuple(row), []).append(rank)
@@ -258,7 +258,7 @@ def table_by_rank(ranks: Sequence[int], rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], before: tuple[str, ...] = ()) -> str:
-    """The calls ``(number, operation, op, value, site)``, a line each."""
+    """The calls ``(number, operation, op, value, site)`` as text, one line each, below a header."""
     lines = [(*before, "call", "operation", "op", "value", "where"), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -271,7 +271,7 @@ def table(rows: Sequence[Sequence[str]], before: tuple[str, ...] = ()) -> str:
 
 
 def _layout(value: Tensor | torch.dtype | Sequence[Any] | str) -> Any:
-    """What is kept of a value: no tensor, which would live on with it."""
+    """The layout of a value (see :class:`Call`). Holds no tensor: the log would keep its memory alive."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape
     if isinstance(value, (str, torch.dtype)):

@@ -1,7 +1,4 @@
-"""What the ranks of a context tell each other beside their collectives, over a store.
-
-Nothing of it goes through the backend, which may be stuck, and is usable afterwards.
-"""
+"""Communication out of band: over a store, not over the backend, which may be stuck in a collective."""
 
 from __future__ import annotations
 
@@ -39,13 +36,13 @@ __all__ = [
     "tell_ended",
 ]
 
-# How long the others may take to say where they are, and how often it is looked whether they have.
+# Timeout and polling interval for the reports of other ranks.
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 
 ENDS_COME, NTH_END, END_OUTCOME = "end/come", "end/{}", "end/outcome"
-"""In the store: how many ranks have come to their end; what the n-th has said; "all" or a vain wait."""
-# How often a rank in a barrier looks for ranks that have ended.
+"""Keys of the store: number of ended ranks; report of the n-th; "all", or a wait that cannot succeed."""
+# How often a rank in a barrier checks for ended ranks.
 _LOOK_SECONDS = 1.0
 
 
@@ -53,11 +50,11 @@ _LOOK_SECONDS = 1.0
 
 
 class Side:
-    """What the ranks of a context tell each other beside their collectives.
+    """The out-of-band store of one context.
 
     Args:
-        store: one that nobody else uses, of its keys.
-        server: the rank that serves it and has to be the last to use it; None if it outlives the context.
+        store: a store whose keys nobody else uses.
+        server: the rank that serves the store and must use it last. None if the store outlives the context.
     """
 
     def __init__(self, store: Store, server: int | None = None) -> None:
@@ -68,7 +65,7 @@ class Side:
         self._lock = threading.Lock()
 
     def connection(self) -> Store:
-        """The connection of the calling thread, which blocks it for others while it waits."""
+        """The calling thread's own connection: a request blocks the connection until its answer arrives."""
         found: Store | None = getattr(self._connections, "store", None)
         if found is None:
             with self._lock:
@@ -78,14 +75,14 @@ class Side:
 
     @property
     def is_served(self) -> bool:
-        """Whether a process serves the store: one in a file grows with each request."""
+        """True if a process serves the store. Else the store is a file, which grows with each request."""
         store = self._store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         return isinstance(store, TCPStore)
 
     def next_round(self, rank: int, name: str) -> int:
-        """How many barriers of the group of that name this is for ``rank``, from 1."""
+        """Sequence number of the barrier that ``rank`` enters in the group ``name``, from 1."""
         with self._lock:
             self._rounds[rank, name] += 1
             return self._rounds[rank, name]
@@ -96,7 +93,7 @@ sides_lock = threading.RLock()
 
 
 def side_of(model: ComputationModel) -> Side | None:
-    """The side of a context that has one, without asking anybody."""
+    """The out-of-band store of a context; None if the backend has no store. Never communicates."""
     with sides_lock:
         found = _sides.get(model)
         if found is None and (store := model.transport.store()) is not None:
@@ -105,7 +102,7 @@ def side_of(model: ComputationModel) -> Side | None:
 
 
 def exchanged_side(model: ComputationModel) -> Side | None:
-    """The side of a context without one: rank 0 serves it. Every rank calls this; None for a world of one."""
+    """Make the out-of-band store: rank 0 serves it. Every rank must call this. None if world_size is 1."""
     if model.get_world_size() == 1:
         return None
     world = model.groups.world
@@ -128,20 +125,20 @@ def exchanged_side(model: ComputationModel) -> Side | None:
 
 
 def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
-    """Return when every rank of ``group`` has come, over the store alone.
+    """Return when every rank of ``group`` has called this. Uses only the store, not the backend.
 
     Raises:
-        MissingRanksError: ``timeout`` has passed, or a rank has ended without it; on every rank that has
-            come, and those that come later.
-        RuntimeError: there is no store.
+        MissingRanksError: ``timeout`` has passed, or a rank has ended without calling this. Raised on every
+            rank of the barrier, also on a late rank.
+        RuntimeError: the context has no store.
     """
     if len(group.ranks) == 1:
         return
     side = side_of(model)
     if side is None:
         raise RuntimeError(
-            "barrier(timeout=) needs a store beside the backend, and this context, which idist did not make, "
-            "has none. Call idist.watch() once on every rank before."
+            "barrier(timeout=) needs an out-of-band store, and this context, which idist did not make, has "
+            "none. Call idist.watch() once on every rank before."
         )
     rank, store = model.get_rank(), side.connection()
     name = _name(model.transport.group_key(group))
@@ -163,7 +160,7 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
             raise MissingRanksError(told["text"], told["ranks"], where)
         raise _missed(store, missing, given_up_after, group, rank)
     num_left = store.add(f"{key}/left", 1)
-    if rank == side.server:  # it may go after this, and the store with it
+    if rank == side.server:  # when this rank exits, the store is lost
         patience = time.monotonic() + _ANSWER_SECONDS
         while num_left < len(group.ranks) and time.monotonic() < patience:
             time.sleep(_POLL_SECONDS)
@@ -174,7 +171,7 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
 
 
 def _name(group_key: str) -> str:
-    """A short name that is the group's alone: every rank sends it with every request."""
+    """A short unique name of the group: every request contains the name."""
     return hashlib.sha1(group_key.encode(), usedforsecurity=False).hexdigest() if group_key else "all"
 
 
@@ -188,7 +185,7 @@ def _missed(store: Store, missing: list[int], timeout: str, group: Group, rank: 
 
 
 def _find_ended(store: Store, key: str, group: Group, ended: dict[str, str]) -> bool:
-    """Find the ranks that have ended their contexts without coming to the barrier; whether there are any."""
+    """Add the ranks that have ended without calling the barrier to ``ended``; True if there are any."""
     for number in range(1, store.add(ENDS_COME, 0) + 1):
         if store.check([NTH_END.format(number)]):
             said = json.loads(store.get(NTH_END.format(number)))
@@ -198,20 +195,20 @@ def _find_ended(store: Store, key: str, group: Group, ended: dict[str, str]) -> 
 
 
 def tell_ended(store: Store, where: Mapping[int, str], waiting: str, rank: int) -> dict[str, Any]:
-    """Tell ranks that have ended that ``rank`` waits for them in vain; what is told.
+    """Inform the ended ranks that ``rank`` waits for them; returns the explanation for all ranks.
 
     Args:
         store: this thread's connection.
-        where: how each of them has ended.
-        waiting: the call that it waits in.
-        rank: who waits.
+        where: how each of the ended ranks has ended, by rank.
+        waiting: the call in which ``rank`` waits.
+        rank: the waiting rank.
     """
     ranks = sorted(where)
     hows = "; ".join(f"rank {one}: {where[one]}" if len(ranks) > 1 else where[one] for one in ranks)
     who = describe_ranks(ranks).capitalize()
     text = (
-        f"{who} did not come to {waiting}, where rank {rank} waits: {hows}. What was left out is this "
-        "call or one before it: idist.debug() shows which."
+        f"{who} did not come to {waiting}, where rank {rank} waits: {hows}. The missing call is this one "
+        "or an earlier one: idist.debug() shows which."
     )
     told = {"rank": rank, "ranks": ranks, "where": dict(where), "text": text}
     store.compare_set(END_OUTCOME, "", json.dumps(told))
@@ -219,8 +216,8 @@ def tell_ended(store: Store, where: Mapping[int, str], waiting: str, rank: int) 
 
 
 def _comes(store: Store, key: str, seconds: float, is_vain: Callable[[], bool] | None = None) -> bool:
-    """Whether ``key`` is there within ``seconds``, and before ``is_vain`` says that it cannot come."""
-    # Looked at again and again: a wait of torch's hears of no Ctrl-C, and warns when it has been in vain.
+    """Wait until the store has ``key``. False after ``seconds``, or if ``is_vain`` returns True."""
+    # Polls, because Store.wait() ignores Ctrl-C and logs a warning when it times out.
     started = looked = time.monotonic()
     while not store.check([key]):
         now = time.monotonic()
@@ -245,7 +242,7 @@ SILENT = (
 def ask(
     store: Store, ranks: Sequence[int], known: Mapping[int, dict[str, Any]] | None = None
 ) -> dict[int, dict[str, Any]]:
-    """The reports of those of ``ranks`` whose watchdogs answer within a few seconds, beside the ``known``."""
+    """Ask the watchdogs of ``ranks`` for reports. Returns the answers and ``known``, without silent ranks."""
     reports = dict(known or {})
     number = store.add("asked", 1)
     deadline = time.monotonic() + _ANSWER_SECONDS
@@ -259,14 +256,14 @@ def ask(
 def missing_ranks(
     missing: Sequence[int], what: str, reports: Mapping[int, Mapping[str, Any]]
 ) -> MissingRanksError:
-    """The error that says which ranks have not done ``what``, and where each of them is."""
+    """The error that names the ``missing`` ranks and where each of them is. ``what`` is its predicate."""
     where = {rank: _place(reports[rank]) for rank in missing if rank in reports}
     lines = "".join(f"\nRank {rank} {where.get(rank, SILENT)}" for rank in missing)
     return MissingRanksError(f"{describe_ranks(missing).capitalize()} {what}.{lines}", missing, where)
 
 
 def _place(report: Mapping[str, Any]) -> str:
-    """Where a rank is: a line, and its stack."""
+    """Where a rank is: one line and the stack."""
     doing = f"waits in {report['waits_in']} at" if report["waits_in"] else "is at"
     last = f" Its last call: {report['last']}." if report["last"] else ""
     process = f"pid {report['pid']} on {report['host']}"

@@ -1,7 +1,7 @@
-"""Collectives that go on while the caller computes, and what of them has to come before the next one.
+"""Asynchronous collectives of several steps, run in one thread per group.
 
-Ranks match the collectives of a group by their order. So each group has one thread for those of several
-steps, and the next blocking collective of the group waits until that thread has nothing to do.
+Ranks match the collectives of a group by their order. So the next blocking collective of a group waits until
+the group's thread has no job left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Job", "drain", "is_busy", "queues", "submit"]
 
 
 class Job(Work):
-    """A collective that is made in the thread of its group."""
+    """A collective that runs in the thread of its group."""
 
     __slots__ = ("_done", "_error", "_result", "_work")
 
@@ -28,7 +28,7 @@ class Job(Work):
         self._error: Exception | None = None
 
     def run(self) -> None:
-        """Make it. An exception is kept for whoever waits."""
+        """Run the collective. :meth:`wait` raises its exception."""
         work, self._work = self._work, None
         assert work is not None
         try:
@@ -52,7 +52,7 @@ class Job(Work):
 
 
 class _Queue:
-    """The jobs of one group, and the thread that makes them while there are some."""
+    """The jobs of one group. A thread runs them and ends when no job is left."""
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
@@ -92,7 +92,7 @@ class _Queue:
 
 
 queues: PerContext[dict[str, _Queue]] = PerContext()
-"""The threads of the groups of each context that has some."""
+"""The queues of each context, by :meth:`Transport.group_key`."""
 
 
 def _queue(model: ComputationModel, group: Group) -> _Queue | None:
@@ -101,19 +101,19 @@ def _queue(model: ComputationModel, group: Group) -> _Queue | None:
 
 
 def submit(model: ComputationModel, group: Group, work: Work) -> Job:
-    """Make ``work`` in the thread of ``group``, after what was submitted there before."""
+    """Run ``work`` in the thread of ``group``, after the jobs submitted before."""
     found = queues.setdefault(model, {})
     return found.setdefault(model.transport.group_key(group), _Queue()).submit(work)
 
 
 def is_busy(model: ComputationModel, group: Group) -> bool:
-    """True if the thread of ``group`` has something to do."""
+    """True if the thread of ``group`` has a job."""
     queue = _queue(model, group)
     return queue is not None and queue.is_busy()
 
 
 def drain(model: ComputationModel, group: Group) -> None:
-    """Return when the thread of ``group`` has nothing to do, for the next collective to follow."""
+    """Return when the thread of ``group`` has no job left."""
     queue = _queue(model, group)
     if queue is not None:
         queue.drain()

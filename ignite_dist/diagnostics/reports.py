@@ -1,4 +1,4 @@
-"""Where a rank is, and what all of them do, in words."""
+"""The watchdog's reports: where each rank is, and the text for the user."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["explanation", "innermost_frames", "place_of", "report_of", "waits_at
 def report_of(
     log: flight_recorder.Log, frame: FrameType | None, waits: bool, seconds: float
 ) -> dict[str, Any]:
-    """Where a rank is: plain values, because they travel as JSON."""
+    """Report of where a rank is. Plain values, because the report is sent as JSON."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -56,7 +56,7 @@ def _site(frame: FrameType | None) -> str:
 
 
 def _stack(frame: FrameType) -> str:
-    """The stack from the outermost frame of the user's own inwards, without what has started the process."""
+    """The stack from the user's outermost frame inwards, without the frames that started the process."""
     frames = [one for one, _ in traceback.walk_stack(frame)]
     while len(frames) > 1 and (is_library(frames[-1]) or _starts_a_process(frames[-1])):
         frames.pop()
@@ -65,12 +65,12 @@ def _stack(frame: FrameType) -> str:
 
 
 def _starts_a_process(frame: FrameType) -> bool:
-    """True for the ``python -c`` in which multiprocessing runs."""
+    """True for the ``python -c`` command of multiprocessing."""
     return frame.f_code.co_filename == "<string>" and frame.f_back is None
 
 
 def _operation(frame: FrameType | None) -> str:
-    """The outermost library function that the user's code is in: ``"all_reduce"``."""
+    """Name of the library function that the user's code has called, for example ``"all_reduce"``."""
     name = "?"
     while frame is not None and is_library(frame):
         work = work_of(frame)
@@ -82,11 +82,11 @@ def _operation(frame: FrameType | None) -> str:
     return name
 
 
-# The modules whose functions are around those that users call.
+# The modules of wrappers around the functions that users call.
 _AROUND = ("torch.distributed.c10d_logger", "contextlib")
 
-# Where a rank waits for others beside the functions that are marked: in torch's and Horovod's collectives,
-# and in DDP, whose backward pass waits inside of autograd's.
+# A rank waits for other ranks in functions marked by `waits_for_ranks` and in these modules: the collectives
+# of torch and Horovod, and DDP, whose backward pass waits inside torch.autograd.
 _WAITING_MODULES = frozenset(
     {
         "horovod.torch.mpi_ops",
@@ -99,15 +99,15 @@ _WAITING_MODULES = frozenset(
 
 
 def innermost_frames(log: flight_recorder.Log, is_alone: bool, waits: bool) -> dict[int, FrameType]:
-    """Of the rank's threads, by their identities: the one that has made its last call first.
+    """Innermost frames of the rank's threads, by thread identity. The thread of the last call comes first.
 
     Args:
-        log: what is known of the rank.
-        is_alone: True if all threads of this process are the rank's.
-        waits: give only the threads that wait for other ranks.
+        log: the log of the rank.
+        is_alone: True if all threads of this process belong to the rank.
+        waits: True to return only threads that wait for other ranks.
     """
     threads = sys._current_frames()
-    # This very frame in its own variable is a cycle, and would keep all that the others' frames hold.
+    # This function's own frame would make a reference cycle, which keeps the variables of all frames alive.
     threads.pop(threading.get_ident(), None)
     others = threads if is_alone else ()
     frames = {one: threads[one] for one in (log.thread, log.home, *others) if one in threads}
@@ -115,7 +115,7 @@ def innermost_frames(log: flight_recorder.Log, is_alone: bool, waits: bool) -> d
 
 
 def waits_at(frame: FrameType | None) -> FrameType | None:
-    """The frame in which a thread with this innermost frame waits for other ranks; None if it does not."""
+    """The frame in which the thread of ``frame`` waits for other ranks; None if the thread does not wait."""
     while frame is not None and is_library(frame):
         if is_marked_as_waiting(frame) or frame.f_globals.get("__name__") in _WAITING_MODULES:
             return frame
@@ -124,14 +124,14 @@ def waits_at(frame: FrameType | None) -> FrameType | None:
 
 
 def explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
-    """What all ranks are doing: those at the same place together, the most of them first."""
+    """What all ranks are doing. Ranks with the same stack share a paragraph, the largest group first."""
     places: dict[str, list[int]] = {}
     for rank, report in reports.items():
         places.setdefault(report["stack"], []).append(rank)
     by_size = sorted(places.items(), key=lambda one: (-len(one[1]), one[1]))
     longest = max(report["seconds"] for report in reports.values())
     parts = [
-        f"A collective has waited for {longest:.0f} s, and goes on waiting. Where the {world_size} ranks are:"
+        f"A collective has waited for {longest:.0f} s and still waits. Where the {world_size} ranks are:"
     ]
     for stack, ranks in by_size:
         first = reports[ranks[0]]
@@ -147,7 +147,7 @@ def explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
     if not comparing:
         parts.append("idist.debug(), or IGNITE_DIST_DEBUG=1, compares the calls of all ranks.")
     elif len(comparing) < len(reports):
-        parts.append(f"debug() is on on {describe_ranks(comparing)} alone; it has to be on on every rank.")
+        parts.append(f"Only {describe_ranks(comparing)} turned debug() on; every rank has to.")
     parts += [_history(reports)]
     return "\n\n".join(parts)
 
@@ -161,8 +161,8 @@ def _history(reports: Mapping[int, dict[str, Any]]) -> str:
     for text, ranks in histories.items():
         calls = json.loads(text)
         who = describe_ranks(ranks)
-        history = f"The last {len(calls)} collectives of {who}, the newest below:\n{table(calls)}"
+        history = f"The last {len(calls)} collectives of {who}, the newest last:\n{table(calls)}"
         parts.append(history if calls else f"No call of idist by {who} yet.")
     if not all(report["keeps"] for report in reports.values()):
-        return "idist.watch() on every rank keeps the last collectives, to show them here."
+        return "Call idist.watch() on every rank to see the last collectives here."
     return "\n\n".join(parts)

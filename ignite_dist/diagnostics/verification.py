@@ -1,4 +1,4 @@
-"""What users call to have their ranks watched and their calls compared."""
+"""``watch()`` finds hangs, and ``debug()`` compares the calls of the ranks."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ __all__ = ["debug", "watch"]
 
 
 def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
-    """Say on the standard error, once, where every rank is when a collective has waited for ``threshold``.
+    """Log once, as a warning, where every rank is when a collective has waited for ``threshold``.
 
-    What is printed: the stack that most ranks share, the stacks of the others, and the last 20 collectives of
-    each rank. It covers what other libraries call (a ``DistributedDataParallel``, ``torch.distributed``
-    itself) as well. Workers of :func:`spawn` are watched from their start, with 60 seconds; call it there to
-    change that. So are ranks of gloo and NCCL after :func:`initialize` or in :class:`Parallel` (without a
-    ``file://``), but their last collectives are kept only from this call on. Every rank of the world calls
-    it. It goes through a store, never through the backend: the one that the context was made with, else one
-    that rank 0 serves from this call on.
+    The warning has the stack of each rank, the most common stack first, and the last 20 collectives of each
+    rank. Stacks also cover other libraries, such as ``DistributedDataParallel`` and ``torch.distributed``.
+    Every rank of the world must call ``watch()``. The watchdogs communicate over a store, not over the
+    backend: the store of the context, or else a store that rank 0 serves.
 
-    A rank whose call needs another which has come to the end of its context, or whose process has ended, gets
-    a ``MissingRanksError`` within 10 seconds, whatever the threshold. Where it cannot be told whether that
-    one is needed (a gather in which others still take part, the ``wait()`` of an asynchronous call, a
-    backward pass on a GPU), what is printed has to do.
+    Workers of :func:`spawn` are watched from their start, with 60 seconds. Ranks of gloo and NCCL are watched
+    from :func:`initialize` or :class:`Parallel` on (not with ``file://``), but keep their collectives only
+    after this call.
+
+    If a collective needs a rank that has ended its context or its process, the waiting ranks raise
+    ``MissingRanksError`` within 10 seconds, whatever the threshold. In some calls the watchdog cannot know
+    whether the ended rank is needed, and only logs the warning: a gather that other ranks have not completed,
+    the ``wait()`` of an asynchronous call, a backward pass on a GPU.
 
     Args:
         threshold: a ``datetime.timedelta``.
 
     Raises:
-        TypeError, ValueError: not a timedelta, or not a positive one. Nothing was sent.
+        TypeError: ``threshold`` is not a ``timedelta``.
+        ValueError: ``threshold`` is not positive.
     """
     check_timeout("threshold", threshold)
     model = current_model()
@@ -46,23 +48,23 @@ def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
     start(model, threshold, side_of(model) or exchanged_side(model))
 
 
-class debug:  # used as a function, and in a with statement
-    """Compare the ranks' calls before each collective: what does not go together is an error with a table.
+class debug:  # used as a function and as a context manager
+    """Compare the calls of all ranks before each collective.
 
-    Sequence number, operation, op, dtype, shape, group and the caller's line. Where they differ every rank
-    raises ``CollectiveMismatchError``, instead of waiting, or of adding up what does not belong together. A
-    rank that has skipped a call is named when it makes its next one (the end of the context is one), and if
-    it makes none, after 30 seconds: see :func:`watch`, which this turns on as well.
+    Ranks compare sequence number, operation, op, dtype, shape, group and the caller's line. If these differ,
+    every rank raises ``CollectiveMismatchError`` with a table, instead of a hang or a wrong result. A rank
+    that has skipped a call is named at its next call (the end of the context is also a call). If that rank
+    makes no more calls, the warning of :func:`watch` names it after 30 seconds; ``debug()`` turns it on.
 
-    Every rank of the world calls it; before a context is made it holds for those to come, in workers of
-    :func:`spawn` too, and so does ``IGNITE_DIST_DEBUG=1`` in the environment. It costs another small
-    collective for each; where nothing is watched, about 0.1 us. As a context manager it is off again
-    after the block. Collectives of other libraries (DDP's) are not compared.
+    Every rank of the world must call this. Before :func:`initialize` or :func:`spawn`, ``debug()`` and the
+    environment variable ``IGNITE_DIST_DEBUG=1`` apply to all later contexts. Each collective costs one more
+    small collective. A ``with`` block turns the comparison off at its end. Collectives of other libraries
+    (DDP for example) are not compared.
 
     Args:
-        verify: whether calls are compared.
-        call_sites: whether the lines that they come from count. They alone tell apart calls that look alike.
-            A script that makes one collective from two lines (``if rank == 0: ... else: ...``) needs False.
+        verify: True to compare calls.
+        call_sites: True to compare the callers' lines too. Lines distinguish calls with equal arguments.
+            False if ranks call one collective from different lines (``if rank == 0: ... else: ...``).
 
     Example::
 
@@ -72,7 +74,7 @@ class debug:  # used as a function, and in a with statement
 
     def __init__(self, verify: bool = True, *, call_sites: bool = True) -> None:
         if not isinstance(verify, bool):
-            raise TypeError(f"debug(verify=...) is True or False, got {verify!r}; it is no decorator.")
+            raise TypeError(f"debug(verify=...) must be True or False, got {verify!r}. It is no decorator.")
         comparison = Comparison(call_sites) if verify else None
         model = current_model()
         model.groups.check_not_joining()
@@ -83,8 +85,8 @@ class debug:  # used as a function, and in a with statement
         assert found is not None
         self._log = found.log_of(model.get_rank())
         self._before, self._log.comparison = self._log.comparison, comparison
-        self._log.by_group.clear()  # the ranks count from here: before, one may have been refused a call
-        self._holds_later = model.backend() is None  # without a context it is for those to come
+        self._log.by_group.clear()  # earlier calls may have failed on some ranks
+        self._holds_later = model.backend() is None
         if self._holds_later:
             compare_in_new_contexts(comparison)
 
@@ -97,7 +99,7 @@ class debug:  # used as a function, and in a with statement
         self._log.comparison = self._before
         if self._holds_later:
             compare_in_new_contexts(self._before)
-            model = current_model()  # one that was made in the block
+            model = current_model()  # the context may have begun in the block
             found = recorder_of(model)
             if found is not None:
                 found.log_of(model.get_rank()).comparison = self._before

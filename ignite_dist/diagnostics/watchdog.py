@@ -1,7 +1,7 @@
-"""Why nothing goes on: who waits for whom.
+"""The watchdog: a thread of each process that finds hangs.
 
-A thread of each process looks how long its ranks have been in one collective. When that is too long it asks
-the threads of all other processes where theirs are, and says it once.
+The thread measures how long the ranks of its process wait in one collective. After the threshold it asks the
+watchdogs of all other processes where their ranks are, and logs the answers once.
 """
 
 from __future__ import annotations
@@ -45,17 +45,14 @@ __all__ = ["DEFAULT_THRESHOLD", "start", "start_here"]
 _logger = logging.getLogger(__name__)
 
 DEFAULT_THRESHOLD = timedelta(seconds=60)
-"""How long a collective may wait without a word."""
+"""How long a collective may wait before the watchdog logs a warning."""
 _WHILE_COMPARING = timedelta(seconds=30)
 
-# How often a rank looks at itself, and whether somebody asks for it. More ranks share one store.
+# Polling interval of the watchdog. With more ranks it is longer, because all ranks share one store.
 _LOOK_SECONDS = 1.0
 _RANKS_PER_SECOND = 1000
-# How long the end of a context waits for the thread, which may be in the middle of an answer.
+# How long the end of a context waits for the watchdog's thread, which may be answering another rank.
 _STOP_SECONDS = 6.0
-
-
-# --- what users call -----------------------------------------------------------------------------------
 
 
 # --- the thread ----------------------------------------------------------------------------------------
@@ -63,7 +60,7 @@ _STOP_SECONDS = 6.0
 
 @dataclass
 class _Wait:
-    """A rank's stay in one place: ``progress`` is different for another stay."""
+    """A wait of a thread in one call. A different ``progress`` means a new wait."""
 
     progress: tuple[Any, ...]
     since: float
@@ -71,7 +68,7 @@ class _Wait:
 
 
 class Watchdog:
-    """The thread that looks after the ranks of this process in one context."""
+    """The watchdog of the ranks of this process in one context."""
 
     def __init__(self, model: ComputationModel, record: Recorder, side: Side, threshold: timedelta) -> None:
         self.threshold = threshold
@@ -87,40 +84,40 @@ class Watchdog:
         self._leaves = False
         self._thread = threading.Thread(target=self._run, name="ignite_dist's watchdog", daemon=True)
         self._thread.start()
-        for other in [one for one in _running if one._stopped.is_set()]:  # of a context that has ended
+        for other in [one for one in _running if one._stopped.is_set()]:
             _running.discard(other)
         _running.add(self)
 
     def meet_at_end(self, rank: int) -> None:
-        """Return when all ranks have come to the end of the context, or cannot; ``rank`` has.
+        """Report the end of ``rank``. Return when all ranks have ended their contexts, or one rank is lost.
 
         Raises:
-            RankFailedError: another rank waits in a collective that ``rank`` has not made.
+            RankFailedError: another rank waits in a collective that ``rank`` has not called.
         """
         self._endings.meet(rank)
 
     def explained(self, error: RuntimeError) -> BaseException | None:
-        """What is behind an error of the backend, if it is that a rank has ended."""
+        """The error that names the ended rank that caused ``error``; None if no rank has ended."""
         return self._endings.explained(error)
 
     def leave(self) -> None:
-        """End the thread with the process, and say so to the other ranks."""
+        """Stop the thread because the process exits, and report this to the other ranks."""
         self._leaves = True
         self.stop()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_STOP_SECONDS)
 
     def explain(self, error: RuntimeError, call: Call, ranks: Sequence[int]) -> None:
-        """Raise what is behind ``error`` of ``call``, if it is known that ranks have not made it.
+        """Raise if ``error`` of ``call`` is a timeout and some of ``ranks`` have not made the call.
 
         Raises:
-            MissingRanksError: some have not.
+            MissingRanksError: names the ranks that have not made the call.
         """
-        # A backend that has lost its patience has no class of its own for that.
+        # The backends have no exception class for a timeout.
         if not any(words in str(error).lower() for words in ("timeout", "timed out")):
             return
         others = [rank for rank in ranks if rank not in self._recorder.logs]
@@ -138,14 +135,14 @@ class Watchdog:
                 self._attend(store)
             for rank in self._recorder.logs if self._leaves else ():
                 self._endings.leave(rank)
-        except DistError:  # the store is gone, and the rank that serves it
+        except DistError:  # the rank that serves the store is lost
             return
 
     def _attend(self, store: Store) -> None:
-        """Answer and look, once. A failure is said, and is not the end of the watch.
+        """Answer requests and check the waits, once. Logs a failure and continues.
 
         Raises:
-            DistError: the store is gone.
+            DistError: the store is lost.
         """
         try:
             self._answer(store)
@@ -156,22 +153,22 @@ class Watchdog:
             if not self._has_failed:
                 self._has_failed = True
                 _logger.exception(
-                    "The watchdog of the ranks %s has failed; it goes on, and says so only once.",
+                    "The watchdog of the ranks %s has failed; it goes on and logs no further failures.",
                     sorted(self._recorder.logs),
                 )
 
     def _answer(self, store: Store) -> None:
-        """Say where the ranks of this process are, if somebody asks."""
+        """Report where the ranks of this process are, if another rank has asked."""
         num_asked = store.add("asked", 0)
         while self._num_answered < num_asked:
-            if store.check([f"told/{self._num_answered}"]):  # it will be printed, with our waits in it
+            if store.check([f"told/{self._num_answered}"]):  # the report will include our waits
                 self._waits_are_told()
             self._num_answered += 1
             for rank, report in self._reports().items():
                 store.set(f"report/{self._num_answered}/{rank}", json.dumps(report))
 
     def _look(self, store: Store) -> None:
-        """See how long the ranks of this process have been where they are."""
+        """Check how long the ranks of this process have waited."""
         now = time.monotonic()
         before, self._waits = self._waits, {}
         stays = []
@@ -187,17 +184,17 @@ class Watchdog:
                 else:
                     self._waits[rank, thread] = wait
                     stays.append((rank, log, thread, frame, wanted, wait))
-        # After all waits are known, because one report tells of all of them.
+        # After all waits are known, because one report covers all of them.
         for rank, log, thread, frame, wanted, wait in stays:
-            # A thread that waits for messages all along, for commands say, need not get any.
+            # Any other thread may wait for messages that never come, for example for commands.
             if not wanted.is_message or thread in (log.thread, log.home):
                 self._endings.look(store, rank, thread, wait.since, wanted, partial(place_of, frame))
             if not wait.is_told and now - wait.since > self._patience(log):
                 self._tell(store, rank)
 
     def _progress(self, log: flight_recorder.Log, waits_in: FrameType, wanted: WaitedFor) -> tuple[Any, ...]:
-        """What is different when a thread waits in another call, whatever other threads do meanwhile."""
-        # Frames that follow one another may have one address; Horovod's have the number of the call.
+        """A value that changes when the thread waits in another call, but not with other threads' calls."""
+        # A new frame may have the address of an old one. Horovod's frames contain a handle, unique to a call.
         handle = waits_in.f_locals.get("handle")
         call = handle if isinstance(handle, int) else id(waits_in)
         begun = self._model.transport.calls_begun() if wanted.is_known else {}
@@ -206,18 +203,18 @@ class Watchdog:
         return log.num_calls, self._model.transport.num_collectives(), call, waits_in.f_lasti
 
     def _is_alone(self) -> bool:
-        """Whether all threads of this process are of one rank."""
+        """True if all threads of this process belong to one rank."""
         return self._model.ranks_in_process() == 1
 
     def _patience(self, log: flight_recorder.Log) -> float:
-        """Who compares calls looks for what goes wrong, and does not want to wait for it."""
+        """Seconds until the warning. Shorter while ``debug()`` is on, because the user looks for an error."""
         threshold = self.threshold if log.comparison is None else min(self.threshold, _WHILE_COMPARING)
         return threshold.total_seconds()
 
     def _tell(self, store: Store, rank: int) -> None:
-        """Ask all ranks where they are and print it, if no other rank does just that."""
+        """Ask all ranks where they are and log it, unless another rank does this at the same time."""
         number = self._num_answered
-        if store.add("asked", 0) != number:  # it may be about this wait: to be answered first
+        if store.add("asked", 0) != number:  # answer first: another rank may report this wait
             return
         self._waits_are_told()
         if store.compare_set(f"told/{number}", "", str(rank)) != str(rank).encode():
@@ -239,12 +236,12 @@ class Watchdog:
         }
 
     def _report(self, rank: int, log: flight_recorder.Log) -> dict[str, Any]:
-        """Where a rank is: in the thread that waits longest, if any does."""
+        """Report of where a rank is. Shows the thread that waits longest, if a thread waits."""
         waiting = innermost_frames(log, self._is_alone(), waits=True)
         waits = {thread: wait.since for (one, thread), wait in self._waits.items() if one == rank}
         now = time.monotonic()
         if waiting:
-            thread = min(waiting, key=lambda one: waits.get(one, now))  # the first of equals
+            thread = min(waiting, key=lambda one: waits.get(one, now))
             return report_of(log, waiting[thread], True, now - waits.get(thread, now))
         frames = innermost_frames(log, self._is_alone(), waits=False)
         return report_of(log, next(iter(frames.values()), None), False, 0.0)
@@ -257,25 +254,25 @@ _running: WeakSet[Watchdog] = WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread that is inside a store while Python ends would now and then abort the process."""
+    """Stop all watchdogs: a thread that uses a store while Python exits may abort the process."""
     for one in list(_running):
         one.leave()
 
 
 def _explained(error: RuntimeError) -> BaseException | None:
-    """See ``links.explainers``."""
+    """See ``connections.explainers``."""
     return next(filter(None, (one.explained(error) for one in list(_running))), None)
 
 
 connections.explainers.append(_explained)
 
 
-if hasattr(os, "register_at_fork"):  # a forked child has no thread to wait for
+if hasattr(os, "register_at_fork"):  # a forked child has no watchdog threads
     os.register_at_fork(after_in_child=_running.clear)
 
 
 def start_here() -> None:
-    """Watch this rank, with the default threshold, if that can be had without asking anybody."""
+    """Watch this rank with the default threshold, if the context has a store. Never communicates."""
     model = current_model()
     side = side_of(model)
     if side is not None:
@@ -283,7 +280,7 @@ def start_here() -> None:
 
 
 def _watch_ends(model: ComputationModel) -> None:
-    """Watch this rank of a context that was just made, if its store can be asked. Its calls are not kept."""
+    """Watch this rank of a new context, if a process serves the store. Keeps no calls."""
     side = side_of(model) if model.get_world_size() > 1 else None
     if side is not None and side.is_served:
         start(model, DEFAULT_THRESHOLD, side, keep_calls=False)
@@ -293,7 +290,7 @@ begun.append(_watch_ends)
 
 
 def start(model: ComputationModel, threshold: timedelta, side: Side | None, keep_calls: bool = True) -> None:
-    """Watch the caller's rank; without a side (a world of one) only its calls are kept."""
+    """Watch the caller's rank. Without ``side`` (world_size 1), only keep its calls."""
     with sides_lock:
         found = watch_with_recorder(model, keep_calls)
         found.log_of(model.get_rank()).thread = threading.get_ident()
@@ -304,18 +301,18 @@ def start(model: ComputationModel, threshold: timedelta, side: Side | None, keep
 
 
 def _meet_at_end(model: ComputationModel) -> None:
-    """Before the context of the caller's rank ends after success.
+    """Wait for the other ranks before the context of the caller's rank ends after success.
 
     Raises:
-        CollectiveMismatchError: the ranks are not in step; the context goes on.
-        RankFailedError: another rank waits in a collective that this one has not made; the context has ended.
+        CollectiveMismatchError: another rank calls a different collective; the context stays live.
+        RankFailedError: another rank waits in a collective that this rank has not called; no context is left.
     """
     try:
         announce(model, END_OF_CONTEXT, model.groups.world)
     except DistributedError:
         raise
     except RuntimeError:
-        pass  # a rank is gone: the context's own end meets the same, and says so
+        pass  # a rank is lost: model.meet_at_end() reports this
     found = recorder_of(model)
     if found is None or found.watchdog is None or model.finds_early_ends or model.get_world_size() == 1:
         return
@@ -327,7 +324,7 @@ def _meet_at_end(model: ComputationModel) -> None:
 
 
 def _stop(model: ComputationModel) -> None:
-    """The context of the caller's rank ends, or has ended: with the last rank of this process, stop."""
+    """Note the end of the caller's context. The last rank of this process stops the watchdog."""
     found = recorder_of(model)
     if found is not None:
         found.leave(model.get_rank(), model.ranks_in_process())

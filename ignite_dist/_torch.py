@@ -7,13 +7,12 @@ folders of their backends.
 
 from __future__ import annotations
 
-import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -25,56 +24,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-__all__ = [
-    "FUNCTIONAL_COLLECTIVES",
-    "PRIVATE_NAMES",
-    "WORLD_STATE",
-    "PrivateName",
-    "abort_process_groups",
-    "all_gather_into",
-    "backend_and_store",
-    "check",
-    "groups_and_stores",
-    "has_learnt_static_graph",
-    "has_mark_of_compiler",
-    "ignored_by_ddp",
-    "inside_of_compiled",
-    "is_batch_norm",
-    "is_live",
-    "is_view",
-    "mark_as_constant",
-    "mark_as_untraced",
-    "mark_replacement",
-    "missing",
-    "new_group_by_name",
-    "ranks_of_groups",
-    "register_buffer_hook",
-    "register_builtin_hook",
-    "run_after_backward",
-    "run_without_compiler",
-    "save",
-    "sequence_number",
-    "step_hooks",
-    "step_pre_hooks",
-    "storage_base",
-    "timeout_of",
-    "version_of",
-]
-
-
-class PrivateName(NamedTuple):
-    """A private name of a library, which may change in any release."""
-
-    name: str
-    """Dotted path from the module. The last part may be a name in the code of the object before it, for
-    example an attribute that ``__init__`` sets."""
-    why: str
-    """Why no public name is enough."""
-    since: str
-    """The oldest known release with this name."""
-    fallback: str
-    """What the package does if the name is missing."""
-
+from ignite_dist.private_names import PrivateName, missing
 
 _OLD = "2.9 or older"  # 2.9 is the oldest torch that the package supports
 _NO_IMPORT = "none: `import ignite_dist` fails, with this name in the message"
@@ -82,144 +32,123 @@ _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _VARIABLES = "torch._dynamo.variables.functions"
 
-PRIVATE_NAMES: tuple[PrivateName, ...] = (
-    PrivateName(
+_NAMES = (
+    (
         f"{_C10D}._world",
         "Every get_rank() reads default_pg. The public `torch.distributed.group.WORLD` takes twice the time. "
         "No public function lists the groups, or returns the backend and the store of a group, which a new "
         "group needs.",
-        _OLD,
         _NO_IMPORT,
     ),
-    PrivateName(
+    (
         f"{_C10D}._new_process_group_helper",
         "new_group() names a group by the number of earlier groups of the rank. Ranks with different numbers "
         "would wait for each other for ever.",
-        _OLD,
         "none: new_group() without options, and a collective with a list of ranks, raise AttributeError",
     ),
-    PrivateName(
+    (
         f"{_C10D}._abort_process_group",
         "ProcessGroup.abort() ends one group but does not remove it from torch's tables. "
         "destroy_process_group() waits for the other ranks.",
-        _OLD,
         "none: ending a context after a failure raises AttributeError",
     ),
-    PrivateName(
+    (
         "torch.distributed.ProcessGroup._allgather_base",
         "torch.distributed.all_gather_into_tensor() adds logs and counters, 15-25 us per call. The public "
         "method all_gather_single() is newer than torch 2.9.",
-        _OLD,
         "none: an all-gather that is too large for one round raises AttributeError",
     ),
-    PrivateName(
+    (
         "torch.distributed.ProcessGroup._get_backend",
         "No public function gives the timeout of a group.",
-        _OLD,
         "none: as _new_process_group_helper",
     ),
-    PrivateName(
+    (
         "torch._C._distributed_c10d.Backend.Options._timeout",
         "No public function gives the timeout of a group.",
-        _OLD,
         "none: as _new_process_group_helper",
     ),
-    PrivateName(
+    (
         "torch.distributed.ProcessGroup._get_sequence_number_for_group",
         "The watchdog compares the number of collectives of each rank, also from other libraries. No public "
         "function counts them.",
-        _OLD,
         "none: the watchdog's thread fails at its first check",
     ),
-    PrivateName(
+    (
         "torch.distributed._functional_collectives",
         "The watchdog recognizes a waiting rank by a frame of this module.",
-        _OLD,
         "the watchdog does not notice a wait in a functional collective that the user called",
     ),
-    PrivateName(
+    (
         "torch.Tensor._version",
         "Shows if a gradient changed after it was averaged. The public increment_version() only writes the "
         "version.",
-        _OLD,
         "none: optimizers that average gradients raise AttributeError",
     ),
-    PrivateName(
+    (
         "torch.Tensor._base",
         "An XLA tensor has no strides: only its base shows if elements share memory.",
-        _OLD,
         "none: collectives of XLA tensors raise AttributeError",
     ),
-    PrivateName(
+    (
         "torch.Tensor._is_view",
         "torch_xla does not update the base of a view. No public function tells if a tensor is a view.",
-        _OLD,
         "none: all_reduce of XLA tensors raises AttributeError",
     ),
-    PrivateName(
+    (
         "torch.save._use_new_zipfile_serialization",
         "For a small object, torch.save() writes a zip archive of 1,260 bytes. The older format needs 150 "
         "bytes, which fit in the header of a message.",
-        _OLD,
         "none: sending objects after safe_objects() raises TypeError",
     ),
-    PrivateName(
+    (
         "torch.nn.modules.batchnorm._BatchNorm",
         "The common base class of all BatchNorm modules, also of user classes.",
-        _OLD,
         "none: auto_model(sync_bn=True) over Horovod on GPUs raises AttributeError",
     ),
-    PrivateName(
+    (
         f"{_DDP}._register_builtin_comm_hook",
         "The only way to use torch's C++ hooks.",
-        _OLD,
         "none: auto_model(comm_hook=BuiltinCommHookType...) raises AttributeError, other hooks work",
     ),
-    PrivateName(
+    (
         f"{_DDP}._register_buffer_comm_hook",
         "The only way to register a hook for buffers.",
-        _OLD,
         "none: auto_model(buffer_hook=) raises AttributeError",
     ),
-    PrivateName(
+    (
         f"{_DDP}._static_graph_delay_allreduce_enqueued",
         "Shows if a DistributedDataParallel with static_graph=True has finished its first backward pass. "
         "Accumulation before that pass fails deep inside torch.",
-        _OLD,
         "none: accumulation with static_graph=True raises AttributeError",
     ),
-    PrivateName(
+    (
         f"{_DDP}._set_params_and_buffers_to_ignore_for_model._ddp_params_and_buffers_to_ignore",
         "The user lists parameters and buffers that DDP must ignore by this function. torch stores the list "
         "only in this attribute of the module.",
-        _OLD,
         "no parameter or buffer is ignored",
     ),
-    PrivateName(
+    (
         "torch.optim.Optimizer._optimizer_step_pre_hooks",
         "No public function tells if a hook is registered already. ZeRO makes a new optimizer, and the hooks "
         "are copied to it.",
-        _OLD,
         "none: auto_optim raises AttributeError",
     ),
-    PrivateName(
+    (
         "torch.optim.Optimizer._optimizer_step_post_hooks",
         "ZeRO makes a new optimizer, and the hooks are copied to it.",
-        _OLD,
         "none: auto_optim(zero=True) raises KeyError",
     ),
-    PrivateName(
+    (
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
         "The module inside a compiled module. No public function returns it.",
-        _OLD,
         "none: unwrap_model of a compiled model raises AttributeError",
     ),
     *(
-        PrivateName(
+        (
             name,
             "torch.compiler.disable(), assume_constant_result() and substitute_in_graph() import the tracer, "
             "which takes half a second.",
-            _OLD,
             fallback,
         )
         for name, fallback in (
@@ -244,57 +173,19 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             ),
         )
     ),
-    PrivateName(
+    (
         "torch.autograd.Variable._execution_engine",
         "No public function registers a callback for the end of a backward pass. torch's own model wrappers "
         "use queue_callback() of this object.",
-        _OLD,
         "none: a backward pass over Horovod raises AttributeError",
     ),
 )
+PRIVATE_NAMES = tuple(PrivateName(*one, since=_OLD) for one in _NAMES)
 
 
 def check() -> list[PrivateName]:
     """The :data:`PRIVATE_NAMES` that the installed torch lacks. Takes half a second: imports the tracer."""
     return missing(PRIVATE_NAMES)
-
-
-def missing(names: Iterable[PrivateName]) -> list[PrivateName]:
-    """The members of ``names`` that the installed libraries lack."""
-    return [one for one in names if not _is_found(one.name)]
-
-
-def _is_found(name: str) -> bool:
-    try:
-        pkgutil.resolve_name(name)
-        return True
-    except (ImportError, AttributeError):
-        owner, _, last = name.rpartition(".")
-    try:
-        return last in _names_in_code_of(pkgutil.resolve_name(owner))
-    except (ImportError, AttributeError):
-        return False
-
-
-def _names_in_code_of(owner: Any) -> Iterator[str]:
-    """The parameters, names and strings in the code of a function or of the methods of a class."""
-    for member in vars(owner).values() if isinstance(owner, type) else (owner,):
-        function = getattr(member, "__func__", member)  # unwrap a class method
-        while hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        if isinstance(function, FunctionType):
-            yield from _names_in(function.__code__)
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, CodeType):  # an inner function
-            yield constant.co_name
-            yield from _names_in(constant)
 
 
 # --- process groups ----------------------------------------------------------------------------------

@@ -176,6 +176,12 @@ def spawn(
     )
 
 
+def _check_none(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"backend=None runs in this process, so {name} must be None too, got {value!r}.")
+
+
 def _compare_with_launcher(nproc_per_node: int | None, nnodes: int) -> None:
     """Raise if no launcher starts the other nodes. Warn if each process would start its own job."""
     try:
@@ -253,11 +259,7 @@ class Parallel:
         self._spawn_kwargs: dict[str, Any] | None = None
         self._owns_context = False
         if backend is None:
-            for name, value in {"nproc_per_node": nproc_per_node, **places}.items():
-                if value is not None:
-                    raise ValueError(
-                        f"backend=None runs in this process, so {name} must be None too, got {value!r}."
-                    )
+            _check_none(nproc_per_node=nproc_per_node, **places)
             return
         model = live.find_model(backend)
         for_initialize, for_spawn = keywords_of(model.open), model.launcher.options()

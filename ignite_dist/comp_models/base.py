@@ -11,30 +11,25 @@ from __future__ import annotations
 import socket
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
-from weakref import WeakMethod, WeakValueDictionary, ref
+from weakref import WeakMethod
 
 import torch
-from torch.nn import Module
-from torch.optim import Optimizer
-from torch.utils.data import Dataset
 
 from ignite_dist import tracing
 from ignite_dist.comp_models.groups import Groups
 from ignite_dist.comp_models.launcher import Launcher
 from ignite_dist.comp_models.objects import Objects
 from ignite_dist.comp_models.topology import Topology, read_places, write_place
+from ignite_dist.comp_models.training import Training
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, WaitedFor
 from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
-from ignite_dist.samplers import loader_class
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "NO_OPTIMIZER",
     "CollectiveKind",
     "Completed",
     "ComputationModel",
@@ -50,11 +45,6 @@ __all__ = [
     "weakly",
 ]
 
-
-NO_OPTIMIZER = (
-    "No optimizer from auto_optim has parameters of this model. With this backend the optimizer averages the "
-    "gradients: call auto_optim first."
-)
 
 _Result = TypeVar("_Result")
 
@@ -80,140 +70,6 @@ def weakly(method: Callable[[], _Result]) -> Callable[[], _Result]:
         return bound()
 
     return call
-
-
-class Training:
-    """Prepares models, optimizers and data loaders. By default models and optimizers stay unchanged.
-
-    In methods with the arguments ``model`` and ``optimizers``, ``model`` is the result of :meth:`wrap_model`
-    or a module that contains the result, and ``optimizers`` are the results of :meth:`wrap_optimizer` that
-    have the model's parameters. Every rank calls each method at the same point.
-    """
-
-    averages_gradients: ClassVar[bool] = False
-    """True if the wrapped model or optimizer averages gradients. If False, ``auto_optim`` averages them."""
-
-    averages_in_backward: ClassVar[bool] = False
-    """True if the model from :meth:`wrap_model` averages gradients in the backward pass."""
-
-    computes_lazily: bool = False
-    """True if tensors are computed only when Python reads them. A training step should then read none."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        tracing.untrace_class(cls)
-
-    def __init__(self, context: ComputationModel) -> None:
-        self._context = ref(context)
-        self.optimizers: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
-        """The optimizers that ``auto_optim`` has returned, by ``id()``."""
-
-    @property
-    def context(self) -> ComputationModel:
-        """The context of this object."""
-        found = self._context()
-        assert found is not None
-        return found
-
-    def seed(self, seed: int) -> None:
-        """Seed torch on the CPU and on this rank's devices."""
-        torch.manual_seed(seed)
-
-    def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
-        """Prepare ``model``, which is already on the context's device, and return it or a wrapper.
-
-        Raises:
-            TypeError: unknown keywords.
-        """
-        return model
-
-    def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
-        """Prepare ``optimizer`` and return it or a wrapper.
-
-        Raises:
-            TypeError: unknown keywords.
-        """
-        return optimizer
-
-    def make_loader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
-        """A loader of this rank's share of ``dataset``. ``kwargs`` are the arguments of ``DataLoader``."""
-        return loader_class(dataset, kwargs.get("sampler"))(dataset, **kwargs)
-
-    def check_sharding(self) -> None:
-        """Raise if the backend has no :meth:`shard_model`, before any communication.
-
-        Raises:
-            ValueError: the backend cannot shard models.
-        """
-        raise ValueError(
-            "strategy='fsdp' needs torch.distributed, but this backend is "
-            f"{self.context.backend()!r}: omit strategy."
-        )
-
-    def shard_model(self, model: Module, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
-        """Shard the parameters of ``model``, which are equal on all ranks, over the ranks."""
-        return model
-
-    def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """An optimizer like ``optimizer``, with its state sharded over the ranks.
-
-        Raises:
-            ValueError: the backend cannot shard optimizers.
-        """
-        raise ValueError(
-            f"zero=True needs torch.distributed, but this backend is {self.context.backend()!r}: omit zero."
-        )
-
-    def join(
-        self, model: Module, optimizer: Optimizer | None, **kwargs: Any
-    ) -> AbstractContextManager[list[int]]:
-        """Context manager: ranks may make different numbers of steps in the block.
-
-        Returns a list. After the block the list contains the rank from which the other ranks must copy the
-        parameters. The list is empty if all ranks have equal parameters already.
-
-        Raises:
-            ValueError: the backend does not support this.
-        """
-        raise ValueError(
-            f"Backend {self.context.backend()!r} does not support join(): every rank must take part in every "
-            "step. Give all ranks the same number of batches, or stop all ranks together: any_true(...)."
-        )
-
-    def accumulate(self, model: Module, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
-        """Context manager: backward passes in the block average no gradients; later code averages them."""
-        return nullcontext()
-
-    def average_in_block(
-        self, model: Module, optimizers: Sequence[Optimizer]
-    ) -> AbstractContextManager[None]:
-        """Context manager: after the block all gradients are averaged, if backward passes average gradients.
-
-        At the end of the block this rank completes the reduction: for all parameters if the block had no
-        backward pass, else for the parameters that the backward passes have not used.
-        """
-        return nullcontext()
-
-    def gradient_group(self, model: Module, optimizers: Sequence[Optimizer]) -> Group:
-        """The ranks over which the gradients of ``model`` are averaged.
-
-        Raises:
-            ValueError: parts of ``model`` are averaged over different groups of ranks.
-        """
-        return self.context.groups.world
-
-    def check_forced(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
-        """Raise if averaging over all ranks, outside of backward pass and step, would give wrong gradients.
-
-        Raises:
-            ValueError: the message gives the reason.
-        """
-
-    def mark_averaged(self, model: Module) -> None:
-        """Record that the gradients of ``model`` have been averaged outside of its backward passes."""
-
-    def reduce_gradients(self, optimizer: Optimizer) -> None:
-        """Average the gradients that a step of ``optimizer`` would average, without the step."""
 
 
 class ComputationModel(ABC):
@@ -433,4 +289,3 @@ class ComputationModel(ABC):
 
 
 tracing.untrace_class(ComputationModel, _TRACED)
-tracing.untrace_class(Training)

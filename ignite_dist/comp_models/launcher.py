@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ignite_dist.arguments import keywords_of
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Launcher"]
 

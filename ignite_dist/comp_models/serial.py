@@ -16,10 +16,11 @@ from torch.utils.data import get_worker_info
 
 from ignite_dist import environments
 from ignite_dist._torch import WORLD_STATE
-from ignite_dist.comp_models.base import ComputationModel, Training, weakly
+from ignite_dist.comp_models.base import ComputationModel, weakly
 from ignite_dist.comp_models.groups import Groups
 from ignite_dist.comp_models.objects import LocalObjects
 from ignite_dist.comp_models.topology import Topology
+from ignite_dist.comp_models.training import Training
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.errors import EnvironmentVariablesError

@@ -27,6 +27,7 @@ __all__ = [
     "find_place",
     "interfaces",
     "join_store",
+    "join_variables",
     "launchers_store",
     "loopback_only",
     "note_meeting",
@@ -282,6 +283,11 @@ def _main_address(place: Environment, init_method: str | None) -> tuple[str | No
         return place.main_address, place.main_port
     parts = urlsplit(init_method)
     return (parts.hostname, parts.port) if parts.scheme == "tcp" else (None, None)
+
+
+def join_variables(address: str, port: int) -> dict[str, str]:
+    """The environment variables with which a worker's ``env://`` joins a store and serves none."""
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def serve_store(address: str, port: int = 0) -> tuple[Store, int]:

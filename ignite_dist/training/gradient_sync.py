@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel
-from ignite_dist.comp_models.base import NO_OPTIMIZER
+from ignite_dist.comp_models.training import NO_OPTIMIZER
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.gradients import mark_averaged, parameters_of, scale_gradients

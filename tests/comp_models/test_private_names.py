@@ -12,9 +12,9 @@ import pytest
 
 import ignite_dist
 from ignite_dist import _torch
-from ignite_dist._torch import PrivateName
 from ignite_dist.comp_models.horovod import _horovod
 from ignite_dist.comp_models.xla import _torch_xla
+from ignite_dist.private_names import PrivateName
 
 PACKAGE = Path(ignite_dist.__file__).parent
 TABLES = {

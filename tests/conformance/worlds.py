@@ -25,7 +25,7 @@ import torch
 
 import helpers
 import ignite_dist as idist
-from ignite_dist.comp_models.base import Training
+from ignite_dist.comp_models.training import Training
 from ignite_dist.comp_models.work import Completed, Steps
 from ignite_dist.context.live import current_model
 from table import PROPERTY

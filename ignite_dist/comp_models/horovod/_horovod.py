@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from operator import attrgetter
 from typing import Any
 
-from ignite_dist._torch import PrivateName, missing
+from ignite_dist.private_names import PrivateName, missing
 
 __all__ = [
     "PRIVATE_NAMES",
@@ -27,39 +27,34 @@ __all__ = [
 
 _LAST = "0.28.1"  # the last release of Horovod; the package is not tested with other releases
 
-PRIVATE_NAMES: tuple[PrivateName, ...] = (
-    PrivateName(
+_NAMES = (
+    (
         "horovod.torch.mpi_ops._handle_map",
-        "hvd.init() makes a new one each time: the only trace of a shutdown and another init() between two "
-        "looks.",
-        _LAST,
+        "Each hvd.init() makes a new object. No public function tells that Horovod was shut down and "
+        "initialized again.",
         "none: a Horovod context raises AttributeError",
     ),
-    PrivateName(
+    (
         "horovod.torch.mpi_ops._basics",
-        "Its library in C is asked, without the GIL, whether Horovod still runs: a public function may wait "
-        "for a lock that needs the GIL. And a forked child has to take its shutdown() back from atexit.",
-        _LAST,
+        "Gives Horovod's C library, which tells without the GIL if Horovod is running: a public function may "
+        "wait for a lock that needs the GIL. A forked child removes its shutdown() from the atexit handlers.",
         "none: a Horovod context raises AttributeError",
     ),
-    PrivateName(
+    (
         "horovod.torch.mpi_ops._basics._get_process_set_ids_and_ranks",
         "No public function lists the process sets.",
-        _LAST,
         "none: a new group raises AttributeError",
     ),
-    PrivateName(
+    (
         "horovod.torch.mpi_ops._basics._add_process_set_impl",
-        "Tells this rank alone, before any other is asked, why no process set could be added. "
-        "hvd.add_process_set() waits for all ranks.",
-        _LAST,
+        "Raises on this rank if the process set cannot be added. hvd.add_process_set() first waits for all "
+        "ranks.",
         "none: a new group raises AttributeError",
     ),
     *(
-        PrivateName(
+        (
             f"horovod.torch.optimizer.{optimizer}.{name}",
-            "Horovod's own optimizer has no function that keeps it from sending gradients for a while.",
-            _LAST,
+            "Horovod's own optimizer has no public function that stops it from sending gradients.",
             fallback,
         )
         for optimizer in ("_DistributedOptimizer", "_DistributedAdasumOptimizer")
@@ -69,6 +64,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         )
     ),
 )
+PRIVATE_NAMES = tuple(PrivateName(*one, since=_LAST) for one in _NAMES)
 
 
 def check() -> list[PrivateName]:

@@ -12,7 +12,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ignite_dist import _torch
-from ignite_dist.comp_models.base import NO_OPTIMIZER, ComputationModel, Training
+from ignite_dist.comp_models.base import ComputationModel
+from ignite_dist.comp_models.training import NO_OPTIMIZER, Training
 from ignite_dist.comp_models.transport import Group
 
 if TYPE_CHECKING:

@@ -69,10 +69,8 @@ class NativeLauncher(Launcher):
                 hello = nodes.Hello(node_rank, nnodes, nproc_per_node, backend, socket.gethostname())
                 job = nodes.meet(hello, address, port, timeout or default_pg_timeout, stores.serve_store)
                 address, port = job.nodes[0].address, job.port
-            # with the last variable, the workers' env:// joins this store and serves none
-            environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-        inherited = {**os.environ, **environ}  # with an init_method, MASTER_* stay as inherited
-        environ.update(spawned.mark(inherited))
+            environ.update(stores.join_variables(address, port))
+        environ.update(spawned.mark({**os.environ, **environ}))  # init_method leaves MASTER_* as inherited
         workers = processes.start(
             entry,
             {"init_method": init_method, "timeout": timeout},

@@ -136,7 +136,7 @@ class NativeModel(ComputationModel):
         more = {} if brings_ranks else {**stores.interfaces(place, init_method), **stores.ASK_ONCE}
         stores.set_missing(place, more)
         connecting = nullcontext if stores.on_one_machine(place, init_method) else connections.watched
-        hook, to_all = sys.excepthook, connections.Connections()
+        excepthook, to_all = sys.excepthook, connections.Connections()
         try:
             devices.select_device(backend, place)
             if timeout is not None:
@@ -150,14 +150,7 @@ class NativeModel(ComputationModel):
             variables.give_back()
             raise
         stores.note_meeting(place, init_method)
-        installed_hook = sys.excepthook
-
-        def undo() -> None:
-            variables.give_back()
-            if sys.excepthook is installed_hook:  # torch chains a new hook at every init_process_group
-                sys.excepthook = hook
-
-        model = cls(_world(), undo, place, connecting)
+        model = cls(_world(), _undo(excepthook), place, connecting)
         if "gloo" in model._backends.values():
             model.transport.to_all = to_all
         if model.device().type != "cpu":
@@ -256,6 +249,18 @@ def _world() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
+
+
+def _undo(excepthook: Callable[..., Any]) -> Callable[[], None]:
+    """A function that restores the environment variables and ``excepthook``, which torch has replaced."""
+    installed = sys.excepthook
+
+    def undo() -> None:
+        variables.give_back()
+        if sys.excepthook is installed:  # torch chains a new hook at every init_process_group
+            sys.excepthook = excepthook
+
+    return undo
 
 
 def _init_process_group(

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from ignite_dist import _torch
 from ignite_dist.arguments import check_keywords
-from ignite_dist.comp_models.base import Training
 from ignite_dist.comp_models.native import ddp_reduction
+from ignite_dist.comp_models.training import Training
 from ignite_dist.comp_models.transport import Group
 from ignite_dist.gradients import parameters_of
 

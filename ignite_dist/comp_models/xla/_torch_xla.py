@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ignite_dist._torch import PrivateName, missing
+from ignite_dist.private_names import PrivateName, missing
 
 __all__ = [
     "PRIVATE_NAMES",
@@ -32,48 +32,41 @@ __all__ = [
 _LAST = "2.9"  # the last release, and the only one that the package supports
 _IN_C = "torch_xla._XLAC"
 
-PRIVATE_NAMES: tuple[PrivateName, ...] = (
-    PrivateName(
+_NAMES = (
+    (
         f"{_IN_C}._xla_runtime_is_initialized",
-        "No public function looks at the runtime without initializing it.",
-        _LAST,
-        "none: every look for a context raises AttributeError once torch_xla is imported",
+        "Every public function that reads the state of the runtime initializes the runtime.",
+        "none: after the import of torch_xla, each search for a context raises AttributeError",
     ),
-    PrivateName(
+    (
         f"{_IN_C}._xla_set_default_device",
-        "No public function says which device a thread has, and with it which replica it is.",
-        _LAST,
+        "No public function sets the device of a thread. The device tells which replica the thread runs.",
         "none: spawn and loaders raise AttributeError",
     ),
-    PrivateName(
+    (
         "torch_xla.runtime._init_world_size_ordinal",
-        "torch_xla's own launcher calls it in each thread: torch.compile reads what it notes.",
-        _LAST,
+        "torch_xla's own launcher calls this function in each thread. It sets what torch.compile reads.",
         "none: spawn and loaders raise AttributeError",
     ),
-    PrivateName(
+    (
         f"{_IN_C}._xla_sync_multi",
-        "xm.unlazy() waits for the result as well, and here other replicas wait for the lock meanwhile.",
-        _LAST,
+        "xm.unlazy() also waits for the result, and this package would hold a lock for that time.",
         "none: collectives of several replicas in a process raise AttributeError",
     ),
-    PrivateName(
+    (
         f"{_IN_C}._set_all_reduce_token",
-        "Each collective depends on the one before. No public function ends that.",
-        _LAST,
+        "Each collective depends on the previous one. No public function removes this dependency.",
         "none: collectives of several replicas in a process raise AttributeError",
     ),
-    PrivateName(
+    (
         "torch_xla.experimental.plugins._plugin_registry",
         "No public function lists the device types of plugins.",
-        _LAST,
         "none: devices other than the CPU are refused with AttributeError",
     ),
     *(
-        PrivateName(
+        (
             f"torch_xla._internal.{name}",
-            "torch_xla.launch() would start the processes and threads itself, and return no results.",
-            _LAST,
+            "torch_xla.launch() starts processes and threads by itself and returns no results.",
             f"none: {what} raises ImportError or AttributeError",
         )
         for name, what in (
@@ -85,13 +78,13 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             ("neuron.num_local_processes", "spawn on Neuron devices"),
         )
     ),
-    PrivateName(
+    (
         "torch_xla._internal.pjrt._run_thread_per_device._thread_fn",
         "The function in which a thread of torch_xla's launcher runs a replica.",
-        _LAST,
         "replicas of torch_xla's own launcher do not count as running",
     ),
 )
+PRIVATE_NAMES = tuple(PrivateName(*one, since=_LAST) for one in _NAMES)
 
 
 def check() -> list[PrivateName]:

@@ -10,7 +10,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from ignite_dist.comp_models.base import ComputationModel, Training
+from ignite_dist.comp_models.base import ComputationModel
+from ignite_dist.comp_models.training import Training
 from ignite_dist.gradients import parameters_of
 from ignite_dist.samplers import loader_class
 

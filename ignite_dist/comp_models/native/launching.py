@@ -62,14 +62,10 @@ class NativeLauncher(Launcher):
         store, environ = None, stores.loopback_only() if nnodes == 1 else {}
         job = nodes.assumed(node_rank, nnodes, nproc_per_node)
         if init_method in (None, "env://"):
+            hello = nodes.Hello(node_rank, nnodes, nproc_per_node, backend, socket.gethostname())
             address, port = master_addr or "127.0.0.1", master_port or 0
-            if nnodes == 1:
-                store, port = stores.serve_store(address, port)
-            else:
-                hello = nodes.Hello(node_rank, nnodes, nproc_per_node, backend, socket.gethostname())
-                job = nodes.meet(hello, address, port, timeout or default_pg_timeout, stores.serve_store)
-                address, port = job.nodes[0].address, job.port
-            environ.update(stores.join_variables(address, port))
+            store, job, variables = _rendezvous(hello, address, port, timeout or default_pg_timeout)
+            environ.update(variables)
         environ.update(spawned.mark({**os.environ, **environ}))  # init_method leaves MASTER_* as inherited
         workers = processes.start(
             entry,
@@ -82,3 +78,18 @@ class NativeLauncher(Launcher):
         )
         del store  # a traceback would keep it in a reference cycle, which a forked child must not collect
         return workers.join() if join else workers
+
+
+def _rendezvous(
+    hello: nodes.Hello, address: str, port: int, timeout: timedelta
+) -> tuple[Any, nodes.Nodes, dict[str, str]]:
+    """Serve a store for one node, or wait for the launchers of all nodes.
+
+    Returns:
+        The store of a single node, the nodes, and the workers' environment variables.
+    """
+    if hello.nnodes == 1:
+        store, port = stores.serve_store(address, port)
+        return store, nodes.assumed(0, 1, hello.nproc_per_node), stores.join_variables(address, port)
+    job = nodes.meet(hello, address, port, timeout, stores.serve_store)
+    return None, job, stores.join_variables(job.nodes[0].address, job.port)

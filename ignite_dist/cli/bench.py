@@ -37,7 +37,7 @@ _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """The sizes in bytes of ``"4:64M"`` (each twice the one before), ``"4:64M:4"`` or ``"4,1K,16M"``.
+    """The sizes in bytes of ``"4:64M"`` (factor 2), ``"4:64M:4"`` or ``"4,1K,16M"``.
 
     Raises:
         ValueError: ``text`` has another form.
@@ -98,7 +98,7 @@ class Figure(NamedTuple):
         num_bytes: the size S of nccl-tests: the result's for all_gather, else the size of each rank's tensor.
         seconds: the time of our call.
         raw_seconds: the time of torch.distributed's call; None if the backend is not torch's.
-        bus_bytes: the bytes that a call moves over the busiest link: bus bandwidth times time.
+        bus_bytes: the bytes that a call moves over the busiest link. Bus bandwidth is bus_bytes / seconds.
     """
 
     collective: str
@@ -191,14 +191,14 @@ def _figure(collective: str, num_bytes: int) -> Figure:
 
 
 def _calls(collective: str, tensor: Tensor, out: Tensor) -> list[Callable[[], Any]]:
-    """Our call, and torch's own if the backend is torch's."""
+    """The call of this package, and the call of torch.distributed if the backend is torch's."""
     ours: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: idist.all_reduce(tensor),
         "all_gather": lambda: idist.all_gather(tensor, out=out),
         "broadcast": lambda: idist.broadcast(tensor),
         "barrier": lambda: idist.barrier(),
     }
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # newer torch renames it
     raw: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(tensor),
         "all_gather": lambda: gather(out, tensor),
@@ -210,7 +210,7 @@ def _calls(collective: str, tensor: Tensor, out: Tensor) -> list[Callable[[], An
 
 
 def _time_in_turn(calls: Sequence[Callable[[], Any]], tensor: Tensor) -> list[list[float]]:
-    """Samples of seconds per call, for each of ``calls``. The calls alternate, so noise affects all equally."""
+    """Samples of seconds per call, for each of ``calls``. Calls alternate, so noise affects all equally."""
     # All ranks must make the same number of calls, so the ranks agree on the time of one call.
     # The first block opens connections and fills caches.
     first = idist.all_reduce(max(_block(call, 2, tensor) for call in calls), "MAX")

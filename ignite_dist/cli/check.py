@@ -55,7 +55,7 @@ class CheckReport(NamedTuple):
 
     @property
     def exit_status(self) -> int:
-        """1 if a cell failed, else 0. A slow host is not a failure: jobs run on it."""
+        """1 if a cell failed, else 0. A slow host is not a failure."""
         return int(bool(self.failures))
 
 

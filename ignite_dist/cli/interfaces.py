@@ -21,7 +21,7 @@ def choice_of_gloo(
     Args:
         environ: all environment variables.
         known: the addresses of each interface of this machine.
-        main_address: the address of rank 0's node, if a launcher gives one.
+        main_address: the address of rank 0's node; None if no launcher sets one.
     """
     named = environ.get("GLOO_SOCKET_IFNAME")
     if named:

@@ -90,7 +90,7 @@ def run(
     options: dict[str, Any] = {"timeout": job.timeout} if "timeout" in keywords else {}
     with idist.Parallel(job.backend, **options):
         report = function(Steps(job.timeout))
-        if idist.get_rank() == 0:  # inside the block: when a rank fails, its launcher ends the others
+        if idist.get_rank() == 0:  # in the block: if a rank exits with 1, the launcher ends the others
             show(report)
     return report.exit_status
 

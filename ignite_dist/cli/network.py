@@ -51,7 +51,8 @@ def measure(hosts: Sequence[str]) -> list[Link]:
     if len(first_ranks) > 2:
         pairs.append((first_ranks[-1], first_ranks[0]))
     own: list[Link] = []
-    for pair in pairs[::2] + pairs[1::2]:  # neighbouring pairs share a host: not at once
+    # Neighbouring pairs share a host, so even pairs run before odd pairs.
+    for pair in pairs[::2] + pairs[1::2]:
         latency, seconds = _time(pair, 4, _SMALL_CALLS), _time(pair, _NUM_BYTES, _LARGE_CALLS)
         if idist.get_rank() == pair[0]:
             own.append(Link((hosts[pair[0]], hosts[pair[1]]), pair, latency, seconds))
@@ -77,8 +78,8 @@ def _time(pair: tuple[int, int], num_bytes: int, num_calls: int) -> float:
 def slow_hosts(links: Sequence[Link]) -> list[str]:
     """The hosts whose best link takes more than three times as long as the median host's best link.
 
-    Only the best link of a host counts, because the link to a slow host is slow for its neighbour too. Empty
-    for two hosts, which have only one link.
+    Only the best link of a host counts, because the link to a slow host is slow for its neighbour too. With
+    two hosts there is only one link, so the result is empty.
     """
     hosts = list(dict.fromkeys(host for link in links for host in link.hosts))
     if len(hosts) < 3:

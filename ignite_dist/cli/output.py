@@ -58,8 +58,8 @@ def _printer(stream: IO[str], breaks_lines: bool) -> Printer:
 def results_on_stdout(as_json: bool) -> Iterator[Output]:
     """Context manager: an :class:`Output` whose standard output gets only results.
 
-    Threads of the backends and workers, which inherit the standard output, write there too. In the block,
-    their output goes to the standard error.
+    Threads of the backends and workers also write to the standard output. In the block, their output goes to
+    the standard error.
     """
     sys.stdout.flush()
     encoding = sys.stdout.encoding or "utf-8"

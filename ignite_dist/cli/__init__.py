@@ -1,5 +1,5 @@
-"""The command line: what this machine has, whether a set-up works, and how fast it is.
+"""The command line: ``python -m ignite_dist env | check | bench``, with or without a launcher.
 
-``python -m ignite_dist env | check | bench``, alone or under any launcher. ``check`` and ``bench`` run on
-every rank. Their modules do not import those that print, because workers import them too.
+``check`` and ``bench`` run on every rank. Workers import ``check.py`` and ``bench.py``, so these modules do
+not import the modules that print.
 """

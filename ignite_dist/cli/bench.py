@@ -1,6 +1,6 @@
 """``bench``: latency and bandwidth of collectives, compared with raw torch.distributed.
 
-Time and bandwidth are defined as in NVIDIA's nccl-tests, so that the figures can be compared:
+The definitions of time and bandwidth are the same as in NVIDIA's nccl-tests:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 
@@ -27,7 +27,7 @@ __all__ = ["COLLECTIVES", "Bench", "BenchReport", "Figure", "bus_bytes", "parse_
 
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier")
 
-# Time for one size of one collective, ours and raw together. Slow calls take longer: see _MIN_ROUNDS.
+# Time for one size of one collective, ours and raw together. Slow calls take longer, because of _MIN_ROUNDS.
 _SECONDS = 0.3
 _MIN_ROUNDS, _ROUNDS, _MAX_CALLS = 3, 15, 500
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -37,7 +37,7 @@ _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """The sizes in bytes of ``"4:64M"`` (each twice the one before), ``"4:64M:4"`` or ``"4,1K,16M"``.
+    """The sizes in bytes of ``"4:64M"`` (factor 2), ``"4:64M:4"`` or ``"4,1K,16M"``.
 
     Raises:
         ValueError: ``text`` has another form.
@@ -91,15 +91,14 @@ def parse_collectives(text: str) -> tuple[str, ...]:
 
 
 class Figure(NamedTuple):
-    """One collective at one size. Times are medians over rounds, and means of these over ranks.
+    """One collective at one size. A time is the median over the rounds, averaged over the ranks.
 
     Attributes:
         collective: one of :data:`COLLECTIVES`.
-        num_bytes: the size S of nccl-tests: of the result for all_gather, else of each rank's tensor.
+        num_bytes: the size S of nccl-tests: the result's for all_gather, else the size of each rank's tensor.
         seconds: the time of our call.
         raw_seconds: the time of torch.distributed's call; None if the backend is not torch's.
-        bus_bytes: the bytes that a call moves over the busiest link. Divided by the time, it is the bus
-            bandwidth.
+        bus_bytes: the bytes that a call moves over the busiest link. Bus bandwidth is bus_bytes / seconds.
     """
 
     collective: str
@@ -120,7 +119,7 @@ class BenchReport(NamedTuple):
 
     @property
     def exit_status(self) -> int:
-        """Always 0: no figure is a failure."""
+        """Always 0: a slow result is not a failure."""
         return 0
 
 
@@ -133,7 +132,7 @@ def bus_bytes(collective: str, num_bytes: int, world_size: int) -> float:
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures ``collectives`` at ``sizes``. Every rank calls it."""
+    """Measures ``collectives`` at ``sizes``."""
 
     collectives: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -149,13 +148,13 @@ class Bench:
 
     @property
     def announcement(self) -> str:
-        """How many measurements there are, and how long they take."""
+        """Message with the number of measurements and their duration."""
         count = len(self.rows)
         seconds = f"{count * _SECONDS:.0f} s, longer if calls are slow"
         return f"{count} measurement{'s' * (count > 1)} of {_SECONDS} s each: {seconds}."
 
     def __call__(self, steps: Steps) -> BenchReport:
-        """Measure. Every rank calls it and gets the same report."""
+        """Measure. Every rank must call this. Returns the same report on every rank."""
         figures = []
         for collective, size in self.rows:
             with steps.step(f"{collective} of {size} bytes"):
@@ -179,7 +178,7 @@ def _show_progress(done: int, total: int) -> None:
 def _figure(collective: str, num_bytes: int) -> Figure:
     world_size = idist.get_world_size()
     shared = world_size if collective == "all_gather" else 1
-    numel = max(1, num_bytes // (4 * shared))  # rounded down to whole floats of each rank, as in nccl-tests
+    numel = max(1, num_bytes // (4 * shared))  # rounded down to whole floats per rank, as in nccl-tests
     num_bytes = 0 if collective == "barrier" else numel * 4 * shared
     tensor = torch.zeros(numel, dtype=torch.float32, device=idist.device())
     out = tensor.new_empty(numel * shared)
@@ -192,14 +191,14 @@ def _figure(collective: str, num_bytes: int) -> Figure:
 
 
 def _calls(collective: str, tensor: Tensor, out: Tensor) -> list[Callable[[], Any]]:
-    """Our call, and torch's own if the backend is torch's."""
+    """The call of this package, and the call of torch.distributed if the backend is torch's."""
     ours: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: idist.all_reduce(tensor),
         "all_gather": lambda: idist.all_gather(tensor, out=out),
         "broadcast": lambda: idist.broadcast(tensor),
         "barrier": lambda: idist.barrier(),
     }
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # newer torch renames it
     raw: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(tensor),
         "all_gather": lambda: gather(out, tensor),
@@ -211,8 +210,8 @@ def _calls(collective: str, tensor: Tensor, out: Tensor) -> list[Callable[[], An
 
 
 def _time_in_turn(calls: Sequence[Callable[[], Any]], tensor: Tensor) -> list[list[float]]:
-    """Samples of seconds per call, for each of ``calls``. They take turns, so noise affects all alike."""
-    # All ranks must make the same number of calls, so they agree on the time of one.
+    """Samples of seconds per call, for each of ``calls``. Calls alternate, so noise affects all equally."""
+    # All ranks must make the same number of calls, so the ranks agree on the time of one call.
     # The first block opens connections and fills caches.
     first = idist.all_reduce(max(_block(call, 2, tensor) for call in calls), "MAX")
     few = 3 if first < 0.01 else 1
@@ -231,7 +230,7 @@ def _time_in_turn(calls: Sequence[Callable[[], Any]], tensor: Tensor) -> list[li
 def _block(call: Callable[[], Any], num_calls: int, tensor: Tensor) -> float:
     """Seconds per call, over ``num_calls`` calls."""
     idist.barrier()
-    call()  # ranks leave a barrier one after the other; this call brings them together
+    call()  # ranks leave a barrier at different times; this call synchronizes them again
     _synchronize(tensor)
     started = time.perf_counter()
     for _ in range(num_calls):

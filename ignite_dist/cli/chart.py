@@ -14,11 +14,10 @@ __all__ = ["check_file", "draw"]
 
 
 def check_file(path: str) -> None:
-    """Raise if the chart could not be saved. ``bench`` calls it before it measures.
+    """Raise if the chart cannot be saved. ``bench`` calls this before the measurements.
 
     Raises:
-        ValueError: matplotlib is not installed, matplotlib cannot write this format, the folder does not
-            exist, or the file cannot be written.
+        ValueError: matplotlib is missing or does not support the format, or the file cannot be written.
     """
     if find_spec("matplotlib") is None:
         raise ValueError("--save needs matplotlib, which is not installed: pip install matplotlib")
@@ -27,7 +26,7 @@ def check_file(path: str) -> None:
         raise ValueError(f"--save {path}: there is no folder {file.parent}.")
     formats = _figure().canvas.get_supported_filetypes()
     if Path(path).suffix[1:].lower() not in formats:
-        raise ValueError(f"--save {path}: the name has to end in one of {', '.join(sorted(formats))}.")
+        raise ValueError(f"--save {path}: the name must end in one of {', '.join(sorted(formats))}.")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(f"--save {path}: {file} cannot be written.")
 

@@ -24,10 +24,10 @@ class Cell(NamedTuple):
 
     Attributes:
         operation: the collective, and the operation of a reduction.
-        dtype: of the tensors; ``""`` if the operation does not depend on a dtype.
+        dtype: the dtype of the tensors; ``""`` if the operation does not depend on a dtype.
         outcome: "passed", "carried" (through another dtype), "refused" or "failed".
         detail: the carrier dtype, the reason of the refusal, or the error.
-        rank: the rank on which it failed.
+        rank: the rank on which the collective failed.
     """
 
     operation: str
@@ -38,7 +38,7 @@ class Cell(NamedTuple):
 
 
 class CheckReport(NamedTuple):
-    """The results of ``check``, of all ranks together."""
+    """The results of ``check`` from all ranks."""
 
     backend: str
     device: str
@@ -50,17 +50,17 @@ class CheckReport(NamedTuple):
 
     @property
     def failures(self) -> list[Cell]:
-        """The failed cells. If several ranks failed, the cell is that of the lowest rank."""
+        """The failed cells. If several ranks failed, the cell of the lowest rank."""
         return [cell for cell in self.cells if cell.outcome == "failed"]
 
     @property
     def exit_status(self) -> int:
-        """1 if a cell failed, else 0. A slow host is not a failure: jobs run on it."""
+        """1 if a cell failed, else 0. A slow host is not a failure."""
         return int(bool(self.failures))
 
 
 def check(steps: Steps) -> CheckReport:
-    """Run every collective. Every rank calls it and gets the same report."""
+    """Run every collective. Every rank must call this. Returns the same report on every rank."""
     own: list[Cell] = []
     for operation, call in PER_DTYPE.items():
         with steps.step(operation):
@@ -86,7 +86,7 @@ def check(steps: Steps) -> CheckReport:
 def _cell(operation: str, dtype: torch.dtype | None, call: Callable[[], str]) -> Cell:
     """The outcome of ``call``.
 
-    Wrong arguments raise on all ranks before anything is sent, so the next call can follow.
+    Wrong arguments raise on all ranks before any communication, so the ranks stay in step.
     """
     name = short(dtype) if dtype else ""
     op = operation.partition(" ")[2]
@@ -104,7 +104,7 @@ def _cell(operation: str, dtype: torch.dtype | None, call: Callable[[], str]) ->
     except (AssertionError, ValueError, NotImplementedError) as error:
         return failed(str(error) or type(error).__name__)
     if refusal:
-        return failed(f"it was not refused: {refusal}")
+        return failed(f"no TypeError, expected: {refusal}")
     return Cell(operation, name, "carried" if via else "passed", via)
 
 
@@ -114,7 +114,7 @@ def _worst(column: tuple[Cell, ...]) -> Cell:
 
 
 def short(dtype: torch.dtype) -> str:
-    """The name of ``dtype`` without ``torch.``: ``float32``."""
+    """The name of ``dtype`` without ``torch.``, for example ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -124,11 +124,11 @@ def _require(holds: bool, found: Any, wanted: Any) -> None:
         raise AssertionError(f"got {shown[0]!r}, expected {shown[1]!r}")
 
 
-# --- for each dtype: the functions return the name of the carrier dtype -------------------------------------
+# --- for each dtype: each function returns the name of the carrier dtype ------------------------------------
 
 
 def _via(collective: CollectiveKind, tensor: torch.Tensor, op: str = "") -> str:
-    """The carrier dtype; ``""`` if ``tensor`` is sent as it is, ``"gather"`` if values are gathered."""
+    """The carrier dtype; ``""`` if ``tensor`` is sent unchanged, ``"gather"`` if all values are gathered."""
     sent = sent_dtype(current_model(), collective, tensor, op)
     return "gather" if sent is None else "" if sent is tensor.dtype else short(sent)
 
@@ -154,7 +154,7 @@ def _all_gather(dtype: torch.dtype) -> str:
 
 
 def _ragged(dtype: torch.dtype) -> str:
-    """Rank 0 has one row, rank 1 two, rank 2 none, and so on."""
+    """Gather tensors of ``(rank + 1) % 3`` rows."""
     wanted = [values.own_rows(rank, dtype, (rank + 1) % 3) for rank in range(idist.get_world_size())]
     tensor = wanted[idist.get_rank()].to(idist.device())
     found = idist.all_gather_ragged(tensor)
@@ -202,7 +202,7 @@ def _safe_mode() -> str:
 
 
 def _objects() -> str:
-    """Small objects are sent in the header, large ones after it."""
+    """Gather and broadcast small objects, sent in the header, and large objects, sent after the header."""
     ranks = range(idist.get_world_size())
     for size in (1, 10_000):
         wanted = [{"rank": rank, "text": "x" * size} for rank in ranks]
@@ -214,7 +214,7 @@ def _objects() -> str:
 
 
 def _trees() -> str:
-    """Reduce a tree of tensors, and of numbers that fit no dtype."""
+    """Reduce a tree of tensors and of numbers, one of them too large for every int dtype."""
     world_size = idist.get_world_size()
     ones = torch.ones(3, device=idist.device())
     found: dict[str, Any] = idist.all_reduce({"count": 2**80, "loss": 0.5, "tensors": [ones, ones.long()]})
@@ -226,7 +226,7 @@ def _trees() -> str:
 
 
 def _groups() -> str:
-    """Groups of even and of odd ranks, given as a list and as a handle."""
+    """Reduce in the groups of even and of odd ranks, given as a list and as a handle."""
     rank, world_size = idist.get_rank(), idist.get_world_size()
     for ranks in (list(range(0, world_size, 2)), list(range(1, world_size, 2))):
         if not ranks:

@@ -1,4 +1,4 @@
-"""``env``: versions, backends, devices, launcher and network. It starts nothing and uses no GPU."""
+"""``env``: versions, backends, devices, launcher and network. Starts no process and uses no GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ignite_dist.rendezvous import network_interfaces
 
 __all__ = ["collect", "show_env"]
 
-# The variables that backends read. Those of launchers are declared by their environments.
+# Variables that backends read. The modules of `environments` declare the variables of launchers.
 _OF_BACKENDS = re.compile(
     r"GLOO_.*|NCCL_.*|TORCH_NCCL_.*|HOROVOD_.*|PJRT_.*|CPU_NUM_DEVICES|TPU_.*|XLA_.*|CUDA_VISIBLE_DEVICES"
     r"|OMP_NUM_THREADS|IGNITE_DIST_.*"
@@ -33,7 +33,7 @@ _LIBRARIES = ("torch", "horovod", "torch_xla", "rich", "matplotlib")
 
 
 def collect(environ: Mapping[str, str]) -> dict[str, Any]:
-    """All facts, as ``--json`` writes them."""
+    """All facts, in the structure of ``--json``."""
     known = network_interfaces.by_interface()
     environment = _environment(environ)
     interface, reason = interfaces.choice_of_gloo(environ, known, environment.get("main_address"))
@@ -67,13 +67,13 @@ def _versions() -> dict[str, str | None]:
 
 
 def _private_names() -> dict[str, Any]:
-    """Whether the installed torch has what the package uses of it without a promise."""
+    """The private names of torch that this package uses, and which of them the installed torch lacks."""
     missing = {one.name: one.fallback for one in _torch.check()}
     return {"known": len(_torch.PRIVATE_NAMES), "missing": missing}
 
 
 def _backends() -> dict[str, dict[str, Any]]:
-    """Each known backend: whether it works here, and why not."""
+    """For each known backend: True if the backend works here, else the reason."""
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
     names = dict.fromkeys((*known, "horovod", "xla-tpu", *idist.available_backends()))
     return {name: _backend(name) for name in names}
@@ -97,7 +97,7 @@ def _backend(name: str) -> dict[str, Any]:
 
 def _devices() -> dict[str, Any]:
     found: dict[str, Any] = {"cores": devices.num_cores(), "cuda": torch.cuda.device_count()}
-    # From the driver's files: torch would have to create a CUDA context.
+    # Read from the driver's files, because torch would create a CUDA context.
     folder = Path("/proc/driver/nvidia/gpus")
     names = [
         line.partition(":")[2].strip()
@@ -109,7 +109,7 @@ def _devices() -> dict[str, Any]:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the launcher says, or the error if its variables contradict each other."""
+    """The launcher's environment, or the error if its variables contradict each other."""
     try:
         return (environments.detect(environ) or environments.ALONE)._asdict()
     except EnvironmentVariablesError as error:

@@ -13,15 +13,15 @@ __all__ = ["choice_of_gloo"]
 def choice_of_gloo(
     environ: Mapping[str, str], known: Mapping[str, list[str]], main_address: str | None
 ) -> tuple[str, str]:
-    """The interface that gloo uses between machines, and the reason. The interface is ``""`` if none fits.
+    """The interface that gloo uses between nodes, and the reason. The interface is ``""`` if none fits.
 
-    ``GLOO_SOCKET_IFNAME`` decides. Without it, ``initialize`` takes the interface that leads to the main
-    address if the launcher gives one on the network, else the interface that leads to other machines.
+    ``GLOO_SOCKET_IFNAME`` takes precedence. Without this variable, ``initialize`` takes the interface that
+    routes to the main address, or to other hosts if the main address is missing or is a loopback address.
 
     Args:
         environ: all environment variables.
         known: the addresses of each interface of this machine.
-        main_address: the address of rank 0's node, if a launcher gives one.
+        main_address: the address of rank 0's node; None if no launcher sets one.
     """
     named = environ.get("GLOO_SOCKET_IFNAME")
     if named:

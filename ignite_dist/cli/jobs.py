@@ -1,4 +1,4 @@
-"""How a command runs a function on every rank: on a launcher's processes, or on workers that it starts."""
+"""Run a function on every rank: on the launcher's processes, or on workers that the command starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ignite_dist.errors import DistributedError, MissingRanksError, RankFailedEr
 
 __all__ = ["Job", "Report", "Steps", "explanation", "num_processes", "run"]
 
-# A stuck rank ends itself this long after the timeout, which the backend itself may enforce earlier.
+# A stuck rank exits this long after the timeout, so the backend can enforce the timeout first.
 _GRACE_SECONDS = 10.0
 
 
@@ -30,10 +30,9 @@ class Job(NamedTuple):
 
     Attributes:
         backend: one of ``available_backends()``.
-        timeout: how long a rank waits for the others, in the rendezvous and in each step.
-        nproc_per_node: number of workers to start here; None: the launcher's processes, or two workers.
-        nodes: those of ``nnodes``, ``node_rank``, ``master_addr`` and ``master_port`` that the user gave, for
-            ``idist.spawn``.
+        timeout: how long a rank waits for the other ranks, in the rendezvous and in each step.
+        nproc_per_node: number of workers to start here. None: the launcher's processes, else two workers.
+        nodes: the user's values of ``nnodes``, ``node_rank``, ``master_addr`` and ``master_port``.
     """
 
     backend: str
@@ -43,7 +42,7 @@ class Job(NamedTuple):
 
 
 class Report(Protocol):
-    """The results of a command. They are the same on all ranks, and can be pickled."""
+    """The results of a command: equal on all ranks, and can be pickled."""
 
     @property
     def exit_status(self) -> int:
@@ -63,8 +62,8 @@ def run(
     """Run ``function`` on every rank of ``job``, and ``show`` its report once.
 
     Args:
-        job: where to run.
-        function: can be pickled.
+        job: the ranks.
+        function: must be picklable.
         show: prints a report; called in one process.
         say: prints a message.
 
@@ -72,8 +71,8 @@ def run(
         The report's exit status.
 
     Raises:
-        ValueError, RuntimeError: as ``idist.spawn`` and ``idist.initialize``. Nothing was started.
-        RankFailedError, MissingRanksError: a rank has failed, or has not arrived.
+        ValueError, RuntimeError: see ``idist.spawn`` and ``idist.initialize``; raised before the start.
+        RankFailedError, MissingRanksError: a rank has failed or is missing.
     """
     place = idist.environment()
     given = [name for name, value in job.nodes.items() if value is not None]
@@ -84,14 +83,14 @@ def run(
         named = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ValueError(
             f"{named} is for processes that this command starts, but {place.launcher} has started these "
-            f"{place.world_size} ({place.reason}). Leave it out."
+            f"{place.world_size} processes ({place.reason}). Leave {named} out."
         )
     say(f"Joining {num_processes(place.world_size)}, started by {place.launcher}: {place.reason}.")
     keywords = keywords_of(live.find_model(job.backend).open)
     options: dict[str, Any] = {"timeout": job.timeout} if "timeout" in keywords else {}
     with idist.Parallel(job.backend, **options):
         report = function(Steps(job.timeout))
-        if idist.get_rank() == 0:  # inside the block: when a rank fails, its launcher ends the others
+        if idist.get_rank() == 0:  # in the block: if a rank exits with 1, the launcher ends the others
             show(report)
     return report.exit_status
 
@@ -117,7 +116,7 @@ def _run_in_workers(
 
 
 def num_processes(count: int) -> str:
-    """``2 processes``."""
+    """For example ``"2 processes"``."""
     return f"{count} process{'es' * (count != 1)}"
 
 
@@ -128,10 +127,10 @@ def _in_worker(local_rank: int, function: Callable[[Steps], Any], timeout: timed
 class Steps:
     """The steps of a command. All ranks begin each step together, so an error can name the missing ranks.
 
-    Every rank creates one object, and calls its methods in the same order.
+    Every rank must create one object and call its methods in the same order.
 
     Args:
-        timeout: how long a rank waits for the others.
+        timeout: how long a rank waits for the other ranks.
 
     Attributes:
         hosts: the host of each rank.
@@ -146,10 +145,10 @@ class Steps:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """A block that all ranks enter together. A rank that stays in it for too long ends its process.
+        """Context manager: all ranks enter the block together. A rank that stays too long exits.
 
         Raises:
-            MissingRanksError: ranks did not begin the step, or ended within it. The error names their hosts.
+            MissingRanksError: ranks did not enter the block, or exited in it. The error names their hosts.
         """
         self._wait_for_all(name, self.timeout)
         longest = self.timeout.total_seconds() + _GRACE_SECONDS
@@ -161,7 +160,7 @@ class Steps:
         except RuntimeError as error:
             timer.cancel()
             if not isinstance(error, DistributedError):
-                # If another rank has ended, the others get the same error, and soon wait here too.
+                # If a rank has exited, the others get this error too. The barrier names the missing rank.
                 self._wait_for_all(name, timedelta(seconds=_GRACE_SECONDS))
             raise
         finally:
@@ -176,18 +175,18 @@ class Steps:
             raise MissingRanksError(f"Before {name}:{where} {error}", error.ranks, error.where) from error
 
     def _give_up(self, name: str, rank: int) -> None:
-        """End this process. If the backend has no timeout, no other thread can end its wait."""
+        """End this process, because no thread can interrupt the wait of a backend without a timeout."""
         seconds = self.timeout.total_seconds()
         sys.stderr.write(
             f"Rank {rank} on {socket.gethostname()} has been in {name} for more than "
-            f"{seconds:g} s, and gives up.\n"
+            f"{seconds:g} s, and exits.\n"
         )
         sys.stderr.flush()
         os._exit(1)
 
 
 def explanation(error: BaseException) -> str:
-    """The message for ``error``, without the traceback if the type of the error explains itself."""
+    """The message for ``error``. Errors of this package and of torch.distributed need no traceback."""
     if isinstance(error, RankFailedError):
         explains_itself = hasattr(errors, error.error_type) or hasattr(torch.distributed, error.error_type)
         _, found, text = error.traceback.rpartition(f"{error.error_type}: ")

@@ -1,7 +1,6 @@
-"""The arguments of the command line, and its exit status.
+"""The arguments and the exit status of the command line.
 
-0: success. 1: something does not work. 2: wrong arguments or environment variables, nothing was started.
-130: Ctrl-C.
+Exit status 0: success. 1: a failure. 2: wrong arguments or environment variables. 130: Ctrl-C.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     output.json({"ok": False, "error": text})
                 sys.stderr.write(f"ignite-dist: {text}\n")
                 return status
-    except BrokenPipeError:  # as under `| head`
+    except BrokenPipeError:  # for example with `| head`
         return _FAILED
 
 
 def _status_and_message(error: BaseException) -> tuple[int, str]:
-    """The exit status and the message for ``error``. An unexpected error is raised again."""
+    """The exit status and the message for ``error``. Raises an unexpected error again."""
     if isinstance(error, KeyboardInterrupt):
         return _INTERRUPTED, "interrupted."
     if isinstance(error, (idist.RankFailedError, idist.MissingRanksError)):
@@ -59,7 +58,7 @@ def _status_and_message(error: BaseException) -> tuple[int, str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors have one line. ``--help`` shows the usage."""
+    """A parser whose error messages have one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(_USAGE, f"{self.prog}: {message}\n")

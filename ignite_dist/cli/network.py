@@ -15,7 +15,7 @@ import ignite_dist as idist
 __all__ = ["Link", "measure", "slow_hosts"]
 
 _SLOW = 3.0
-_NUM_BYTES = 1 << 20  # bandwidth dominates its time, and a link of 10 Mbit/s carries it in 1 s
+_NUM_BYTES = 1 << 20  # large enough to measure bandwidth; takes 1 s on a link of 10 Mbit/s
 _SMALL_CALLS, _LARGE_CALLS = 10, 3
 
 
@@ -25,8 +25,8 @@ class Link(NamedTuple):
     Attributes:
         hosts: the names of the two hosts.
         ranks: the ranks that measured the link.
-        latency_seconds: the time of 4 bytes.
-        seconds: the time of 1 MiB.
+        latency_seconds: the time for 4 bytes.
+        seconds: the time for 1 MiB.
     """
 
     hosts: tuple[str, str]
@@ -41,7 +41,7 @@ class Link(NamedTuple):
 
 
 def measure(hosts: Sequence[str]) -> list[Link]:
-    """The links between neighbours in a ring of all hosts. Every rank calls it and gets all links.
+    """The links between neighbours in a ring of all hosts. Every rank must call this. Returns all links.
 
     Args:
         hosts: the host of each rank.
@@ -51,7 +51,8 @@ def measure(hosts: Sequence[str]) -> list[Link]:
     if len(first_ranks) > 2:
         pairs.append((first_ranks[-1], first_ranks[0]))
     own: list[Link] = []
-    for pair in pairs[::2] + pairs[1::2]:  # neighbouring pairs share a host, so they measure in turn
+    # Neighbouring pairs share a host, so even pairs run before odd pairs.
+    for pair in pairs[::2] + pairs[1::2]:
         latency, seconds = _time(pair, 4, _SMALL_CALLS), _time(pair, _NUM_BYTES, _LARGE_CALLS)
         if idist.get_rank() == pair[0]:
             own.append(Link((hosts[pair[0]], hosts[pair[1]]), pair, latency, seconds))
@@ -77,8 +78,8 @@ def _time(pair: tuple[int, int], num_bytes: int, num_calls: int) -> float:
 def slow_hosts(links: Sequence[Link]) -> list[str]:
     """The hosts whose best link takes more than three times as long as the median host's best link.
 
-    The best link counts, because a link to a slow host makes its neighbour look slow too. Two hosts have only
-    one link, and nothing to compare it with.
+    Only the best link of a host counts, because the link to a slow host is slow for its neighbour too. With
+    two hosts there is only one link, so the result is empty.
     """
     hosts = list(dict.fromkeys(host for link in links for host in link.hosts))
     if len(hosts) < 3:

@@ -19,8 +19,8 @@ class Output:
     """The standard output for results, and the standard error for messages.
 
     Args:
-        stream: where results go.
-        as_json: True if the results are JSON. A command then writes no tables.
+        stream: the stream for results.
+        as_json: True to write results as JSON, not as tables.
     """
 
     def __init__(self, stream: IO[str], as_json: bool) -> None:
@@ -46,10 +46,7 @@ class Output:
 
 
 def _printer(stream: IO[str], breaks_lines: bool) -> Printer:
-    """A printer that uses rich if rich is installed (the extra ``cli``), else one of plain text.
-
-    This is the only place that decides between the two.
-    """
+    """A printer that uses rich if rich is installed (the extra ``cli``), else a printer of plain text."""
     try:
         from ignite_dist.cli.rich_text import RichPrinter
     except ImportError:
@@ -59,10 +56,10 @@ def _printer(stream: IO[str], breaks_lines: bool) -> Printer:
 
 @contextmanager
 def results_on_stdout(as_json: bool) -> Iterator[Output]:
-    """An :class:`Output` that has the standard output for itself.
+    """Context manager: an :class:`Output` whose standard output gets only results.
 
-    The libraries of backends write to the standard output too: from their threads, and from workers, which
-    inherit it. Within this block everything except results goes to the standard error.
+    Threads of the backends and workers also write to the standard output. In the block, their output goes to
+    the standard error.
     """
     sys.stdout.flush()
     encoding = sys.stdout.encoding or "utf-8"

@@ -19,7 +19,7 @@ class PlainPrinter:
         self._stream = stream
 
     def print(self, block: Table | Text) -> None:
-        """Print a table, or a text and the end of its line."""
+        """Print a table, or a text and a newline."""
         lines = _lines(block) if isinstance(block, Table) else [str(block)]
         self._stream.writelines(f"{line}\n" for line in lines)
 

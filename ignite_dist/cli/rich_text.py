@@ -1,4 +1,4 @@
-"""Colours and tables by rich. ``output`` alone imports this module, because rich may not be installed."""
+"""Colours and tables with rich. Only ``output`` imports this module, because rich may not be installed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["RichPrinter"]
 
 
 class RichPrinter:
-    """Prints to ``stream`` with rich, which leaves colours out where the stream is no terminal.
+    """Prints to ``stream`` with rich. A stream that is not a terminal gets no colours.
 
     Args:
-        stream: where to print.
-        breaks_lines: True breaks texts at the width of the terminal.
+        stream: the output stream.
+        breaks_lines: True to break texts at the width of the terminal.
     """
 
     def __init__(self, stream: IO[str], breaks_lines: bool) -> None:
@@ -27,13 +27,13 @@ class RichPrinter:
         self._breaks_lines = breaks_lines
 
     def print(self, block: Table | Text) -> None:
-        """Print a table, or a text and the end of its line."""
+        """Print a table, or a text and a newline."""
         shown = _table(block) if isinstance(block, Table) else _text(block)
         self._console.print(shown, soft_wrap=not self._breaks_lines)
 
 
 def _text(text: str | Text) -> rich.text.Text:
-    """``text`` for rich. A string is not markup: brackets stay as they are."""
+    """``text`` for rich. Brackets in a string are not markup."""
     return rich.text.Text(text) if isinstance(text, str) else rich.text.Text.assemble(*text.pieces)
 
 
@@ -45,7 +45,7 @@ def _table(table: Table) -> rich.table.Table:
         box=box.SIMPLE_HEAD if table.has_headings else None,
         show_header=table.has_headings,
         pad_edge=not table.has_headings,
-        padding=(0, 1, 0, 0) if table.has_headings else (0, 1),  # so that `check` fits into 80 columns
+        padding=(0, 1, 0, 0) if table.has_headings else (0, 1),  # narrow: `check` must fit into 80 columns
     )
     for column in table.columns:
         shown.add_column(

@@ -64,7 +64,7 @@ def _table(figures: list[Figure]) -> Table:
 
 
 def _size(num_bytes: int) -> str:
-    """``64 KiB``, in the largest unit that gives a whole number."""
+    """The size in the largest unit that gives a whole number, for example ``64 KiB``."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes % size == 0:
             return f"{num_bytes // size} {unit}"

@@ -42,7 +42,7 @@ def show_check(report: CheckReport, output: Output) -> None:
 
 
 def _problems(report: CheckReport) -> list[tuple[str, str]]:
-    """A line and its style for each failure and for each slow host."""
+    """For each failure and each slow host: a line and the style of the line."""
     lines = []
     for failure in report.failures:
         what = f"{failure.operation} of {failure.dtype}" if failure.dtype else failure.operation
@@ -73,7 +73,7 @@ def _as_json(report: CheckReport) -> dict[str, Any]:
 
 
 def _word(cell: Cell) -> tuple[str, str]:
-    """The word for an outcome, and its style."""
+    """The word for an outcome, and the word's style."""
     word = _WORDS.get(cell.outcome) or _CARRIERS.get(cell.detail, cell.detail)
     return word, _STYLES[cell.outcome]
 
@@ -88,7 +88,7 @@ def _matrix(cells: list[Cell]) -> Table:
 
 
 def _others(cells: list[Cell]) -> Text:
-    """The outcomes that belong to no dtype, in one line."""
+    """The outcomes that do not depend on a dtype, in one line."""
     pieces: list[str | tuple[str, str]] = []
     for cell in cells:
         if cell.operation not in PER_DTYPE:
@@ -97,7 +97,7 @@ def _others(cells: list[Cell]) -> Text:
 
 
 def _legend(cells: list[Cell]) -> list[Text]:
-    """What the words in the table mean, as far as they occur."""
+    """The meaning of each word that occurs in the table."""
     carriers = dict.fromkeys(cell.detail for cell in cells if cell.outcome == "carried")
     sent = [f"{_CARRIERS.get(name, name)}: sent as {name}" for name in carriers if name != "gather"]
     notes = [", ".join(sent)] if sent else []

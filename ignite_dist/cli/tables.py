@@ -1,4 +1,4 @@
-"""Texts and tables as the commands build them. ``rich_text`` and ``plain_text`` print them."""
+"""Texts and tables of the commands. ``rich_text`` and ``plain_text`` print texts and tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Column", "Printer", "Table", "Text", "facts"]
 
 
 class Text:
-    """A text of pieces, each with a style of its own: ``Text(("works", "green"), " (native-dist)")``.
+    """A text of pieces, each with its own style: ``Text(("works", "green"), " (native-dist)")``.
 
     Args:
         pieces: strings without a style, and pairs of a string and its style. Styles have rich's names.
@@ -28,9 +28,9 @@ class Column:
     """How a table shows one column.
 
     Attributes:
-        heading: above the column. A table whose columns all have empty headings has no line for them.
-        style: of the column's cells.
-        is_number: True aligns the column to the right.
+        heading: the text above the column. If all headings are empty, the table has no line of headings.
+        style: the style of the cells.
+        is_number: True to align the column to the right.
         may_wrap: True if long cells may continue on the next line.
     """
 
@@ -42,7 +42,7 @@ class Column:
 
 @dataclass
 class Table:
-    """Rows of as many cells as there are columns. A row without cells is a gap between two sections."""
+    """A table. A row has one cell per column; a row without cells is a gap between two sections."""
 
     columns: Sequence[Column]
     rows: list[Sequence[str | Text]] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Table:
 
     @property
     def has_headings(self) -> bool:
-        """True if a line of headings is above the rows."""
+        """True if the table has a line of headings."""
         return any(column.heading for column in self.columns)
 
 
@@ -58,7 +58,7 @@ class Printer(Protocol):
     """Prints to one stream."""
 
     def print(self, block: Table | Text) -> None:
-        """Print a table, or a text and the end of its line."""
+        """Print a table, or a text and a newline."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""The tensors that each rank contributes to the collectives of ``check``, and the right results.
+"""The tensors that each rank contributes to the collectives of ``check``, and the expected results.
 
-Every rank computes the right results by itself. All values, sums and products are exact in every dtype, at
+Every rank computes the expected results itself. All values, sums and products are exact in every dtype, with
 any number of ranks: for each element only two ranks contribute a value that changes the result.
 """
 
@@ -41,7 +41,7 @@ _COMBINE: dict[str, Callable[[int | complex, int | complex], int | complex]] = {
     "SUM": add,
     "AVERAGE": add,
     "PRODUCT": mul,
-    "MIN": min,  # type: ignore[dict-item]  # not of complex numbers, which have no order
+    "MIN": min,  # type: ignore[dict-item]  # complex numbers have no order
     "MAX": max,  # type: ignore[dict-item]
     "AND": and_,
     "OR": or_,
@@ -56,7 +56,7 @@ def contribution(op: str, rank: int, world_size: int, dtype: torch.dtype) -> Ten
 
 
 def reduced(op: str, world_size: int, dtype: torch.dtype) -> Tensor:
-    """The right result of a reduction by ``op``. That of AVERAGE has a wider dtype."""
+    """The expected result of a reduction by ``op``; float64 or complex128 for AVERAGE."""
     totals = []
     for j in range(_NUMEL):
         owners = {j % world_size, (j + 1) % world_size}
@@ -102,7 +102,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def is_right(op: str, found: Tensor, world_size: int, dtype: torch.dtype) -> bool:
-    """True if ``found`` is the right result of a reduction by ``op``, up to rounding for AVERAGE."""
+    """True if ``found`` is the expected result of a reduction by ``op``, up to rounding for AVERAGE."""
     wanted = reduced(op, world_size, dtype)
     if op != "AVERAGE":
         return is_same(found, wanted)
@@ -111,7 +111,7 @@ def is_right(op: str, found: Tensor, world_size: int, dtype: torch.dtype) -> boo
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
-    """A copy on the CPU. torch_xla's own copy loses the imaginary part of complex128."""
+    """A copy on the CPU. ``Tensor.cpu()`` of torch_xla loses the imaginary part of complex128."""
     if tensor.is_complex():
         return torch.view_as_complex(torch.view_as_real(tensor).cpu())
     return tensor.cpu()

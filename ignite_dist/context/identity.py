@@ -58,7 +58,7 @@ def get_local_rank() -> int:
     """Rank of this process on its node, in [0, nproc_per_node).
 
     The value comes from the environment, else from :func:`set_local_rank`. Without both, the first call
-    gathers the host names of all ranks; then every rank must make the first call.
+    gathers the host names of all ranks; in this case every rank must make the first call.
     """
     return current_model().get_local_rank()
 

@@ -2,8 +2,8 @@
 
 Ignite's engine, metrics and handlers read the rank from ``ignite.distributed``. Over torch.distributed, its
 first search for a context is a collective, so ``if rank == 0: setup_logger()`` hangs. Ignite also does not
-notice the end of a context. So this module sets ignite's model at both points, without a collective. If only
-a collective can tell which ranks share a node, ignite's model is left alone.
+notice the end of a context. So this module sets ignite's model when a context begins or ends, without a
+collective. If only a collective can tell which ranks share a node, ignite's model is left alone.
 
 Contexts that other code has made are left alone, and contexts of XLA too: replicas of XLA may be threads, and
 ignite has one model per process. (Ignite 0.5.5 calls functions that torch_xla 2.9 no longer has.)

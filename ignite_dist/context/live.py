@@ -112,7 +112,7 @@ def _resolve() -> ComputationModel:
 
 def _is_being_made(model: ComputationModel) -> bool:
     """True if ``initialize`` in another thread is about to set its own model of this context."""
-    # Ranks that are threads share one model, so none is lost.
+    # Ranks that are threads share one model, so no groups are lost.
     if not _initializing or model.ranks_in_process() > 1:
         return False
     here = threading.get_ident()
@@ -143,7 +143,7 @@ def _find() -> ComputationModel:
         found = candidate.find()
         if found is not None:
             return found
-    # Every serial model notices contexts of torch.distributed, and new imports.
+    # A serial model itself notices contexts of torch.distributed and new imports.
     others = [model for model in loaded if model not in (SerialModel, NativeModel)]
     num_modules = len(sys.modules)
     of_worker = loader_workers.model_of_worker(num_modules)
@@ -188,7 +188,7 @@ def find_model(backend: str) -> type[ComputationModel]:
                 raise ValueError(f"Backend {backend!r} cannot run here: {reason} Available: {_listed()}.")
     hint = (
         did_you_mean(str(backend).lower(), available_backends())
-        or " Is the package that brings it installed?"
+        or " Is the package of this backend installed?"
     )
     raise ValueError(f"Unknown backend {backend!r}. Available: {_listed()}.{hint}")
 
@@ -198,7 +198,7 @@ def _listed() -> str:
 
 
 def initialize(backend: str, **kwargs: Any) -> None:
-    """Make a distributed context. Every rank must call this; it returns when all ranks have called it.
+    """Make a distributed context. Every rank must call this. Returns when all ranks have called this.
 
     The rank and the world size come from the arguments or from the launcher's variables, as in
     :func:`environment` (for Horovod: the variables of ``horovodrun``). Without both, the world size is 1.
@@ -230,8 +230,8 @@ def initialize(backend: str, **kwargs: Any) -> None:
     live = current_model()
     if not live.gives_way_to(model):
         raise RuntimeError(
-            f"A context of backend {live.backend()!r} exists already, so a second one cannot be initialised. "
-            "idist uses the existing context without any call. Or end it first with idist.finalize()."
+            f"A context of backend {live.backend()!r} exists already. idist uses this context without "
+            "another call. To make a new context, call idist.finalize() first."
         )
     here = threading.get_ident()
     _initializing[here] = model

@@ -1,8 +1,8 @@
 """The context in a DataLoader worker that was not forked: getters return the values of the main process.
 
 Such a worker (``multiprocessing_context="spawn"``, or ``"forkserver"``, the default since Python 3.14) is a
-new process. Multiprocessing sends the configuration of the parent process to it, so a rank stores its
-identity there. Environment variables would not work: a fork server keeps the environment of its own start.
+new process. Multiprocessing sends the parent's configuration to the worker, so a rank stores its identity in
+the configuration. Environment variables would not work: a fork server keeps the environment of its own start.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _config() -> dict[str, Any]:
 
 
 class _Note:
-    """Pickles to plain values, because a worker need not import this package."""
+    """The identity of this rank. Pickles to plain values, because a worker need not import this package."""
 
     def __init__(self, model: ComputationModel) -> None:
         self._model = weakref.ref(model)  # a stored Process object must not keep the context alive
@@ -77,8 +77,8 @@ def model_of_worker(num_modules: int) -> ComputationModel | None:
     """The model of this process, if it is a worker of a DataLoader whose main process has a context."""
     facts = _config().get(_KEY) if get_worker_info() is not None else None
     parent = multiprocessing.parent_process()
-    # A process passes these values on to its own children too. They are valid only if the rank that has sent
-    # them is the direct parent.
+    # A process passes these values on to its own children too. The values are valid only if the direct
+    # parent is the rank that has made them.
     if not isinstance(facts, dict) or not facts or parent is None or parent.pid != facts["pid"]:
         return None
     return WorkerModel(num_modules, facts)
@@ -97,7 +97,7 @@ class WorkerModel(SerialModel):
         self._rank: int = facts["rank"]
         self._world_size: int = facts["world_size"]
         super().__init__(num_modules)
-        self.name = facts["name"]  # type: ignore[misc]  # a ClassVar elsewhere
+        self.name = facts["name"]  # type: ignore[misc]  # a ClassVar in the base class
         self._device = torch.device(facts["device"])
         known = facts["topology"]
         self._found_topology = None if known is None else Topology(*known)

@@ -71,7 +71,7 @@ def keeps_calls(model: ComputationModel) -> bool:
 
 
 def _forget_all() -> None:
-    """Drop all recorders in a forked child: the watchdog threads are not there."""
+    """Drop all recorders in a forked child: the child has no watchdog threads."""
     global _making
     _making = threading.RLock()
     _recorders.clear()
@@ -96,7 +96,7 @@ def announce(
     *,
     async_op: bool = False,
 ) -> None:
-    """Record the next collective. If ``debug()`` is on, compare the collective across the ranks.
+    """Record the next collective. If ``debug()`` is on, compare the collective on all ranks first.
 
     A blocking collective first waits until the thread of ``group`` has no job left.
 

@@ -34,15 +34,16 @@ __all__ = ["Endings"]
 
 _logger = logging.getLogger(__name__)
 
-# The wait and the other rank's end must both be this old. Data still in transit arrives in milliseconds.
+# The watchdog fails a wait this long after its start and after the other rank's end. By then, data in transit
+# has arrived.
 _SECONDS_TO_BE_SURE = 2.0
-# The same limit for point-to-point messages, which may take longer, and for unknown calls.
+# The same for point-to-point messages, which may take longer, and for unknown calls.
 _SECONDS_TO_BE_SURER = 4.0
 
 # The polling interval of an ended rank starts short and grows. The limit on the rate protects the store,
 # which all ranks share.
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS, _LOOKS_PER_SECOND = 0.0005, 0.1, 10_000
-# The interval of asking the other ranks for a sign of life, if the backend cannot detect a lost rank.
+# How often an ended rank checks that the other ranks are alive, if the backend cannot detect a lost rank.
 _ASK_SECONDS = 300.0
 # How long a rank whose collective has failed waits for the store's explanation.
 _ANSWER_SECONDS = 2.0
@@ -101,7 +102,8 @@ class Endings:
         self._here.add(rank)
         position = store.add(ENDS_COME, 1)
         frame = users_frame(sys._getframe(1))
-        is_users = frame is not None and not frame.f_code.co_filename.startswith("<")  # "<string>": spawn
+        # "<string>" is the start code of multiprocessing.
+        is_users = frame is not None and not frame.f_code.co_filename.startswith("<")
         at = f" at {site_of(frame)}" if is_users and not has_left else ""
         how = "its process has ended" if has_left else f"it has come to the end of its context{at}"
         said = {
@@ -128,7 +130,7 @@ class Endings:
         while not store.check([END_OUTCOME]):
             is_broken = self._model.transport.is_broken()
             if is_broken:
-                return store.check([END_OUTCOME])  # a rank may exit once the outcome is set
+                return store.check([END_OUTCOME])  # ranks may exit after the outcome is set
             now = time.monotonic()
             if is_broken is None and now - asked > _ASK_SECONDS:
                 if not self._all_answer(store):
@@ -205,7 +207,7 @@ class Endings:
         if wanted.name not in begun:  # a new group, a message, or gradients of Horovod
             return wanted.name not in ended.calls
         own, other = begun[wanted.name], ended.calls.get(wanted.name)
-        return own is None or other is None or own > other  # None: not counted, or destroyed
+        return own is None or other is None or own > other  # None: no count, or a destroyed group
 
     def _is_idle(self, thread: int) -> bool:
         """True if the thread has used no CPU time since the last check, or the system cannot tell."""
@@ -237,7 +239,8 @@ class Endings:
             return None
         where = {int(rank): how for rank, how in told["where"].items()}
         found = MissingRanksError(told["text"], told["ranks"], where)
-        # An early finalize() makes this error the root cause: a chained connection error would hide that.
+        # After an early finalize(), this error is the root cause. With a connection error as __cause__,
+        # failures.is_consequence() would be True.
         found.__cause__ = error if told.get("has_left") else None
         return found
 

@@ -29,7 +29,7 @@ __all__ = [
     "table",
 ]
 
-_NUM_KEPT = 20  # per rank
+_NUM_KEPT = 20  # calls per rank
 
 # Maximum length of a description: a whole call must fit into the header of one message.
 _MAX_VALUE = 120
@@ -61,7 +61,7 @@ class Call(NamedTuple):
 
     @property
     def site(self) -> str:
-        """``"folder/file.py:12"``, equal on nodes that have the code in different directories."""
+        """The caller's line, for example ``"folder/file.py:12"``, without the parts of the path above."""
         return "?" if self.place is None else site_of_place(*self.place)
 
     @property
@@ -198,7 +198,7 @@ class Recorder:
     def compare(
         self, rank: int, call: Call, ranks: Sequence[int], gather: Callable[[Any], list[Any]]
     ) -> None:
-        """Compare the next call across the ranks of the group. ``gather`` gathers an object from all of them.
+        """Compare the next call across the ranks of the group. ``gather`` collects one object per rank.
 
         Raises:
             CollectiveMismatchError: the calls differ; raised on all ranks of the group, with a table.
@@ -246,7 +246,7 @@ def _fields(row: Any) -> tuple[str, ...]:
     """``(number, operation, op, value, site)`` from the message of a rank."""
     if isinstance(row, tuple) and len(row) == 6 and row[0] == _TAG:
         return row[1:]
-    return ("?", "a collective that is not compared (is debug() on there?)", "", "", "?")
+    return ("?", "a collective that is not compared (is debug() on for this rank?)", "", "", "?")
 
 
 def table_by_rank(ranks: Sequence[int], rows: Sequence[Sequence[str]]) -> str:
@@ -271,7 +271,7 @@ def table(rows: Sequence[Sequence[str]], before: tuple[str, ...] = ()) -> str:
 
 
 def _layout(value: Tensor | torch.dtype | Sequence[Any] | str) -> Any:
-    """The layout of a value (see :class:`Call`). Holds no tensor: the log would keep its memory alive."""
+    """The layout of a value (see :class:`Call`). A tensor in the log would keep its memory allocated."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape
     if isinstance(value, (str, torch.dtype)):

@@ -41,12 +41,12 @@ _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 
 ENDS_COME, NTH_END, END_OUTCOME = "end/come", "end/{}", "end/outcome"
-"""Keys of the store: number of ended ranks; report of the n-th; "all", or a wait that cannot succeed."""
+"""Keys of the store: number of ended ranks; report of the n-th; "all", or why a wait cannot succeed."""
 # How often a rank in a barrier checks for ended ranks.
 _LOOK_SECONDS = 1.0
 
 
-# --- the side: a store beside the collectives ------------------------------------------------------------
+# --- the out-of-band store -------------------------------------------------------------------------------
 
 
 class Side:
@@ -125,11 +125,11 @@ def exchanged_side(model: ComputationModel) -> Side | None:
 
 
 def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
-    """Return when every rank of ``group`` has called this. Uses only the store, not the backend.
+    """Return when every rank of ``group`` has called ``barrier``. Uses only the store, not the backend.
 
     Raises:
-        MissingRanksError: ``timeout`` has passed, or a rank has ended without calling this. Raised on every
-            rank of the barrier, also on a late rank.
+        MissingRanksError: ``timeout`` has passed, or a rank has ended without calling ``barrier``. Raised on
+            every rank that calls ``barrier``, also on a late rank.
         RuntimeError: the context has no store.
     """
     if len(group.ranks) == 1:
@@ -160,7 +160,7 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
             raise MissingRanksError(told["text"], told["ranks"], where)
         raise _missed(store, missing, given_up_after, group, rank)
     num_left = store.add(f"{key}/left", 1)
-    if rank == side.server:  # when this rank exits, the store is lost
+    if rank == side.server:  # the store ends with this rank: let the other ranks read first
         patience = time.monotonic() + _ANSWER_SECONDS
         while num_left < len(group.ranks) and time.monotonic() < patience:
             time.sleep(_POLL_SECONDS)
@@ -178,7 +178,7 @@ def _name(group_key: str) -> str:
 def _missed(store: Store, missing: list[int], timeout: str, group: Group, rank: int) -> MissingRanksError:
     if rank in missing:
         return MissingRanksError(
-            f"Rank {rank} has come to the barrier when the others had given up: their timeout is {timeout}."
+            f"Rank {rank} came to the barrier when the others had given up after their timeout of {timeout}."
         )
     what = f"of {len(group.ranks)} did not come to the barrier within {timeout}"
     return missing_ranks(missing, what, ask(store, missing))
@@ -235,14 +235,14 @@ def _comes(store: Store, key: str, seconds: float, is_vain: Callable[[], bool] |
 # --- asking where ranks are ------------------------------------------------------------------------------
 
 SILENT = (
-    "does not answer: its process has ended, or is stopped, or is not watched (idist.watch() on every rank)."
+    "does not answer: its process has ended, is stopped or is not watched (call idist.watch() on every rank)."
 )
 
 
 def ask(
     store: Store, ranks: Sequence[int], known: Mapping[int, dict[str, Any]] | None = None
 ) -> dict[int, dict[str, Any]]:
-    """Ask the watchdogs of ``ranks`` for reports. Returns the answers and ``known``, without silent ranks."""
+    """The ``known`` reports, and the reports of ``ranks`` whose watchdogs answer within a few seconds."""
     reports = dict(known or {})
     number = store.add("asked", 1)
     deadline = time.monotonic() + _ANSWER_SECONDS
@@ -256,7 +256,7 @@ def ask(
 def missing_ranks(
     missing: Sequence[int], what: str, reports: Mapping[int, Mapping[str, Any]]
 ) -> MissingRanksError:
-    """The error that names the ``missing`` ranks and where each of them is. ``what`` is its predicate."""
+    """The error "<missing ranks> <what>", with the place of each missing rank."""
     where = {rank: _place(reports[rank]) for rank in missing if rank in reports}
     lines = "".join(f"\nRank {rank} {where.get(rank, SILENT)}" for rank in missing)
     return MissingRanksError(f"{describe_ranks(missing).capitalize()} {what}.{lines}", missing, where)

@@ -47,7 +47,7 @@ def report_of(
 
 
 def place_of(frame: FrameType | None) -> str:
-    """``"all_reduce at folder/file.py:12"``."""
+    """The call that a thread waits in, for example ``"all_reduce at folder/file.py:12"``."""
     return f"{_operation(frame)} at {_site(frame)}"
 
 

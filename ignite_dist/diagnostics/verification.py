@@ -54,7 +54,7 @@ class debug:  # used as a function and as a context manager
     Ranks compare sequence number, operation, op, dtype, shape, group and the caller's line. If these differ,
     every rank raises ``CollectiveMismatchError`` with a table, instead of a hang or a wrong result. A rank
     that has skipped a call is named at its next call (the end of the context is also a call). If that rank
-    makes no more calls, the warning of :func:`watch` names it after 30 seconds; ``debug()`` turns it on.
+    makes no more calls, :func:`watch`, which ``debug()`` calls, reports the rank after 30 seconds.
 
     Every rank of the world must call this. Before :func:`initialize` or :func:`spawn`, ``debug()`` and the
     environment variable ``IGNITE_DIST_DEBUG=1`` apply to all later contexts. Each collective costs one more

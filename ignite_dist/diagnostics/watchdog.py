@@ -1,7 +1,7 @@
 """The watchdog: a thread of each process that finds hangs.
 
-The thread measures how long the ranks of its process wait in one collective. After the threshold it asks the
-watchdogs of all other processes where their ranks are, and logs the answers once.
+The thread measures how long the ranks of its process wait in one collective. After the threshold, the
+thread asks the watchdogs of all other processes where their ranks are, and logs the answers once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DEFAULT_THRESHOLD = timedelta(seconds=60)
 """How long a collective may wait before the watchdog logs a warning."""
 _WHILE_COMPARING = timedelta(seconds=30)
 
-# Polling interval of the watchdog. With more ranks it is longer, because all ranks share one store.
+# The polling interval grows with the number of ranks, because all ranks share one store.
 _LOOK_SECONDS = 1.0
 _RANKS_PER_SECOND = 1000
 # How long the end of a context waits for the watchdog's thread, which may be answering another rank.
@@ -186,7 +186,7 @@ class Watchdog:
                     stays.append((rank, log, thread, frame, wanted, wait))
         # After all waits are known, because one report covers all of them.
         for rank, log, thread, frame, wanted, wait in stays:
-            # Any other thread may wait for messages that never come, for example for commands.
+            # Other threads may wait for messages that need not come, for example for commands.
             if not wanted.is_message or thread in (log.thread, log.home):
                 self._endings.look(store, rank, thread, wait.since, wanted, partial(place_of, frame))
             if not wait.is_told and now - wait.since > self._patience(log):
@@ -212,9 +212,9 @@ class Watchdog:
         return threshold.total_seconds()
 
     def _tell(self, store: Store, rank: int) -> None:
-        """Ask all ranks where they are and log it, unless another rank does this at the same time."""
+        """Ask all ranks where they are and log the answers, unless another rank does this already."""
         number = self._num_answered
-        if store.add("asked", 0) != number:  # answer first: another rank may report this wait
+        if store.add("asked", 0) != number:  # first answer this request, which may report this wait
             return
         self._waits_are_told()
         if store.compare_set(f"told/{number}", "", str(rank)) != str(rank).encode():
@@ -305,7 +305,7 @@ def _meet_at_end(model: ComputationModel) -> None:
 
     Raises:
         CollectiveMismatchError: another rank calls a different collective; the context stays live.
-        RankFailedError: another rank waits in a collective that this rank has not called; no context is left.
+        RankFailedError: a rank waits in a collective that this rank has not called; the context has ended.
     """
     try:
         announce(model, END_OF_CONTEXT, model.groups.world)

@@ -92,9 +92,8 @@ def test_serial_run_learns(serial: Run) -> None:
     assert serial.checkpoint["epoch"] == len(serial.losses) == EPOCHS
 
 
-@pytest.mark.parametrize("nproc_per_node", [2, 4])
-def test_more_processes_learn_the_same(serial: Run, tmp_path: Path, nproc_per_node: int) -> None:
-    run = train(tmp_path, "--nproc-per-node", nproc_per_node)
+def test_two_processes_learn_the_same(serial: Run, tmp_path: Path) -> None:
+    run = train(tmp_path, "--nproc-per-node", 2)
     assert run.accuracy >= 97.0
     assert abs(run.accuracy - serial.accuracy) <= 1.0
     assert run.shows_epochs(1, EPOCHS, of=EPOCHS)
@@ -112,10 +111,10 @@ def test_torchrun(serial: Run, tmp_path: Path) -> None:
 
 @pytest.mark.horovod
 def test_horovod_learns_the_same(serial: Run, tmp_path: Path) -> None:
-    run = train(tmp_path, "--backend", "horovod", "--nproc-per-node", 2)
-    assert run.accuracy >= 97.0
-    assert run.shows_epochs(1, EPOCHS, of=EPOCHS)
-    torch.testing.assert_close(run.losses, serial.losses, rtol=0, atol=1e-4)
+    run = train(tmp_path, "--backend", "horovod", "--nproc-per-node", 2, "--epochs", 2)
+    assert run.accuracy > 50.0
+    assert run.shows_epochs(1, 2, of=2)
+    torch.testing.assert_close(run.losses, serial.losses[:2], rtol=0, atol=1e-4)
 
 
 @pytest.mark.xla
@@ -125,20 +124,19 @@ def test_xla_learns_the_same(
 ) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setenv("CPU_NUM_DEVICES", "2")
-    run = train(tmp_path, "--backend", "xla-tpu", *options)
-    assert run.accuracy >= 97.0
-    assert abs(run.accuracy - serial.accuracy) <= 1.0
-    assert run.shows_epochs(1, EPOCHS, of=EPOCHS)
-    torch.testing.assert_close(run.losses, serial.losses, rtol=0, atol=1e-4)
+    run = train(tmp_path, "--backend", "xla-tpu", "--epochs", 2, *options)
+    assert run.accuracy > 50.0
+    assert run.shows_epochs(1, 2, of=2)
+    torch.testing.assert_close(run.losses, serial.losses[:2], rtol=0, atol=1e-4)
 
 
 @pytest.mark.horovod
 def test_horovodrun(serial: Run, tmp_path: Path) -> None:
     launcher = ("-m", "horovod.runner.launch", "-np", "2", sys.executable)
-    run = train(tmp_path, "--backend", "horovod", launcher=launcher)
+    run = train(tmp_path, "--backend", "horovod", "--epochs", 2, launcher=launcher)
     (accuracy,) = re.findall(r"^\[0\]<stdout>:test accuracy: (\d+\.\d)%$", run.output, re.MULTILINE)
-    assert float(accuracy) >= 97.0
-    torch.testing.assert_close(run.losses, serial.losses, rtol=0, atol=1e-4)
+    assert float(accuracy) > 50.0
+    torch.testing.assert_close(run.losses, serial.losses[:2], rtol=0, atol=1e-4)
 
 
 def test_two_nodes(serial: Run, tmp_path: Path) -> None:

@@ -147,9 +147,9 @@ def test_values_that_are_not_as_many_as_the_samples_raise_on_every_rank() -> Non
     assert "torch.cat(batches)" in str(caught.value)
     with raises(ValueError, "Rank 0 drew"):
         idist.gather_in_order([*range(mine), 0], loader)
-    with raises(TypeError, "gave a int"):
+    with raises(TypeError, "passed a int"):
         idist.gather_in_order((drawn, 3), loader)
-    with raises(TypeError, "gave a 0-d tensor"):
+    with raises(TypeError, "passed a 0-d tensor"):
         idist.gather_in_order(torch.tensor(3, device=idist.device()), loader)
     assert idist.gather_in_order(drawn, loader).tolist() == list(range(7))  # and nobody is out of step
 

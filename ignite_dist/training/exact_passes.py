@@ -73,7 +73,7 @@ def remember_model(live: ComputationModel, module: Module, group: Group, shares_
         other.models = [one for one in other.models if one.module() not in (None, module)]
     own.models.append(_Adapted(own.count, weakref.ref(module), shares_buffers))
     own.count += 1
-    own.had_buffers |= shares_buffers and bool(_own_buffers(module))
+    own.had_buffers |= shares_buffers and bool(_shared_buffers(module))
 
 
 def group_of_parameters(live: ComputationModel, parameters: Iterable[Tensor]) -> Group:
@@ -132,7 +132,7 @@ _Found = dict[int, tuple[Module, list[tuple[str, Tensor]]]]
 def _compare(live: ComputationModel, known: _OfGroup) -> tuple[_Found, list[int]]:
     """The models that every rank still has, with their buffers; the numbers of models that differ."""
     alive = [(one.number, one.module()) for one in known.models if one.shares_buffers]
-    found = {number: (module, _own_buffers(module)) for number, module in alive if module is not None}
+    found = {number: (module, _shared_buffers(module)) for number, module in alive if module is not None}
     digests = [(number, _digest(buffers)) for number, (_, buffers) in found.items()]
     rows = live.objects.gather((_KIND, known.count, digests), known.group)
     if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
@@ -151,7 +151,7 @@ def _compare(live: ComputationModel, known: _OfGroup) -> tuple[_Found, list[int]
     return {number: found[number] for number in numbers}, different
 
 
-def _own_buffers(module: Module) -> list[tuple[str, Tensor]]:
+def _shared_buffers(module: Module) -> list[tuple[str, Tensor]]:
     """The buffers of ``module`` by name, without sharded ones and those that DDP is told to ignore."""
     ignored = _torch.ignored_by_ddp(module)
     return [

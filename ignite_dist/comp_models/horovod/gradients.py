@@ -75,7 +75,7 @@ class Gradients:
         self.rounds = exchange.rounds(reduction.process_set)
         self.number = self.rounds.add(self)
         # Parameters that another optimizer has taken over, with the Gradients of that optimizer, by id.
-        self._heirs: dict[int, tuple[weakref.ref[Tensor], Gradients]] = {}
+        self._new_owners: dict[int, tuple[weakref.ref[Tensor], Gradients]] = {}
         self._units = Units(reduction, groups)
         self._hooks: list[Any] = []
         self._counts: dict[int, int] = {}  # backward passes since the last average, by gradient
@@ -93,12 +93,12 @@ class Gradients:
         """Average the gradients of these parameters from now on, in place of any other optimizer."""
         self._exchange.hand_over((parameter for _, parameter in named), self)
         for index, (_, parameter) in enumerate(named, len(self._units)):
-            self._heirs.pop(id(parameter), None)
+            self._new_owners.pop(id(parameter), None)
             self._hooks.append(self._watch(index, parameter))
         self._units.add(named)
 
-    def leave(self, parameters: set[int], heir: Gradients) -> None:
-        """Stop averaging the gradients of ``parameters``, given by ``id``; ``heir`` averages them now."""
+    def leave(self, parameters: set[int], new_owner: Gradients) -> None:
+        """Stop averaging the gradients of ``parameters``, given by ``id``; ``new_owner`` averages them now."""
         for index in range(len(self._units)):
             parameter = self._units.parameter(index)
             if parameter is not None and id(parameter) in parameters:
@@ -107,21 +107,21 @@ class Gradients:
                 self._units.remove(index)
                 self._counts.pop(index, None)
                 self._averaged.pop(index, None)
-                self._heirs[id(parameter)] = weakref.ref(parameter), heir
+                self._new_owners[id(parameter)] = weakref.ref(parameter), new_owner
 
     def _owners(self) -> list[Gradients]:
         """Return the objects that average the parameters' gradients now: this object and its heirs."""
         found = {id(self): self}
-        for reference, heir in self._heirs.values():
+        for reference, new_owner in self._new_owners.values():
             parameter = reference()
             if parameter is not None:
-                owner = heir._owner_of(parameter)
+                owner = new_owner._owner_of(parameter)
                 found[id(owner)] = owner
         return list(found.values())
 
     def _owner_of(self, parameter: Tensor) -> Gradients:
         one = self
-        while (known := one._heirs.get(id(parameter))) is not None and known[0]() is parameter:
+        while (known := one._new_owners.get(id(parameter))) is not None and known[0]() is parameter:
             one = known[1]
         return one
 

@@ -59,8 +59,8 @@ class Member(Protocol):
     def receive(self) -> None:
         """Write the averages into the gradients."""
 
-    def leave(self, parameters: set[int], heir: Any) -> None:
-        """Stop averaging the gradients of ``parameters``, given by ``id``; ``heir`` averages them now."""
+    def leave(self, parameters: set[int], new_owner: Any) -> None:
+        """Stop averaging the gradients of ``parameters``, given by ``id``; ``new_owner`` averages them now."""
 
 
 class Exchange:
@@ -85,13 +85,13 @@ class Exchange:
         self._rounds.append(Rounds(process_set, self._calls, self, len(self._rounds)))
         return self._rounds[-1]
 
-    def hand_over(self, parameters: Iterable[Tensor], heir: Member) -> None:
-        """Make ``heir`` the only member that averages the gradients of ``parameters``."""
+    def hand_over(self, parameters: Iterable[Tensor], new_owner: Member) -> None:
+        """Make ``new_owner`` the only member that averages the gradients of ``parameters``."""
         wanted = set(map(id, parameters))
         for rounds in self._rounds:
             for one in rounds.members():
-                if one is not heir:
-                    one.leave(wanted, heir)
+                if one is not new_owner:
+                    one.leave(wanted, new_owner)
 
     def run_after_pass(self, rounds: Rounds) -> None:
         """Schedule :meth:`Rounds.run_due` at the end of the current backward pass."""

@@ -98,7 +98,7 @@ class Gradients:
         self._units.add(named)
 
     def leave(self, parameters: set[int], new_owner: Gradients) -> None:
-        """Stop averaging the gradients of ``parameters``, given by ``id``; ``new_owner`` averages them now."""
+        """Stop averaging ``parameters``, given by ``id``: ``new_owner`` averages their gradients now."""
         for index in range(len(self._units)):
             parameter = self._units.parameter(index)
             if parameter is not None and id(parameter) in parameters:

@@ -60,7 +60,7 @@ class Member(Protocol):
         """Write the averages into the gradients."""
 
     def leave(self, parameters: set[int], new_owner: Any) -> None:
-        """Stop averaging the gradients of ``parameters``, given by ``id``; ``new_owner`` averages them now."""
+        """Stop averaging ``parameters``, given by ``id``: ``new_owner`` averages their gradients now."""
 
 
 class Exchange:

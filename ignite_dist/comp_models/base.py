@@ -17,7 +17,7 @@ from weakref import WeakMethod
 
 import torch
 
-from ignite_dist import tracing
+from ignite_dist import devices, tracing
 from ignite_dist.comp_models.groups import Groups
 from ignite_dist.comp_models.launcher import Launcher
 from ignite_dist.comp_models.objects import Objects
@@ -35,6 +35,7 @@ __all__ = [
     "ComputationModel",
     "Group",
     "Launcher",
+    "ProcessModel",
     "Steps",
     "Topology",
     "Training",
@@ -286,6 +287,25 @@ class ComputationModel(ABC):
         gathered = self.objects.gather_bytes(write_place(node, local_rank), self.groups.world)
         found, self._found_node_ranks = Topology.from_places(self.get_rank(), read_places(gathered))
         return found
+
+
+class ProcessModel(ComputationModel):
+    """A backend whose ranks are processes. Subclasses set the attributes before ``super().__init__()``."""
+
+    _rank: int
+    _world_size: int
+    _fixed_device: torch.device | None
+    """None if the rank's device is torch's current accelerator."""
+
+    def get_rank(self) -> int:  # noqa: D102
+        return self._rank
+
+    def get_world_size(self) -> int:  # noqa: D102
+        return self._world_size
+
+    def device(self) -> torch.device:  # noqa: D102
+        fixed = self._fixed_device
+        return fixed if fixed is not None else devices.current_accelerator()
 
 
 tracing.untrace_class(ComputationModel, _TRACED)

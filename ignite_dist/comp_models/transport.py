@@ -15,7 +15,11 @@ from ignite_dist import tracing
 from ignite_dist.comp_models.work import Work
 from ignite_dist.values.ranks import key_of_ranks
 
-__all__ = ["CollectiveKind", "Group", "Transport", "WaitedFor"]
+__all__ = ["STANDARD_DTYPES", "CollectiveKind", "Group", "Transport", "WaitedFor"]
+
+_INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+STANDARD_DTYPES = frozenset({*_INTS, torch.float16, torch.float32, torch.float64})
+"""Dtypes that torch shares with numpy. Most libraries carry these dtypes."""
 
 
 class Group(NamedTuple):

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ignite_dist import devices, environments
+from ignite_dist import environments
 from ignite_dist.arguments import check_keywords
-from ignite_dist.comp_models.base import ComputationModel, weakly
+from ignite_dist.comp_models.base import ProcessModel, weakly
 from ignite_dist.comp_models.horovod import _horovod, transport
 from ignite_dist.comp_models.horovod._horovod import init_mark_of
 from ignite_dist.comp_models.horovod.launcher import HorovodLauncher
@@ -43,7 +43,7 @@ def _available_backends() -> tuple[str, ...]:
     return ("horovod",) if built else ()
 
 
-class HorovodModel(ComputationModel):
+class HorovodModel(ProcessModel):
     """The Horovod backend between ``hvd.init()`` and ``hvd.shutdown()``.
 
     Args:
@@ -133,16 +133,6 @@ class HorovodModel(ComputationModel):
         return init_mark_of(hvd.mpi_ops)
 
     # --- identity ------------------------------------------------------------------------------------
-
-    def get_rank(self) -> int:
-        return self._rank
-
-    def get_world_size(self) -> int:
-        return self._world_size
-
-    def device(self) -> torch.device:
-        fixed = self._fixed_device
-        return fixed if fixed is not None else devices.current_accelerator()
 
     def backend(self) -> str:
         return "horovod"

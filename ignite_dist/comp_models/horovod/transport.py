@@ -25,7 +25,13 @@ from ignite_dist.arguments import check_keywords
 from ignite_dist.call_sites import local_of
 from ignite_dist.comp_models.groups import Once
 from ignite_dist.comp_models.horovod import _horovod
-from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, WaitedFor
+from ignite_dist.comp_models.transport import (
+    STANDARD_DTYPES,
+    CollectiveKind,
+    Group,
+    Transport,
+    WaitedFor,
+)
 from ignite_dist.comp_models.work import Completed, Work, waits_for_ranks, work_of
 from ignite_dist.rendezvous import connections, stores
 
@@ -61,18 +67,6 @@ _REMOVED = (
 _MOST_RANKS = 1 << 14
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 # The dtypes that the torch extension of Horovod 0.28.1 supports.
-_GATHERED = frozenset(
-    {
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-    }
-)
 _REDUCED = frozenset({torch.int32, torch.int64, torch.float16, torch.float32, torch.float64})
 
 
@@ -230,7 +224,7 @@ class HorovodTransport(Transport):
             return False
         if kind == "all_reduce":
             return op in self._ops and dtype in _REDUCED
-        return kind in ("all_gather", "broadcast") and dtype in _GATHERED
+        return kind in ("all_gather", "broadcast") and dtype in STANDARD_DTYPES
 
     # Horovod matches calls by name. Each process numbers unnamed calls itself, and ranks outside a group
     # would count fewer calls. Horovod negotiates known names with a few bits. So each call here has a name,

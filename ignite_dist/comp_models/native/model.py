@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from ignite_dist import _torch, devices, environments
 from ignite_dist._torch import WORLD_STATE
 from ignite_dist.arguments import as_int, check_keywords, check_timeout
-from ignite_dist.comp_models.base import ComputationModel, weakly
+from ignite_dist.comp_models.base import ProcessModel, weakly
 from ignite_dist.comp_models.native import gloo
 from ignite_dist.comp_models.native.launching import NativeLauncher
 from ignite_dist.comp_models.native.training import NativeTraining
@@ -49,7 +49,7 @@ def _available_backends() -> tuple[str, ...]:
     return tuple(name for name in known if dist.is_backend_available(name))
 
 
-class NativeModel(ComputationModel):
+class NativeModel(ProcessModel):
     """The model of torch's default process group.
 
     Args:
@@ -191,16 +191,6 @@ class NativeModel(ComputationModel):
         return dist.group.WORLD
 
     # --- identity ------------------------------------------------------------------------------------
-
-    def get_rank(self) -> int:
-        return self._rank
-
-    def get_world_size(self) -> int:
-        return self._world_size
-
-    def device(self) -> torch.device:
-        fixed = self._fixed_device
-        return fixed if fixed is not None else devices.current_accelerator()
 
     def backend(self) -> str:
         return self._backends.get(self.device().type) or next(iter(self._backends.values()))

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, Store
 from ignite_dist import _torch
 from ignite_dist.arguments import check_keywords
 from ignite_dist.comp_models.base import ComputationModel
-from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport
+from ignite_dist.comp_models.transport import STANDARD_DTYPES, CollectiveKind, Group, Transport
 from ignite_dist.comp_models.work import Completed, Work, waits_for_ranks
 from ignite_dist.comp_models.xla import _torch_xla, dtype_views, replicas
 from ignite_dist.values import serialization
@@ -21,21 +21,9 @@ from ignite_dist.values import serialization
 __all__ = ["XlaTransport"]
 
 _OPS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}
-_REDUCED = frozenset(
-    {
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-    }
-)
 # PJRT's CPU has no all-reduce for bfloat16. TPUs emulate float64 and have no all-reduce for it: "While
 # rewriting computation to not contain X64 element types, XLA encountered ... all-reduce".
-_REDUCED_BY_TPUS = _REDUCED - {torch.float64} | {torch.bfloat16}
+_REDUCED_BY_TPUS = STANDARD_DTYPES - {torch.float64} | {torch.bfloat16}
 
 # Replicas of one process must run the same compiled module. Two replicas that compile the same graph at the
 # same time get two modules. With this lock, the second replica finds the first replica's module.
@@ -63,7 +51,7 @@ class XlaTransport(Transport):
         self._xm = xla_model
         self._world_size: int = runtime.world_size()
         self._real_names = dict(zip(torch_xla.devices(), xla_model.xla_real_devices(), strict=True))
-        self._reduced = _REDUCED_BY_TPUS if runtime.device_type() == "TPU" else _REDUCED
+        self._reduced = _REDUCED_BY_TPUS if runtime.device_type() == "TPU" else STANDARD_DTYPES
         self._store = HashStore()  # used if this process runs all replicas
 
     def store(self) -> Store | None:

@@ -16,9 +16,11 @@ from ignite_dist.arguments import as_int
 from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.broadcast import broadcast_anything
 from ignite_dist.collectives.checks import check_dense
+from ignite_dist.collectives.path import perform
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
-from ignite_dist.diagnostics.announcing import announce, recorder_of
+from ignite_dist.diagnostics.announcing import recorder_of
 from ignite_dist.errors import CollectiveMismatchError, RankFailedError
 from ignite_dist.tracing import untraced
 from ignite_dist.values import serialization
@@ -65,11 +67,14 @@ def exchange_outcomes(
         CollectiveMismatchError: another rank called a different collective.
     """
     model.groups.check_not_joining()
-    announce(model, "agreement", group)
-    recorder = recorder_of(model)
-    if error is not None and recorder is not None:  # for the reports of ranks that wait in another call
-        recorder.log_of(model.get_rank()).error = "".join(traceback.format_exception_only(error))[:200]
-    rows = model.objects.gather(tuple(_outcome(model.get_rank(), error, value)), group)
+
+    def gather() -> list[Any]:
+        recorder = recorder_of(model)
+        if error is not None and recorder is not None:  # for the reports of ranks that wait in another call
+            recorder.log_of(model.get_rank()).error = "".join(traceback.format_exception_only(error))[:200]
+        return model.objects.gather(tuple(_outcome(model.get_rank(), error, value)), group)
+
+    rows = perform(model, "agreement", group, lambda: Steps(gather), outside=[])
     if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
         raise CollectiveMismatchError("The ranks called different collectives.")
     outcomes = [_Outcome(*row) for row in rows]

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ignite_dist.collectives.checks import check_dense, check_writable
+from ignite_dist.collectives.path import perform
 from ignite_dist.collectives.tensors import PIECE_BYTES, carrying_device, plain, plan_reduction, reduce_tensor
 from ignite_dist.comp_models import ComputationModel, Group
-from ignite_dist.diagnostics.announcing import announce
+from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.values import serialization
 
 __all__ = ["average_tensors", "broadcast_tensors"]
@@ -27,7 +28,14 @@ def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: i
         TypeError, ValueError: a tensor is not dense, or its elements share memory. Nothing was sent.
     """
     checked = _checked("broadcast", tensors)
-    announce(model, "broadcast", group, checked, f"from {src}")
+
+    def begin() -> Work:
+        return Steps(lambda: _broadcast_checked(model, checked, src, group))
+
+    perform(model, "broadcast", group, begin, outside=None, value=checked, op=f"from {src}")
+
+
+def _broadcast_checked(model: ComputationModel, checked: list[Tensor], src: int, group: Group) -> None:
     for bucket in _buckets(checked, lambda tensor: tensor.device):
         with torch.no_grad():
             device = carrying_device(model, bucket[0])

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ignite_dist.collectives.path import perform
 from ignite_dist.collectives.tensors import gather_rows
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
-from ignite_dist.diagnostics.announcing import announce
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.samplers import ExactSampler, part
 from ignite_dist.training.exact_passes import check_pass
@@ -63,8 +64,14 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     sampler.end_pass()
     order, counts = sampler.order(), [sampler.num_drawn_by(rank) for rank in members.ranks]
     described = pytree.rebuild(own, map(_Column.of, leaves), list)
-    announce(model, "gather_in_order", members)
-    gathered = model.objects.gather((sampler.meant(), described), members)
+    told = sampler.meant(), described
+    gathered = perform(
+        model,
+        "gather_in_order",
+        members,
+        lambda: Steps(lambda: model.objects.gather(told, members)),
+        outside=None,
+    )
     check_pass(gathered)
     if any(meant != gathered[0][0] for meant, _ in gathered):
         raise ValueError(

@@ -20,9 +20,10 @@ from torch.nn import Module
 from ignite_dist import _torch
 from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import is_sharded
+from ignite_dist.collectives.path import perform
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
-from ignite_dist.diagnostics.announcing import announce
 from ignite_dist.errors import CollectiveMismatchError
 
 __all__ = ["check_pass", "group_of_parameters", "remember_model", "share_buffers"]
@@ -112,8 +113,11 @@ def share_buffers() -> None:
 
 
 def _share(live: ComputationModel, known: _OfGroup) -> None:
+    perform(live, "exact pass", known.group, lambda: Steps(lambda: _share_now(live, known)), outside=None)
+
+
+def _share_now(live: ComputationModel, known: _OfGroup) -> None:
     group = known.group
-    announce(live, "exact pass", group)
     found, different = _compare(live, known)
     if different:
         # A deleted model may still await garbage collection on one rank. All ranks see that and retry.

@@ -9,8 +9,9 @@ import sys
 from operator import index
 from typing import Any
 
+from ignite_dist.collectives.path import perform
+from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
-from ignite_dist.diagnostics.announcing import announce
 
 __all__ = ["seed_everything", "shared_seed"]
 
@@ -26,8 +27,11 @@ def shared_seed() -> int:
     """
     model = current_model()
     world = model.groups.resolve(None)
-    announce(model, "shared_seed", world)
-    seed: int = model.objects.broadcast(secrets.randbits(_SHARED_BITS), 0, world)
+
+    def draw() -> int:
+        return model.objects.broadcast(secrets.randbits(_SHARED_BITS), 0, world)  # type: ignore[no-any-return]
+
+    seed: int = perform(model, "shared_seed", world, lambda: Steps(draw), outside=None)
     return seed
 
 

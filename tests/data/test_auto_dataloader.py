@@ -82,7 +82,7 @@ def test_batch_size_and_workers_are_divided_and_a_remainder_is_said_aloud() -> N
         size, _, messages = found["small"]
         assert size == 1
         assert len(messages) == 1
-        for text in ("batch_size=1", "world size 2", "batches of 1", "2 samples"):
+        for text in ("batch_size=1", "world size 2", "on every rank", "2 samples"):
             assert text in messages[0]
         assert (found["workers"], found["odd workers"], found["one worker"], found["no workers"]) == (
             2,

@@ -186,7 +186,10 @@ def _frozen_later(_: int) -> str:
     model = idist.auto_model(Net())
     trained(model, 1, last_of_rank_one)
     idist.unwrap_model(model).second.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"second\.weight, second\.bias: frozen"), idist.grad_sync(model):
+    with (
+        pytest.raises(RuntimeError, match=r"Frozen after auto_model: second\.weight, second\.bias"),
+        idist.grad_sync(model),
+    ):
         loss_of(model(samples(0, 0)), only_first=True).backward()
     return "raised"
 

@@ -129,7 +129,7 @@ def test_parallel_says_which_keywords_come_too_late_for_a_live_context() -> None
     idist.initialize("gloo")
     try:
         keywords = {"timeout": timedelta(seconds=9), "init_method": "env://"}
-        with pytest.warns(UserWarning, match="without timeout:"), idist.Parallel("gloo", **keywords):
+        with pytest.warns(UserWarning, match="ignores timeout"), idist.Parallel("gloo", **keywords):
             assert _lives_on(1)
     finally:
         idist.finalize()

@@ -264,7 +264,7 @@ def parse_arguments(launched):
     add("--batch-size", type=positive_int, default=32, help="images over all processes (%(default)s)")
     add("--lr", type=float, default=0.05, help="learning rate of the first epoch (%(default)s)")
     add("--seed", type=int, default=0, help="seed of weights and image order (%(default)s)")
-    add("--output-dir", type=Path, default=Path("runs/digits"), help="of checkpoint and plot (%(default)s)")
+    add("--output-dir", type=Path, default=Path("runs/digits"), help="for checkpoint and plot (%(default)s)")
     add("--resume", action="store_true", help="continue from the checkpoint in the output directory")
     add("--backend", help=f"{', '.join(idist.available_backends())} (gloo; nccl with a GPU per process)")
     add("--nproc-per-node", type=positive_int, help="number of processes to start on this node")

@@ -1,12 +1,12 @@
-"""Measure ignite_dist beside raw torch.distributed, Horovod, torch_xla and pytorch-ignite, in one run.
+"""Measure ignite_dist against raw torch.distributed, Horovod, torch_xla and pytorch-ignite, in one run.
 
     python benchmarks/bench.py                     # about 10 minutes
     python benchmarks/bench.py --quick             # about 2 minutes, written to *-quick files
     python benchmarks/bench.py --only all_gather   # some rows only, nothing is written
     python benchmarks/bench.py --device cuda       # the tensor rows on a GPU
 
-Rows of a library that is not installed are left out. A missed bar is shown as missed; the exit status is 0
-regardless.
+The table has no rows of libraries that are not installed. A missed bar is shown as missed; the exit status is
+always 0.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def rows_for(device: str) -> list[Row]:
 
 
 def measure(rows: Sequence[Row], effort: Effort) -> dict[str, Samples]:
-    """Samples by the row's title. Rows in ranks come first, one launch for each kind of context."""
+    """Samples by the row's title. `RankRow`s come first, with one launch for each kind of context."""
     measured: dict[str, Samples] = {}
     contexts: dict[Any, list[RankRow]] = {}
     for row in rows:
@@ -68,17 +68,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: noisier")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, more noise")
     parser.add_argument(
-        "--only", metavar="PATTERN", default="", help="rows whose title has this regular expression"
+        "--only", metavar="PATTERN", default="", help="rows whose title matches this regular expression"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results", help="directory of the files"
+        "--out", type=Path, default=Path(__file__).parent / "results", help="directory for the results"
     )
     arguments = parser.parse_args()
 
-    # Imported here because workers import this module too, and need no table.
+    # Imported here because workers import this module too, but need no report.
     import report
 
     start = time.perf_counter()

@@ -1,7 +1,7 @@
-"""What is measured in a fresh process: `python fresh.py import|getters|launches LIBRARY ...` prints JSON.
+"""Measurements in a fresh process: `python fresh.py import|getters|launches LIBRARY ...` prints JSON.
 
-Only the standard library is imported before the measurement imports the library; workers, which import this
-file as their main module, pay for nothing that the library does not need.
+Before the measurement imports the library, this file imports only the standard library. So workers, which
+import this file as their main module, import nothing that the library does not need.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _TIMEOUT_SECONDS = 300
 
 
 def libraries() -> list[tuple[str, str]]:
-    """The contenders that work here, and the module that each of them is."""
+    """The contenders that work here, and their modules."""
     found = [("ours", "ignite_dist")]
-    # Beside torch_xla, and without a process group, pytorch-ignite 0.5.5 calls what that no longer has.
+    # Without a process group pytorch-ignite 0.5.5 calls functions that torch_xla no longer has.
     if importlib.util.find_spec("ignite") and not importlib.util.find_spec("torch_xla"):
         found.append(("ignite", "ignite.distributed"))
     return found
 
 
 def run(what: str, library: str, *args: object) -> Any:
-    """Run a measurement of this file in a new interpreter and return what it found."""
+    """Run a measurement of this file in a new interpreter and return its result."""
     command = [sys.executable, __file__, what, library, *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
     if done.returncode != 0:
@@ -54,7 +54,7 @@ def _getters(library: str, *names: str) -> dict[str, list[float]]:
 
 
 def _launches(library: str, *counts: str) -> list[dict[str, Any]]:
-    """One launch after the other: seconds from the call until the last rank leaves the barrier; memory."""
+    """Successive launches: memory, and seconds from the call until the last rank leaves the barrier."""
     module = importlib.import_module(library)
     launches = []
     for workers in map(int, counts):
@@ -74,14 +74,14 @@ def _worker(local_rank: int, library: str, directory: str) -> None:
     module = importlib.import_module(library)
     module.barrier()
     at = time.perf_counter()  # one clock for all processes of the machine
-    module.barrier()  # so that all of them are there while the memory that they share is counted
+    module.barrier()  # so all workers still run while their shared memory is counted
     note = {"at": at, **_memory()}
     (Path(directory) / str(local_rank)).write_text(json.dumps(note))
     module.barrier()
 
 
 def _memory() -> dict[str, int]:
-    """PSS: a page shared by n processes counts 1/n in each. USS: what this process alone holds."""
+    """Bytes. PSS: a page shared by n processes counts 1/n in each. USS: pages of this process only."""
     return {"PSS": memory_of("Pss"), "USS": memory_of("Private_Clean") + memory_of("Private_Dirty")}
 
 

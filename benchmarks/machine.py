@@ -1,4 +1,4 @@
-"""The machine that the figures belong to."""
+"""A description of the machine on which the figures were measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def describe(device: str) -> dict[str, Any]:
 def _tag(device: str) -> str:
     if device == "cuda":
         return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-    xla = "-xla" if _version("torch_xla") else ""  # another torch, so figures of their own
+    xla = "-xla" if _version("torch_xla") else ""  # another torch, so separate figures
     return f"cpu-{cores()}cores{xla}"
 
 

@@ -1,4 +1,4 @@
-"""Up to which size gathering in one round beats gloo's ring: behind a constant of the native model.
+"""Largest size at which a gather in one round is faster than gloo's ring: a constant of the native backend.
 
     python benchmarks/one_round.py --ranks 2 4 8
 
@@ -63,7 +63,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each size and number of ranks")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for each size and number of ranks")
     arguments = parser.parse_args()
 
     from rich.console import Console

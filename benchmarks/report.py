@@ -1,4 +1,4 @@
-"""The results on the terminal, as JSON, as Markdown and as a chart."""
+"""Write the results to the terminal, as JSON, as Markdown and as a chart."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _chart(path: Path, machine: dict[str, Any], results: list[Result]) -> None:
 
 
 def _draw_ratios(axes: Any, results: list[Result]) -> None:
-    """A line per ratio: the median as a dot, the bar as a tick; left of the tick is met."""
+    """Draw a line per ratio: the median as a dot, the bar as a tick. A dot left of the tick meets the bar."""
     ratios = [(result, bar) for result in results for bar in result["bars"] if bar["kind"] == "ratio"]
     for height, (_, bar) in enumerate(reversed(ratios)):
         color = "tab:green" if bar["met"] else "tab:red"

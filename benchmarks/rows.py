@@ -1,7 +1,7 @@
-"""What a row of the benchmark is: contenders, and bars that our own one should clear.
+"""The rows of the benchmark: contenders, and the bars that our own contender should meet.
 
-A new backend brings rows, not code: a `RankRow` where ranks call collectives, a `LauncherRow` where the
-measurement starts processes of its own.
+A new backend adds rows, not code: a `RankRow` if ranks call collectives, a `LauncherRow` if the measurement
+starts its own processes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ all_gather_raw = getattr(dist, "all_gather_single", None) or dist.all_gather_int
 
 @dataclass(frozen=True)
 class Bar:
-    """What our own contender has to reach.
+    """The figure that our own contender should reach.
 
     Attributes:
         kind: "ratio" (ours / reference), "more" (ours - reference) or "value" (ours).
-        limit: the largest figure that clears it; of "more" and "value" in the row's unit.
-        reference: the contender that it is measured against.
+        limit: the largest figure that meets the bar; for "more" and "value" in the row's unit.
+        reference: the contender to compare with.
         label: the reference in words.
     """
 
@@ -57,7 +57,7 @@ class Bar:
         return f"< {self.limit:g} {unit}"
 
     def figures(self, samples: Samples, scale: float) -> list[float]:
-        """The figure of every round: paired with what the reference took in the same round."""
+        """The figure of every round, each paired with the reference in the same round."""
         ours = samples[OURS]
         if self.kind == "value":
             return [value * scale for value in ours]
@@ -77,10 +77,10 @@ class Row:
     """A line of the table.
 
     Attributes:
-        section: what it is about.
-        name: what is called, and on what.
-        unit: of times "ns", "us", "ms" or "s"; "MB" of memory; "x" of plain numbers.
-        bars: none for what is only shown.
+        section: the subject.
+        name: the call and its arguments.
+        unit: "ns", "us", "ms" or "s" for times; "MB" for memory; "x" for plain numbers.
+        bars: empty if the row is shown only.
     """
 
     section: str
@@ -99,10 +99,10 @@ class Row:
 
 @dataclass(frozen=True)
 class LauncherRow(Row):
-    """Measured from this process, in processes that the measurement starts itself.
+    """A row measured from this process, in processes that the measurement starts itself.
 
     Attributes:
-        measure: the samples, in seconds (bytes, if the unit is "MB").
+        measure: returns the samples, in seconds (in bytes if the unit is "MB").
     """
 
     measure: Callable[[Effort], Samples] = lambda effort: {}
@@ -110,15 +110,15 @@ class LauncherRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow(Row):
-    """Measured in the ranks of a context; all rows of one kind of context share its launch.
+    """A row measured in the ranks of a context. All rows of one kind of context share one launch.
 
     Attributes:
-        contenders: called in every rank with the device; what is timed, by contender.
-        ranks: how many.
-        backend: of the context.
+        contenders: called on every rank with the device; returns the timed functions by contender.
+        ranks: number of ranks.
+        backend: backend of the context.
         device: type of the tensors' device.
-        slow: contenders that take so long that a few calls have to do.
-        weight: share of time; more for a small difference between large numbers.
+        slow: contenders so slow that only a few calls are timed.
+        weight: share of time; larger for a small difference between large numbers.
     """
 
     contenders: Callable[[torch.device], Contenders]
@@ -134,16 +134,16 @@ class RankRow(Row):
 
 
 def launch(backend: str, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What ``function(local_rank, *arguments)`` returns in the ranks of a context of their own."""
+    """The results of ``function(local_rank, *arguments)`` on the ranks of a new context."""
     options = {"timeout": timedelta(minutes=2)} if backend in ("gloo", "nccl") else {}
     if backend == "xla-tpu":
-        # PJRT wants to be told. A collective of one replica would wait for a second device, if there was one.
+        # PJRT needs both. A collective of one replica would wait for a second device if one existed.
         os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(ranks))
     return idist.spawn(backend, function, args=arguments, nproc_per_node=ranks, **options)
 
 
 def measure_in_ranks(local_rank: int, rows: list[RankRow], effort: Effort) -> list[Samples]:
-    """Run in every rank of a context: the samples of each row; rank 0's are the ones to look at."""
+    """The samples of each row. Every rank of a context runs this; use the samples of rank 0."""
     torch.set_num_threads(1)
     device = torch.device(rows[0].device)
     party = party_of_ranks(device)
@@ -164,13 +164,13 @@ def party_of_ranks(device: torch.device) -> Party:
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
-    """What returns when this rank's device has done what it was given."""
+    """A function that returns when this rank's device has finished its work."""
     if device.type == "cuda":
         return torch.cuda.synchronize
     if device.type == "xla":
         from torch_xla.core import xla_model as xm
 
-        # The default is all devices of the process, and who waits for another replica's keeps it from work.
+        # The default waits for all devices of the process; waiting for another replica's device blocks it.
         return partial(xm.wait_device_ops, xm.xla_real_devices([str(idist.device())]))
     return lambda: None
 
@@ -189,7 +189,7 @@ def show_progress(row: Row, samples: Samples) -> None:
 
 
 def evaluate(row: Row, samples: Samples) -> dict[str, Any]:
-    """The row as it is written to the JSON file."""
+    """The row's content in the JSON file."""
     bars = []
     for bar in row.bars:
         figure = summarize(bar.figures(samples, row.scale))
@@ -219,12 +219,12 @@ def evaluate(row: Row, samples: Samples) -> dict[str, Any]:
 
 
 def zeros(size: int, device: torch.device) -> Tensor:
-    """Zeros stay zeros however often they are added up; written once, as untouched memory reads faster."""
+    """Zeros, whose repeated sums stay zeros. They are written, because untouched memory reads faster."""
     return torch.full((size // 4,), 0.0, device=device)
 
 
 def ignite_library() -> Any:
-    """pytorch-ignite's ``ignite.distributed`` in the context that is there already, or None without it."""
+    """pytorch-ignite's ``ignite.distributed`` in the live context, or None if it is not installed."""
     try:
         import ignite.distributed as ignite
     except ImportError:

@@ -1,4 +1,4 @@
-"""The collectives, against the calls of torch.distributed that somebody would write by hand."""
+"""The collectives, against hand-written calls of torch.distributed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rows() -> list[Row]:
 
 
 def cuda_rows() -> list[Row]:
-    """The tensor rows on a GPU: gloo with two ranks on it, NCCL as a world of one."""
+    """The tensor rows on a GPU: gloo with two ranks on the GPU, NCCL as a world of one."""
     return [*tensor_rows(device="cuda"), *tensor_rows(backend="nccl", ranks=1, device="cuda")]
 
 
@@ -139,9 +139,10 @@ def _all_reduce(size: int, device: torch.device) -> Contenders:
 
 
 def _under_a_computation(device: torch.device) -> Contenders:
-    """Rank 1 comes late, as if the transfer took that long and no core: rank 0 computes meanwhile.
+    """Rank 1 comes late, which simulates a long transfer without CPU time; rank 0 computes meanwhile.
 
-    With as many ranks as cores gloo takes a core from the computation, so no overlap would show.
+    With as many ranks as cores, a real transfer of gloo would take a core from the computation, so the row
+    would show no overlap.
     """
     tensor = zeros(16 * _MB, device)
     matrix = torch.ones(128, 128, device=device)
@@ -241,7 +242,7 @@ def _numbers(device: torch.device) -> Contenders:
         _TWENTY: lambda: [idist.all_reduce(value) for value in values],
     }
     ignite = ignite_library()
-    if ignite is not None:  # it takes no dict
+    if ignite is not None:  # ignite takes no dict
         contenders[IGNITE] = lambda: [ignite.all_reduce(value) for value in values]
     return contenders
 
@@ -262,7 +263,7 @@ def _gather_object(value: Any, device: torch.device) -> Contenders:
 
 
 def _peak_rows() -> list[Row]:
-    # A second copy of the output makes it 2. gloo's own all-gather holds one, as raw's figure shows.
+    # The figure is 2 with a second copy of the output. gloo's own all-gather holds one: see raw's figure.
     bars = (Bar("value", 1.1),)
     return [
         LauncherRow(
@@ -282,14 +283,14 @@ def _peaks(effort: Effort) -> Samples:
 
 
 def _peak(local_rank: int, name: str, size: int) -> float | None:
-    """By how many outputs the memory of a fresh worker grows at most, while it gathers."""
+    """Peak growth of a fresh worker's memory during a gather, as a multiple of the output's size."""
     contenders = _all_gather(_KB, torch.device("cpu"))
     if name not in contenders:
         return None
-    contenders[name]()  # whatever is set up once
+    contenders[name]()  # the first call includes one-time set-up
     gather = _all_gather(size, torch.device("cpu"))[name]
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the high-water mark starts again from here
+        file.write("5")  # resets the kernel's peak memory of this process
     before = memory_of("VmRSS")
     gather()
     return (memory_of("VmHWM") - before) / (size * dist.get_world_size())

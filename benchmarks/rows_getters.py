@@ -1,4 +1,4 @@
-"""The getters: local calls that a training loop makes all the time."""
+"""The getters: local calls that a training loop makes often."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _serial(name: str, effort: Effort) -> Samples:
 
 @cache
 def _all_serial(repeats: int) -> dict[str, Samples]:
-    # A process for each: importing pytorch-ignite imports Horovod where it is installed, and this row is
-    # about a process in which nobody did.
+    # One process per library: pytorch-ignite imports an installed Horovod, and this row measures a process
+    # without Horovod's import.
     measured: dict[str, Samples] = {}
     for _ in range(repeats):
         for contender, library in fresh.libraries():

@@ -1,4 +1,4 @@
-"""Horovod: the facade against Horovod's own calls, which have names here too, in the same context."""
+"""Horovod: the facade against Horovod's own calls, also with names, in the same context."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows() -> list[Row]:
             backend="horovod",
             weight=2 if size == 4 else 1,
         )
-        for ranks in (2, 3)  # more ranks than this machine has cores: what spins takes turns
+        for ranks in (2, 3)  # 3: more ranks than cores, so spinning ranks take turns
         for name, (label, contenders) in collectives.items()
         for size_name, size in SIZES.items()
         if ranks == 2 or name == "all_reduce"
@@ -76,10 +76,10 @@ def _getter(device: torch.device) -> Contenders:
 
 
 def _launches(effort: Effort) -> Samples:
-    """Seconds until both workers have met and returned; the first launch of ours is not counted."""
+    """Seconds until both workers have met and returned. Our first launch is not counted."""
     from horovod.runner import run
 
-    def init_and_meet() -> None:  # in here, because horovod.run does not find the modules of a script
+    def init_and_meet() -> None:  # local, because horovod.run does not find a script's modules
         import horovod.torch as hvd
 
         hvd.init()
@@ -95,7 +95,7 @@ def _launches(effort: Effort) -> Samples:
         start = time.perf_counter()
         run(init_and_meet, num_proc=2, use_gloo=True)
         samples[RAW].append(time.perf_counter() - start)
-        for number, handler in handlers.items():  # run() leaves its own
+        for number, handler in handlers.items():  # run() leaves its own handlers
             signal.signal(number, handler)
     return samples
 

@@ -1,4 +1,4 @@
-"""Starting: the import, and workers. All of it in fresh processes."""
+"""Start-up: the import, and workers. All rows run in fresh processes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _launches_of_four(repeats: int) -> dict[str, list[list[dict[str, Any]]]]:
     launches: dict[str, list[list[dict[str, Any]]]] = {}
     for _ in range(max(1, repeats // 2)):
         for contender, library in fresh.libraries():
-            # pytorch-ignite keeps nothing from one launch to the next, so two of them tell as much as five.
+            # pytorch-ignite keeps nothing between launches, so two launches are enough.
             counts = [4] * (2 if contender == IGNITE else 5)
             launches.setdefault(contender, []).append(fresh.run("launches", library, *counts))
     return launches
@@ -89,7 +89,7 @@ def _curve(workers: int, field: str, effort: Effort) -> Samples:
 
 @cache
 def _launches(effort: Effort) -> dict[str, list[dict[str, Any]]]:
-    """Launches of all sizes from one process each, after one that starts the fork server."""
+    """Launches of all sizes, one process per contender. The first launch starts the fork server."""
     launches: dict[str, list[dict[str, Any]]] = {}
     for contender, library in fresh.libraries():
         counts = effort.workers if contender == OURS else effort.ignite_workers

@@ -1,4 +1,4 @@
-"""Training: steps, gradients and results against what somebody would write by hand with torch or Horovod."""
+"""Training: steps, gradients and results against hand-written code with torch or Horovod."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rows import OURS, RAW, Bar, Contenders, RankRow, Row, all_gather_raw, zeros
 
 _KB, _MB = 1 << 10, 1 << 20
 _SIZES = {"1 MB": _MB, "16 MB": 16 * _MB}
-_STEPS, _BATCH = 8, 64  # of a pass, and of all ranks together
+_STEPS, _BATCH = 8, 64  # steps of a pass, samples of a batch over all ranks
 _FEATURES, _CLASSES = 784, 10
-_MICROBATCHES = (8, 5, 7, 4)  # how many samples each of them has
-_SMALL_LAYERS = 100  # of a weight and a bias each
+_MICROBATCHES = (8, 5, 7, 4)  # number of samples of each microbatch
+_SMALL_LAYERS = 100  # each has a weight and a bias
 
 
 def rows() -> list[Row]:
@@ -118,7 +118,7 @@ def _passes(device: torch.device) -> Contenders:
 
 
 def _weighed(device: torch.device) -> Contenders:
-    """A step of microbatches of different sizes, the mean over the samples of all of them on all ranks."""
+    """A step of microbatches of different sizes: the mean over all samples of the step, on all ranks."""
     data = _samples(sum(_MICROBATCHES)).tensors
     batches = list(zip(*(tensor.to(device).split(_MICROBATCHES) for tensor in data), strict=True))
 
@@ -178,10 +178,10 @@ def _step(model: Module, optimizer: Any, x: Tensor, y: Tensor) -> Callable[[], N
 
 
 def _syncs(device: torch.device) -> Contenders:
-    """The gradients are there already, so what is timed is their synchronisation alone."""
+    """The gradients exist already, so the row times only their synchronisation."""
     model = idist.auto_model(Sequential(*(Linear(16, 16) for _ in range(_SMALL_LAYERS))))
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # however often they are added up
+        parameter.grad = torch.zeros_like(parameter)  # repeated sums of zeros stay zeros
 
     def ours() -> None:
         with idist.grad_sync(model, strategy=idist.DDPSyncStrategy.FORCED_SYNC):
@@ -213,7 +213,7 @@ def _gathered(size: int, device: torch.device) -> Contenders:
 
 
 def _ordered(size: int, shuffle: bool, device: torch.device) -> Contenders:
-    """Results of 1 KB per sample, as logits of 256 classes."""
+    """Results of 1 KB per sample, for example logits of 256 classes."""
     values = zeros(size, device).view(-1, _KB // 4)
     count = len(values) * dist.get_world_size()
     loader = idist.auto_dataloader(TensorDataset(torch.empty(count)), exact=True, shuffle=shuffle)

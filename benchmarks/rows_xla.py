@@ -1,7 +1,7 @@
 """XLA on the CPU: the facade against torch_xla's own calls, in the same context.
 
-One replica that has its process to itself is lazy: a collective joins the graph of its step. Two replicas
-share a process, and what a collective takes there by hand is in ``_all_reduce``.
+One replica in its own process is lazy: a collective joins the graph of its step. Two replicas share a
+process; ``_all_reduce`` shows the code of a hand-written collective for this case.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def rows() -> list[Row]:
 
 
 def _steps(device: torch.device) -> Contenders:
-    """Steps of a small layer, one of whose gradients is reduced before all of it is executed."""
+    """Steps of a small layer. Each step reduces one gradient and then executes the whole graph."""
     import torch_xla
     from torch_xla.core import xla_model as xm
 
-    # In a world of one torch_xla would leave the collective out, for both contenders.
+    # In a world of one torch_xla would omit the collective, for both contenders.
     os.environ["XLA_ALWAYS_ALLREDUCE"] = "1"
     layer, inputs = torch.nn.Linear(64, 64).to(device), torch.rand(64, 64).to(device)
 
@@ -84,7 +84,7 @@ def _counts(counted: str, effort: Effort) -> Samples:
 
 @cache
 def _all_counts() -> dict[str, dict[str, float]]:
-    # A process for each, so that neither finds what the other one has compiled.
+    # One process per contender, so that no contender uses the other's compiled graphs.
     return {name: launch("xla-tpu", 1, _count, name)[0] for name in (OURS, RAW)}
 
 
@@ -94,7 +94,7 @@ def _count(local_rank: int, name: str) -> dict[str, float]:
     step = _steps(idist.device())[name]
     for _ in range(_STEPS):
         step()
-    synchronizer(idist.device())()  # what has been executed is counted at its end
+    synchronizer(idist.device())()  # torch_xla counts an execution at its end
     return {
         _EXECUTIONS: metrics.metric_data("ExecuteTime")[0] / _STEPS,
         _COMPILATIONS: metrics.counter_value("UncachedCompile"),
@@ -112,14 +112,14 @@ def _all_reduce(size: int, device: torch.device) -> Contenders:
 
     def by_hand() -> None:
         nonlocal tensor
-        torch_xla.sync()  # what led to the tensor may be another graph on each replica: it goes before
-        _both_replicas.wait()  # one that has to wait for the other inside of PJRT for long ends the process
-        # Not `xm.all_reduce("sum", [tensor])`: the result would get the memory of the tensor that goes in,
-        # and with 1 MB of it PJRT's CPU device sooner or later stands still.
+        torch_xla.sync()  # executes earlier operations, whose graphs may differ between the replicas
+        _both_replicas.wait()  # a long wait for the other replica inside PJRT ends the process
+        # Not `xm.all_reduce("sum", [tensor])`: the result would reuse the memory of the input, and with 1 MB
+        # PJRT's CPU device hangs sooner or later.
         tensor = xm.all_reduce("sum", tensor)
-        with _compiling:  # both at the same time would get a module each, and wait in it for the other
+        with _compiling:  # two compilations at once would give two modules, which wait for each other
             torch_xla.sync()
-        synchronize()  # calls under way hold threads of a pool
+        synchronize()  # running calls hold threads of a pool
 
     return {OURS: lambda: idist.all_reduce(tensor), RAW: by_hand}
 
@@ -128,7 +128,7 @@ def _getter(name: str, device: torch.device) -> Contenders:
     import torch_xla
     from torch_xla import runtime
 
-    if idist.get_rank() != 0:  # it rests, or the two would take turns with Python's one lock
+    if idist.get_rank() != 0:  # idle, because two replicas would share the GIL
         return dict.fromkeys((OURS, RAW), lambda: None)
     raw = {
         "get_rank": runtime.global_ordinal,

@@ -1,11 +1,11 @@
-"""What start-up, topology, groups and objects cost as functions of the number of ranks: docs/scale.md.
+"""Measure the costs of start-up, topology, groups and objects by the number of ranks: docs/scale.md.
 
     python benchmarks/scale.py                     # 10 minutes on two idle cores
-    python benchmarks/scale.py --ranks 2 4 8       # less of it, nothing is written
+    python benchmarks/scale.py --ranks 2 4 8       # fewer ranks, nothing is written
 
-It measures with real ranks on this machine, over gloo; counts what they ask of the store, by a proxy before
-it; measures the work that each rank does alone for up to 100,000 others; and runs the model of
-`store_model.py`, first against the measurement and then beyond this machine.
+The script measures real ranks on this machine, over gloo. A proxy in front of the store counts the ranks'
+requests. The script measures the work that one rank does alone in worlds of up to 100,000 ranks. It runs the
+model of `store_model.py`, first against the measurement and then beyond this machine.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ignite_dist.values import serialization
 
 _RANKS = (2, 4, 8, 16, 32, 64)
 _MANY = (1_000, 10_000, 100_000)
-# What the environment says of the topology beside the local rank.
+# Variables of the topology, besides the local rank.
 _FACTS = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK")
-# How gloo reads the addresses of all ranks: each by itself, which is its own default; all in one request, as
-# initialize() has it; with addresses of a fixed size; and each when the ranks first have something to send.
+# How gloo reads the addresses of all ranks: one request for each address (gloo's default); one request for
+# all (the setting of initialize()); addresses of a fixed size; each address at the ranks' first message.
 _ONE_BY_ONE = {"GLOO_ENABLE_STORE_V2_API": "0"}
 VARIANTS = {
     "one by one": _ONE_BY_ONE,
@@ -44,7 +44,7 @@ VARIANTS = {
 
 
 class Span(NamedTuple):
-    """When a rank came to a step, when it left it, and how long it computed; seconds of one clock."""
+    """A rank's start and end of a step, and its computing time, in seconds. All ranks share one clock."""
 
     start: float
     end: float
@@ -61,7 +61,7 @@ def _timed(spans: dict[str, list[Span]], name: str, step: Callable[[], Any]) -> 
 
 
 def _measure(local_rank: int, repeats: int) -> dict[str, Any]:
-    """The steps of a rank, several times; and what it holds at the end."""
+    """The steps of a rank, several times, and its keys and sockets at the end."""
     spans: dict[str, list[Span]] = {}
     facts = {name: os.environ[name] for name in _FACTS}
     for _ in range(repeats):
@@ -75,7 +75,7 @@ def _measure(local_rank: int, repeats: int) -> dict[str, Any]:
         "keys in the store": store.num_keys() / (2 * repeats + 1),
         "sockets": sum("socket" in os.readlink(f"/proc/self/fd/{one}") for one in _files()),
     }
-    idist.barrier()  # so that all of them are there while they are counted
+    idist.barrier()  # so all ranks still run while the sockets are counted
     return {"spans": spans, "held": held}
 
 
@@ -84,7 +84,7 @@ def _files() -> list[str]:
 
 
 def _measure_context(spans: dict[str, list[Span]], topology: str) -> None:
-    """A context from its start: what is slow only once comes first."""
+    """Time a context from its start: steps that are slow only once come first."""
     idist.finalize()
     _timed(spans, "initialize", lambda: idist.initialize("gloo"))
     _timed(spans, "first barrier", idist.barrier)
@@ -115,7 +115,7 @@ def _one_rank_first() -> None:
 
 
 def _meet_at(local_rank: int, port: int, contexts: int, uses_group: bool) -> list[Span]:
-    """Contexts whose ranks meet at a store that others can look at: what each ``initialize`` has taken."""
+    """Spans of ``initialize`` in contexts at a store that the caller can observe."""
     rank, world_size = idist.get_rank(), idist.get_world_size()
     where = f"tcp://127.0.0.1:{port}"
     spans: dict[str, list[Span]] = {}
@@ -137,7 +137,7 @@ def _meet_at(local_rank: int, port: int, contexts: int, uses_group: bool) -> lis
 
 
 def measure_ranks(num_ranks: int, repeats: int) -> dict[str, float]:
-    """Seconds of each step, from the last rank that came to it until the last that left it; what is held."""
+    """Seconds of each step, from the last rank's start until the last rank's end; keys and sockets."""
     ranks = idist.spawn("gloo", _measure, args=(repeats,), nproc_per_node=num_ranks)
     found: dict[str, float] = {}
     for name in ranks[0]["spans"]:
@@ -154,7 +154,7 @@ def measure_ranks(num_ranks: int, repeats: int) -> dict[str, float]:
 
 
 def count_requests(num_ranks: int, variant: str, uses_group: bool = False) -> dict[str, float]:
-    """What the ranks of a context ask of its store, in all: counted on the way to it."""
+    """All requests of a context's ranks to the store, counted by a proxy."""
     from store_proxy import StoreProxy
 
     store, port = stores.serve_store("127.0.0.1", 0)
@@ -172,7 +172,7 @@ def count_requests(num_ranks: int, variant: str, uses_group: bool = False) -> di
 
 
 def measure_start(num_ranks: int, variant: str, repeats: int) -> dict[str, float]:
-    """``initialize``: seconds from the last rank that came until all have it, and what a rank computes."""
+    """``initialize``: seconds from the last rank's start until all ranks end, and a rank's computing time."""
     store, port = stores.serve_store("127.0.0.1", 0)
     ranks = _launch(num_ranks, variant, port, repeats, False)
     del store
@@ -199,7 +199,7 @@ def _launch(num_ranks: int, variant: str, port: int, contexts: int, uses_group: 
 
 
 def measure_alone(num_ranks: int) -> dict[str, float]:
-    """What a rank computes by itself in a world of ``num_ranks``: seconds, by name of the step."""
+    """Seconds of the steps that a rank computes alone in a world of ``num_ranks``, by name."""
     ranks = tuple(range(num_ranks))
     places = bytearray().join(write_place(f"node-{rank // 8}", rank % 8) for rank in ranks)
     header = bytes(
@@ -241,7 +241,7 @@ _NUM_CLIENTS, _MANY_KEYS, _LARGE = 4, 1000, 1 << 20
 
 
 def _ask(local_rank: int, port: int, call: str, times: int) -> None:
-    """The same request again and again, to a store that nobody else uses."""
+    """Repeat the same request to an otherwise idle store."""
     store = TCPStore("127.0.0.1", port, wait_for_workers=False)
     calls: dict[str, Callable[[], Any]] = {
         "one key": lambda: store.check(["key"]),
@@ -253,7 +253,7 @@ def _ask(local_rank: int, port: int, call: str, times: int) -> None:
 
 
 def _served(call: str, times: int) -> float:
-    """What this process computes, all threads but this one, while its store answers."""
+    """CPU time of all other threads of this process while its store answers."""
     store, port = stores.serve_store("127.0.0.1", 0)
     store.set("key", "")
     store.set("large", "x" * _LARGE)
@@ -263,7 +263,7 @@ def _served(call: str, times: int) -> float:
 
 
 def measure_store_costs() -> dict[str, float]:
-    """Seconds that the store computes for a request, for each key more in it, and for a byte."""
+    """The store's computing seconds for a request, for each further key in it, and for a byte."""
 
     def per_call(call: str, times: int) -> float:
         rounds = [_served(call, times) - _served(call, 0) for _ in range(3)]
@@ -278,9 +278,9 @@ def measure_store_costs() -> dict[str, float]:
 
 
 def predict(worlds: dict[int, Any], store: dict[str, float]) -> dict[str, Any]:
-    """The model beside the measurement, and beyond it; by variant and number of ranks.
+    """The model's results next to the measurement and beyond it, by variant and number of ranks.
 
-    What the ranks compute is fitted to the small worlds alone, so that the large ones test the model.
+    The ranks' computing time is fitted to the small worlds only, so that the large worlds test the model.
     """
     import machine
     import scale_report as report
@@ -301,7 +301,7 @@ def predict(worlds: dict[int, Any], store: dict[str, float]) -> dict[str, Any]:
 
 
 def measure_world(num_ranks: int, repeats: int) -> dict[str, Any]:
-    """All that is measured and counted in a world of ``num_ranks``."""
+    """All measurements and counts in a world of ``num_ranks``."""
     print(f"{num_ranks} ranks", flush=True)
     launch = fresh.run("launches", "ignite_dist", 2, num_ranks)[1]
     steps = {"spawn to first barrier": launch["seconds"]}
@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="contexts in each world")
     arguments = parser.parse_args()
 
-    # Imported here because workers import this module too, and need none of it.
+    # Imported here because workers import this module too, but need none of these modules.
     import machine
     import scale_report as report
 

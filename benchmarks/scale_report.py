@@ -1,4 +1,4 @@
-"""The results of scale.py as Markdown, as JSON and as a chart; and the curves through them."""
+"""Write the results of scale.py as Markdown, as JSON and as a chart, with fitted curves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 
 class Fit(NamedTuple):
-    """``start + slope * shape(n)``, and by how much the worst point is off, relative to it."""
+    """``start + slope * shape(n)``, and the largest relative error of a point."""
 
     start: float
     slope: float
@@ -25,7 +25,7 @@ class Fit(NamedTuple):
 
 
 def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Fit:
-    """The line with the least sum of squares of relative errors: small worlds count as much as large ones."""
+    """The line with the least squares of relative errors: small worlds count as much as large worlds."""
     weights = [1 / y if y else 0.0 for y in ys]
     uu = sum(w * w for w in weights)
     uv = sum(w * w * x for w, x in zip(weights, xs, strict=True))
@@ -39,7 +39,7 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Fit:
 
 
 def fit(points: Mapping[int, float], unit: str) -> str:
-    """The shape that the points are closest to, in words."""
+    """The shape closest to the points, in words."""
     if max(points.values()) - min(points.values()) <= 0.05 * max(points.values()):
         return f"{number(sum(points.values()) / len(points), unit)}"
     fits = {
@@ -71,7 +71,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _unit(name: str) -> str:
-    """Of a row: what is no count and no memory is a time."""
+    """The unit of a row: a count, memory, or else a time."""
     if "(MB)" in name:
         return "MB"
     return "" if name.startswith(("keys", "sockets")) else "s"
@@ -155,7 +155,7 @@ def _beyond(predicted: Mapping[str, Any]) -> str:
 
 
 def write(document: Mapping[str, Any], text: str, here: Path) -> list[Path]:
-    """The tables and figures beside the other results, and the chart beside the page that shows it."""
+    """Write the tables and figures to the other results' folder, and the chart to the folder of its page."""
     stem = here / "results" / f"scale-{document['machine']['tag']}"
     paths = [stem.with_suffix(".json"), stem.with_suffix(".md"), here.parent / "docs" / "scale.png"]
     paths[0].write_text(json.dumps(document, indent=1) + "\n")

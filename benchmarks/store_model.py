@@ -1,10 +1,9 @@
 """A model of start-up: ranks that meet at one store, as events in time.
 
-The store is one thread that answers requests in the order in which they come: that is what torch's TCPStore
-is. A rank makes the requests that were counted on the way to a real store (:func:`requests_of`), one after
-the other, and computes in between. On a machine with few cores the ranks and the store take turns on them;
-in the world that is modelled beyond this machine every rank has a core of its own, and so has the store. The
-network takes no time.
+The store is one thread that answers requests in the order of their arrival, like torch's TCPStore. A rank
+makes the requests that were counted at a real store (:func:`requests_of`), one after the other, and computes
+in between. On a machine with few cores the ranks and the store share the cores. In worlds beyond this
+machine every rank and the store have their own cores. The network takes no time.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# What a rank's address in gloo takes, and a key of gloo's in the store, as counted; and what the address
-# grows by for each rank, because gloo has a listener's ticket for every other rank in it.
+# Counted sizes of a rank's address in gloo and of gloo's keys in the store. The address grows by a ticket
+# for each rank, because gloo's listener has one ticket for every other rank.
 _ADDRESS_BYTES, _KEY_BYTES, _TICKET_BYTES = 154, 28, 8
 _LENGTH_BYTES = 8  # before each string
-# Where a rank says that it is here, less its number, and that host's name; where rank 0 says that all are.
+# A rank's key in the roll call without its number, the rank's host name, and rank 0's key of the outcome.
 _HERE_BYTES, _HOST_BYTES, _ROLL_BYTES = 22, len(socket.gethostname()), 24
 _EVERYBODY = -1  # a request that waits until all ranks have written theirs
 
@@ -28,14 +27,14 @@ Key = tuple[str, int]
 
 
 class Costs(NamedTuple):
-    """Seconds of computing, measured on this machine.
+    """Computing times in seconds, measured on this machine.
 
     Attributes:
-        request: the store's, for a request.
-        key: the store's, for each key after the first in a request.
-        byte: the store's, for a byte that comes or goes.
-        rank: a rank's, whatever the number of ranks.
-        peer: a rank's, for each other rank that it connects to.
+        request: the store's time for a request.
+        key: the store's time for each key after the first in a request.
+        byte: the store's time for a byte received or sent.
+        rank: a rank's time, independent of the number of ranks.
+        peer: a rank's time for each connection to another rank.
     """
 
     request: float
@@ -49,11 +48,11 @@ class Request(NamedTuple):
     """One request of a rank.
 
     Attributes:
-        nbytes: what goes there and comes back.
-        keys: how many it names.
-        needs: what must be there before it is answered: something of a rank, or of all; None if nothing must.
-        writes: what of the rank's own it brings.
-        peers: how many ranks the rank connects to when it has the answer.
+        nbytes: bytes of the request and the answer.
+        keys: number of keys in the request.
+        needs: the key, of one rank or of all ranks, that must exist before the answer; None if no key must.
+        writes: the rank's own key that the request writes.
+        peers: number of ranks that the rank connects to after the answer.
     """
 
     nbytes: int
@@ -64,7 +63,7 @@ class Request(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What the model says of one start: until all ranks are there, the store's part, and its traffic."""
+    """The model's result for one start: time until all ranks are ready, the store's work, and its traffic."""
 
     seconds: float
     store_seconds: float
@@ -73,13 +72,13 @@ class Prediction(NamedTuple):
 
 
 def requests_of(rank: int, world_size: int, variant: str) -> Iterator[Request]:
-    """What ``rank`` asks of the store, from ``initialize`` to the end of the first barrier."""
+    """Requests of ``rank`` to the store, from ``initialize`` to the end of the first barrier."""
     named = 1 + 2 * _LENGTH_BYTES + _KEY_BYTES  # a request that names one key
     has_tickets = variant in ("one by one", "at once")
     address = _ADDRESS_BYTES + (_TICKET_BYTES * world_size if has_tickets else 0)
     yield Request(5, keys=0)  # validate
     yield Request(5 + 4, keys=0)  # ping
-    yield Request(22 + 8)  # add: a client more
+    yield Request(22 + 8)  # add: one more client
     yield from _roll_call(rank, world_size)
     yield Request(named + address, writes=("address", rank))
     if variant.startswith("at once"):
@@ -90,12 +89,12 @@ def requests_of(rank: int, world_size: int, variant: str) -> Iterator[Request]:
         return
     for peer in peers_of(rank, world_size) if variant == "lazy" else range(world_size):
         yield Request(named + 1, needs=("address", peer))  # torch waits
-        yield Request(named + 1)  # and gloo does
+        yield Request(named + 1)  # gloo waits too
         yield Request(named + address, peers=1)
 
 
 def _roll_call(rank: int, world_size: int) -> Iterator[Request]:
-    """``ignite_dist/roll_call.py``: rank 0 waits for all, and the others for what it says."""
+    """``ignite_dist/rendezvous/roll_call.py``: rank 0 waits for all ranks, the others for rank 0's answer."""
     here = [_LENGTH_BYTES + _HERE_BYTES + len(str(one)) for one in range(world_size)]
     said = _LENGTH_BYTES + 2  # an empty list
     key = 1 + _LENGTH_BYTES + _ROLL_BYTES
@@ -110,21 +109,21 @@ def _roll_call(rank: int, world_size: int) -> Iterator[Request]:
 
 
 def peers_of(rank: int, world_size: int) -> list[int]:
-    """The ranks that meet ``rank`` in a barrier: gloo's has log2(n) rounds, each of twice the distance."""
+    """The peers of ``rank`` in a barrier: gloo's barrier has log2(n) rounds, each with twice the distance."""
     rounds = math.ceil(math.log2(world_size))
     found = {(rank + sign * 2**power) % world_size for power in range(rounds) for sign in (1, -1)}
     return sorted(found - {rank})
 
 
 def service(request: Request, costs: Costs) -> float:
-    """How long the store computes for ``request``."""
+    """The store's computing seconds for ``request``."""
     return costs.request + costs.key * max(0, request.keys - 1) + costs.byte * request.nbytes
 
 
 def add_up(world_size: int, variant: str, costs: Costs) -> Prediction:
-    """What a start takes where the store never waits for work: the least that it can take.
+    """The least time of a start: the store is never idle.
 
-    Ranks other than 0 ask the same number of times, so one of them stands for all.
+    Ranks other than 0 make the same number of requests, so one of them represents all.
     """
     first, other = (list(requests_of(rank, world_size, variant)) for rank in (0, 1))
     busy = _total(first, costs) + (world_size - 1) * _total(other, costs)
@@ -156,7 +155,7 @@ class _Simulation:
         self._is_serving = False
         self._written: set[Key] = set()
         self._num_written: Counter[str] = Counter()
-        self._parked: dict[Key, list[int]] = {}  # who waits for what
+        self._parked: dict[Key, list[int]] = {}  # the waiting ranks, by key
 
     def run(self) -> Prediction:
         for rank in range(self._world_size):
@@ -176,7 +175,7 @@ class _Simulation:
         return Prediction(self.now, self.busy, self.num_requests, self.nbytes)
 
     def _compute(self, seconds: float, rank: int, request: Request | None) -> None:
-        """A rank, or the store with a ``request`` of it, has ``seconds`` of work for a core."""
+        """A rank, or the store with the rank's ``request``, needs a core for ``seconds``."""
         self._ready.append((seconds, rank, request))
         self._start()
 
@@ -217,12 +216,12 @@ class _Simulation:
 
 
 def simulate(world_size: int, variant: str, costs: Costs, cores: int | None = None) -> Prediction:
-    """One start of ``world_size`` ranks that come at the same moment.
+    """One start of ``world_size`` ranks that arrive at the same moment.
 
     Args:
         world_size: the number of ranks.
         variant: how gloo reads the addresses, one of ``scale.VARIANTS``.
-        costs: what the steps take.
+        costs: the computing times.
         cores: shared by all ranks and the store; None gives each of them one.
     """
     return _Simulation(world_size, variant, costs, cores).run()

@@ -1,7 +1,7 @@
-"""A proxy before a TCPStore: which requests its clients make, and how many bytes come and go.
+"""A proxy in front of a TCPStore: it counts the clients' requests, and the bytes in both directions.
 
-It reads torch's wire format: a byte that says which request it is, then integers of eight bytes, and strings
-with their lengths before them. A request that it does not know is an error, not a guess.
+The proxy reads torch's wire format: one byte for the kind of the request, then integers of eight bytes, and
+strings after their lengths. An unknown request is an error.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import Counter
 from typing import NamedTuple
 
 _INTEGER = struct.Struct("<Q")
-# The requests by their first byte, and what follows it: s a string, q an integer of 8 bytes, i one of 4,
-# * a count and that many of what comes after it.
+# The requests by their first byte, and the fields that follow: s is a string, q an integer of 8 bytes, i an
+# integer of 4 bytes, * a count of repetitions of the fields after it.
 _REQUESTS = (
     ("validate", "i"),
     ("set", "ss"),
@@ -38,8 +38,8 @@ class Request(NamedTuple):
 
     Attributes:
         name: the store's operation.
-        num_keys: how many keys it names.
-        nbytes: its size.
+        num_keys: number of keys in the request.
+        nbytes: size of the request.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Request(NamedTuple):
 
 
 class StoreProxy:
-    """Forwards what comes to :attr:`port` to a store on this machine, and counts it.
+    """Forwards and counts requests from :attr:`port` to a store on this machine.
 
     Attributes:
-        clients: the requests of each connection, in the order in which the clients came.
-        replied: the bytes that went back, to all.
+        clients: the requests of each connection, in the order of the connections.
+        replied: the bytes of all answers.
     """
 
     def __init__(self, store_port: int) -> None:
@@ -66,7 +66,7 @@ class StoreProxy:
         self._is_open.wait()
 
     def totals(self) -> Counter[str]:
-        """How many requests of each kind all clients have made."""
+        """The number of requests of each kind, over all clients."""
         return Counter(request.name for requests in self.clients for request in requests)
 
     async def _serve(self) -> None:
@@ -85,7 +85,7 @@ class StoreProxy:
                 request, message = await _read(reader)
                 requests.append(request)
                 to_writer.write(message)
-        except asyncio.IncompleteReadError:  # the client has gone
+        except asyncio.IncompleteReadError:  # the client has disconnected
             to_writer.close()
             await replies
             writer.close()
@@ -97,7 +97,7 @@ class StoreProxy:
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[Request, bytes]:
-    """The next request of a client, and its bytes."""
+    """The next request of a client, and the request's bytes."""
     first = await reader.readexactly(1)
     name, fields = _REQUESTS[first[0]]
     parts = [first]

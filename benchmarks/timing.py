@@ -1,4 +1,4 @@
-"""Timing contenders side by side: short blocks of calls in turn, so that noise meets all of them alike."""
+"""Time contenders side by side: short blocks of calls in turn, so that noise affects all of them alike."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Samples = dict[str, list[float]]
 
 _MAX_CALLS = 100_000
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 1_000
-# A contender that is declared slow gets this many rounds of one call; it is shown, no bar hangs on it.
+# Number of rounds, of one call each, for a slow contender. The table shows it, but no bar uses it.
 _SLOW_ROUNDS = 3
 
 
 class Effort(NamedTuple):
-    """How long to measure.
+    """The duration of measurements.
 
     Attributes:
-        row_seconds: for a row of the table, all contenders together.
-        block_seconds: for a block of calls of the slowest contender of a row.
-        repeats: of what is measured in fresh processes.
+        row_seconds: time for a row of the table, over all contenders.
+        block_seconds: time for a block of calls of a row's slowest contender.
+        repeats: repetitions of measurements in fresh processes.
         workers: numbers of workers for the curve of launches.
         ignite_workers: the same for pytorch-ignite, whose launches take seconds.
     """
@@ -43,12 +43,12 @@ FULL = Effort(6.0, 0.008, 7, (2, 4, 8, 16, 32), (2, 4, 8, 16))
 
 
 class Party(NamedTuple):
-    """Those who time together: the ranks of a world, or one process alone.
+    """The processes that measure together: the ranks of a world, or one process alone.
 
     Attributes:
-        agree: rank 0's value, on every rank.
+        agree: returns rank 0's value, on every rank.
         barrier: returns when every rank has called it.
-        synchronize: returns when the device has done what it was given.
+        synchronize: returns when the device has finished its work.
     """
 
     agree: Callable[[Any], Any]
@@ -66,16 +66,16 @@ def time_in_turn(
     slow: Collection[str] = (),
     weight: float = 1.0,
 ) -> Samples:
-    """Time the contenders in turn, in short blocks; every rank calls it with the same names.
+    """Time the contenders in turn, in short blocks. Every rank calls this with the same names.
 
-    A block is a barrier, one call that is not timed and as many timed calls as fit ``effort.block_seconds``,
-    the same number for all contenders of a row. Every round has each contender once, in a new order, so that
-    none of them always comes after the same one.
+    A block is a barrier, one untimed call and as many timed calls as fit ``effort.block_seconds``. All
+    contenders of a row get the same number of calls. Every round has each contender once, in a new order, so
+    that no contender always follows the same other contender.
 
     Args:
-        contenders: what is timed, by name; called without arguments.
-        effort: how long.
-        party: who times together.
+        contenders: the timed functions by name, called without arguments.
+        effort: the duration of the measurement.
+        party: the processes that measure together.
         slow: names of contenders that get a few rounds of one call only.
         weight: this row's share of time, relative to others.
     """
@@ -122,7 +122,7 @@ def _calibrate(
 def _block(call: Callable[[], Any], calls: int, party: Party) -> float:
     """Seconds per call."""
     party.barrier()
-    call()  # ranks leave a barrier one after the other; this brings them into step
+    call()  # untimed: it synchronises the ranks, which leave a barrier one after the other
     party.synchronize()
     start = time.perf_counter()
     for _ in repeat(None, calls):
@@ -132,7 +132,7 @@ def _block(call: Callable[[], Any], calls: int, party: Party) -> float:
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
-    """The numbers that are kept of a series."""
+    """The summary of a series of numbers."""
     return {
         "min": min(values),
         "median": statistics.median(values),
@@ -142,7 +142,7 @@ def summarize(values: Sequence[float]) -> dict[str, float]:
 
 
 def memory_of(field: str) -> int:
-    """Bytes of this process by a field of Linux's ``/proc``: ``VmHWM``, ``Pss``, ``Private_Dirty``, ..."""
+    """Bytes of this process in a field of Linux's ``/proc``: ``VmHWM``, ``Pss``, ``Private_Dirty``, ..."""
     path = "/proc/self/status" if field.startswith("Vm") else "/proc/self/smaps_rollup"
     with open(path) as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

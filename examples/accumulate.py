@@ -1,8 +1,8 @@
-"""Accumulate gradients over microbatches with each of the three strategies, and look at what it costs.
+"""Accumulate gradients over microbatches with each of the three strategies, and compare their costs.
 
-    python examples/accumulate.py                          # this process alone
+    python examples/accumulate.py                          # one process
     python examples/accumulate.py --nproc-per-node 2       # starts two processes
-    torchrun --nproc-per-node 2 examples/accumulate.py     # joins the two that torchrun has started
+    torchrun --nproc-per-node 2 examples/accumulate.py     # joins torchrun's two processes
     python examples/accumulate.py --backend horovod --nproc-per-node 2
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/accumulate.py --backend xla-tpu --nproc-per-node 2
 
@@ -14,12 +14,13 @@ With gloo, two processes on two busy cores print:
     MULTI_AUTO_SYNC    True                           119.5   2.3e-07
     FORCED_SYNC        False                           92.7   2.3e-07
 
-How far off is an element's largest error, relative to the largest element, on the first step.
+"Gradient off by" is the largest error of an element, relative to the largest element, in the first step.
 
-The images of a step's last microbatch have no labels, so the classifier is not used there. And with
-SINGLE_AUTO_SYNC that is the backward pass in which ``DistributedDataParallel`` averages. By itself it would
-wait for the classifier's gradient, average nothing and say so only in the next step. The block of
-``accumulate`` gives it what it waits for, so each row is right, with ``find_unused_parameters=True`` or not.
+The images of a step's last microbatch have no labels, so this microbatch does not use the classifier. With
+SINGLE_AUTO_SYNC ``DistributedDataParallel`` averages in the backward pass of this microbatch. Without
+``accumulate`` it would wait for the classifier's gradient, average nothing and report this only in the next
+step. The block of ``accumulate`` provides the missing gradients, so each row is right, with
+``find_unused_parameters=True`` or without.
 """
 
 import argparse
@@ -39,8 +40,8 @@ from torch.utils.data import TensorDataset
 import ignite_dist as idist
 
 NUM_MICROBATCHES = 4  # per step
-BATCH_SIZE = 32  # of a microbatch, of all processes together
-WIDTH = 512  # a third of a million parameters, so that it takes a while to average their gradients
+BATCH_SIZE = 32  # images of a microbatch, over all processes
+WIDTH = 512  # a third of a million parameters, so that the averaging of their gradients takes some time
 
 
 SINGLE, MULTI, FORCED = idist.DDPSyncStrategy
@@ -48,7 +49,7 @@ ROWS = [(SINGLE, False), (SINGLE, True), (MULTI, True), (FORCED, False)]  # with
 
 
 class Net(nn.Module):
-    """``(batch, 64) ->`` a loss: images that have labels are classified, others are reconstructed."""
+    """``(batch, 64) ->`` a loss: images with labels are classified, others are reconstructed."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +70,7 @@ def load_data():
 
 
 def compare(local_rank, epochs):
-    """What every process runs: each strategy in turn, from the same weights and on the same images."""
+    """Every process runs this: each strategy in turn, from the same weights and on the same images."""
     torch.set_num_threads(1)  # processes that share the cores would wait for each other
     rows = [measure(*row, epochs) for row in ROWS]
     if idist.get_rank() == 0:
@@ -79,7 +80,7 @@ def compare(local_rank, epochs):
 
 
 def measure(strategy, find_unused, epochs):
-    """Train with ``strategy``. The median seconds per step, and how far off the first gradient was."""
+    """Train with ``strategy``. Returns the median seconds per step, and the error of the first gradient."""
     data_set = load_data()
     loader = idist.auto_dataloader(data_set, batch_size=BATCH_SIZE, shuffle=False, drop_last=True)
     with idist.one_rank_first():  # replicas of XLA are threads, which share one random state
@@ -97,7 +98,7 @@ def measure(strategy, find_unused, epochs):
                 model(images, None if sync.is_final else labels).backward()
             if not sync.is_final:
                 continue
-            # Where the step would average the gradients, they are averaged here, so one can look at them.
+            # If optimizer.step() averages the gradients, clip_grad_norm averages them already here.
             norm = idist.clip_grad_norm(model, inf)
             if distance is None:
                 distance = distance_to(wanted, model)
@@ -109,9 +110,9 @@ def measure(strategy, find_unused, epochs):
 
 
 def gradient_of_one_process(net, data_set, batch_size):
-    """The gradient of the first step's mean loss, over the images of all ranks, in double precision."""
+    """Gradient of the first step's mean loss, over the images of all ranks, in double precision."""
     net = deepcopy(net).cpu().double()
-    # Rank r has every world_size-th image, so the k-th batches of all ranks make up the k-th of one process.
+    # Rank r has every world_size-th image, so the k-th batches of all ranks form one process's k-th batch.
     images, labels = (tensor.split(batch_size * idist.get_world_size()) for tensor in data_set.tensors)
     for number in range(NUM_MICROBATCHES):
         is_final = number == NUM_MICROBATCHES - 1
@@ -146,15 +147,15 @@ def main():
     where = vars(parser.parse_args())
     epochs = where.pop("epochs")
 
-    # torchrun or horovodrun, or whatever started us, has set one of them.
+    # torchrun, horovodrun or another launcher has set one of these variables.
     launched = "WORLD_SIZE" in os.environ or "HOROVOD_SIZE" in os.environ
     if launched and where["nproc_per_node"]:
-        parser.error("--nproc-per-node starts processes, but a launcher has started this one: leave it out")
+        parser.error("leave out --nproc-per-node: a launcher has started this process")
     if where["backend"] is None and (launched or where["nproc_per_node"]):
         where["backend"] = default_backend(where["nproc_per_node"])
     try:
         parallel = idist.Parallel(**where)
-    except (ValueError, RuntimeError) as error:  # says what cannot be had here, and how to get it
+    except (ValueError, RuntimeError) as error:  # the message says what is missing, and how to install it
         parser.error(str(error))
     with parallel:
         parallel.run(compare, epochs)

@@ -1,17 +1,17 @@
-"""Learn to see digits without their names, then learn the names from fifty of them.
+"""Learn features of digits without labels, then classify digits with fifty labels.
 
-    python examples/contrastive.py                         # this process alone
+    python examples/contrastive.py                         # one process
     python examples/contrastive.py --nproc-per-node 2      # starts two processes
-    torchrun --nproc-per-node 2 examples/contrastive.py    # joins the two that torchrun has started
+    torchrun --nproc-per-node 2 examples/contrastive.py    # joins torchrun's two processes
     python examples/contrastive.py --backend horovod --nproc-per-node 2
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/contrastive.py --backend xla-tpu --nproc-per-node 2
 
-The encoder is shown two distorted views of each image and learns to tell which of the whole batch belong
-together (InfoNCE, https://arxiv.org/abs/1807.03748). The more images to choose from, the more there is to
-learn, so each rank compares its own with those of all ranks: their embeddings are gathered with a gradient.
-A test image then gets the label of the nearest among fifty labelled ones.
+The encoder gets two distorted views of each image and learns which views of the whole batch belong
+together (InfoNCE, https://arxiv.org/abs/1807.03748). The encoder learns more from larger batches, so each
+rank compares its own images with the images of all ranks: the embeddings are gathered with a gradient.
+A test image then gets the label of the nearest of fifty labelled images.
 
-However it is started, it trains on the same batches and the same views: results differ by rounding only.
+Every launch trains on the same batches and the same views: results differ by rounding only.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from torch.utils.data import DistributedSampler, TensorDataset
 import ignite_dist as idist
 
 NUM_TRAIN, NUM_TEST, NUM_LABELLED = 1437, 360, 50
-BATCH_SIZE = 128  # of all processes together
+BATCH_SIZE = 128  # images over all processes
 TEMPERATURE = 0.1
 
 
 def load_data():
-    """Images ``(1, 8, 8)`` in [-1, 1] with labels in [0, 10): for training, and for the test."""
+    """The training set and the test set: images ``(1, 8, 8)`` in [-1, 1] with labels in [0, 10)."""
     images, labels = load_digits(return_X_y=True)
     images = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
     labels = torch.tensor(labels)
@@ -43,9 +43,9 @@ def load_data():
 
 
 class Encoder(nn.Sequential):
-    """``(batch, 1, 8, 8) -> (batch, 32)``, of length 1.
+    """``(batch, 1, 8, 8) -> (batch, 32)``, vectors of length 1.
 
-    With GroupNorm, because BatchNorm would see only one process's share of a batch.
+    It uses GroupNorm, because BatchNorm would see only one process's share of a batch.
     """
 
     def __init__(self):
@@ -71,10 +71,10 @@ class Encoder(nn.Sequential):
 
 
 def train(local_rank, epochs):
-    """What every process runs."""
+    """Every process runs this."""
     torch.set_num_threads(1)  # the net is too small to gain from more
     train_set, test_set = load_data()
-    # All ranks' k-th batches make up the k-th of a single process: rank r takes every world_size-th image.
+    # Rank r takes every world_size-th image, so the k-th batches of all ranks form one process's k-th batch.
     sampler = DistributedSampler(train_set, **idist.sampler_kwargs(), drop_last=True)
     loader = idist.auto_dataloader(train_set, batch_size=BATCH_SIZE, sampler=sampler, drop_last=True)
     with idist.one_rank_first():  # replicas of XLA are threads, which share one random state
@@ -89,12 +89,12 @@ def train(local_rank, epochs):
         sampler.set_epoch(epoch)
         for images, _ in loader:
             first, second = distorted(images, generator), distorted(images, generator)
-            # One forward pass, as DistributedDataParallel wants it.
+            # One forward pass per backward pass, as DistributedDataParallel requires.
             loss = info_nce(*model(torch.cat([first, second])).chunk(2))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        # One number, and outside the loop: to read it is to wait for the device.
+        # One number, read outside the loop, because item() waits for the device.
         loss = idist.all_reduce(loss.item(), "AVERAGE")
         if idist.get_rank() == 0:
             print(f"epoch {epoch + 1:2}/{epochs}: loss {loss:.4f}")
@@ -105,8 +105,8 @@ def train(local_rank, epochs):
 
 
 def distorted(images, generator):
-    """This rank's images turned, sheared, stretched and shifted a little, and noisy."""
-    # Drawn for the whole batch: each rank takes what a single process would draw for the rank's images.
+    """This rank's images with noise, and slightly turned, sheared, stretched and shifted."""
+    # Draw for the whole batch. Each rank takes the numbers that one process would draw for the same images.
     rank, world_size = idist.get_rank(), idist.get_world_size()
     size = len(images) * world_size
     affine = torch.eye(2, 3) + 0.2 * torch.randn(size, 2, 3, generator=generator)
@@ -119,7 +119,7 @@ def distorted(images, generator):
 def info_nce(first, second):
     """The mean loss of this rank's images, two views each: ``(batch, 32), (batch, 32) -> ()``.
 
-    Every rank's mean is over equally many, so the mean of the ranks' gradients is that of the whole batch.
+    All ranks have the same number of images, so the mean of their gradients is the whole batch's gradient.
     """
     everyones = idist.all_gather(torch.stack([first, second], dim=1), sync_grads=True)
     own = idist.get_rank() * len(first) + torch.arange(len(first), device=first.device)
@@ -144,7 +144,7 @@ def embed(encoder, dataset):
     """The embeddings of all images in the order of ``dataset``, and their labels, on every rank.
 
     Each image is on one rank. Ranks may have different numbers of batches, or none, so ``encoder`` is not
-    what auto_model made of it, whose forward pass may wait for every rank.
+    auto_model's result: a forward pass of the wrapped model may wait for every rank.
     """
     loader = idist.auto_dataloader(dataset, batch_size=256, exact=True)
     found = [(encoder(idist.to_device(images)), idist.to_device(labels)) for images, labels in loader]
@@ -170,15 +170,15 @@ def main():
     where = vars(parser.parse_args())
     epochs = where.pop("epochs")
 
-    # torchrun or horovodrun, or whatever started us, has set one of them.
+    # torchrun, horovodrun or another launcher has set one of these variables.
     launched = "WORLD_SIZE" in os.environ or "HOROVOD_SIZE" in os.environ
     if launched and where["nproc_per_node"]:
-        parser.error("--nproc-per-node starts processes, but a launcher has started this one: leave it out")
+        parser.error("leave out --nproc-per-node: a launcher has started this process")
     if where["backend"] is None and (launched or where["nproc_per_node"]):
         where["backend"] = default_backend(where["nproc_per_node"])
     try:
         parallel = idist.Parallel(**where)
-    except (ValueError, RuntimeError) as error:  # says what cannot be had here, and how to get it
+    except (ValueError, RuntimeError) as error:  # the message says what is missing, and how to install it
         parser.error(str(error))
     with parallel:
         parallel.run(train, epochs)

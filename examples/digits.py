@@ -1,22 +1,22 @@
 """Train a small convolutional network on scikit-learn's 1,797 handwritten digits, on one process or on many.
 
-    python examples/digits.py                           # this process alone
+    python examples/digits.py                           # one process
     python examples/digits.py --nproc-per-node 2        # starts two processes
-    torchrun --nproc-per-node 2 examples/digits.py      # joins the two that torchrun has started
+    torchrun --nproc-per-node 2 examples/digits.py      # joins torchrun's two processes
     torchrun --standalone --max-restarts 3 --nproc-per-node 2 examples/digits.py    # survives three crashes
     python examples/digits.py --backend horovod --nproc-per-node 2        # the same with Horovod
     horovodrun -np 2 python examples/digits.py --backend horovod
-    PJRT_DEVICE=CPU python examples/digits.py --backend xla-tpu           # XLA, which has a CPU too
+    PJRT_DEVICE=CPU python examples/digits.py --backend xla-tpu           # XLA, on the CPU
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/digits.py --backend xla-tpu --nproc-per-node 2
-    mpirun -np 2 python examples/digits.py --backend mpi4py               # a backend of a third party
+    mpirun -np 2 python examples/digits.py --backend mpi4py               # a third-party backend
 
-and on two nodes, here both on one machine. Give a port that is free on node 0, and, from another machine, the
+And on two nodes, here both on one machine. Give a port that is free on node 0. On two machines, also give the
 address of node 0 as --master-addr:
 
     python examples/digits.py --nproc-per-node 1 --nnodes 2 --node-rank 0 --master-port 29400 &
     python examples/digits.py --nproc-per-node 1 --nnodes 2 --node-rank 1 --master-port 29400
 
-However it is started, it trains on the same batches in the same order: the losses differ by rounding only.
+Every launch trains on the same batches in the same order: the losses differ by rounding only.
 """
 
 import argparse
@@ -43,11 +43,11 @@ CHECKPOINT, PLOT = "checkpoint.pt", "digits.png"  # in --output-dir
 
 def load_data():
     """The training set and the test set: images ``(1, 8, 8)`` in [-1, 1] with labels in [0, 10)."""
-    # Installed with scikit-learn. A download would go under `with idist.one_rank_first(local=True):`.
+    # scikit-learn contains the images. Put a download under `with idist.one_rank_first(local=True):`.
     images, labels = load_digits(return_X_y=True)
     images = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
     labels = torch.tensor(labels)
-    # The split does not depend on --seed, so no resumed run finds its training images in its test set.
+    # The split does not depend on --seed, so a resumed run never tests on its training images.
     train, test = train_test_split(
         range(len(labels)), train_size=NUM_TRAIN, test_size=NUM_TEST, stratify=labels, random_state=0
     )
@@ -57,8 +57,8 @@ def load_data():
 class Net(nn.Sequential):
     """``(batch, 1, 8, 8) -> (batch, 10)``, the same on any number of processes.
 
-    Hence GroupNorm: BatchNorm would see only one process's share of a batch. And hence GELU and AvgPool,
-    which are smooth: at the kink of a ReLU or a tie in a MaxPool a rounding error grows ten-thousandfold.
+    It uses GroupNorm, because BatchNorm would see only one process's share of a batch. It uses GELU and
+    AvgPool, which are smooth: at a ReLU's zero or a MaxPool's tie a rounding error grows ten-thousandfold.
     """
 
     def __init__(self):
@@ -81,21 +81,21 @@ class Net(nn.Sequential):
 
 
 def train(local_rank, config):
-    """What every process runs. ``idist`` knows the ranks, the device and the backend."""
+    """Every process runs this. ``idist`` knows the ranks, the device and the backend."""
     torch.set_num_threads(1)  # the net is too small to gain from more
     rank, world_size = idist.get_rank(), idist.get_world_size()
     train_set, test_set = load_data()
 
-    # Left alone, auto_dataloader brings a sampler of its own. With this one any number of processes train on
+    # By default auto_dataloader makes its own sampler. With this sampler any number of processes train on
     # the same batches: rank r takes every world_size-th image of the epoch's permutation, from the r-th on.
-    # So all ranks' k-th batches make up the k-th of a single process. Only full batches do: hence drop_last.
+    # So the k-th batches of all ranks form one process's k-th batch, but only if they are full: drop_last.
     sampler = DistributedSampler(train_set, world_size, rank, seed=config.seed, drop_last=True)
     train_loader = idist.auto_dataloader(
         train_set, batch_size=config.batch_size, sampler=sampler, drop_last=True
     )
 
-    # Replicas of XLA are threads of one process, which share its random state: rank 0, whose weights all get,
-    # draws them while the others wait.
+    # Replicas of XLA are threads of one process, which share its random state. So rank 0 draws the weights
+    # while the others wait; then all ranks get rank 0's weights.
     with idist.one_rank_first():
         torch.manual_seed(config.seed)
         net = Net()
@@ -128,7 +128,7 @@ def train(local_rank, config):
 
 
 def train_epoch(model, loader, optimizer, progress):
-    """One pass over the training set. Returns its metrics, over the images of all ranks."""
+    """Train for one pass over the training set. Returns the metrics over the images of all ranks."""
     model.train()
     device = idist.device()
     loss_sum = torch.zeros((), device=device)
@@ -156,11 +156,11 @@ def train_epoch(model, loader, optimizer, progress):
 
 @torch.no_grad()
 def evaluate(net, dataset):
-    """The confusion matrix over ``dataset``, ``(10, 10)``: true digit by predicted digit. All ranks call it.
+    """Confusion matrix over ``dataset``, ``(10, 10)``: true digit by predicted digit. All ranks call this.
 
-    Each image is on one rank, while a sampler would repeat some to make the shares equal. So ranks may have
-    different numbers of batches, or none. Hence ``net`` is not what auto_model made of it, whose forward pass
-    may communicate and then waits for every rank.
+    Each image is on one rank; a sampler would repeat some images to make the shares equal. So ranks may have
+    different numbers of batches, or none. So ``net`` is not auto_model's result: a forward pass of the
+    wrapped model may communicate, and then waits for every rank.
     """
     net.eval()
     device = idist.device()
@@ -181,7 +181,7 @@ def accuracy(confusion):
 
 @idist.one_rank_only(with_barrier=True)
 def save_checkpoint(checkpoint, path):
-    """Write a checkpoint, on rank 0. Whenever the job is killed, ``path`` is the old one or the new one."""
+    """Write a checkpoint, on rank 0. If the job is killed, ``path`` is the old or the new checkpoint."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
@@ -192,7 +192,7 @@ def save_checkpoint(checkpoint, path):
 
 
 def on_cpu(value):
-    """``value`` with its tensors on the CPU: those of an XLA device could be read nowhere else."""
+    """``value`` with its tensors on the CPU: saved tensors of an XLA device load only to that device."""
     if isinstance(value, torch.Tensor):
         return value.cpu()
     if isinstance(value, dict):
@@ -204,10 +204,10 @@ def on_cpu(value):
 
 @idist.one_rank_only(broadcast=True)
 def load_checkpoint(config):
-    """The checkpoint to go on from, or None. Read on rank 0, for all: other nodes need not see that disk.
+    """The checkpoint to resume from, or None. Only rank 0 reads it: other nodes need no access to its disk.
 
-    When a rank dies, ``torchrun --max-restarts`` starts all of them again, with the same arguments. Hence a
-    checkpoint of this very job is taken without ``--resume``, and one of an earlier job is not.
+    When a rank dies, ``torchrun --max-restarts`` starts all ranks again, with the same arguments. So this job
+    resumes from its own checkpoint without ``--resume``, but not from the checkpoint of an earlier job.
     """
     path, job = config.output_dir / CHECKPOINT, job_of(config)
     if not config.resume and (job is None or not path.exists()):
@@ -217,9 +217,9 @@ def load_checkpoint(config):
 
 
 def job_of(config):
-    """What torchrun calls this job, and its arguments: the same after a restart, and not in another job.
+    """torchrun's id of this job, and the job's arguments: the same after a restart, different in another job.
 
-    None without torchrun. An older one, torch 2.9's, gives no id either without --standalone or --rdzv-id.
+    None without torchrun. torch 2.9's torchrun also gives no id without --standalone or --rdzv-id.
     """
     job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return None if job == "none" else f"{job} {sorted(vars(config).items())}"
@@ -229,7 +229,7 @@ def job_of(config):
 def report(history, confusion, path):
     """Plot the loss curve and the confusion matrix, and print the result, on rank 0."""
     title = f"test accuracy: {accuracy(confusion):.1%}"
-    figure = Figure(figsize=(11, 4.8), layout="constrained")  # not pyplot, which may look for a display
+    figure = Figure(figsize=(11, 4.8), layout="constrained")  # not pyplot, which may need a display
     left, right = figure.subplots(1, 2, width_ratios=[6, 5])
 
     epochs = range(1, len(history) + 1)
@@ -238,7 +238,7 @@ def report(history, confusion, path):
     left.xaxis.get_major_locator().set_params(integer=True)
     left.grid(which="both", alpha=0.3)
 
-    # Logarithmic colours: one mistake among 36 images would be white otherwise.
+    # Logarithmic colours, because one mistake among 36 images would be white on a linear scale.
     right.imshow(confusion.log1p(), cmap="Blues")
     right.set(title=f"{title} of {confusion.sum()} images", xlabel="predicted digit", ylabel="true digit")
     right.set(xticks=range(10), yticks=range(10))
@@ -260,10 +260,10 @@ def parse_arguments(launched):
         description="Train on scikit-learn's handwritten digits, on one process or on many."
     )
     add = parser.add_argument
-    add("--epochs", type=positive_int, default=10, help="in all, with those before --resume (%(default)s)")
-    add("--batch-size", type=positive_int, default=32, help="of all processes together (%(default)s)")
+    add("--epochs", type=positive_int, default=10, help="total, with epochs before --resume (%(default)s)")
+    add("--batch-size", type=positive_int, default=32, help="images over all processes (%(default)s)")
     add("--lr", type=float, default=0.05, help="learning rate of the first epoch (%(default)s)")
-    add("--seed", type=int, default=0, help="of the weights and the order of the images (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and image order (%(default)s)")
     add("--output-dir", type=Path, default=Path("runs/digits"), help="for checkpoint and plot (%(default)s)")
     add("--resume", action="store_true", help="continue from the checkpoint in the output directory")
     add("--backend", help=f"{', '.join(idist.available_backends())} (gloo; nccl with a GPU per process)")
@@ -275,7 +275,7 @@ def parse_arguments(launched):
     args = parser.parse_args()
 
     if launched and args.nproc_per_node:
-        parser.error("--nproc-per-node starts processes, but a launcher has started this one: leave it out")
+        parser.error("leave out --nproc-per-node: a launcher has started this process")
     if args.nnodes is not None and args.nnodes > 1:
         required = ("nproc_per_node", "node_rank", "master_port")
         missing = ["--" + name.replace("_", "-") for name in required if getattr(args, name) is None]
@@ -285,7 +285,7 @@ def parse_arguments(launched):
     if args.batch_size > NUM_TRAIN:
         parser.error(f"--batch-size {args.batch_size} is more than the {NUM_TRAIN} training images")
     checkpoint = args.output_dir / CHECKPOINT
-    # Rank 0 alone reads it. Where that is known to run here, say early that there is none.
+    # Only rank 0 reads the checkpoint. If rank 0 surely runs here, report a missing checkpoint early.
     if args.resume and not launched and not args.node_rank and not checkpoint.exists():
         parser.error(f"--resume: there is no {checkpoint}")
     return args
@@ -305,17 +305,17 @@ def default_backend(nproc_per_node):
 
 
 def main():
-    # torchrun, horovodrun or mpirun, or whatever started us, has set one of them.
+    # torchrun, horovodrun, mpirun or another launcher has set one of these variables.
     launched = any(name in os.environ for name in ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE"))
     args = parse_arguments(launched)
     backend = args.backend
     if backend == "mpi4py":
-        import mpi4py_backend  # noqa: F401  # beside this file; it registers that backend
+        import mpi4py_backend  # noqa: F401  # in this file's folder; the import registers the backend
     if backend is None and (launched or args.nproc_per_node):
         backend = default_backend(args.nproc_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
-    # It starts the processes if it is told how many, joins them if a launcher has started them, and with
-    # backend=None trains in this one.
+    # Parallel starts processes if nproc_per_node is given, and joins a launcher's processes otherwise.
+    # With backend=None it trains in this process.
     try:
         parallel = idist.Parallel(
             backend=backend,
@@ -325,7 +325,7 @@ def main():
             master_addr=args.master_addr,
             master_port=args.master_port,
         )
-    except (ValueError, RuntimeError) as error:  # says what cannot be had here, and how to get it
+    except (ValueError, RuntimeError) as error:  # the message says what is missing, and how to install it
         raise SystemExit(f"digits.py: error: {error}") from None
     with parallel:
         parallel.run(train, args)

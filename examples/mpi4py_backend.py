@@ -1,15 +1,15 @@
-"""A backend of a third party: mpi4py carries the collectives, over Open MPI or any other MPI.
+"""A third-party backend: mpi4py carries the collectives, over Open MPI or any other MPI.
 
     mpirun -np 2 python examples/digits.py --backend mpi4py     # after `pip install mpi4py`
 
-In a script of your own, which mpirun starts too::
+In your own script, also started by mpirun::
 
     import mpi4py_backend                      # registers the backend
     idist.initialize("mpi4py")
     idist.all_reduce(torch.ones(3))
     idist.finalize()
 
-What each method has to do is written in `ignite_dist/comp_models/base.py`.
+`ignite_dist/comp_models/base.py` documents what each method must do.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from torch import Tensor
 from ignite_dist import register_computation_model
 from ignite_dist.comp_models.base import ComputationModel, Group, Transport, Work, waits_for_ranks
 
-# MPI's names of what it reduces. `ignite_dist` sends other dtypes and operations (float16, MIN of a float)
-# as one of these, or gathers and reduces them on each rank. MPI's own MIN of floats may lose a NaN.
+# MPI's names of dtypes and operations. `ignite_dist` sends other dtypes and operations (float16, MIN of
+# floats) as one of these, or gathers and reduces them on each rank. MPI's own MIN of floats may lose a NaN.
 DTYPES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int32: "INT32_T", torch.int64: "INT64_T"}
 OPS = {"SUM": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX", "AND": "BAND", "OR": "BOR"}
 
 
 @register_computation_model
 class MpiModel(ComputationModel):
-    """A context. It has a communicator of its own, so the script may use mpi4py beside it."""
+    """A context. It has its own communicator, so the script may also use mpi4py directly."""
 
     name = "mpi4py-dist"
     library = "mpi4py.MPI"
@@ -51,7 +51,7 @@ class MpiModel(ComputationModel):
 
     @classmethod
     def open(cls, backend: str) -> MpiModel:  # type: ignore[override]  # it has no options
-        if cls.library not in sys.modules:  # its import starts MPI; a script that has made it ends MPI, too
+        if cls.library not in sys.modules:  # the import starts MPI; the script that imports it also ends MPI
             import mpi4py
 
             mpi4py.rc.finalize = False
@@ -59,14 +59,14 @@ class MpiModel(ComputationModel):
         from mpi4py import MPI
 
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-            raise RuntimeError("This MPI was started for one thread alone: ask it for THREAD_MULTIPLE.")
+            raise RuntimeError("MPI was started for one thread only: request THREAD_MULTIPLE.")
         cls.live, cls.has_failed = cls(MPI), False
-        cls.live.find_topology()  # an exchange: here every rank takes part, so no getter has to ask later
+        cls.live.find_topology()  # every rank takes part in this exchange, so no getter communicates later
         return cls.live
 
     @classmethod
     def find(cls) -> MpiModel | None:
-        return cls.live  # MPI alone is no context: importing mpi4py.MPI starts it
+        return cls.live  # MPI alone is not a context: importing mpi4py.MPI starts MPI
 
     def is_current(self) -> bool:
         return MpiModel.live is self
@@ -82,9 +82,9 @@ class MpiModel(ComputationModel):
 
     @classmethod
     def finalize_mpi(cls, pid: int) -> None:
-        """At the end of the process: MPI_Finalize waits for every rank, and others may wait for this one.
+        """Finalize MPI at the end of the process. MPI_Finalize waits for every rank, in every rank.
 
-        So a rank that has failed ends without it, and mpirun then ends the others.
+        So a failed rank ends without MPI_Finalize, and mpirun then ends the other ranks.
         """
         if os.getpid() == pid and not cls.has_failed and not hasattr(sys, "last_type"):
             sys.modules[cls.library].Finalize()
@@ -117,7 +117,7 @@ class MpiGroup:
 
 
 class MpiTransport(Transport):
-    """Tensors in MPI's nonblocking collectives, which take them where they are in memory: without a copy."""
+    """MPI's nonblocking collectives on tensors, without a copy of the tensors."""
 
     overlap = True  # MPI matches the collectives of a communicator by their order
 
@@ -155,7 +155,7 @@ class MpiTransport(Transport):
 
     def make_group(self, ranks: tuple[int, ...]) -> MpiGroup:  # type: ignore[override]  # it has no options
         key, comm = f"{ranks} {sum(one.ranks == ranks for one in self.groups)}", None
-        if self.world.comm.rank in ranks:  # the tag keeps apart what threads make at once
+        if self.world.comm.rank in ranks:  # the tag separates groups that threads make at once
             tag, members = zlib.crc32(key.encode()) % 30_000, self.world.comm.group.Incl(ranks)
             comm = self.world.comm.Create_group(members, tag)
         self.groups.append(group := MpiGroup(comm, ranks, key))
@@ -174,23 +174,23 @@ class MpiTransport(Transport):
 
 
 class MpiWork(Work):
-    """A collective that has begun, as MPI's request. It goes on while a thread of this rank calls MPI."""
+    """A running collective, as MPI's request. It makes progress while a thread of this rank calls MPI."""
 
-    unfinished: ClassVar[set[MpiWork]] = set()  # MPI may still write there, also when nobody waits any longer
+    unfinished: ClassVar[set[MpiWork]] = set()  # MPI may still write to their tensors, even if nobody waits
 
     def __init__(self, transport: MpiTransport, request: Any, result: Any, *others: Tensor) -> None:
         self.transport, self.request, self.result, self.others = transport, request, result, others
-        self.lock = threading.RLock()  # MPI forbids that two threads test one request
+        self.lock = threading.RLock()  # MPI forbids two threads to test one request at once
         self.unfinished.add(self)
 
     @waits_for_ranks
     def wait(self, timeout: Any = None) -> Any:
         pause = 0.0
         while not self.is_completed():
-            time.sleep(pause)  # MPI's own wait would take a whole core, which other ranks may need
+            time.sleep(pause)  # MPI's own wait would use a whole core, which other ranks may need
             pause = min(pause + 1e-6, 1e-3)
         if self in self.unfinished:
-            raise RuntimeError("Another rank is gone, so this collective cannot complete.")
+            raise RuntimeError("Another rank has ended, so this collective cannot complete.")
         return self.result
 
     def is_completed(self) -> bool:

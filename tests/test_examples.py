@@ -267,4 +267,4 @@ def test_misuse_under_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(sys, "argv", ["digits.py", "--nproc-per-node", "2"])
     with pytest.raises(SystemExit):
         parse_arguments(launched=True)
-    assert "a launcher has started this one" in capsys.readouterr().err
+    assert "a launcher has started this process" in capsys.readouterr().err

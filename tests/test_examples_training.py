@@ -140,4 +140,4 @@ def test_misuse(name: str, options: tuple[Any, ...], message: str) -> None:
 @pytest.mark.parametrize("name", ["accumulate.py", "contrastive.py"])
 def test_misuse_under_torchrun(name: str) -> None:
     ended = run_python(ROOT / "examples" / name, *TWO, env=plain_environ(RANK="0", WORLD_SIZE="1"))
-    assert ended.returncode == 2 and "a launcher has started this one" in ended.stdout, ended.stdout
+    assert ended.returncode == 2 and "a launcher has started this process" in ended.stdout, ended.stdout

@@ -49,13 +49,14 @@ def auto_model(
     first rank of ``process_group`` or ``mesh``). A module without trainable parameters stays as it is, and no
     rank waits for another.
 
-    Unfreeze parameters before this call. No rank averages the gradients of a model that is entirely frozen
-    here, nor, with ``DistributedDataParallel``, those of a frozen parameter. A backward pass that computes
-    such a gradient raises ``RuntimeError``. ``auto_model(unwrap_model(model))`` adapts the model again.
+    Unfreeze parameters before this call. The gradients of a model that is entirely frozen now are never
+    averaged. With ``DistributedDataParallel`` this holds for each single frozen parameter. A backward pass
+    that computes such a gradient raises ``RuntimeError``. ``auto_model(unwrap_model(model))`` adapts the
+    model again.
 
     In training each rank has its own running statistics (buffers). Each pass over a loader of
-    ``auto_dataloader(exact=...)`` begins with a broadcast of rank 0's buffers. Before another evaluation call
-    ``broadcast(buffer)`` for each of ``unwrap_model(model).buffers()``.
+    ``auto_dataloader(exact=...)`` begins with a broadcast of rank 0's buffers. Before an
+    evaluation of any other kind, broadcast each buffer of ``unwrap_model(model).buffers()`` yourself.
 
     Args:
         model: any module.
@@ -101,7 +102,7 @@ def auto_model(
     inner = unwrap_model(wrapped)
     group = live.training.gradient_group(wrapped, ())
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if is_trained and wrapped is model:  # a wrapper has broadcast them already
+    if is_trained and wrapped is model:  # a wrapper has broadcast the parameters
         _broadcast(live, model, group)
     if is_trained:
         remember_model(live, inner, group, kwargs.get("broadcast_buffers", True))

@@ -118,7 +118,7 @@ class RankFailedError(DistributedError):
 
 
 class WorkerRaisedError(RankFailedError, ProcessRaisedException):
-    """A worker of ``spawn`` raised. Also a ``torch.multiprocessing.ProcessRaisedException``."""
+    """A worker of ``spawn`` raised an exception. A subclass of torch's ``ProcessRaisedException``, too."""
 
     def __init__(
         self,

@@ -175,7 +175,7 @@ class Shard(IterableDataset[Any]):
         return len(range(len(self.dataset))[rank :: self.num_replicas])  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        """The attribute of the data set: ``loader.dataset.set_epoch(...)``."""
+        """The attribute of the wrapped data set, so that ``loader.dataset.set_epoch(...)`` works."""
         if name.startswith("_") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)

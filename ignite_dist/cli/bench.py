@@ -211,7 +211,8 @@ def _calls(collective: str, tensor: Tensor, out: Tensor) -> list[Callable[[], An
 
 def _time_in_turn(calls: Sequence[Callable[[], Any]], tensor: Tensor) -> list[list[float]]:
     """Samples of seconds per call, for each of ``calls``. Calls alternate, so noise affects all equally."""
-    # All ranks must make the same number of calls, so the ranks agree on the time of one call.
+    # All ranks must make the same number of calls. The duration of one call gives this number, so all ranks
+    # use the longest duration of any rank.
     # The first block opens connections and fills caches.
     first = idist.all_reduce(max(_block(call, 2, tensor) for call in calls), "MAX")
     few = 3 if first < 0.01 else 1

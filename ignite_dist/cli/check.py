@@ -50,7 +50,7 @@ class CheckReport(NamedTuple):
 
     @property
     def failures(self) -> list[Cell]:
-        """The failed cells. If several ranks failed, the cell of the lowest rank."""
+        """The failed cells. A cell that failed on several ranks names the lowest of these ranks."""
         return [cell for cell in self.cells if cell.outcome == "failed"]
 
     @property

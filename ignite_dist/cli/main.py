@@ -105,7 +105,7 @@ def _arguments_of_ranks() -> _Parser:
     parser = _Parser(add_help=False)
     parser.add_argument("--backend", default="gloo", help="one of those that `env` shows (%(default)s)")
     parser.add_argument(
-        "--nproc-per-node", type=int, metavar="N", help="processes to start here (2), without a launcher"
+        "--nproc-per-node", type=int, metavar="N", help="processes on this machine, without a launcher (2)"
     )
     parser.add_argument("--nnodes", type=int, metavar="N", help="machines; run the command on each")
     parser.add_argument("--node-rank", type=int, metavar="I", help="number of this machine, from 0")
@@ -122,7 +122,7 @@ def _seconds(text: str) -> timedelta:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 1e-3 <= seconds < 1e9:  # stores count milliseconds
+    if not 1e-3 <= seconds < 1e9:  # a store rounds timeouts to milliseconds
         raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
     return timedelta(seconds=seconds)
 

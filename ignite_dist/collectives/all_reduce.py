@@ -109,8 +109,8 @@ def all_reduce(
         ``(*S)``, of the same type as ``tensor``.
 
     Raises:
-        TypeError: a value or dtype that cannot be reduced by ``op``, or a dict key of another type. Nothing
-            was sent.
+        TypeError: ``op`` cannot reduce the value or its dtype, or a dict key has another type than the above.
+            Nothing was sent.
         ValueError: the ``op`` or group is unknown, the elements of the tensor share memory, or
             ``sync_grads`` is combined with another ``op``, with ``async_op``, or on XLA with a group of only
             some ranks. Nothing was sent.

@@ -98,7 +98,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
         extent += stride * (size - 1)
     else:
         return False  # each stride is larger than the extent of the smaller dimensions
-    # An unusual layout, as of as_strided(): mark the address of each element and count the marks.
+    # An unusual layout, for example from as_strided(). Mark the address of each element, count the marks.
     extent = sum(stride * (size - 1) for stride, size in dimensions)
     if tensor.numel() > extent + 1:
         return True

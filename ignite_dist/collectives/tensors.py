@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     Attributes:
         moves: True if tensors are copied to another device for sending. The plan does not store that device,
             because XLA replicas share a model but have different devices.
-        carrier: carrier dtype and operation; None if the tensors are gathered and reduced on each rank.
+        carrier: the dtype and operation that the backend runs; None if each rank gathers and reduces.
         in_place: True if the backend reduces the caller's tensor in place.
         rounds_once: True if the model itself reduces narrow floats in float64.
     """

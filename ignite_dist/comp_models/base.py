@@ -196,7 +196,7 @@ class ComputationModel(ABC):
             warnings.warn(f"Not every rank reached finalize(): {error}", stacklevel=4)
 
     def context_mark(self) -> object | None:
-        """Return an object that identifies this context; None if a forked child may use it.
+        """Return an object that identifies this context; None if a forked child may use the context.
 
         The object is compared by identity. ``self`` is enough if each context has one model.
         """

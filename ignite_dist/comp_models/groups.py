@@ -48,7 +48,7 @@ class Groups:
             )
 
     def new(self, ranks: Sequence[int], **options: Any) -> Any:
-        """A new handle for ``ranks``. Without options, a list of ``ranks`` then resolves to this handle."""
+        """A new handle for ``ranks``. Without options, later lists of ``ranks`` stand for this handle."""
         checked = self._checked(ranks)
         handle = self._transport.make_group(checked, **options)
         if not options:

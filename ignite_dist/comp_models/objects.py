@@ -80,7 +80,7 @@ class Objects:
         Raises:
             TypeError: ``value`` cannot be serialised; nothing was sent.
             UnsafeObjectError: see :meth:`gather`.
-            CollectiveMismatchError: ``src`` made another call.
+            CollectiveMismatchError: ``src`` called a different collective.
         """
         return self.broadcast_packed(self.packed(value) if self._rank() == src else b"", src, group)
 

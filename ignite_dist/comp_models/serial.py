@@ -176,7 +176,7 @@ class WatchfulSerialModel(SerialModel):
 
     Args:
         num_modules: as for :class:`SerialModel`.
-        others: the computation models of these libraries.
+        others: the computation models of the imported libraries.
     """
 
     def __init__(self, num_modules: int, others: Sequence[type[ComputationModel]]) -> None:
@@ -211,9 +211,9 @@ def _check_launch() -> None:
         return
     if is_worker:
         raise RuntimeError(
-            f"This DataLoader worker has no context, and its main process is one of "
-            f"{environment.world_size} ({environment.reason}). Call collectives in the main process, and "
-            "pass values that a worker needs, such as the rank, to the data set."
+            "This DataLoader worker has no context, but its main process is one of "
+            f"{environment.world_size} ranks ({environment.reason}). Call collectives in the main process, "
+            "and pass values that a worker needs, such as the rank, to the data set."
         )
     _warned = True
     warnings.warn(

@@ -83,8 +83,8 @@ class Topology(NamedTuple):
 
 # --- places as bytes -----------------------------------------------------------------------------------
 
-# A magic number with the format's version, the local rank, a digest of the node's name. The size is fixed, so
-# one collective is enough. The size is small, because every rank receives one place from every other rank.
+# A place has three fields: a magic number with the format's version, the local rank, and a digest of the
+# node's name. Its size is fixed, so one collective is enough, and small, because every rank receives all.
 # With 100,000 names, two names have the same digest in fewer than one of 10^9 jobs.
 _PLACE = struct.Struct("<4sq8s")
 _MAGIC = b"idp1"

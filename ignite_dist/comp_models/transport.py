@@ -78,7 +78,7 @@ class Transport(ABC):
     overlap: ClassVar[bool] = False
     """True if a rank may begin a collective of a group before an earlier one of that group has completed.
 
-    If True, a begun collective must make progress at least while any thread of the rank waits for another
+    If True, a collective that has begun makes progress while any thread of the rank waits for another
     collective. If False, a thread of this package waits for each collective, which ensures progress.
     """
 

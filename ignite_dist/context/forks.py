@@ -17,7 +17,7 @@ from ignite_dist.comp_models import ComputationModel, registered_computation_mod
 
 __all__ = ["after_fork", "keep_getters", "note_inherited"]
 
-# Methods that communicate or prepare communication, by the attribute of the model that has them.
+# For each attribute of a model, the methods of that object that communicate or prepare communication.
 _REFUSED = {
     "groups": ("check_not_joining", "new", "resolve"),
     "objects": ("broadcast", "broadcast_bytes", "gather", "gather_bytes"),

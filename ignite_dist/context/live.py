@@ -230,8 +230,8 @@ def initialize(backend: str, **kwargs: Any) -> None:
     live = current_model()
     if not live.gives_way_to(model):
         raise RuntimeError(
-            f"A context of backend {live.backend()!r} exists already. idist uses this context without "
-            "another call. To make a new context, call idist.finalize() first."
+            f"A context of backend {live.backend()!r} exists already, and idist uses this context. "
+            "To make a new context, call idist.finalize() first."
         )
     here = threading.get_ident()
     _initializing[here] = model

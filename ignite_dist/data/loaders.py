@@ -117,7 +117,7 @@ def _per_rank_batch_size(batch_size: int | None, world_size: int) -> int | None:
 
 
 def _per_process_workers(num_workers: int, nproc_per_node: int) -> int:
-    # torch raises for negative numbers.
+    # Negative numbers stay as they are: DataLoader raises its own error.
     return -(-num_workers // nproc_per_node) if num_workers > 0 else num_workers
 
 

@@ -26,9 +26,9 @@ def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
     Every rank of the world must call ``watch()``. The watchdogs communicate over a store, not over the
     backend: the store of the context, or else a store that rank 0 serves.
 
-    Workers of :func:`spawn` are watched from their start, with 60 seconds. Ranks of gloo and NCCL are watched
-    from :func:`initialize` or :class:`Parallel` on (not with ``file://``), but keep their collectives only
-    after this call.
+    Workers of :func:`spawn` are watched from their start, with 60 seconds. With gloo and NCCL,
+    :func:`initialize` and :class:`Parallel` start the watchdog (except with ``file://``), but the flight
+    recorder starts with this call.
 
     If a collective needs a rank that has ended its context or its process, the waiting ranks raise
     ``MissingRanksError`` within 10 seconds, whatever the threshold. In some calls the watchdog cannot know

@@ -42,7 +42,7 @@ class Environment(NamedTuple):
         main_address: address of rank 0's node.
         main_port: port of the rendezvous on rank 0's node.
         has_own_devices: True if each process sees only its own accelerators.
-        reason: the variables that identify this launcher, and the outer launchers.
+        reason: a text with the variables that identify this launcher, and with the names of outer launchers.
     """
 
     launcher: str

@@ -62,6 +62,6 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
             main_port=read_port(environ, "MASTER_PORT")
             or read_port(environ, "PET_MASTER_PORT")
             or _DEFAULT_PORT,
-            reason="PET_NODE_RANK and PET_NNODES are set, for one process per pod",
+            reason="PET_NODE_RANK and PET_NNODES are set, and each pod runs one process",
         )
     )

@@ -44,7 +44,7 @@ _SECOND = timedelta(seconds=1)
 
 
 def find_place(init_method: str | None, rank: int | None, world_size: int | None) -> Environment:
-    """The place of this process: from the arguments, else from the environment, else a world of one.
+    """Rank, world size and address from the arguments, else from the environment, else a world of one.
 
     Raises:
         ValueError: arguments and environment contradict each other, or an ``init_method`` has no rank.
@@ -108,8 +108,8 @@ def set_missing(place: Environment, more: Mapping[str, str]) -> None:
 def join_store(place: Environment, init_method: str | None, timeout: timedelta | None) -> Store:
     """The store of all ranks, for ``init_process_group``. Returns when all ranks have reached the store.
 
-    The keys have a prefix with the number of earlier contexts at this meeting place, because a store may
-    outlive a context: an agent's store, a file, or rank 0's store while peers start the next context.
+    Each key starts with the number of earlier contexts at this address, because a store may outlive a
+    context. Examples are torchrun's store, a file, and rank 0's store while peers start the next context.
 
     Raises:
         LaunchError: the port of rank 0's store is in use.

@@ -63,7 +63,7 @@ def remember_model(live: ComputationModel, module: Module, group: Group, shares_
 
     Args:
         live: the context.
-        module: the module without its wrapper, held by a weak reference. A second call replaces the first.
+        module: the module without its wrapper. A later call for the same module replaces this one.
         group: the group over which gradients are averaged.
         shares_buffers: whether all ranks evaluate with the buffers of the group's first rank.
     """
@@ -78,7 +78,7 @@ def remember_model(live: ComputationModel, module: Module, group: Group, shares_
 
 
 def group_of_parameters(live: ComputationModel, parameters: Iterable[Tensor]) -> Group:
-    """The group of the remembered model that has any of ``parameters``, or the world."""
+    """The group of the ``auto_model`` model that has any of ``parameters``; the world if there is none."""
     own = {id(parameter) for parameter in parameters}
     for known in _of_this_rank(live).values():
         for one in known.models:

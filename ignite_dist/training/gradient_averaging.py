@@ -153,7 +153,7 @@ def _average_first(
 
 def _average(live: ComputationModel, optimizer: Optimizer) -> None:
     world = live.groups.world
-    if len(world.ranks) == 1:  # the context has ended
+    if len(world.ranks) == 1:  # the context of auto_optim() has ended
         return
     trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
     # On a lazy backend, comparing gradients across ranks would wait for the device in each step.
@@ -165,7 +165,7 @@ def _average(live: ComputationModel, optimizer: Optimizer) -> None:
 
 
 def average_losses(optimizer: Optimizer) -> None:
-    """Make ``optimizer`` see the mean over the ranks of the loss that a closure returns.
+    """Give ``optimizer`` the mean over all ranks of the loss that its closure returns.
 
     Use this where the backward pass averages the gradients. An optimizer whose step depends on the loss (a
     line search) then takes the same step on all ranks.

@@ -95,8 +95,8 @@ def grad_sync(
 ) -> Iterator[None]:
     """Context manager around a microbatch's forward and backward pass.
 
-    After the block of the final microbatch, the gradients are the sums over the microbatches, averaged over
-    the ranks (XLA and optimizers made by Horovod itself: in the step). Every rank must enter that block.
+    After the block of the final microbatch, the gradients are summed over the microbatches and averaged over
+    the ranks. On XLA, and with Horovod's own optimizers, the step averages. Every rank must enter that block.
     A rank may skip all passes in that block and then contributes its accumulated gradients; otherwise the
     rank makes as many passes as the other ranks. Under ``torch.no_grad()`` nothing is averaged. With
     FSDP2 no rank can skip a pass, because the other ranks need its shards. If all ranks skip the last pass,

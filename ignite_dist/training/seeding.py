@@ -51,8 +51,8 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
 
     Raises:
         ValueError: ``seed`` is out of range.
-        RuntimeError: ``per_rank`` if several ranks (replicas of XLA) are threads of one process and share
-            its random state. Use a ``torch.Generator`` per rank instead.
+        RuntimeError: ``per_rank=True`` on XLA replicas that are threads of one process: the threads share a
+            random state. Use a ``torch.Generator`` per rank instead.
     """
     model = current_model()
     if seed is not None:

@@ -114,7 +114,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
         optimizer: the result of :func:`auto_optim`.
 
     Returns:
-        A ``state_dict`` of copies on the CPU on rank 0, in the format of the optimizer without sharding.
+        On rank 0, the ``state_dict`` of an unsharded optimizer, with copies on the CPU.
     """
     if hasattr(optimizer, "consolidate_state_dict"):  # ZeRO; only rank 0 receives the state
         current_model().groups.check_not_joining()

@@ -76,7 +76,7 @@ def check_reducible(dtype: torch.dtype) -> None:
     """Raise if ``all_reduce`` does not support ``dtype``.
 
     Raises:
-        TypeError: the message names an alternative.
+        TypeError: ``op`` does not support ``dtype``. The message names an alternative.
     """
     if dtype is torch.float8_e8m0fnu:
         raise TypeError(f"all_reduce does not support {dtype}: no sign and no zero. Use tensor.float().")
@@ -98,7 +98,7 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     """Raise if ``op`` over ``dtype`` has no exact meaning.
 
     Raises:
-        TypeError: the message names an alternative.
+        TypeError: ``op`` does not support ``dtype``. The message names an alternative.
     """
     if op in ("AND", "OR") and (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(f"{op} is bitwise on ints and logical on bools; got {dtype}. Use MIN or MAX.")

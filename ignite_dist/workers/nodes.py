@@ -133,7 +133,7 @@ def _receive_all(
 def _forget_gone(guests: dict[int, tuple[Hello, Link]]) -> None:
     """Remove the ``guests`` whose connection is closed."""
     for rank, (_, link) in list(guests.items()):
-        if connection.wait([link.sock], 0):  # guests send nothing yet, so the connection has ended
+        if connection.wait([link.sock], 0):  # guests send nothing yet: a readable socket is a closed one
             guests.pop(rank)[1].sock.close()
 
 

@@ -2,7 +2,7 @@
 
 Horovod 0.28.1 predates ``zero_grad(set_to_none=...)``. Horovod's optimizer averages gradients in place while
 other code may use the gradients, and requires the same passes through the same parameters on all ranks.
-The optimizers in this module have the same attributes and methods, and use Horovod's collectives.
+The optimizers in this module have the attributes and methods of Horovod's optimizer.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ class Gradients:
     # --- the optimizer ---------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Average the gradients that have not been averaged. Run at least one round per step."""
+        """Average the gradients that have not been averaged. Each step has at least one round."""
         owners = self._owners()
         self._exchange.run(one for one in owners if one._needs_round() and one.rounds.is_active())
 

@@ -111,7 +111,7 @@ class Reduction:
             gradient: None if this rank has no gradient and sends no rows.
             parameter: the parameter of the gradient.
         """
-        if gradient is None:  # the shape of an embedding's gradient
+        if gradient is None:  # send an empty gradient with the shape of an embedding's
             shape = (0, *parameter.shape[1:])
             indices, values = torch.empty(1, 0, dtype=torch.int64), parameter.new_empty(shape)
         else:

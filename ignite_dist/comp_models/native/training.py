@@ -213,7 +213,7 @@ def _joined(model: Module, optimizer: Optimizer | None, kwargs: dict[str, Any]) 
     joinables: list[Any] = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if not joinables:
         raise ValueError("join() needs a model from auto_model; this one has no DistributedDataParallel.")
-    if isinstance(optimizer, Joinable):  # ZeRO's
+    if isinstance(optimizer, Joinable):  # a ZeroRedundancyOptimizer
         joinables.append(optimizer)  # type: ignore[unreachable]
     with Join(joinables, **kwargs):
         yield []  # empty: Join itself makes the parameters equal

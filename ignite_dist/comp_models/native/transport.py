@@ -260,7 +260,7 @@ class NativeTransport(Transport):
         if not gloo.in_one_round(tensor.nbytes, group_size):
             return Steps(lambda: self._reduce_in_parts(tensor, op, group))
         if tensor.numel() > _UNCUT_NUMEL and tensor.dtype in _FLOATS:
-            return self.all_reduce(tensor, op, group)  # also gathers the rows and reduces them
+            return self.all_reduce(tensor, op, group)  # at this size it gathers and reduces, too
         rows = tensor.new_empty((group_size, *tensor.shape))
         gathered = self.all_gather(as_bytes(tensor), group, out=as_bytes(rows).view(group_size, -1))
         return gathered.then(lambda _: narrow_floats.reduce_rows(rows.unbind(), op, out=tensor))

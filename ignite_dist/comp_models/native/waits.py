@@ -32,7 +32,7 @@ _WHERE_SEEN = ("torch.distributed.distributed_c10d", "torch.nn.parallel.distribu
 
 
 def calls_begun() -> dict[str, int | None]:
-    """Number of calls, also by other libraries, that each live group of this rank has begun, by its name."""
+    """Number of collectives that this rank has begun in each live group, by the group's name."""
     return {group.group_name: _torch.sequence_number(group) for group, _ in _torch.groups_and_stores()}
 
 

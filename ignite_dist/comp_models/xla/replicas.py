@@ -99,8 +99,8 @@ class Meeting:
             here = self._round
             if here.failure is None and rank in here.calls:
                 raise RuntimeError(
-                    f"Another thread of rank {rank} is in a collective. Call the collectives of one rank one "
-                    "after the other."
+                    f"Another thread of rank {rank} is in a collective. A rank must finish one "
+                    "collective before it calls the next."
                 )
             here.calls[rank] = call
             if here.ended() or (len(here.calls) == self.size and here.failure is None):
@@ -216,7 +216,7 @@ def counts_here() -> tuple[int, int]:
 def start(
     entry: Callable[..., Any], nproc_per_node: int, start_method: str | None, daemon: bool
 ) -> processes.Workers:
-    """Start processes with one thread per replica, which calls ``entry(local_rank)``; or a single replica."""
+    """Start processes with one thread per replica. Each replica calls ``entry(local_rank)``."""
     num_processes, num_replicas = (1, 1) if nproc_per_node == 1 else counts_here()
     environs = []
     for local_process in range(num_processes):

@@ -156,6 +156,7 @@ import mpi4py_backend
 import ignite_dist as idist
 import worlds
 idist.initialize("mpi4py")
+idist.watch()  # for barrier(timeout=): the context has no store
 worlds._serve(idist.get_local_rank(), sys.argv[1])
 """
 

@@ -38,7 +38,7 @@ class Objects:
             TypeError: ``value`` cannot be serialised; nothing was sent.
             UnsafeObjectError: after ``safe_objects()``, a rank sent bytes that could run code. Every rank of
                 the group raises; no code has run, and the group remains usable.
-            CollectiveMismatchError: a rank made another call.
+            CollectiveMismatchError: a rank called a different collective.
         """
         return self.gather_packed(self.packed(value), group)
 

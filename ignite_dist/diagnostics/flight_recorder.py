@@ -227,7 +227,7 @@ def _mismatch(
     odd = [rank for rank, row in zip(ranks, told, strict=True) if row[: len(usual)] != usual]
     group = f" of the group {list(call.group)}" if call.group else ""
     if num_usual > len(odd):
-        made = f"{describe_ranks(odd).capitalize()}{group} made another call than the others."
+        made = f"{describe_ranks(odd).capitalize()}{group} made a different call from the others."
     else:
         made = f"{describe_ranks(ranks).capitalize()}{group} made different calls."
     hint = ""

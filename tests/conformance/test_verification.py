@@ -76,7 +76,7 @@ def test_calls_that_do_not_go_together_are_named_on_every_rank(kind: str) -> Non
         for word in words:
             assert word in str(info.value)
         if last > 1:
-            assert f"Rank {last} made another call than the others" in str(info.value)
+            assert f"Rank {last} made a different call from the others" in str(info.value)
         assert idist.all_reduce(1) == last + 1  # nothing is out of step after it
 
 

@@ -108,8 +108,8 @@ def read_places(gathered: bytearray) -> list[Place]:
     for rank, (magic, local_rank, digest) in enumerate(_PLACE.iter_unpack(gathered)):
         if magic != _MAGIC:
             raise CollectiveMismatchError(
-                f"Rank {rank} made a different call while this rank gathered the node of every rank. The first "
-                "call of a topology getter (get_nnodes(), ...) is a collective of all ranks."
+                f"Rank {rank} made a different call while this rank gathered the node of every rank. The "
+                "first call of a topology getter (get_nnodes(), ...) is a collective of all ranks."
             )
         places.append(Place(digest, None if local_rank == _UNKNOWN else local_rank))
     return places

@@ -18,7 +18,7 @@ from test_horovod import HOSTS, run_script, spawn, who
 
 import helpers
 import ignite_dist as idist
-from ignite_dist.comp_models.horovod import launching
+from ignite_dist.comp_models.horovod import jobs
 from ignite_dist.context import live
 
 pytestmark = pytest.mark.horovod
@@ -325,10 +325,10 @@ def test_what_horovod_ended_itself_is_not_blamed(tmp_path: Path) -> None:
         text += f"Its traceback:\nTraceback\nError: é\nEnd of the traceback of {token}.\n"
         lines = "".join(f"[2]<stderr>:{line}\n" for line in text.splitlines())
         (tmp_path / folder / "stderr").write_text(lines)
-    found = launching._error(error, str(tmp_path), "new")
+    found = jobs._error(error, str(tmp_path), "new")
     assert isinstance(found, idist.WorkerRaisedError)
     assert (found.rank, found.error_type, found.traceback) == (2, "ValueError", "Traceback\nError: é\n")
-    silent = launching._error(error, str(tmp_path), "other")
+    silent = jobs._error(error, str(tmp_path), "other")
     assert isinstance(silent, idist.WorkerExitedError) and silent.signal_name == "SIGTERM"
 
 

@@ -16,9 +16,9 @@ class HorovodLauncher(Launcher):
 
     @classmethod
     def options(cls) -> set[str]:
-        from ignite_dist.comp_models.horovod import launching
+        from ignite_dist.comp_models.horovod import jobs
 
-        return super().options() | launching.run_keywords()
+        return super().options() | jobs.run_keywords()
 
     @classmethod
     def check(
@@ -32,10 +32,10 @@ class HorovodLauncher(Launcher):
         daemon: bool = False,
         **run_options: Any,
     ) -> None:
-        from ignite_dist.comp_models.horovod import launching
+        from ignite_dist.comp_models.horovod import jobs
 
         check_counts(nproc_per_node=nproc_per_node, nnodes=1 if nnodes is None else nnodes)
-        launching.check_hosts(nproc_per_node, nnodes, hosts, run_options)
+        jobs.check_hosts(nproc_per_node, nnodes, hosts, run_options)
         if (hosts or run_options) and (start_method or daemon or not join):
             raise ValueError(
                 "start_method, daemon and join=False are only for workers on this machine, but "
@@ -58,7 +58,7 @@ class HorovodLauncher(Launcher):
         **run_options: Any,
     ) -> Any:
         """See ``idist.spawn``. ``hosts`` and ``run_options`` are passed to ``horovod.run``."""
-        from ignite_dist.comp_models.horovod import launching
+        from ignite_dist.comp_models.horovod import jobs
 
         cls.check(
             nproc_per_node=nproc_per_node,
@@ -70,6 +70,6 @@ class HorovodLauncher(Launcher):
             **run_options,
         )
         if hosts is not None or run_options:
-            return launching.run_on_hosts(entry, nproc_per_node, nnodes, hosts, run_options)
-        workers = launching.start_here(entry, nproc_per_node, start_method, daemon)
+            return jobs.run_on_hosts(entry, nproc_per_node, nnodes, hosts, run_options)
+        workers = jobs.start_here(entry, nproc_per_node, start_method, daemon)
         return workers.join() if join else workers

@@ -21,7 +21,7 @@ from ignite_dist._torch import WORLD_STATE
 from ignite_dist.arguments import as_int, check_keywords, check_timeout
 from ignite_dist.comp_models.base import ProcessModel, weakly
 from ignite_dist.comp_models.native import gloo
-from ignite_dist.comp_models.native.launching import NativeLauncher
+from ignite_dist.comp_models.native.launcher import NativeLauncher
 from ignite_dist.comp_models.native.training import NativeTraining
 from ignite_dist.comp_models.native.transport import NativeTransport
 from ignite_dist.comp_models.topology import Topology

@@ -72,7 +72,7 @@ xla:  ## make .venv-xla: torch 2.9 and torch_xla, 7 GB
 	+$(IN_XLA) .venv-xla/.has-xla
 
 test-xla: xla  ## run the tests that need torch_xla, and the conformance suite on torch 2.9
-	+$(IN_XLA) other-torch
+	+$(IN_XLA) other-torch ARGS=  # what is given is for the second suite
 	+$(IN_XLA) xla-suite
 
 xla-suite: $(call needs,test examples xla)

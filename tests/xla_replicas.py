@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,6 @@ def serve(_: int, address: str) -> None:
             except BaseException:
                 answer = (traceback.format_exc(), None)
             connection.send_bytes(pickle.dumps(answer))  # not send(), which would share a tensor's memory
-
-
-@pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
-    two = Replicas(tmp_path_factory.mktemp("replicas"))
-    yield two
-    two.close()
 
 
 def equal_those_of_a_single_process(

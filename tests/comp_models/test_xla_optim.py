@@ -296,13 +296,13 @@ def _resumed() -> list[Any]:
         optimizer.zero_grad()
         backward(model, number)
         optimizer.step()
-    weights, state = here(model.state_dict()), here(optimizer.state_dict())
+    weights, saved = here(model.state_dict()), here(optimizer.state_dict())
     other_model = idist.auto_model(net())
     other = idist.auto_optim(Adam(other_model.parameters(), lr=0.5))
     ends = []
     for one_model, one in ((model, optimizer), (other_model, other), (model, optimizer)):
         one_model.load_state_dict(weights)
-        one.load_state_dict(copy.deepcopy(state))  # it keeps what it is given
+        one.load_state_dict(copy.deepcopy(saved))  # it keeps what it is given
         one.zero_grad()
         backward(one_model, 2)
         one.step()

@@ -21,6 +21,7 @@ import pytest
 
 PROPERTY = "conformance"
 _HOLE = "**not run**"
+_NOT_NEEDED = "–"
 _INTRODUCTION = """\
 # What every backend was seen to do
 
@@ -30,7 +31,8 @@ given holds the exact result. `TypeError`: the combination has no exact meaning,
 anything was sent.
 
 XLA's ranks are replicas on PJRT's CPU, threads of one process. One of them proves nothing of groups, and two
-no more than the whole world and a rank alone; what is between is proven by three.
+no more than the whole world and a rank alone; what is between is proven by three. A dash: the test runs with at
+most two ranks, because more of them add nothing to it.
 """
 _World = tuple[str, int]  # the backend, and how many ranks
 _Outcomes = dict[_World, set[str]]
@@ -51,7 +53,8 @@ class ResultsWriter:
                 file.removeprefix("test_").removesuffix(".py"),
                 name.removeprefix("test_").partition("[")[0],
             ]
-            self._passed.append({"test": test, **found})
+            most = 2 if "at_most_two_ranks" in report.keywords else None
+            self._passed.append({"test": test, "most": most, **found})
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if session.config.option.keyword:
@@ -66,16 +69,17 @@ class Table:
     """Results as Markdown: a column for each world."""
 
     def __init__(self, passed: Iterable[dict[str, Any]]) -> None:
-        self._worlds: set[tuple[str, int]] = set()
+        passed = list(passed)
+        self._worlds: set[_World] = {tuple(one["world"]) for one in passed}
         self._cells: dict[tuple[str, str], _Outcomes] = {}
         self._tests: dict[tuple[str, str], _Outcomes] = {}
         for one in passed:
-            backend, size = world = tuple(one["world"])
-            self._worlds.add((backend, size))
-            about, name = one["test"]
-            self._tests.setdefault((about, name), {}).setdefault(world, set()).add("✓")
-            for operation, dtype, outcome in one["cells"]:
-                self._cells.setdefault((operation, dtype), {}).setdefault(world, set()).add(outcome)
+            seen = [(self._tests, tuple(one["test"]), "✓")]
+            seen += [(self._cells, (operation, dtype), outcome) for operation, dtype, outcome in one["cells"]]
+            for table, row, outcome in seen:
+                outcomes = table.setdefault(row, {})
+                outcomes.setdefault(tuple(one["world"]), set()).add(outcome)
+                outcomes |= {world: {_NOT_NEEDED} for world in self._worlds if world[1] > (one["most"] or world[1])}
 
     def markdown(self) -> str:
         worlds = sorted(self._worlds, key=lambda world: (world[0] != "serial", world))

@@ -178,9 +178,12 @@ def _reduce_tree(
     members = model.groups.resolve(group)
     if async_op:  # the caller may change the tensors before wait()
         values = [copy_of(leaf) for leaf in values]
+    compared = structure if exact else f"{structure} exact=False"
+    holds_tensors = any(isinstance(value, Tensor) for value in values)
+    reduce_leaves = _reduce_leaves if holds_tensors else _reduce_numbers
 
     def reduce() -> Any:
-        return pytree.rebuild(given, iter(_reduce_leaves(model, values, structure, op, exact, members)))
+        return pytree.rebuild(given, iter(reduce_leaves(model, values, compared, op, exact, members)))
 
     return perform(
         model,
@@ -209,6 +212,14 @@ def _check_leaves(model: ComputationModel, values: list[Any], op: str) -> None:
             )
 
 
+def _reduce_numbers(
+    model: ComputationModel, values: list[Any], structure: str, op: str, exact: bool, group: Group
+) -> list[Any]:
+    """:func:`_reduce_leaves` of a tree without tensors."""
+    rows = _gather_equals(model, values, structure, op, group)
+    return number_ops.reduce_numbers([row for row, _ in rows], op)
+
+
 def _reduce_leaves(
     model: ComputationModel, values: list[Any], structure: str, op: str, exact: bool, group: Group
 ) -> list[Any]:
@@ -218,17 +229,15 @@ def _reduce_leaves(
     Otherwise tensors up to ``_PACK_BYTES`` with the same dtype and device type share a collective.
     """
     numbers = [position for position, leaf in enumerate(values) if not isinstance(leaf, Tensor)]
-    if len(numbers) < len(values):
-        tensors = [leaf for leaf in values if isinstance(leaf, Tensor)]
-        structure += f" {numbers} {[(one.dtype, tuple(one.shape), one.device.type) for one in tensors]}"
+    tensors = [leaf for leaf in values if isinstance(leaf, Tensor)]
+    structure += f" {numbers} {[(one.dtype, tuple(one.shape), one.device.type) for one in tensors]}"
     packs = _packs(values)
     nbytes = sum(values[position].nbytes for positions in packs for position in positions)
     # A lazy device (XLA) would have to compute the tensors now to send them with the comparison.
     is_inline = nbytes <= _INLINE_BYTES and op != "ADASUM" and not model.training.computes_lazily
     flats = [_flat(values, positions) for positions in packs] if is_inline else []
     sent = [values[position] for position in numbers]
-    compared = structure if exact else f"{structure} exact=False"
-    rows = _gather_equals(model, sent, compared, op, group, to_message(flats))
+    rows = _gather_equals(model, sent, structure, op, group, to_message(flats))
     reduced = list(values)
     if numbers:
         totals = number_ops.reduce_numbers([row for row, _ in rows], op)

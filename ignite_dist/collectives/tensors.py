@@ -107,14 +107,11 @@ def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, 
     carrier = plan.carrier
     if plan.in_place and carrier is not None and _is_plain(tensor):
         reduced = tensor.detach() if tensor.requires_grad else tensor
-
-        def finish(_: Any) -> Tensor:
-            if op == "AVERAGE" and not plan.rounds_once:
-                reduced.div_(len(group.ranks))
-            _note_change(tensor)
-            return tensor
-
-        return _begin_reduction(model, reduced, op, carrier.op, plan, group).then(finish)
+        increment_version(tensor)  # for autograd, which does not see the backend's change
+        work = _begin_reduction(model, reduced, op, carrier.op, plan, group)
+        if op == "AVERAGE" and not plan.rounds_once:
+            return work.then(lambda _: reduced.div_(len(group.ranks))).then(lambda _: tensor)
+        return work if reduced is tensor else work.then(lambda _: tensor)
     with torch.no_grad():
         local = _sendable(model, tensor, plan.moves)
         if carrier is None:
@@ -213,7 +210,7 @@ def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tens
         if out is None:
             return _moved(rows, tensor.device)
         if into_out:
-            _note_change(out)
+            increment_version(out)
             return rows
         return out.detach().copy_(_moved(rows, out.device).view(out.shape)).view(rows_shape)
 
@@ -236,7 +233,7 @@ def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: G
         if route.moves or not _is_plain(tensor):  # a copy was sent
             tensor.detach().copy_(_moved(carried, tensor.device))
         else:
-            _note_change(tensor)
+            increment_version(tensor)
         return tensor
 
     return work.then(finish)
@@ -250,12 +247,6 @@ def carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
     if model.transport.supports("all_gather", None, torch.uint8, tensor.device):
         return tensor.device
     return model.objects.device
-
-
-def _note_change(tensor: Tensor) -> None:
-    """Tell autograd about an in-place change by the backend."""
-    if not tensor.is_inference():  # inference tensors have no version counter
-        increment_version(tensor)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

@@ -30,6 +30,7 @@ class Objects:
         self._transport = transport
         self._rank = rank
         self._device = device
+        self._on_cpu: bool | None = None  # not asked yet
 
     def gather(self, value: Any, group: Group) -> list[Any]:
         """``value`` of every rank, in the group's order. One collective if all fit the header, else two.
@@ -100,13 +101,12 @@ class Objects:
     def gather_bytes(self, buffer: bytearray, group: Group) -> bytearray:
         """The buffers of all ranks of the group, concatenated in the group's order. All have one length."""
         device = self.device
-        gathered = bytearray(len(group.ranks) * len(buffer))
-        rows = serialization.as_tensor(gathered).view(len(group.ranks), len(buffer))
-        sent = serialization.as_tensor(buffer)
         if device.type == "cpu":
-            self._transport.all_gather(sent, group, out=rows).wait()
-        else:
-            rows.copy_(self._transport.all_gather(sent.to(device), group).wait())
+            return self._transport.gather_bytes(buffer, group)
+        gathered = bytearray(len(group.ranks) * len(buffer))
+        sent = serialization.as_tensor(buffer).to(device)
+        rows = self._transport.all_gather(sent, group).wait()
+        serialization.as_tensor(gathered).view(rows.shape).copy_(rows)
         return gathered
 
     def _broadcast(self, buffer: bytearray, src: int, group: Group) -> bytearray:
@@ -121,7 +121,9 @@ class Objects:
     @property
     def device(self) -> torch.device:
         """The device of tensors of bytes: the CPU if the backend supports it, else the caller's device."""
-        return _CPU if self._transport.supports("all_gather", None, torch.uint8, _CPU) else self._device()
+        if self._on_cpu is None:
+            self._on_cpu = self._transport.supports("all_gather", None, torch.uint8, _CPU)
+        return _CPU if self._on_cpu else self._device()
 
 
 class LocalObjects(Objects):

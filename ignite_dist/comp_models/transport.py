@@ -13,6 +13,7 @@ from torch.distributed import Store
 
 from ignite_dist import tracing
 from ignite_dist.comp_models.work import Work
+from ignite_dist.values import serialization
 from ignite_dist.values.ranks import key_of_ranks
 
 __all__ = ["STANDARD_DTYPES", "CollectiveKind", "Group", "Transport", "WaitedFor"]
@@ -124,6 +125,16 @@ class Transport(ABC):
     @abstractmethod
     def all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
         """``(*S) -> (group_size, *S)`` in the group's order, into the contiguous ``out`` if given."""
+
+    def gather_bytes(self, buffer: bytearray, group: Group) -> bytearray:
+        """The buffers of all ranks, concatenated in the group's order. All have one length, at least 1.
+
+        Called only if "all_gather" supports ``uint8`` on the CPU. Optional: a library may have a faster way.
+        """
+        gathered = bytearray(len(group.ranks) * len(buffer))
+        rows = serialization.as_tensor(gathered).view(len(group.ranks), len(buffer))
+        self.all_gather(serialization.as_tensor(buffer), group, out=rows).wait()
+        return gathered
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:

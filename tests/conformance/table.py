@@ -31,8 +31,8 @@ given holds the exact result. `TypeError`: the combination has no exact meaning,
 anything was sent.
 
 XLA's ranks are replicas on PJRT's CPU, threads of one process. One of them proves nothing of groups, and two
-no more than the whole world and a rank alone; what is between is proven by three. A dash: the test runs with at
-most two ranks, because more of them add nothing to it.
+no more than the whole world and a rank alone; what is between is proven by three. A dash: the test runs with
+at most two ranks, because more of them add nothing to it.
 """
 _World = tuple[str, int]  # the backend, and how many ranks
 _Outcomes = dict[_World, set[str]]
@@ -79,7 +79,8 @@ class Table:
             for table, row, outcome in seen:
                 outcomes = table.setdefault(row, {})
                 outcomes.setdefault(tuple(one["world"]), set()).add(outcome)
-                outcomes |= {world: {_NOT_NEEDED} for world in self._worlds if world[1] > (one["most"] or world[1])}
+                too_large = [world for world in self._worlds if world[1] > (one["most"] or world[1])]
+                outcomes.update((world, {_NOT_NEEDED}) for world in too_large)
 
     def markdown(self) -> str:
         worlds = sorted(self._worlds, key=lambda world: (world[0] != "serial", world))

@@ -225,7 +225,7 @@ class count_collectives(AbstractContextManager["count_collectives"]):
     Replicas of XLA share a model: each counts its own calls, through the wrappers that the first has made.
     """
 
-    _primitives = ("all_reduce", "reduce_narrow", "all_gather", "broadcast", "barrier")
+    _primitives = ("all_reduce", "reduce_narrow", "all_gather", "gather_bytes", "broadcast", "barrier")
     _lock = threading.RLock()
     _counting: ClassVar[dict[int, count_collectives]] = {}
 

@@ -6,9 +6,11 @@ import this file as their main module, import nothing that the library does not 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -34,7 +36,9 @@ def libraries() -> list[tuple[str, str]]:
 def run(what: str, library: str, *args: object) -> Any:
     """Run a measurement of this file in a new interpreter and return its result."""
     command = [sys.executable, __file__, what, library, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
+    # pip compiles what it installs. This checkout is compiled by its first import, if that is allowed.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, env=env)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -42,6 +46,7 @@ def run(what: str, library: str, *args: object) -> Any:
 
 def _import(library: str) -> float:
     importlib.import_module("torch")
+    gc.freeze()  # or a garbage collection of torch's objects may fall into the measurement
     start = time.perf_counter()
     importlib.import_module(library)
     return time.perf_counter() - start

@@ -3,6 +3,7 @@
 ``import ignite_dist as idist``. Every function of this package works in any context, and without one.
 """
 
+from ignite_dist import utils as utils  # for scripts that call ignite.distributed.utils
 from ignite_dist.auto import auto_model, auto_optim
 from ignite_dist.collectives.all_gather import all_gather, all_gather_ragged, all_gather_tensors_with_shapes
 from ignite_dist.collectives.all_reduce import all_reduce

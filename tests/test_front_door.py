@@ -120,6 +120,11 @@ def test_scripts_for_ignite_find_their_arguments_and_defaults(name: str) -> None
         assert one.default is not REQUIRED
 
 
+def test_modules_are_attributes_after_the_one_import() -> None:
+    code = "import ignite_dist as idist; print(idist.utils.get_rank(), idist.auto, idist.launcher)"
+    assert helpers.run_python("-c", code).stdout.startswith("0 ")
+
+
 def test_the_modules_that_scripts_import() -> None:
     for name in ("utils", "auto", "launcher", "comp_models", "comp_models.base", "comp_models.native"):
         importlib.import_module(f"ignite_dist.{name}")

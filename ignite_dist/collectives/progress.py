@@ -45,10 +45,10 @@ def begin(model: ComputationModel, operation: str, group: Group, start: Callable
                 work = pending_calls.submit(model, group, work)
             else:
                 work = Completed(work.wait())
-    return _Pending(model, operation, work)
+    return PendingWork(model, operation, work)
 
 
-class _Pending(Work):
+class PendingWork(Work):
     """The work object that the user gets."""
 
     __slots__ = ("_error", "_inner", "_lock", "_model", "_result", "call")
@@ -96,7 +96,7 @@ class _Pending(Work):
         return inner is None or inner.is_completed()
 
 
-_pending: PerContext[dict[int, _Pending]] = PerContext()
+_pending: PerContext[dict[int, PendingWork]] = PerContext()
 
 
 def _wait_for_all(model: ComputationModel) -> None:

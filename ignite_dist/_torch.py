@@ -88,12 +88,12 @@ _NAMES = (
     (
         "torch.Tensor._base",
         "An XLA tensor has no strides: only its base shows if elements share memory.",
-        "none: collectives of XLA tensors raise AttributeError",
+        "no fallback: collectives of XLA tensors raise AttributeError",
     ),
     (
         "torch.Tensor._is_view",
         "torch_xla does not update the base of a view. No public function tells if a tensor is a view.",
-        "none: all_reduce of XLA tensors raises AttributeError",
+        "no fallback: all_reduce of XLA tensors raises AttributeError",
     ),
     (
         "torch.save._use_new_zipfile_serialization",
@@ -316,7 +316,7 @@ def register_builtin_hook(wrapper: Any, hook: dist.BuiltinCommHookType) -> None:
 
 
 def register_buffer_hook(wrapper: Any, *hook: Any) -> None:
-    """Register a hook for buffers on a ``DistributedDataParallel``: state, function and location."""
+    """Register a buffer hook on a ``DistributedDataParallel``: its state, its function, its location."""
     wrapper._register_buffer_comm_hook(*hook)
 
 

@@ -49,10 +49,10 @@ def auto_model(
     first rank of ``process_group`` or ``mesh``). A module without trainable parameters stays as it is, and no
     rank waits for another.
 
-    Unfreeze parameters before this call. The gradients of a model that is entirely frozen now are never
-    averaged. With ``DistributedDataParallel`` this holds for each single frozen parameter. A backward pass
-    that computes such a gradient raises ``RuntimeError``. ``auto_model(unwrap_model(model))`` adapts the
-    model again.
+    Unfreeze parameters before this call. If the whole model is frozen at this call, its gradients are never
+    averaged, even if it is unfrozen later. With ``DistributedDataParallel`` this holds for each single frozen
+    parameter. A backward pass that computes such a gradient raises ``RuntimeError``.
+    ``auto_model(unwrap_model(model))`` adapts the model again.
 
     In training each rank has its own running statistics (buffers). Each pass over a loader of
     ``auto_dataloader(exact=...)`` begins with a broadcast of rank 0's buffers. Before an
@@ -251,9 +251,9 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         The optimizer to use from now on, for schedulers too.
 
     Raises:
-        ValueError: ``zero`` if the backend does not support it or only some ranks train the model; or
-            ``zero`` or ``strategy="fsdp"`` with an optimizer whose step needs all parameters together (an
-            optimizer that requires a closure: LBFGS). Raised before any communication.
+        ValueError: ``zero`` is True, and the backend does not support it, or only some ranks train the model.
+            ``zero`` or ``strategy="fsdp"`` is used with an optimizer whose step needs all parameters
+            together (one that requires a closure: LBFGS). Raised before any communication.
     """
     live = current_model()
     live.groups.check_not_joining()

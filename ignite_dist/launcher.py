@@ -31,7 +31,7 @@ _PLAIN = {"nproc_per_node": as_int, "nnodes": as_int, "node_rank": as_int, "mast
 
 
 def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with NumPy ints, and a port given as a string, as Python ints."""
+    """A copy of ``given`` in which NumPy ints, and a port that is a string, are Python ints."""
     return {name: _PLAIN[name](value) if name in _PLAIN else value for name, value in given.items()}
 
 
@@ -77,7 +77,7 @@ class SpawnOptions(TypedDict, total=False):
 
 
 class ParallelOptions(TypedDict, total=False):
-    """The further keywords of :class:`Parallel`, for editors."""
+    """The other keywords of :class:`Parallel`, so that an IDE can complete them."""
 
     timeout: timedelta | None
     start_method: str | None
@@ -155,8 +155,8 @@ def spawn(
             other hosts.
 
     Returns:
-        The results of ``fn`` on this machine, one per rank, by local rank. With ``join=False``, at once an
-        object with ``join(timeout=None)``, ``pids()`` and ``terminate()``.
+        The results of ``fn`` on this machine, one per rank, by local rank. With ``join=False``, the call
+        returns immediately, with an object that has ``join(timeout=None)``, ``pids()`` and ``terminate()``.
 
     Raises:
         RankFailedError: a worker failed; the other workers were stopped. The error names the rank that failed

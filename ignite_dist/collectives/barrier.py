@@ -68,10 +68,10 @@ def barrier(group: Any = None, timeout: timedelta | None = None, *, async_op: bo
 def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
     """Make a group of ranks for ``group=``. Collectives also accept a list of ranks, and cache its group.
 
-    Without options, only the members must call this function. Every rank of the world must call it with
-    options, with Horovod or MPI, or if the default group has a ``device_id``. All ranks must then make their
-    groups in the same order. The same rules apply to the first collective with a list of ranks. With XLA a
-    group costs nothing, but every rank of the world must call each collective of the group.
+    Usually only the members must call this function. Every rank of the world must call it if options are
+    given, if the backend is Horovod or MPI, or if the default group has a ``device_id``. All ranks must then
+    make their groups in the same order. The same rules apply to the first collective with a list of ranks.
+    With XLA a group costs nothing, but every rank of the world must call each collective of the group.
 
     Threads of one rank may run collectives at the same time if each thread uses its own groups (not with XLA,
     whose ranks are threads). Two calls with the same ranks make two groups. Make these groups in the same

@@ -127,9 +127,10 @@ class Transport(ABC):
         """``(*S) -> (group_size, *S)`` in the group's order, into the contiguous ``out`` if given."""
 
     def gather_bytes(self, buffer: bytearray, group: Group) -> bytearray:
-        """The buffers of all ranks, concatenated in the group's order. All have one length, at least 1.
+        """The buffers of all ranks, concatenated in the group's order.
 
-        Called only if "all_gather" supports ``uint8`` on the CPU. Optional: a library may have a faster way.
+        All buffers have the same length, at least 1 byte. Called only if "all_gather" supports ``uint8`` on
+        the CPU. Optional: a library may have a faster way.
         """
         gathered = bytearray(len(group.ranks) * len(buffer))
         rows = serialization.as_tensor(gathered).view(len(group.ranks), len(buffer))

@@ -153,8 +153,8 @@ def _share(
 def _sharded(dataset: Dataset[Any], drop_last: bool) -> Shard:
     if not isinstance(dataset, IterableDataset):
         raise ValueError(
-            f"shard=True needs an IterableDataset, got {type(dataset).__name__}. A sampler splits a data set "
-            "that has a length."
+            f"shard=True needs an IterableDataset, got {type(dataset).__name__}. A data set "
+            "with a length needs no shard=True: its sampler splits it."
         )
     return Shard(dataset, **sampler_kwargs(), drop_last=drop_last)
 

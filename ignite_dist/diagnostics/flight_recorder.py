@@ -159,7 +159,7 @@ class Recorder:
         return log
 
     def leave(self, rank: int, num_ranks: int) -> None:
-        """Note that the context of ``rank`` ends. The last of this process's ranks stops the watchdog."""
+        """Record that the context of ``rank`` ends. The last of this process's ranks stops the watchdog."""
         self._left.add(rank)
         if len(self._left) >= num_ranks:
             self._left.clear()

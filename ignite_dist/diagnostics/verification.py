@@ -51,10 +51,11 @@ def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
 class debug:  # used as a function and as a context manager
     """Compare the calls of all ranks before each collective.
 
-    Ranks compare sequence number, operation, op, dtype, shape, group and the caller's line. If these differ,
-    every rank raises ``CollectiveMismatchError`` with a table, instead of a hang or a wrong result. A rank
-    that has skipped a call is named at its next call (the end of the context is also a call). If that rank
-    makes no more calls, :func:`watch`, which ``debug()`` calls, reports the rank after 30 seconds.
+    Ranks compare sequence number, function, reduction (or source rank), dtype, shape, group and the caller's
+    line. If these differ, every rank raises ``CollectiveMismatchError`` with a table, instead of a hang or a
+    wrong result. A rank that has skipped a call is named at its next call (the end of the context is also a
+    call). If that rank makes no more calls, :func:`watch`, which ``debug()`` calls, reports the rank after 30
+    seconds.
 
     Every rank of the world must call this. Before :func:`initialize` or :func:`spawn`, ``debug()`` and the
     environment variable ``IGNITE_DIST_DEBUG=1`` apply to all later contexts. Each collective costs one more

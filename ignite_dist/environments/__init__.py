@@ -76,7 +76,8 @@ def register_environment(launcher: LauncherT) -> LauncherT:
 
     ``launcher`` is asked after ``idist.spawn``, torchrun, Ray Train, Kubeflow, and ``RANK`` with
     ``WORLD_SIZE``, but before Lightning, Horovod, LSF, Open MPI, PMI, Slurm and TPU pods. If one of these
-    seven can run inside ``launcher``, ``detect`` must return None where it finds that launcher's variables.
+    seven can run inside ``launcher``, ``launcher.detect`` must return None if the variables of that one are
+    set.
 
     Returns:
         ``launcher``.

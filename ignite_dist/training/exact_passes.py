@@ -134,7 +134,7 @@ _Found = dict[int, tuple[Module, list[tuple[str, Tensor]]]]
 
 
 def _compare(live: ComputationModel, known: _OfGroup) -> tuple[_Found, list[int]]:
-    """The models that every rank still has, with their buffers; the numbers of models that differ."""
+    """The models that every rank still has, with their buffers, and the ``number`` of those that differ."""
     alive = [(one.number, one.module()) for one in known.models if one.shares_buffers]
     found = {number: (module, _shared_buffers(module)) for number, module in alive if module is not None}
     digests = [(number, _digest(buffers)) for number, (_, buffers) in found.items()]
@@ -202,7 +202,7 @@ def check_pass(rows: Sequence[object]) -> None:
         rows: the objects that ``gather_in_order`` has gathered.
 
     Raises:
-        CollectiveMismatchError: some ranks begin a pass; raised on all ranks.
+        CollectiveMismatchError: some ranks begin a pass, others do not; raised on all ranks.
     """
     if any(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
         raise CollectiveMismatchError(

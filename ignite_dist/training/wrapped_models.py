@@ -31,7 +31,7 @@ def unwrap_model(model: Module) -> Module:
 
 
 def mark_forward_method(model: Module, name: str) -> None:
-    """Make ``model.name(...)`` run that method of the unwrapped module as a forward pass of the wrapper.
+    """Make a call of ``model``'s method ``name`` a forward pass of the wrapper around the module.
 
     A method that is called on the unwrapped module bypasses ``DistributedDataParallel``, so its gradients are
     not averaged. Where :func:`auto_model` adds no wrapper, this function changes nothing.
@@ -58,8 +58,8 @@ def mark_forward_method(model: Module, name: str) -> None:
         return
     if not isinstance(model, DistributedDataParallel) or model.module is not inner:
         raise ValueError(
-            f"{name} needs a DistributedDataParallel directly around the module: torch.compile keeps the old "
-            "forward, and DataParallel is not supported."
+            f"{name} needs a DistributedDataParallel directly around the module. A model that torch.compile "
+            "has compiled keeps its forward, and DataParallel is not supported."
         )
 
     def through_forward(*args: Any, **kwargs: Any) -> Any:

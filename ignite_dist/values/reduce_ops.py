@@ -154,9 +154,9 @@ def reduce_rows(rows: Iterable[Tensor], op: str, out: Tensor) -> Tensor:
 def _reduce_narrow(first: Tensor, others: Sequence[Tensor], op: str) -> Tensor:
     """Reduce narrow floats in float64. The caller's conversion of the result is the only rounding.
 
-    float16 and float8 values are multiples of 2**-24 below 2**16, so their sums are exact in float64 for
-    thousands of ranks. bfloat16 covers 2**-133 to 2**128. Its sums in float64 lose only bits below 2**-44 of
-    the largest value, and do not overflow, as sums in float32 would.
+    float16 and float8 values are multiples of 2**-24 and smaller than 2**16, so their sums are exact in
+    float64 for thousands of ranks. bfloat16 covers 2**-133 to 2**128. Its sums in float64 lose only bits
+    below 2**-44 of the largest value, and do not overflow, as sums in float32 would.
     """
     if len(others) == 1 and op != "AVERAGE":
         # float32 has more than twice the bits of a narrow float, so rounding to float32 first is harmless.

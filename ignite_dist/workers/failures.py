@@ -175,7 +175,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def silent_failure(exit_code: int, fault: str) -> Failure:
-    """The failure of a worker that ended without a report, with the current time.
+    """The failure of a worker that ended without a report. Its time is the current time.
 
     Args:
         exit_code: exit code of the process; negative for a signal.

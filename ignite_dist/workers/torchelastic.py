@@ -30,9 +30,9 @@ def recorded(error: BaseException | None) -> Iterator[None]:
 
     No effect without torchrun, or if the error file exists already (``@record`` has written it, for example).
 
-    A root cause is reported before the block, a consequence some seconds after it. torchrun ends all ranks at
-    the first failure. If this rank still runs then, the root cause is not a failure on this node: a rank left
-    too early, or failed on another node.
+    A root cause is reported before the ``with`` block runs, a consequence some seconds after the block.
+    torchrun ends all ranks at the first failure. If this rank still runs then, the root cause is not a
+    failure on this node: a rank left too early, or failed on another node.
     """
     if error is None or not _is_awaited():
         yield

@@ -19,8 +19,8 @@ __all__ = ["Calls", "Exchange", "Member", "Rounds"]
 _LIMIT = 1 << 30
 
 _UNEVEN = (
-    "The ranks have made different numbers of backward passes since the last step: this rank %s. Make equal "
-    "numbers on all ranks, or at most backward_passes_per_step=... (an argument of auto_optim) on each rank."
+    "The ranks have made different numbers of backward passes since the last step: this rank %s. Make the "
+    "same number on all ranks, or on each rank at most N with auto_optim(..., backward_passes_per_step=N)."
 )
 _REMOVED = (
     "The process set of the ranks %s, over which auto_optim(..., process_set=...) averages these gradients, "
@@ -42,7 +42,7 @@ class Calls(Protocol):
 
 
 class Member(Protocol):
-    """One optimizer's gradients. A round calls :meth:`submit_needs` to :meth:`receive` in this order."""
+    """One optimizer's gradients. A round calls the methods in the order in which they stand here."""
 
     number: int
     rounds: Rounds

@@ -54,7 +54,7 @@ class NativeModel(ProcessModel):
 
     Args:
         world: the default process group.
-        undo: reverts the changes of :meth:`open` to the process; None if other code has made the group.
+        undo: reverts what :meth:`open` has changed in this process; None if other code has made the group.
         environment: the launcher's environment; by default read from variables with this rank and world size.
         connecting: makes a context manager for code that opens connections between the ranks.
     """

@@ -28,7 +28,7 @@ from ignite_dist.gradients import parameters_of
 __all__ = ["NativeTraining"]
 
 
-_LOCAL = "_ignite_dist_local"  # on a module of FSDP2 that does not synchronise gradients
+_LOCAL = "_ignite_dist_local"  # attribute of an FSDP2 module while it does not synchronise gradients
 
 
 class NativeTraining(Training):

@@ -149,7 +149,8 @@ class Meeting:
 def _num_running() -> int:
     """Number of this process's threads that run a replica, whichever code has started them.
 
-    Each stack is searched, because threads in the pool of torch_xla's launcher outlive their replicas.
+    The threads of torch_xla's launcher outlive their replicas, so only the stack of a thread tells if it runs
+    a replica.
     """
     num_running = 0
     for frame in sys._current_frames().values():

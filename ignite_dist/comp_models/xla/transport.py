@@ -168,7 +168,7 @@ class XlaTransport(Transport):
 
 
 def _is_one_of_more(group: Group) -> bool:
-    """True if ``group`` is a single rank of the world, which needs no peer; False for a world of one rank."""
+    """True if ``group`` has one rank and the world has more. Such a group needs no other rank."""
     return group.handle is not None and len(group.ranks) == 1
 
 

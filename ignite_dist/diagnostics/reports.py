@@ -24,7 +24,7 @@ from ignite_dist.diagnostics.out_of_band import (
 )
 from ignite_dist.values.ranks import describe_ranks
 
-__all__ = ["explanation", "innermost_frames", "place_of", "report_of", "waits_at"]
+__all__ = ["explanation", "innermost_frames", "place_of", "report_of", "waiting_frames"]
 
 
 def report_of(
@@ -98,23 +98,33 @@ _WAITING_MODULES = frozenset(
 )
 
 
-def innermost_frames(log: flight_recorder.Log, is_alone: bool, waits: bool) -> dict[int, FrameType]:
+def innermost_frames(log: flight_recorder.Log, is_alone: bool) -> dict[int, FrameType]:
     """Innermost frames of the rank's threads, by thread identity. The thread of the last call comes first.
 
     Args:
         log: the log of the rank.
         is_alone: True if all threads of this process belong to the rank.
-        waits: True to return only threads that wait for other ranks.
     """
     threads = sys._current_frames()
     # This function's own frame would make a reference cycle, which keeps the variables of all frames alive.
     threads.pop(threading.get_ident(), None)
     others = threads if is_alone else ()
-    frames = {one: threads[one] for one in (log.thread, log.home, *others) if one in threads}
-    return {one: frame for one, frame in frames.items() if waits_at(frame) is not None} if waits else frames
+    return {one: threads[one] for one in (log.thread, log.home, *others) if one in threads}
 
 
-def waits_at(frame: FrameType | None) -> FrameType | None:
+def waiting_frames(log: flight_recorder.Log, is_alone: bool) -> dict[int, tuple[FrameType, FrameType]]:
+    """Like :func:`innermost_frames`, for the threads that wait for other ranks.
+
+    Returns:
+        The innermost frame, and the frame in which the thread waits. Both are looked up together, because
+        the thread may continue at any time.
+    """
+    frames = innermost_frames(log, is_alone)
+    found = {one: (frame, _waits_at(frame)) for one, frame in frames.items()}
+    return {one: (frame, waits_in) for one, (frame, waits_in) in found.items() if waits_in is not None}
+
+
+def _waits_at(frame: FrameType | None) -> FrameType | None:
     """The frame in which the thread of ``frame`` waits for other ranks; None if the thread does not wait."""
     while frame is not None and is_library(frame):
         if is_marked_as_waiting(frame) or frame.f_globals.get("__name__") in _WAITING_MODULES:

@@ -36,7 +36,7 @@ from ignite_dist.diagnostics.out_of_band import (
     side_of,
     sides_lock,
 )
-from ignite_dist.diagnostics.reports import explanation, innermost_frames, place_of, report_of, waits_at
+from ignite_dist.diagnostics.reports import explanation, innermost_frames, place_of, report_of, waiting_frames
 from ignite_dist.errors import DistributedError, RankFailedError
 from ignite_dist.rendezvous import connections
 
@@ -173,9 +173,7 @@ class Watchdog:
         before, self._waits = self._waits, {}
         stays = []
         for rank, log in list(self._recorder.logs.items()):
-            for thread, frame in innermost_frames(log, self._is_alone(), waits=True).items():
-                waits_in = waits_at(frame)
-                assert waits_in is not None
+            for thread, (frame, waits_in) in waiting_frames(log, self._is_alone()).items():
                 wanted = self._model.transport.waited_for(waits_in)
                 progress = self._progress(log, waits_in, wanted)
                 wait = before.get((rank, thread))
@@ -237,13 +235,14 @@ class Watchdog:
 
     def _report(self, rank: int, log: flight_recorder.Log) -> dict[str, Any]:
         """Report of where a rank is. Shows the thread that waits longest, if a thread waits."""
-        waiting = innermost_frames(log, self._is_alone(), waits=True)
+        waiting = waiting_frames(log, self._is_alone())
         waits = {thread: wait.since for (one, thread), wait in self._waits.items() if one == rank}
         now = time.monotonic()
         if waiting:
             thread = min(waiting, key=lambda one: waits.get(one, now))
-            return report_of(log, waiting[thread], True, now - waits.get(thread, now))
-        frames = innermost_frames(log, self._is_alone(), waits=False)
+            frame, _ = waiting[thread]
+            return report_of(log, frame, True, now - waits.get(thread, now))
+        frames = innermost_frames(log, self._is_alone())
         return report_of(log, next(iter(frames.values()), None), False, 0.0)
 
 

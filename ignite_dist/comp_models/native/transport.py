@@ -58,8 +58,7 @@ _ALL_GATHER = {is_async: _all_gather_options(is_async) for is_async in (False, T
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _ARITHMETIC = frozenset({"SUM", "PRODUCT", "MIN", "MAX"})
-# Dtypes and operations that each backend supports: tested for gloo; for others, from the documentation of
-# torch and the libraries. Backends that are not listed here are treated like NCCL.
+# What a backend supports: tested for gloo, from torch's documentation for MPI. Any other one is like NCCL.
 _CARRIED_DTYPES = {
     "gloo": _FLOATS | _INTS | {torch.bool},
     "mpi": (_INTS - {torch.int8}) | {torch.float32, torch.float64},

@@ -34,18 +34,19 @@ def begin(model: ComputationModel, operation: str, group: Group, start: Callable
     transport = model.transport
     if transport.is_synchronous:
         return Completed(start().wait())
+    call = f"{operation} begun at {site_of(users_frame(sys._getframe(1)))}"
     work: Work
     if not transport.overlap or pending_calls.is_busy(model, group):
-        work = pending_calls.submit(model, group, Steps(lambda: start().wait()))
+        work = pending_calls.submit(model, group, Steps(lambda: start().wait()), call)
     else:
         work = start()
         work.start()
         if isinstance(work, Steps):
             if model.device().type == "cpu":
-                work = pending_calls.submit(model, group, work)
+                work = pending_calls.submit(model, group, work, call)
             else:
                 work = Completed(work.wait())
-    return PendingWork(model, operation, work)
+    return PendingWork(model, call, work)
 
 
 class PendingWork(Work):
@@ -53,13 +54,13 @@ class PendingWork(Work):
 
     __slots__ = ("_error", "_inner", "_lock", "_model", "_result", "call")
 
-    def __init__(self, model: ComputationModel, operation: str, inner: Work) -> None:
+    def __init__(self, model: ComputationModel, call: str, inner: Work) -> None:
+        self.call = call
         self._inner: Work | None = inner
         self._lock = threading.Lock()
         self._model = model
         self._result: Any = None
         self._error: Exception | None = None
-        self.call = f"{operation} begun at {site_of(users_frame(sys._getframe(1)))}"
         _pending.setdefault(model, {})[id(self)] = self
 
     @waits_for_ranks

@@ -145,6 +145,6 @@ def is_marked_as_waiting(frame: FrameType) -> bool:
 
 
 def work_of(frame: FrameType) -> Work | None:
-    """The work whose ``wait()`` is ``frame``."""
-    found = frame.f_locals.get("self") if frame.f_code in _WAITING else None
+    """The work whose method, for example ``wait()``, runs in ``frame``."""
+    found = frame.f_locals.get("self")
     return found if isinstance(found, Work) else None

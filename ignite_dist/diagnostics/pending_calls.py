@@ -19,9 +19,10 @@ __all__ = ["Job", "drain", "is_busy", "queues", "submit"]
 class Job(Work):
     """A collective that runs in the thread of its group."""
 
-    __slots__ = ("_done", "_error", "_result", "_work")
+    __slots__ = ("_done", "_error", "_result", "_work", "call")
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, call: str) -> None:
+        self.call = call
         self._work: Work | None = work
         self._done = threading.Event()
         self._result: object = None
@@ -59,8 +60,8 @@ class _Queue:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Work) -> Job:
-        job = Job(work)
+    def submit(self, work: Work, call: str) -> Job:
+        job = Job(work, call)
         with self._changed:
             self._jobs.append(job)
             if self._thread is None:
@@ -100,10 +101,10 @@ def _queue(model: ComputationModel, group: Group) -> _Queue | None:
     return None if found is None else found.get(model.transport.group_key(group))
 
 
-def submit(model: ComputationModel, group: Group, work: Work) -> Job:
-    """Run ``work`` in the thread of ``group``, after the jobs submitted before."""
+def submit(model: ComputationModel, group: Group, work: Work, call: str) -> Job:
+    """Run ``work`` in the thread of ``group``, after the jobs submitted before. See ``Work.call``."""
     found = queues.setdefault(model, {})
-    return found.setdefault(model.transport.group_key(group), _Queue()).submit(work)
+    return found.setdefault(model.transport.group_key(group), _Queue()).submit(work, call)
 
 
 def is_busy(model: ComputationModel, group: Group) -> bool:

@@ -34,7 +34,7 @@ def report_of(
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "waits_in": _operation(frame) if waits else "",
+        "waits_in": (_begun_call(frame) or _function_called(frame)) if waits else "",
         "seconds": seconds,
         "site": _site(frame),
         "stack": _stack(frame) if frame is not None else "",
@@ -47,8 +47,11 @@ def report_of(
 
 
 def place_of(frame: FrameType | None) -> str:
-    """The call that a thread waits in, for example ``"all_reduce at folder/file.py:12"``."""
-    return f"{_operation(frame)} at {_site(frame)}"
+    """The call that a thread waits in, for example ``"all_reduce at folder/file.py:12"``.
+
+    Of an asynchronous collective, the place where it was begun: ``"all_reduce begun at folder/file.py:12"``.
+    """
+    return _begun_call(frame) or f"{_function_called(frame)} at {_site(frame)}"
 
 
 def _site(frame: FrameType | None) -> str:
@@ -69,14 +72,21 @@ def _starts_a_process(frame: FrameType) -> bool:
     return frame.f_code.co_filename == "<string>" and frame.f_back is None
 
 
-def _operation(frame: FrameType | None) -> str:
+def _begun_call(frame: FrameType | None) -> str:
+    """``call`` of the asynchronous collective that a thread waits for or runs; ``""`` if there is none."""
+    while frame is not None and is_library(frame):
+        call: str = getattr(work_of(frame), "call", "")
+        if call:
+            return call
+        frame = frame.f_back
+    return ""
+
+
+def _function_called(frame: FrameType | None) -> str:
     """Name of the library function that the user's code has called, for example ``"all_reduce"``."""
     name = "?"
     while frame is not None and is_library(frame):
-        work = work_of(frame)
-        if work is not None and work.call:
-            name = work.call
-        elif frame.f_globals.get("__name__") not in _AROUND:
+        if frame.f_globals.get("__name__") not in _AROUND:
             name = frame.f_code.co_name
         frame = frame.f_back
     return name

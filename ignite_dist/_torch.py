@@ -36,8 +36,8 @@ _NAMES = (
     (
         f"{_C10D}._world",
         "Every get_rank() reads default_pg. The public `torch.distributed.group.WORLD` takes twice the time. "
-        "No public function lists the groups, or returns the backend and the store of a group, which a new "
-        "group needs.",
+        "No public function lists the groups. None returns the backend and the store of a group either, and "
+        "making a new group needs both.",
         _NO_IMPORT,
     ),
     (

@@ -278,7 +278,7 @@ def loader_class(dataset: Dataset[Any], sampler: Any) -> type[DataLoader[Any]]:
 
 
 class ShardLoader(DataLoader[Any]):
-    """A data loader of a :class:`Shard` with the right length: each worker makes batches of its own items.
+    """A data loader of a :class:`Shard`. ``len()`` is right although each worker batches only its own items.
 
     torch's class divides the number of all items by ``batch_size``.
     """

@@ -124,7 +124,7 @@ def _require(holds: bool, found: Any, wanted: Any) -> None:
         raise AssertionError(f"got {shown[0]!r}, expected {shown[1]!r}")
 
 
-# --- for each dtype: each function returns the name of the carrier dtype ------------------------------------
+# --- checks that run once per dtype, and return the name of the carrier dtype ------------------------------
 
 
 def _via(collective: CollectiveKind, tensor: torch.Tensor, op: str = "") -> str:

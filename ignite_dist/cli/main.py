@@ -88,8 +88,12 @@ def _parser() -> argparse.ArgumentParser:
         default="4:64M:4",
         help="in bytes: from:to, from:to:factor or a list, 4,1K,16M (%(default)s)",
     )
-    bench.add_argument("--collectives", default="", metavar="NAMES", help="some of them: all_reduce,barrier")
-    bench.add_argument("--save", metavar="FILE", help="draw a chart into this file: chart.png")
+    bench.add_argument(
+        "--collectives", default="", metavar="NAMES", help="run only these, for example all_reduce,barrier"
+    )
+    bench.add_argument(
+        "--save", metavar="FILE", help="draw a chart and save it to FILE, for example chart.png"
+    )
     bench.set_defaults(command=_bench)
     return parser
 

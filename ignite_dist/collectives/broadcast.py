@@ -131,7 +131,7 @@ def _check_src(src: int, group: Group, world_size: int) -> None:
 
 
 def broadcast_anything(model: ComputationModel, value: Any, src: int, group: Group) -> Any:
-    """Broadcast any value, or None. ``src`` sends its shape and dtype before the data, if it is a tensor."""
+    """Broadcast any value, or None. If the value is a tensor, ``src`` first sends its shape and dtype."""
     is_src = model.get_rank() == src
     sent: Any = (None, value)
     if is_src and isinstance(value, Tensor):

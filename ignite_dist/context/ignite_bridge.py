@@ -44,7 +44,7 @@ def context_ended() -> None:
     _importing.forget()
     utils = sys.modules.get(_UTILS)
     if utils is not None:
-        utils._set_model(utils._SerialModel())  # sync() alone would stop ignite from looking for contexts
+        utils._set_model(utils._SerialModel())  # after utils.sync(), ignite would not look for contexts
 
 
 def _follow(utils: Any, model: ComputationModel) -> None:

@@ -112,7 +112,7 @@ def _resolve() -> ComputationModel:
 
 def _is_being_made(model: ComputationModel) -> bool:
     """True if ``initialize`` in another thread is about to set its own model of this context."""
-    # Ranks that are threads share one model, so no groups are lost.
+    # Ranks that are threads share one model, which initialize() does not replace.
     if not _initializing or model.ranks_in_process() > 1:
         return False
     here = threading.get_ident()

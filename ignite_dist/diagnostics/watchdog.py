@@ -153,7 +153,7 @@ class Watchdog:
             if not self._has_failed:
                 self._has_failed = True
                 _logger.exception(
-                    "The watchdog of the ranks %s has failed; it goes on and logs no further failures.",
+                    "The watchdog of the ranks %s raised an error. It runs on, and logs no further errors.",
                     sorted(self._recorder.logs),
                 )
 

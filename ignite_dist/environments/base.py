@@ -108,7 +108,7 @@ def require(environ: Mapping[str, str], launcher: str, *names: str) -> list[int]
     if missing:
         given = ", ".join(f"{name}={environ[name]}" for name in names if name not in missing)
         raise EnvironmentVariablesError(
-            f"Half-set environment variables of {launcher}: {given or 'others are set'}, but "
+            f"Incomplete environment variables of {launcher}: {given or 'others are set'}, but "
             f"{' and '.join(missing)} missing. "
             f"Start the script with {launcher}'s own command, or unset the variables to run alone."
         )

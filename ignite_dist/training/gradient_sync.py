@@ -70,8 +70,8 @@ def no_sync(model: Module) -> Iterator[None]:
     gradients are averaged in the step, or never, ``no_sync`` changes nothing.
 
     Args:
-        model: the result of :func:`auto_model`, or a module that contains it. With Horovod an optimizer of
-            :func:`auto_optim` must have its parameters.
+        model: the result of :func:`auto_model`, or a module that contains it. With Horovod, an
+            optimizer from :func:`auto_optim` must have the parameters of the model.
 
     Raises:
         ValueError: no optimizer of :func:`auto_optim` has the parameters (Horovod).

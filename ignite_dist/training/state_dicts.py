@@ -54,7 +54,7 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
     """
     live, inner = current_model(), unwrap_model(model)
     world = live.groups.resolve(None)
-    own = inner.state_dict()  # FSDP2 also shards here the parameters that a forward pass gathered
+    own = inner.state_dict()  # FSDP2 also reshards what a forward pass has gathered
     shards = any(map(is_sharded, own.values()))
     _on_rank_0(lambda: _check_state(inner, state) if shards else _load_whole(inner, state))
     if live.get_world_size() == 1:

@@ -58,8 +58,8 @@ def mark_forward_method(model: Module, name: str) -> None:
         return
     if not isinstance(model, DistributedDataParallel) or model.module is not inner:
         raise ValueError(
-            f"{name} needs a DistributedDataParallel directly around the module. A model that torch.compile "
-            "has compiled keeps its forward, and DataParallel is not supported."
+            f"{name} needs a DistributedDataParallel directly around the module. A model compiled by "
+            "torch.compile would still run its old forward, and DataParallel is not supported."
         )
 
     def through_forward(*args: Any, **kwargs: Any) -> Any:

@@ -64,8 +64,8 @@ def context_of(start_method: str | None) -> BaseContext:
         raise ValueError(f"Unknown start_method {method!r}. Allowed here: {', '.join(map(repr, allowed))}.")
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        # The list omits "__main__", Python's default: each worker imports the main module with its launch's
-        # environment. A running server ignores the list.
+        # The preload list omits "__main__", which Python preloads by default: each worker imports the main
+        # module with its launch's environment. A server that already runs ignores the list.
         server = multiprocessing.forkserver._forkserver
         wanted = [name for name in server._preload_modules if name != "__main__"]  # type: ignore[attr-defined]
         context.set_forkserver_preload(list(dict.fromkeys([*wanted, "torch", "ignite_dist"])))

@@ -90,7 +90,7 @@ class Gradients:
     # --- which parameters ------------------------------------------------------------------------------
 
     def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Average the gradients of these parameters from now on, in place of any other optimizer."""
+        """Average the gradients of these parameters from now on. No other object averages them any more."""
         self._exchange.hand_over((parameter for _, parameter in named), self)
         for index, (_, parameter) in enumerate(named, len(self._units)):
             self._new_owners.pop(id(parameter), None)

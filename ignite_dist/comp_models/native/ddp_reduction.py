@@ -54,8 +54,8 @@ def _those_in_use(
     if not used:
         raise RuntimeError(
             f"The model contains {len(reductions)} DistributedDataParallel modules. This rank has used none "
-            "of them in this step, so it does not know which modules the other ranks have used. Pass only "
-            "the module that is trained to grad_sync or accumulate."
+            "of them in this step, so it does not know which modules the other ranks have used. Call "
+            "grad_sync or accumulate with only the module that is trained."
         )
     return used
 

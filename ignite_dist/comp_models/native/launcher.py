@@ -66,7 +66,7 @@ class NativeLauncher(Launcher):
             address, port = master_addr or "127.0.0.1", master_port or 0
             store, job, variables = _rendezvous(hello, address, port, timeout or default_pg_timeout)
             environ.update(variables)
-        environ.update(spawned.mark({**os.environ, **environ}))  # init_method leaves MASTER_* as inherited
+        environ.update(spawned.mark({**os.environ, **environ}))  # with an init_method, MASTER_* is inherited
         workers = processes.start(
             entry,
             {"init_method": init_method, "timeout": timeout},

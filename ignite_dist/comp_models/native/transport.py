@@ -144,8 +144,8 @@ class NativeTransport(Transport):
         self._connecting = connecting
         self._own_store = own_store
         self._world_ranks = tuple(range(world.size()))
-        # Counters of the groups that this rank has made of the same ranks, and the connections to the store
-        # that no thread is using. No lock is needed, because next(), pop() and append() are atomic.
+        # For each tuple of ranks, a counter of the groups made of them; and the store connections that no
+        # thread is using. No lock is needed, because next(), pop() and append() are atomic.
         self._generations: dict[tuple[int, ...], Iterator[int]] = {}
         self._free_connections: list[Store] = []
         self._scratch = gloo.ScratchBuffers()
@@ -226,7 +226,7 @@ class NativeTransport(Transport):
     ) -> bool:
         backend = self._backends.get(device.type)
         if kind == "reduce_narrow":
-            # Tested with gloo only. For large jobs on GPUs the library's tree uses the network better.
+            # Tested with gloo only. For large jobs on GPUs, NCCL's tree algorithm uses the network better.
             return self._is_gloo_on_cpu(device)
         if kind not in ("all_reduce", "all_gather", "broadcast") or backend is None:
             return False

@@ -84,7 +84,7 @@ class XlaTransport(Transport):
                 others = set(range(self._world_size)).difference(group.ranks)
                 groups = [list(group.ranks), *([rank] for rank in sorted(others))]
             if self._meeting.size == 1 and not _torch.is_view(tensor) and not tensor.is_inference():
-                # In place saves a node of the graph, but torch_xla would not update the base of a view.
+                # Reducing in place saves a graph node, but torch_xla would not update the base of a view.
                 self._xm.all_reduce(_OPS[op], [tensor], groups=groups)
                 return Completed(tensor)
             reduced = self._run(
@@ -113,7 +113,7 @@ class XlaTransport(Transport):
         if len(group.ranks) == 1 or not tensor.numel():
             return Completed(tensor)
         # A sum in which only src's term is not zero; a sum of ints loses no bit. is_src is a tensor, because
-        # a constant would give each replica another graph, and a collective needs the same graph.
+        # with a constant the graphs of the replicas would differ, and a collective needs the same graph.
         bits = dtype_views.bits(tensor)
         is_src = torch.tensor([int(self._context.get_rank() == src)], dtype=bits.dtype).to(tensor.device)
         received = self._run(

@@ -146,13 +146,13 @@ def spawn(
         kwargs_dict: keyword arguments of ``fn``, sent in the same way.
         nproc_per_node: number of processes on this machine; for XLA, 1 or the number of its devices.
         kwargs: All backends: ``start_method="forkserver"`` (or "spawn", "fork"), ``join=True``,
-            ``daemon=False``. gloo and NCCL: ``nnodes=1``, ``node_rank=0``, ``master_addr`` and ``master_port``
-            (needed if ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``), ``timeout`` (a
-            ``datetime.timedelta``, for collectives). Horovod: ``hosts="node1:2,node2:2"``, ``nnodes``
-            (the number of hosts) and the options of ``horovod.run``; each of these makes Horovod's own
-            launcher start the workers, which takes seconds and listens on all interfaces. XLA: ``nnodes``;
-            ranks may be threads of one process. On a TPU pod, call this function on each host: PJRT finds the
-            other hosts.
+            ``daemon=False``. gloo and NCCL: ``nnodes=1``, ``node_rank=0``, ``master_addr`` and
+            ``master_port`` (needed if ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``),
+            ``timeout`` (a ``datetime.timedelta``, for collectives). Horovod: ``hosts="node1:2,node2:2"``,
+            ``nnodes`` (the number of hosts) and the options of ``horovod.run``; each of these makes
+            Horovod's own launcher start the workers, which takes seconds and listens on all interfaces.
+            XLA: ``nnodes``; ranks may be threads of one process. On a TPU pod, call this function on each
+            host: PJRT finds the other hosts.
 
     Returns:
         The results of ``fn`` on this machine, one per rank, by local rank. With ``join=False``, the call

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ignite_dist as idist
-from ignite_dist.values.serialization import HEADER_BYTES
+from ignite_dist.values.message_header import HEADER_BYTES
 from rows import (
     IGNITE,
     OURS,

@@ -26,7 +26,7 @@ import ignite_dist as idist
 from ignite_dist.comp_models.topology import Topology, read_places, write_place
 from ignite_dist.context.live import current_model
 from ignite_dist.rendezvous import stores
-from ignite_dist.values import serialization
+from ignite_dist.values import message_header, serialization
 
 _RANKS = (2, 4, 8, 16, 32, 64)
 _MANY = (1_000, 10_000, 100_000)
@@ -203,15 +203,15 @@ def measure_alone(num_ranks: int) -> dict[str, float]:
     ranks = tuple(range(num_ranks))
     places = bytearray().join(write_place(f"node-{rank // 8}", rank % 8) for rank in ranks)
     header = bytes(
-        serialization.write_header(serialization.encode(("ignite_dist.outcome", 1, 1.0, "", "", None)))
+        message_header.write_header(serialization.encode(("ignite_dist.outcome", 1, 1.0, "", "", None)))
     )
     headers = memoryview(header * num_ranks)
-    width = serialization.HEADER_BYTES
+    width = message_header.HEADER_BYTES
 
     def read_objects() -> list[Any]:
         parts = (headers[width * row : width * (row + 1)] for row in ranks)
         return [
-            serialization.unpack(serialization.read_header(part, row)[1] or b"", row)
+            serialization.unpack(message_header.read_header(part, row)[1] or b"", row)
             for row, part in enumerate(parts)
         ]
 

@@ -57,7 +57,8 @@ from ignite_dist.errors import (
 from ignite_dist.launcher import Parallel, spawn
 from ignite_dist.samplers import DistributedProxySampler, ExactSampler
 from ignite_dist.tracing import untrace_package
-from ignite_dist.training.gradient_sync import DDPSyncStrategy, accumulate, clip_grad_norm, grad_sync, no_sync
+from ignite_dist.training.accumulation import accumulate
+from ignite_dist.training.gradient_sync import DDPSyncStrategy, clip_grad_norm, grad_sync, no_sync
 from ignite_dist.training.seeding import seed_everything, shared_seed
 from ignite_dist.training.state_dicts import (
     load_model_state,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ignite_dist.comp_models.transport import Group, Transport
-from ignite_dist.values import serialization
+from ignite_dist.values import message_header, serialization
 
 __all__ = ["LocalObjects", "Objects"]
 
@@ -53,10 +53,10 @@ class Objects:
 
     def gather_packed(self, payload: Any, group: Group) -> list[Any]:
         """See :meth:`gather`."""
-        width = serialization.HEADER_BYTES
-        gathered = memoryview(self.gather_bytes(serialization.write_header(payload), group))
+        width = message_header.HEADER_BYTES
+        gathered = memoryview(self.gather_bytes(message_header.write_header(payload), group))
         headers = [
-            serialization.read_header(gathered[width * row : width * (row + 1)], rank)
+            message_header.read_header(gathered[width * row : width * (row + 1)], rank)
             for row, rank in enumerate(group.ranks)
         ]
         if all(inline is not None for _, inline in headers):
@@ -92,8 +92,8 @@ class Objects:
     def broadcast_bytes(self, payload: bytes, src: int, group: Group) -> bytes | memoryview:
         """``payload`` of the global rank ``src``. The payloads of other ranks are ignored."""
         is_src = self._rank() == src
-        header = serialization.write_header(payload) if is_src else bytearray(serialization.HEADER_BYTES)
-        size, inline = serialization.read_header(memoryview(self._broadcast(header, src, group)), src)
+        header = message_header.write_header(payload) if is_src else bytearray(message_header.HEADER_BYTES)
+        size, inline = message_header.read_header(memoryview(self._broadcast(header, src, group)), src)
         if inline is not None:
             return inline
         return memoryview(self._broadcast(bytearray(payload) if is_src else bytearray(size), src, group))

@@ -1,4 +1,4 @@
-"""The launchers that :func:`ignite_dist.environments.detect` knows, in the order of detection."""
+"""The registry of launchers. The built-in launchers are listed in ``environments/__init__.py``."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 
 import ignite_dist as idist
 from ignite_dist import CollectiveMismatchError
-from ignite_dist.values import serialization
+from ignite_dist.values import message_header, serialization
 from test_all_reduce import DTYPES, contribution, everyone, here, name_of, on_device, same_bits
 from worlds import count_collectives, on_every_rank, raises
 
@@ -116,7 +116,7 @@ def test_objects_of_very_different_sizes() -> None:
     assert idist.all_gather(value) == [*range(last), "y" * 3_000_000]
     overhead = len(serialization.encode("x" * 100)) - 100
     for extra in (-1, 0, 1):
-        text = "x" * (serialization.INLINE_BYTES - overhead + extra)
+        text = "x" * (message_header.INLINE_BYTES - overhead + extra)
         assert idist.all_gather(text) == [text] * world_size
 
 

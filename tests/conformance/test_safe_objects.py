@@ -20,7 +20,7 @@ import ignite_dist as idist
 from helpers import safe_mode
 from ignite_dist import CollectiveMismatchError, RankFailedError, UnsafeObjectError
 from ignite_dist.context.live import current_model
-from ignite_dist.values import serialization
+from ignite_dist.values import message_header
 from worlds import count_collectives, on_every_rank, raises
 
 
@@ -143,7 +143,7 @@ def test_a_rank_where_objects_are_not_safe_is_named() -> None:
     with safe_on_every_rank():
         if rank == 0:  # replicas of XLA share the mode, so by hand
             model.objects.gather_bytes(
-                serialization.write_header(pickle.dumps(Runs(folder))), model.groups.world
+                message_header.write_header(pickle.dumps(Runs(folder))), model.groups.world
             )
         else:
             with raises(UnsafeObjectError, "Rank 0 sent a plain pickle"):
@@ -159,7 +159,7 @@ def test_a_tensor_where_the_others_send_objects_is_noticed_by_them() -> None:
         return
     if rank == 0:
         idist.all_gather(
-            torch.full((serialization.HEADER_BYTES,), 7, dtype=torch.uint8, device=idist.device())
+            torch.full((message_header.HEADER_BYTES,), 7, dtype=torch.uint8, device=idist.device())
         )
     else:
         with raises(CollectiveMismatchError, "rank 0"):

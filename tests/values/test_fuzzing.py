@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from helpers import safe_mode
 from ignite_dist import CollectiveMismatchError, DistributedError, EnvironmentVariablesError, environments
 from ignite_dist.environments import slurm
-from ignite_dist.values import safe_objects, serialization
+from ignite_dist.values import message_header, safe_objects, serialization
 
 pytestmark = pytest.mark.stress
 
@@ -96,30 +96,30 @@ def test_values_come_back_as_they_were_where_objects_are_safe(fuzz: Fuzz) -> Non
 def test_a_header_gives_back_what_was_put_into_it(fuzz: Fuzz) -> None:
     @fuzz(st.binary(max_size=600))
     def check(payload: bytes) -> None:
-        length, inline = serialization.read_header(memoryview(serialization.write_header(payload)), rank=0)
+        length, inline = message_header.read_header(memoryview(message_header.write_header(payload)), rank=0)
         assert length == len(payload)
-        assert inline == (payload if length <= serialization.INLINE_BYTES else None)
+        assert inline == (payload if length <= message_header.INLINE_BYTES else None)
 
 
 def test_a_header_that_is_none_is_an_error(fuzz: Fuzz) -> None:
-    magic = bytes(serialization.write_header(b"")[:4])
+    magic = bytes(message_header.write_header(b"")[:4])
     start = st.binary(max_size=40) | st.binary(max_size=40).map(lambda rest: magic + rest)
 
     @fuzz(start, st.integers(0, 255))
     def check(start: bytes, filling: int) -> None:
-        garbage = start + bytes([filling]) * (serialization.HEADER_BYTES - len(start))
+        garbage = start + bytes([filling]) * (message_header.HEADER_BYTES - len(start))
         with pytest.raises(CollectiveMismatchError, match="rank 3"):
-            serialization.read_header(memoryview(garbage), rank=3)
+            message_header.read_header(memoryview(garbage), rank=3)
 
 
 def test_a_header_with_a_bit_flipped_is_an_error(fuzz: Fuzz) -> None:
     @fuzz(st.binary(max_size=600), st.data())
     def check(payload: bytes, data: st.DataObject) -> None:
-        header = serialization.write_header(payload)
-        used = 16 + (len(payload) if len(payload) <= serialization.INLINE_BYTES else 0)
+        header = message_header.write_header(payload)
+        used = 16 + (len(payload) if len(payload) <= message_header.INLINE_BYTES else 0)
         header[data.draw(st.integers(0, used - 1))] ^= 1 << data.draw(st.integers(0, 7))
         with pytest.raises(CollectiveMismatchError):
-            serialization.read_header(memoryview(header), rank=0)
+            message_header.read_header(memoryview(header), rank=0)
 
 
 # --- payloads ----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 import ignite_dist as idist
 from helpers import safe_mode
 from ignite_dist import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError
-from ignite_dist.values import safe_objects, serialization
+from ignite_dist.values import message_header, safe_objects, serialization
 
 DTYPES = [
     *(
@@ -84,26 +84,26 @@ def test_what_cannot_be_sent_is_a_type_error_that_names_it(value: Any) -> None:
     assert info.value.__cause__ is not None
 
 
-@pytest.mark.parametrize("size", [0, 1, serialization.INLINE_BYTES - 1, serialization.INLINE_BYTES])
+@pytest.mark.parametrize("size", [0, 1, message_header.INLINE_BYTES - 1, message_header.INLINE_BYTES])
 def test_a_small_payload_travels_in_the_header(size: int) -> None:
     payload = bytes(i % 251 for i in range(size))
-    header = serialization.write_header(payload)
-    assert len(header) == serialization.HEADER_BYTES
-    length, inline = serialization.read_header(memoryview(header), rank=1)
+    header = message_header.write_header(payload)
+    assert len(header) == message_header.HEADER_BYTES
+    length, inline = message_header.read_header(memoryview(header), rank=1)
     assert inline is not None
     assert (length, bytes(inline)) == (size, payload)
 
 
-@pytest.mark.parametrize("size", [serialization.INLINE_BYTES + 1, serialization.HEADER_BYTES, 10_000])
+@pytest.mark.parametrize("size", [message_header.INLINE_BYTES + 1, message_header.HEADER_BYTES, 10_000])
 def test_of_a_large_payload_the_header_says_the_length(size: int) -> None:
-    header = serialization.write_header(bytes(size))
-    assert len(header) == serialization.HEADER_BYTES
-    assert serialization.read_header(memoryview(header), rank=1) == (size, None)
+    header = message_header.write_header(bytes(size))
+    assert len(header) == message_header.HEADER_BYTES
+    assert message_header.read_header(memoryview(header), rank=1) == (size, None)
 
 
 def test_a_dict_of_twenty_numbers_fits_the_header() -> None:
     numbers = {f"metric_{i}": i if i % 2 else i / 3 for i in range(20)}
-    assert len(serialization.encode(numbers)) <= serialization.INLINE_BYTES
+    assert len(serialization.encode(numbers)) <= message_header.INLINE_BYTES
 
 
 def test_as_tensor_is_the_buffer_itself() -> None:
@@ -118,10 +118,10 @@ def test_as_tensor_is_the_buffer_itself() -> None:
 
 @pytest.mark.parametrize("position", [0, 3, 4, 8, 16, 16 + 9])
 def test_a_header_that_changed_on_the_way_is_no_header(position: int) -> None:
-    header = serialization.write_header(b"0123456789")
+    header = message_header.write_header(b"0123456789")
     header[position] ^= 1
     with pytest.raises(CollectiveMismatchError, match="rank 3"):
-        serialization.read_header(memoryview(header), rank=3)
+        message_header.read_header(memoryview(header), rank=3)
 
 
 # --- safe objects ------------------------------------------------------------------------------------
@@ -297,8 +297,8 @@ def test_what_cannot_be_sent_is_a_type_error_in_both_modes(value: Any) -> None:
 
 def test_small_objects_fit_the_header_when_they_are_safe() -> None:
     with safe_mode():
-        assert len(serialization.pack({"loss": 0.5, "epoch": 3})) <= serialization.INLINE_BYTES
-        assert len(serialization.pack((1 << 32, [i / 3 for i in range(20)]))) <= serialization.INLINE_BYTES
+        assert len(serialization.pack({"loss": 0.5, "epoch": 3})) <= message_header.INLINE_BYTES
+        assert len(serialization.pack((1 << 32, [i / 3 for i in range(20)]))) <= message_header.INLINE_BYTES
 
 
 @pytest.mark.parametrize(("text", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])

@@ -50,17 +50,17 @@ class HorovodTraining(Training):
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
-        from ignite_dist.comp_models.horovod import averaging_optimizer
+        from ignite_dist.comp_models.horovod import distributed_optimizer
 
         if self._exchange is None:
-            self._exchange = averaging_optimizer.Exchange(self._calls)
+            self._exchange = distributed_optimizer.Exchange(self._calls)
         name = f"optimizer{next(self._optimizer_numbers)}"
-        wrapped = averaging_optimizer.distribute(optimizer, name, self._exchange, **kwargs)
+        wrapped = distributed_optimizer.distribute(optimizer, name, self._exchange, **kwargs)
         if self.context.get_world_size() > 1:
             sent, failure = b"", None
             if self.context.get_rank() == 0:
                 try:
-                    sent = averaging_optimizer.state_as_bytes(wrapped)
+                    sent = distributed_optimizer.state_as_bytes(wrapped)
                 except Exception as error:  # rank 0 sends no bytes, and all ranks raise
                     failure = error
             received = self.context.objects.broadcast_bytes(sent, 0, self.context.groups.world)
@@ -69,11 +69,11 @@ class HorovodTraining(Training):
             if not received:
                 raise RuntimeError("Rank 0 could not send its optimizer's state. See the error of rank 0.")
             if self.context.get_rank() != 0:
-                averaging_optimizer.load_state(wrapped, received, self.context.device())
+                distributed_optimizer.load_state(wrapped, received, self.context.device())
         return wrapped
 
     def accumulate(self, model: Module, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
-        from ignite_dist.comp_models.horovod import averaging_optimizer
+        from ignite_dist.comp_models.horovod import distributed_optimizer
 
         if (
             not optimizers
@@ -81,14 +81,14 @@ class HorovodTraining(Training):
             and any(one.requires_grad for one in model.parameters())
         ):
             raise ValueError(NO_OPTIMIZER)
-        return averaging_optimizer.accumulating(optimizers)
+        return distributed_optimizer.accumulating(optimizers)
 
     def average_in_block(
         self, model: Module, optimizers: Sequence[Optimizer]
     ) -> AbstractContextManager[None]:
-        from ignite_dist.comp_models.horovod import averaging_optimizer
+        from ignite_dist.comp_models.horovod import distributed_optimizer
 
-        return averaging_optimizer.averaging_in_block(optimizers)
+        return distributed_optimizer.averaging_in_block(optimizers)
 
     def gradient_group(self, model: Module, optimizers: Sequence[Optimizer]) -> Group:
         sets = [getattr(optimizer, "process_set", None) for optimizer in optimizers]
@@ -138,9 +138,9 @@ class HorovodTraining(Training):
         last.append(self._hvd.join())
 
     def reduce_gradients(self, optimizer: Optimizer) -> None:
-        from ignite_dist.comp_models.horovod import averaging_optimizer
+        from ignite_dist.comp_models.horovod import distributed_optimizer
 
-        averaging_optimizer.synchronize(optimizer)
+        distributed_optimizer.synchronize(optimizer)
 
 
 def _with_sync_bn(module: Module, sync_batch_norm: type[Module]) -> Module:

@@ -3,6 +3,7 @@
 A library's all-reduce computes in the dtype that it sends. To round only once it would have to send float64,
 four times the bytes of float16. Here each rank receives the values of one part from all ranks, reduces them,
 and sends the narrow result to the other ranks. A ring all-reduce of narrow floats would send as many bytes.
+Each reduction and its rounding is :func:`ignite_dist.values.reduce_ops.reduce_rows`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from ignite_dist.values.reduce_ops import reduce_rows
 from ignite_dist.values.serialization import as_bytes
 
-__all__ = ["reduce_in_parts", "reduce_rows"]
+__all__ = ["reduce_in_parts"]
 
 # This bounds the extra memory for a large tensor: a copy of one piece, and a part of that piece in float64.
 _PIECE_BYTES = 4 << 20

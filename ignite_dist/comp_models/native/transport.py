@@ -6,7 +6,6 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from itertools import count
 from types import FrameType
 from typing import Any, ClassVar
@@ -19,10 +18,12 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ignite_dist import _torch
 from ignite_dist.comp_models.native import gloo, narrow_floats, waits
+from ignite_dist.comp_models.native.works import TorchWork, TorchWorks
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, WaitedFor
-from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
+from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.rendezvous import connections
 from ignite_dist.values.ranks import describe_ranks
+from ignite_dist.values.reduce_ops import reduce_rows
 from ignite_dist.values.serialization import as_bytes, as_tensor
 
 __all__ = ["NativeTransport"]
@@ -67,51 +68,6 @@ _CARRIED_OPS = {"gloo": _ARITHMETIC | {"AND", "OR"}}
 
 # gloo does not split so few elements into segments. Then one exchange is not faster than gloo's all-reduce.
 _UNCUT_NUMEL = 2
-
-
-class _TorchWork(Work):
-    """A collective of a process group. ``begin(is_async)`` begins the collective."""
-
-    __slots__ = ("_begin", "_group", "_result", "_work", "needs_all", "ranks")
-
-    def __init__(
-        self,
-        begin: Callable[[bool], dist.Work | None],
-        result: Any,
-        group: ProcessGroup,
-        ranks: tuple[int, ...],
-        needs_all: bool = True,
-    ) -> None:
-        self._begin: Callable[[bool], dist.Work | None] | None = begin
-        self._work: dist.Work | None = None
-        self._result = result
-        self._group = group
-        self.ranks = ranks
-        self.needs_all = needs_all
-
-    @property
-    def group_name(self) -> str:
-        return self._group.group_name
-
-    def start(self) -> None:
-        begin, self._begin = self._begin, None
-        if begin is not None:
-            self._work = begin(True)
-
-    @waits_for_ranks
-    def wait(self, timeout: timedelta | None = None) -> Any:
-        begin, self._begin = self._begin, None
-        try:
-            if begin is not None:
-                self._work = begin(False)
-            if self._work is not None:  # None: the backend has waited already
-                self._work.wait()
-        except RuntimeError as error:
-            connections.raise_explained(error)
-        return self._result
-
-    def is_completed(self) -> bool:
-        return self._begin is None and (self._work is None or self._work.is_completed())
 
 
 class NativeTransport(Transport):
@@ -246,9 +202,9 @@ class NativeTransport(Transport):
             and gloo.in_one_round(tensor.nbytes, group_size)
         ):
             exchange, reduce = self._scratch.all_reduce(handle, tensor, op, group_size)
-            return _TorchWork(exchange, None, handle, group.ranks).then(reduce)
+            return TorchWork(exchange, None, handle, group.ranks).then(reduce)
         lent = [gloo.lend(tensor)]
-        return _TorchWork(
+        return TorchWork(
             lambda is_async: handle.allreduce(lent, _ALL_REDUCE[is_async][op]), tensor, handle, group.ranks
         )
 
@@ -262,13 +218,13 @@ class NativeTransport(Transport):
             return self.all_reduce(tensor, op, group)  # at this size it gathers and reduces, too
         rows = tensor.new_empty((group_size, *tensor.shape))
         gathered = self.all_gather(as_bytes(tensor), group, out=as_bytes(rows).view(group_size, -1))
-        return gathered.then(lambda _: narrow_floats.reduce_rows(rows.unbind(), op, out=tensor))
+        return gathered.then(lambda _: reduce_rows(rows.unbind(), op, out=tensor))
 
     def _reduce_in_parts(self, tensor: Tensor, op: str, group: Group) -> Tensor:
         handle, group_size = self._handle(group), len(group.ranks)
 
         def exchange(sent: Tensor, received: Tensor) -> None:
-            _TorchWork(lambda _: gloo.exchange(handle, sent, received), None, handle, group.ranks).wait()
+            TorchWork(lambda _: gloo.exchange(handle, sent, received), None, handle, group.ranks).wait()
 
         def gather(sent: Tensor, received: Tensor) -> None:
             self.all_gather(sent, group, out=received.view(group_size, -1)).wait()
@@ -285,13 +241,13 @@ class NativeTransport(Transport):
         if self._is_gloo_on_cpu(tensor.device):
             if gloo.in_one_round(tensor.nbytes, group_size):
                 sent = tensor.expand(out.shape).contiguous()
-                return _TorchWork(lambda _: gloo.exchange(handle, sent, out), out, handle, group.ranks)
+                return TorchWork(lambda _: gloo.exchange(handle, sent, out), out, handle, group.ranks)
             out[group.position(self._rank)].copy_(tensor)
             works = gloo.stream(handle, out)
             if works is not None:
-                return _TorchWorks(works, out, handle, group.ranks)
+                return TorchWorks(works, out, handle, group.ranks)
         into, lent = gloo.lend(out.view(-1)), gloo.lend(tensor.view(-1))
-        return _TorchWork(
+        return TorchWork(
             lambda is_async: _torch.all_gather_into(handle, into, lent, _ALL_GATHER[is_async]),
             out,
             handle,
@@ -305,7 +261,7 @@ class NativeTransport(Transport):
         handle, gathered = self._handle(group), bytearray(group_size * len(buffer))
         # Copies of bytes take less time than torch's operators on tensors.
         sent, received = as_tensor(buffer * group_size), as_tensor(gathered)
-        _TorchWork(lambda _: gloo.exchange(handle, sent, received), None, handle, group.ranks).wait()
+        TorchWork(lambda _: gloo.exchange(handle, sent, received), None, handle, group.ranks).wait()
         return gathered
 
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
@@ -313,7 +269,7 @@ class NativeTransport(Transport):
         assert root is not None
         handle = self._handle(group)
         lent, is_src = [gloo.lend(tensor)], src == self._rank
-        return _TorchWork(
+        return TorchWork(
             lambda is_async: handle.broadcast(lent, gloo.from_root(root, is_async)),
             tensor,
             handle,
@@ -325,7 +281,7 @@ class NativeTransport(Transport):
         # Without device_ids NCCL guesses a device.
         device_ids = None if "cpu" in self._backends else [self._device().index]
         handle = self._handle(group)
-        return _TorchWork(
+        return TorchWork(
             lambda is_async: dist.barrier(group=handle, async_op=is_async, device_ids=device_ids),
             None,
             handle,
@@ -365,27 +321,6 @@ class NativeTransport(Transport):
     def end_waits(self) -> None:
         self.to_all.cut()
         self._to_groups.cut()
-
-
-class _TorchWorks(_TorchWork):
-    """Several collectives of a process group that were begun together."""
-
-    __slots__ = ("_works",)
-
-    def __init__(
-        self, works: list[dist.Work], result: Any, group: ProcessGroup, ranks: tuple[int, ...]
-    ) -> None:
-        super().__init__(lambda _: None, result, group, ranks)
-        self._works = works
-
-    @waits_for_ranks
-    def wait(self, timeout: timedelta | None = None) -> Any:
-        for work in self._works:
-            connections.wait(work)
-        return self._result
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
 
 
 def _connected_again(store: Any) -> Any:

@@ -16,7 +16,7 @@ from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.comp_models.transport import STANDARD_DTYPES, CollectiveKind, Group, Transport
 from ignite_dist.comp_models.work import Completed, Work, waits_for_ranks
 from ignite_dist.comp_models.xla import _torch_xla, dtype_views, replicas
-from ignite_dist.values import serialization
+from ignite_dist.values import message_header
 
 __all__ = ["XlaTransport"]
 
@@ -174,6 +174,6 @@ def _is_one_of_more(group: Group) -> bool:
 
 def _describe(call: str, tensor: Tensor, group: Group) -> str:
     """The description of a collective for users. Objects and numbers begin with a header."""
-    is_header = tensor.dtype is torch.uint8 and tuple(tensor.shape) == (serialization.HEADER_BYTES,)
+    is_header = tensor.dtype is torch.uint8 and tuple(tensor.shape) == (message_header.HEADER_BYTES,)
     value = "an object or a number" if is_header else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
     return f"{call} of {value}" + (f" in the group {list(group.ranks)}" if group.handle is not None else "")

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_dist.comp_models.horovod import _horovod
-from ignite_dist.comp_models.horovod.gradients import Gradients
+from ignite_dist.comp_models.horovod.averaging import Gradients
 from ignite_dist.comp_models.horovod.reduction import Carried, Reduction
 from ignite_dist.comp_models.horovod.rounds import Exchange
 from ignite_dist.gradients import parameters_of, take_mark

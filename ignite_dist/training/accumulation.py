@@ -1,0 +1,178 @@
+"""Gradients accumulated over several microbatches, weighted by samples or tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from math import inf
+from typing import Any
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ignite_dist.context.live import current_model
+from ignite_dist.coordination import exchange_outcomes
+from ignite_dist.gradients import scale_gradients
+from ignite_dist.training.gradient_sync import DDPSyncStrategy, check_whole, grad_sync, optimizers_of
+
+__all__ = ["Microbatch", "accumulate"]
+
+
+class Microbatch:
+    """Context manager around the forward and backward pass of one microbatch of :func:`accumulate`.
+
+    Attributes:
+        is_final: whether a step comes next.
+        number: position in the step, from 0.
+        was_entered: whether the block has been entered.
+    """
+
+    def __init__(
+        self, number: int, is_final: bool, context: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.number = number
+        self.is_final = is_final
+        self.was_entered = False
+        self._context = context
+        self._entered: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> Microbatch:
+        self.was_entered = True
+        self._entered = self._context()
+        self._entered.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        assert self._entered is not None
+        return self._entered.__exit__(*error)
+
+
+def accumulate(
+    loader: Iterable[Any],
+    model: Module,
+    steps: int,
+    weight: Callable[[Any], float] | None = None,
+    strategy: DDPSyncStrategy = DDPSyncStrategy.SINGLE_AUTO_SYNC,
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
+) -> Iterator[tuple[Any, Microbatch]]:
+    """Pair each batch with a context manager that accumulates gradients over ``steps`` microbatches.
+
+    Before the step the gradient is that of the mean loss over all microbatches of all ranks. The last step of
+    a pass may have fewer than ``steps`` microbatches. Every rank makes the same number of steps. If the
+    number of microbatches in a step differs between ranks, pass ``weight=lambda batch: 1``; with
+    MULTI_AUTO_SYNC, and for a model with buffers, the numbers must be equal. Gradients must be None or zero
+    when a step begins, because existing values count as part of the sum. A rank may skip the passes in a
+    block; the microbatch then counts with a zero gradient. Every rank enters the block of the last
+    microbatch. Results of ``torch.autograd.grad`` in a block stay unchanged. An error of ``loader`` or
+    ``weight`` is raised on its own rank only.
+
+    Args:
+        loader: an iterable of batches, one per microbatch. One batch is fetched ahead.
+        model: the result of :func:`auto_model`, or a module that contains it; not with ``strategy="fsdp"``.
+            If the model has a ``process_group``, "all ranks" means the ranks of this group.
+        steps: microbatches per step.
+        weight: returns the number of samples or tokens over which a batch's loss is the mean. The gradient is
+            then that of the mean over all samples or tokens, for any sizes of microbatches. The ranks
+            exchange one number per step. Until the step gradients are weighted sums: in float16 large
+            weights overflow.
+        strategy: see :class:`DDPSyncStrategy`.
+        optimizers: as in :func:`grad_sync`.
+
+    Yields:
+        ``(batch, microbatch)``, see :class:`Microbatch`.
+
+    Raises:
+        ValueError: ``steps`` is not a positive int, a weight is negative, or the weights of all ranks are 0.
+        RuntimeError: the block of a step's last microbatch was not entered; or called inside of
+            :func:`join`, where ranks make different numbers of steps.
+
+    Example::
+
+        for (x, y), sync in idist.accumulate(loader, model, steps=4, weight=lambda batch: len(batch[0])):
+            with sync:
+                loss(model(x), y).backward()
+            if sync.is_final:
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be a positive int, got {steps!r}.")
+    check_whole(model, "accumulate")
+    current_model().groups.check_not_joining()
+    synced = partial(grad_sync, model, optimizers, strategy=DDPSyncStrategy(strategy))
+    return _accumulate(loader, model, steps, weight, synced, optimizers)
+
+
+def _accumulate(
+    loader: Iterable[Any],
+    model: Module,
+    steps: int,
+    weight: Callable[[Any], float] | None,
+    synced: Callable[..., AbstractContextManager[None]],
+    optimizers: Optimizer | Sequence[Optimizer] | None,
+) -> Iterator[tuple[Any, Microbatch]]:
+    batches, end = iter(loader), object()
+    ahead = next(batches, end)
+    weights: list[float] = []
+    while ahead is not end:
+        batch, ahead = ahead, next(batches, end)
+        weights.append(1.0 if weight is None else _checked(weight(batch)))
+        is_final = len(weights) == steps or ahead is end
+
+        mean = None if weight is None else partial(_mean_over_ranks, model, optimizers)
+        weighed = partial(_weighed, model, tuple(weights), is_final, mean, synced)
+        microbatch = Microbatch(len(weights) - 1, is_final, weighed)
+        yield batch, microbatch
+        if is_final:
+            if not microbatch.was_entered:
+                raise RuntimeError(
+                    "The block of a step's last microbatch was not entered, so the gradients are neither "
+                    "averaged nor a mean. Enter `with sync:` for each microbatch. Skip only its contents."
+                )
+            weights = []
+
+
+@contextmanager
+def _weighed(
+    model: Module,
+    weights: Sequence[float],
+    is_final: bool,
+    mean: Callable[[float], float] | None,
+    synced: Callable[..., AbstractContextManager[None]],
+) -> Iterator[None]:
+    """The block of one microbatch. ``weights`` are those of the step so far, with its own at the end.
+
+    Gradients are summed by weight until the last microbatch, which divides the sum by the total weight. The
+    division is linear, so the average over the ranks may come before or after the division.
+    """
+    current_model().groups.check_not_joining()  # in join() is_final differs between ranks
+    factor = weights[-1]
+    if is_final:
+        total = sum(weights) if mean is None else mean(sum(weights))
+        factor /= total
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(total)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with scale_gradients(trained, factor), synced(is_final_microbatch=is_final):
+        yield
+
+
+def _checked(weight: Any) -> float:
+    value = float(weight)
+    if not 0 <= value < inf:
+        raise ValueError(f"The weight of a batch must be a finite number >= 0, got {weight!r}.")
+    return value
+
+
+def _mean_over_ranks(
+    model: Module, optimizers: Optimizer | Sequence[Optimizer] | None, weight: float
+) -> float:
+    live = current_model()
+    group = live.training.gradient_group(model, optimizers_of(live, model, optimizers))
+    # Not all_reduce: with FORCED_SYNC a rank whose block raised calls exchange_outcomes too.
+    everyones: list[float] = exchange_outcomes(live, group, None, weight)
+    if not any(everyones):
+        raise ValueError("The weights of all microbatches of this step are zero on all ranks.")
+    return sum(everyones) / len(everyones)

@@ -1,7 +1,7 @@
 """Measurements in a fresh process: `python fresh.py import|getters|launches LIBRARY ...` prints JSON.
 
-Before the measurement imports the library, this file imports only the standard library. So workers, which
-import this file as their main module, import nothing that the library does not need.
+Workers import this file as their main module. At its top this file imports only the standard library, so that
+workers import nothing that the measured library does not need.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def libraries() -> list[tuple[str, str]]:
     return found
 
 
-def run(what: str, library: str, *args: object) -> Any:
+def run(measurement: str, library: str, *args: object) -> Any:
     """Run a measurement of this file in a new interpreter and return its result."""
-    command = [sys.executable, __file__, what, library, *map(str, args)]
-    # pip compiles what it installs. This checkout is compiled by its first import, if that is allowed.
+    command = [sys.executable, __file__, measurement, library, *map(str, args)]
+    # pip compiles the packages that it installs. This checkout is compiled by its first import, if allowed.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, env=env)
     if done.returncode != 0:
@@ -46,7 +46,7 @@ def run(what: str, library: str, *args: object) -> Any:
 
 def _import(library: str) -> float:
     importlib.import_module("torch")
-    gc.freeze()  # or a garbage collection of torch's objects may fall into the measurement
+    gc.freeze()  # otherwise a garbage collection of torch's objects may fall into the measurement
     start = time.perf_counter()
     importlib.import_module(library)
     return time.perf_counter() - start
@@ -66,11 +66,11 @@ def _launches(library: str, *counts: str) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as directory:
             start = time.perf_counter()
             module.spawn("gloo", _worker, args=(library, directory), nproc_per_node=workers)
-            noted = [json.loads(path.read_text()) for path in Path(directory).iterdir()]
-        assert len(noted) == workers, noted
-        launch = {"workers": workers, "seconds": max(note["at"] for note in noted) - start}
+            results = [json.loads(path.read_text()) for path in Path(directory).iterdir()]
+        assert len(results) == workers, results
+        launch = {"workers": workers, "seconds": max(result["end"] for result in results) - start}
         for field in ("PSS", "USS"):
-            launch[field] = statistics.median(note[field] for note in noted)
+            launch[field] = statistics.median(result[field] for result in results)
         launches.append(launch)
     return launches
 
@@ -78,10 +78,10 @@ def _launches(library: str, *counts: str) -> list[dict[str, Any]]:
 def _worker(local_rank: int, library: str, directory: str) -> None:
     module = importlib.import_module(library)
     module.barrier()
-    at = time.perf_counter()  # one clock for all processes of the machine
-    module.barrier()  # so all workers still run while their shared memory is counted
-    note = {"at": at, **_memory()}
-    (Path(directory) / str(local_rank)).write_text(json.dumps(note))
+    end = time.perf_counter()  # one clock for all processes of the machine
+    module.barrier()  # all workers must still run while their shared memory is counted
+    result = {"end": end, **_memory()}
+    (Path(directory) / str(local_rank)).write_text(json.dumps(result))
     module.barrier()
 
 

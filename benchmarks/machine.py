@@ -33,7 +33,7 @@ def describe(device: str) -> dict[str, Any]:
 def _tag(device: str) -> str:
     if device == "cuda":
         return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-    xla = "-xla" if _version("torch_xla") else ""  # another torch, so separate figures
+    xla = "-xla" if _version("torch_xla") else ""  # another torch, so another file of results
     return f"cpu-{cores()}cores{xla}"
 
 

@@ -1,11 +1,11 @@
-"""Largest size at which a gather in one round is faster than gloo's ring: a constant of the native backend.
+"""Find the largest size at which a gather in one round beats gloo's ring: a constant of the native backend.
 
     python benchmarks/one_round.py --ranks 2 4 8
 
-For a sum of float32 it times raw `dist.all_reduce` (a ring of 2 (n - 1) steps) against two ways to gather
-all ranks' values and add them up in rank order: an all-to-all exchange (one step) and gloo's all-gather (a
-ring of n - 1 steps). The columns are medians of paired ratios: below 1, gathering is faster. Memory is
-allocated in every call.
+For a sum of float32 the script times raw `dist.all_reduce` (a ring of 2 (n - 1) steps) against two ways to
+gather all ranks' values and add them up in rank order: an all-to-all exchange (one step) and gloo's
+all-gather (a ring of n - 1 steps). The columns are medians of paired ratios: below 1, gathering is faster.
+Every call allocates its memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import ignite_dist as idist
-from rows import all_gather_raw, party_of_ranks
+from rows import all_gather_raw, rank_processes
 from timing import QUICK, Samples, time_in_turn
 
 _SIZES = [4 << (2 * power) for power in range(10)]  # 4 B, 16 B, ..., 1 MB
@@ -49,12 +49,12 @@ def _measure_size(size: int, seconds: float) -> Samples:
         add_up(rows)
 
     contenders = {"all_reduce": lambda: dist.all_reduce(tensor), "exchange": exchange, "gather": gather}
-    return time_in_turn(contenders, QUICK._replace(row_seconds=seconds), party_of_ranks(torch.device("cpu")))
+    return time_in_turn(contenders, QUICK._replace(row_seconds=seconds), rank_processes(torch.device("cpu")))
 
 
 def _ratio(samples: Samples, name: str) -> float:
     return statistics.median(
-        mine / raw for mine, raw in zip(samples[name], samples["all_reduce"], strict=True)
+        ours / raw for ours, raw in zip(samples[name], samples["all_reduce"], strict=True)
     )
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rows import IGNITE, OURS, RAW
 
 _HEADINGS = ("what", "ours", "reference", "ignite", "figure", "bar", "")
-_CURVE = "spawn"
+_CURVE_SECTION = "spawn"
 _WORKERS = re.compile(r"(\d+) workers")
 Result = dict[str, Any]
 
@@ -49,7 +49,7 @@ def write_files(
 
 
 def _lines(result: Result) -> list[tuple[str, ...]]:
-    """The table's lines for a row: one per bar, or one without."""
+    """The table's lines for a row: one line per bar; one line if the row has no bar."""
     unit, contenders = result["unit"], result["contenders"]
     title = f"{result['section']}: {result['name']}"
 
@@ -95,7 +95,7 @@ def _chart(path: Path, machine: dict[str, Any], results: list[Result]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    curves = [result for result in results if result["section"] == _CURVE]
+    curves = [result for result in results if result["section"] == _CURVE_SECTION]
     figure = pyplot.figure(figsize=(15, 9) if curves else (10, 9), layout="constrained")
     gpu = machine["gpu"] or f"{machine['cores']} cores"
     figure.suptitle(
@@ -110,7 +110,7 @@ def _chart(path: Path, machine: dict[str, Any], results: list[Result]) -> None:
 
 
 def _draw_ratios(axes: Any, results: list[Result]) -> None:
-    """Draw a line per ratio: the median as a dot, the bar as a tick. A dot left of the tick meets the bar."""
+    """Draw a line per ratio: a dot at the median, a tick at the bar. A dot left of the tick meets the bar."""
     ratios = [(result, bar) for result in results for bar in result["bars"] if bar["kind"] == "ratio"]
     for height, (_, bar) in enumerate(reversed(ratios)):
         color = "tab:green" if bar["met"] else "tab:red"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ignite_dist as idist
-from timing import Effort, Party, Samples, summarize, time_in_turn
+from timing import Effort, Processes, Samples, summarize, time_in_turn
 
 OURS, RAW, IGNITE = "ours", "raw", "ignite"
 
@@ -39,7 +39,7 @@ class Bar:
 
     Attributes:
         kind: "ratio" (ours / reference), "more" (ours - reference) or "value" (ours).
-        limit: the largest figure that meets the bar; for "more" and "value" in the row's unit.
+        limit: the largest figure that meets the bar; in the row's unit for "more" and "value".
         reference: the contender to compare with.
         label: the reference in words.
     """
@@ -63,8 +63,8 @@ class Bar:
             return [value * scale for value in ours]
         pairs = zip(ours, samples[self.reference], strict=False)
         if self.kind == "ratio":
-            return [mine / other for mine, other in pairs]
-        return [(mine - other) * scale for mine, other in pairs]
+            return [own / other for own, other in pairs]
+        return [(own - other) * scale for own, other in pairs]
 
     def format(self, figure: float, unit: str) -> str:
         if self.kind == "ratio":
@@ -80,7 +80,7 @@ class Row:
         section: the subject.
         name: the call and its arguments.
         unit: "ns", "us", "ms" or "s" for times; "MB" for memory; "x" for plain numbers.
-        bars: empty if the row is shown only.
+        bars: empty if the row has no bar; the table then shows only the times.
     """
 
     section: str
@@ -118,7 +118,7 @@ class RankRow(Row):
         backend: backend of the context.
         device: type of the tensors' device.
         slow: contenders so slow that only a few calls are timed.
-        weight: share of time; larger for a small difference between large numbers.
+        weight: share of time, relative to other rows; larger if the difference is small against the times.
     """
 
     contenders: Callable[[torch.device], Contenders]
@@ -137,7 +137,7 @@ def launch(backend: str, ranks: int, function: Callable[..., Any], *arguments: A
     """The results of ``function(local_rank, *arguments)`` on the ranks of a new context."""
     options = {"timeout": timedelta(minutes=2)} if backend in ("gloo", "nccl") else {}
     if backend == "xla-tpu":
-        # PJRT needs both. A collective of one replica would wait for a second device if one existed.
+        # PJRT needs both. A collective of one replica would wait for a second device if there were one.
         os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(ranks))
     return idist.spawn(backend, function, args=arguments, nproc_per_node=ranks, **options)
 
@@ -146,21 +146,21 @@ def measure_in_ranks(local_rank: int, rows: list[RankRow], effort: Effort) -> li
     """The samples of each row. Every rank of a context runs this; use the samples of rank 0."""
     torch.set_num_threads(1)
     device = torch.device(rows[0].device)
-    party = party_of_ranks(device)
+    processes = rank_processes(device)
     measured = []
     for row in rows:
-        samples = time_in_turn(row.contenders(device), effort, party, row.slow, row.weight)
+        samples = time_in_turn(row.contenders(device), effort, processes, row.slow, row.weight)
         if idist.get_rank() == 0:
             show_progress(row, samples)
         measured.append(samples)
     return measured
 
 
-def party_of_ranks(device: torch.device) -> Party:
+def rank_processes(device: torch.device) -> Processes:
     synchronize = synchronizer(device)
     if dist.is_initialized():
-        return Party(_from_rank_0, dist.barrier, synchronize)
-    return Party(partial(idist.broadcast, safe_mode=True), idist.barrier, synchronize)
+        return Processes(_from_rank_0, dist.barrier, synchronize)
+    return Processes(partial(idist.broadcast, safe_mode=True), idist.barrier, synchronize)
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
@@ -170,7 +170,7 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     if device.type == "xla":
         from torch_xla.core import xla_model as xm
 
-        # The default waits for all devices of the process; waiting for another replica's device blocks it.
+        # The default waits for all devices of the process; a wait for another replica's device blocks it.
         return partial(xm.wait_device_ops, xm.xla_real_devices([str(idist.device())]))
     return lambda: None
 
@@ -219,7 +219,7 @@ def evaluate(row: Row, samples: Samples) -> dict[str, Any]:
 
 
 def zeros(size: int, device: torch.device) -> Tensor:
-    """Zeros, whose repeated sums stay zeros. They are written, because untouched memory reads faster."""
+    """Zeros, because their sums stay zeros. The memory is written, because untouched memory reads faster."""
     return torch.full((size // 4,), 0.0, device=device)
 
 

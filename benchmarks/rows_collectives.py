@@ -1,4 +1,4 @@
-"""The collectives, against hand-written calls of torch.distributed."""
+"""The collectives, compared with hand-written calls of torch.distributed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from timing import Effort, Samples, memory_of
 _KB, _MB = 1 << 10, 1 << 20
 _SMALL = {"32 B": 32, "128 B": 128, "512 B": 512, "2 KB": 2 * _KB, "8 KB": 8 * _KB}
 _LARGE = {"1 MB": _MB, "16 MB": 16 * _MB}
-_TWENTY = "20 calls"
-_ALONE = "without the computation"
+_TWENTY_CALLS = "20 calls"
+_NO_COMPUTATION = "without the computation"
 _LATE_SECONDS = 0.1
 _NUMBERS: dict[str, Any] = {f"metric_{i}": i * 1000 + 1 if i % 2 else i / 7 for i in range(20)}
 
@@ -80,13 +80,13 @@ def tensor_rows(backend: str = "gloo", ranks: int = 2, device: str = "cpu") -> l
     if ranks > 1:
         bars = (Bar("more", 5, label="dist.all_reduce, group ready"),)
         found.append(row(group, "tensor, 4 B", bars=bars, contenders=_group_reduce, slow=(IGNITE,), weight=3))
-        bars = (Bar("ratio", 1.15, reference=_ALONE, label="the same without the computation"),)
+        bars = (Bar("ratio", 1.15, reference=_NO_COMPUTATION, label="the same without the computation"),)
         found.append(
             row(
                 f"all_reduce(async_op=True){where}",
                 "16 MB from a rank that is 100 ms late, and 100 ms of computation",
                 bars=bars,
-                contenders=_under_a_computation,
+                contenders=_with_computation,
             )
         )
     return found
@@ -106,7 +106,7 @@ def _value_rows() -> list[Row]:
             "all_reduce",
             "dict of 20 ints and floats",
             bars=(
-                Bar("ratio", 0.2, reference=_TWENTY, label="20 calls of our own"),
+                Bar("ratio", 0.2, reference=_TWENTY_CALLS, label="20 calls of our own"),
                 Bar("ratio", 0.7, label="dist.all_reduce, packed by hand"),
             ),
             contenders=_numbers,
@@ -138,8 +138,8 @@ def _all_reduce(size: int, device: torch.device) -> Contenders:
     return contenders
 
 
-def _under_a_computation(device: torch.device) -> Contenders:
-    """Rank 1 comes late, which simulates a long transfer without CPU time; rank 0 computes meanwhile.
+def _with_computation(device: torch.device) -> Contenders:
+    """Rank 1 is late; this simulates a long transfer without CPU time. Rank 0 computes in the meantime.
 
     With as many ranks as cores, a real transfer of gloo would take a core from the computation, so the row
     would show no overlap.
@@ -161,7 +161,7 @@ def _under_a_computation(device: torch.device) -> Contenders:
             matrix @ matrix
         work.wait()
 
-    return {OURS: partial(reduce, True), _ALONE: partial(reduce, False)}
+    return {OURS: partial(reduce, computes=True), _NO_COMPUTATION: partial(reduce, computes=False)}
 
 
 def _all_gather(size: int, device: torch.device) -> Contenders:
@@ -239,7 +239,7 @@ def _numbers(device: torch.device) -> Contenders:
     contenders: Contenders = {
         OURS: lambda: idist.all_reduce(_NUMBERS),
         RAW: packed_by_hand,
-        _TWENTY: lambda: [idist.all_reduce(value) for value in values],
+        _TWENTY_CALLS: lambda: [idist.all_reduce(value) for value in values],
     }
     ignite = ignite_library()
     if ignite is not None:  # ignite takes no dict
@@ -263,7 +263,7 @@ def _gather_object(value: Any, device: torch.device) -> Contenders:
 
 
 def _peak_rows() -> list[Row]:
-    # The figure is 2 with a second copy of the output. gloo's own all-gather holds one: see raw's figure.
+    # A second copy of the output makes the figure 2. gloo's own all-gather has such a copy: see raw's figure.
     bars = (Bar("value", 1.1),)
     return [
         LauncherRow(
@@ -283,7 +283,7 @@ def _peaks(effort: Effort) -> Samples:
 
 
 def _peak(local_rank: int, name: str, size: int) -> float | None:
-    """Peak growth of a fresh worker's memory during a gather, as a multiple of the output's size."""
+    """Peak growth of a new worker's memory during a gather, as a multiple of the output's size."""
     contenders = _all_gather(_KB, torch.device("cpu"))
     if name not in contenders:
         return None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import fresh
 import ignite_dist as idist
 from ignite_dist.comp_models import SerialModel
-from ignite_dist.diagnostics.announcing import announce, watch_with_recorder
+from ignite_dist.diagnostics.announcing import announce, get_or_create_recorder
 from rows import IGNITE, OURS, RAW, Bar, Contenders, LauncherRow, RankRow, Row, ignite_library
 from timing import Effort, Samples
 
@@ -43,21 +43,21 @@ def rows() -> list[Row]:
         ),
         *(
             RankRow(
-                "what a collective pays for being watched",
+                "cost of recording a collective's call",
                 name,
                 "ns",
-                (Bar("value", 100),) if not watched else (),
-                contenders=partial(_announcing, watched),
+                () if is_recorded else (Bar("value", 100),),
+                contenders=partial(_announcing, is_recorded),
             )
-            for name, watched in {"nothing watches": False, "its last calls are kept": True}.items()
+            for name, is_recorded in {"no recorder": False, "the recorder keeps the last calls": True}.items()
         ),
     ]
 
 
-def _announcing(watched: bool, device: torch.device) -> Contenders:
+def _announcing(is_recorded: bool, device: torch.device) -> Contenders:
     model = SerialModel()
-    if watched:
-        watch_with_recorder(model, keep_calls=True)
+    if is_recorded:
+        get_or_create_recorder(model, keep_calls=True)
     return {OURS: partial(announce, model, "all_reduce", model.groups.world, torch.ones(1), "SUM")}
 
 

@@ -1,4 +1,4 @@
-"""Horovod: the facade against Horovod's own calls, also with names, in the same context."""
+"""Horovod: the facade compared with Horovod's own calls in the same context. Both give their calls names."""
 
 from __future__ import annotations
 
@@ -76,29 +76,29 @@ def _getter(device: torch.device) -> Contenders:
 
 
 def _launches(effort: Effort) -> Samples:
-    """Seconds until both workers have met and returned. Our first launch is not counted."""
+    """Seconds until both workers have passed a barrier and returned. Our first launch is not counted."""
     from horovod.runner import run
 
-    def init_and_meet() -> None:  # local, because horovod.run does not find a script's modules
+    def init_and_barrier() -> None:  # local, because horovod.run does not find a script's modules
         import horovod.torch as hvd
 
         hvd.init()
         hvd.barrier()
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    idist.spawn("horovod", _meet, nproc_per_node=2)
+    idist.spawn("horovod", _barrier, nproc_per_node=2)
     samples: Samples = {OURS: [], RAW: []}
     for _ in range(min(effort.repeats, 3)):
         start = time.perf_counter()
-        idist.spawn("horovod", _meet, nproc_per_node=2)
+        idist.spawn("horovod", _barrier, nproc_per_node=2)
         samples[OURS].append(time.perf_counter() - start)
         start = time.perf_counter()
-        run(init_and_meet, num_proc=2, use_gloo=True)
+        run(init_and_barrier, num_proc=2, use_gloo=True)
         samples[RAW].append(time.perf_counter() - start)
         for number, handler in handlers.items():  # run() leaves its own handlers
             signal.signal(number, handler)
     return samples
 
 
-def _meet(local_rank: int) -> None:
+def _barrier(local_rank: int) -> None:
     idist.barrier()

@@ -1,4 +1,4 @@
-"""Start-up: the import, and workers. All rows run in fresh processes."""
+"""Start-up: the import, and launches of workers. All rows run in fresh processes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def rows() -> list[Row]:
             "first launch of a process",
             "s",
             (Bar("value", 1.5),),
-            measure=partial(_launch_of_four, later=False),
+            measure=partial(_launch_of_four, is_later=False),
         ),
         LauncherRow(
             "spawn of 4 workers to a first barrier",
             "later launches",
             "s",
             (Bar("value", 0.3),),
-            measure=partial(_launch_of_four, later=True),
+            measure=partial(_launch_of_four, is_later=True),
         ),
         *(
             LauncherRow(
@@ -57,13 +57,13 @@ def _imports(effort: Effort) -> Samples:
     return samples
 
 
-def _launch_of_four(effort: Effort, later: bool) -> Samples:
+def _launch_of_four(effort: Effort, is_later: bool) -> Samples:
     samples: Samples = {}
     for contender, launches in _launches_of_four(effort.repeats).items():
         samples[contender] = [
             launch["seconds"]
-            for one_process in launches
-            for launch in (one_process[1:] if later else one_process[:1])
+            for process_launches in launches
+            for launch in (process_launches[1:] if is_later else process_launches[:1])
         ]
     return samples
 

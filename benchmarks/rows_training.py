@@ -1,4 +1,4 @@
-"""Training: steps, gradients and results against hand-written code with torch or Horovod."""
+"""Training: steps, gradients and results, compared with hand-written code with torch or Horovod."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SMALL_LAYERS = 100  # each has a weight and a bias
 
 def rows() -> list[Row]:
     per_pass = f"a pass of {_STEPS} steps, 1 M parameters, batch {_BATCH}"
-    each = Bar("ratio", 0.5, label="dist.all_reduce of each .grad")
+    grads = Bar("ratio", 0.5, label="dist.all_reduce of each .grad")
     gathers = (Bar("ratio", 1.1, label="(torch.empty + all_gather_into_tensor)"),)
     found: list[Row] = [
         RankRow(
@@ -42,20 +42,23 @@ def rows() -> list[Row]:
             weight=4,
         ),
         RankRow(
-            "grad_sync", f"FORCED_SYNC of {2 * _SMALL_LAYERS} parameters", "ms", (each,), contenders=_syncs
+            "grad_sync", f"FORCED_SYNC of {2 * _SMALL_LAYERS} parameters", "ms", (grads,), contenders=_syncs
         ),
         RankRow(
-            "accumulate", f"a step of {len(_MICROBATCHES)} microbatches, weight=", "ms", contenders=_weighed
+            "accumulate",
+            f"a step of {len(_MICROBATCHES)} microbatches, weight=",
+            "ms",
+            contenders=_accumulate,
         ),
     ]
     for name, size in _SIZES.items():
         for order in ("in order", "shuffled"):
-            contenders = partial(_ordered, size, order == "shuffled")
+            contenders = partial(_gather_in_order, size, shuffle=order == "shuffled")
             title = f"tensor, {name} per rank, {order}"
             found.append(RankRow("gather_in_order", title, bars=gathers, contenders=contenders))
     for name, size in _SIZES.items():
         title = f"tensor, {name} per rank, forward and backward"
-        found.append(RankRow("all_gather(sync_grads)", title, contenders=partial(_gathered, size)))
+        found.append(RankRow("all_gather(sync_grads)", title, contenders=partial(_gather_grads, size)))
     return found
 
 
@@ -117,7 +120,7 @@ def _passes(device: torch.device) -> Contenders:
     return {OURS: ours, RAW: raw}
 
 
-def _weighed(device: torch.device) -> Contenders:
+def _accumulate(device: torch.device) -> Contenders:
     """A step of microbatches of different sizes: the mean over all samples of the step, on all ranks."""
     data = _samples(sum(_MICROBATCHES)).tensors
     batches = list(zip(*(tensor.to(device).split(_MICROBATCHES) for tensor in data), strict=True))
@@ -126,11 +129,11 @@ def _weighed(device: torch.device) -> Contenders:
     optimizer = idist.auto_optim(_optimizer(model))
 
     def ours() -> None:
-        weighed = idist.accumulate(batches, model, len(batches), weight=lambda batch: len(batch[0]))
-        for (x, y), microbatch in weighed:
-            with microbatch:
+        microbatches = idist.accumulate(batches, model, len(batches), weight=lambda batch: len(batch[0]))
+        for (x, y), sync in microbatches:
+            with sync:
                 cross_entropy(model(x), y).backward()
-            if microbatch.is_final:
+            if sync.is_final:
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -178,7 +181,7 @@ def _step(model: Module, optimizer: Any, x: Tensor, y: Tensor) -> Callable[[], N
 
 
 def _syncs(device: torch.device) -> Contenders:
-    """The gradients exist already, so the row times only their synchronisation."""
+    """The gradients exist already, so the row measures only their synchronisation."""
     model = idist.auto_model(Sequential(*(Linear(16, 16) for _ in range(_SMALL_LAYERS))))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)  # repeated sums of zeros stay zeros
@@ -194,7 +197,7 @@ def _syncs(device: torch.device) -> Contenders:
     return {OURS: ours, RAW: raw}
 
 
-def _gathered(size: int, device: torch.device) -> Contenders:
+def _gather_grads(size: int, device: torch.device) -> Contenders:
     from torch.distributed.nn.functional import all_gather
 
     tensor = zeros(size, device).requires_grad_()
@@ -212,7 +215,7 @@ def _gathered(size: int, device: torch.device) -> Contenders:
 # --- results -----------------------------------------------------------------------------------------
 
 
-def _ordered(size: int, shuffle: bool, device: torch.device) -> Contenders:
+def _gather_in_order(size: int, device: torch.device, shuffle: bool) -> Contenders:
     """Results of 1 KB per sample, for example logits of 256 classes."""
     values = zeros(size, device).view(-1, _KB // 4)
     count = len(values) * dist.get_world_size()

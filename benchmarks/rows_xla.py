@@ -1,7 +1,7 @@
-"""XLA on the CPU: the facade against torch_xla's own calls, in the same context.
+"""XLA on the CPU: the facade compared with torch_xla's own calls in the same context.
 
-One replica in its own process is lazy: a collective joins the graph of its step. Two replicas share a
-process; ``_all_reduce`` shows the code of a hand-written collective for this case.
+One replica in its own process is lazy: a collective becomes a part of the graph of its step. Two replicas
+share a process: ``_all_reduce`` shows the code of a hand-written collective for this case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from timing import Effort, Samples
 _STEPS = 10
 _EXECUTIONS, _COMPILATIONS = "executions per step", f"compilations in {_STEPS} steps"
 
-# The replicas of a process are threads of it.
+# Replicas that share a process are threads.
 _both_replicas = threading.Barrier(2)
 _compiling = threading.Lock()
 
@@ -30,12 +30,12 @@ _compiling = threading.Lock()
 def rows() -> list[Row]:
     row = partial(RankRow, backend="xla-tpu", device="xla")
     bars = (Bar("ratio", 1.1, label="(xm.all_reduce + sync)"),)
-    no_more = (Bar("more", 0, label="xm.all_reduce"),)
+    no_difference = (Bar("more", 0, label="xm.all_reduce"),)
     step = "XLA: a step with an all_reduce"
     return [
         row(step, "time, 1 replica", bars=bars, contenders=_steps, ranks=1, weight=2),
         *(
-            LauncherRow(step, counted, "x", no_more, measure=partial(_counts, counted))
+            LauncherRow(step, counted, "x", no_difference, measure=partial(_counts, counted))
             for counted in (_EXECUTIONS, _COMPILATIONS)
         ),
         *(
@@ -117,9 +117,9 @@ def _all_reduce(size: int, device: torch.device) -> Contenders:
         # Not `xm.all_reduce("sum", [tensor])`: the result would reuse the memory of the input, and with 1 MB
         # PJRT's CPU device hangs sooner or later.
         tensor = xm.all_reduce("sum", tensor)
-        with _compiling:  # two compilations at once would give two modules, which wait for each other
+        with _compiling:  # two compilations at once would give two modules that wait for each other
             torch_xla.sync()
-        synchronize()  # running calls hold threads of a pool
+        synchronize()  # until a call ends, it holds a thread of a pool
 
     return {OURS: lambda: idist.all_reduce(tensor), RAW: by_hand}
 
@@ -128,7 +128,7 @@ def _getter(name: str, device: torch.device) -> Contenders:
     import torch_xla
     from torch_xla import runtime
 
-    if idist.get_rank() != 0:  # idle, because two replicas would share the GIL
+    if idist.get_rank() != 0:  # idle, because two busy replicas would wait for the GIL
         return dict.fromkeys((OURS, RAW), lambda: None)
     raw = {
         "get_rank": runtime.global_ordinal,

@@ -4,8 +4,8 @@
     python benchmarks/scale.py --ranks 2 4 8       # fewer ranks, nothing is written
 
 The script measures real ranks on this machine, over gloo. A proxy in front of the store counts the ranks'
-requests. The script measures the work that one rank does alone in worlds of up to 100,000 ranks. It runs the
-model of `store_model.py`, first against the measurement and then beyond this machine.
+requests. The script also measures the work that one rank does alone in worlds of up to 100,000 ranks. Then it
+runs the model of `store_model.py`: with the measured numbers of ranks, to test the model, and with more.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from torch.distributed import TCPStore
 
 import fresh
 import ignite_dist as idist
-from ignite_dist.comp_models.topology import Topology, read_places, write_place
+from ignite_dist.comp_models.topology import Topology, decode_places, encode_place
 from ignite_dist.context.live import current_model
 from ignite_dist.rendezvous import stores
 from ignite_dist.values import message_header, serialization
 
 _RANKS = (2, 4, 8, 16, 32, 64)
 _MANY = (1_000, 10_000, 100_000)
-# Variables of the topology, besides the local rank.
-_FACTS = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK")
-# How gloo reads the addresses of all ranks: one request for each address (gloo's default); one request for
-# all (the setting of initialize()); addresses of a fixed size; each address at the ranks' first message.
+# The topology's variables, except the local rank.
+_TOPOLOGY_VARIABLES = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK")
+# How gloo reads the addresses of all ranks. "one by one": one request for each address (gloo's default).
+# "at once": one request for all addresses (the setting of initialize()). "fixed size": the size of an address
+# does not grow with the world. "lazy": an address is read when two ranks exchange their first message.
 _ONE_BY_ONE = {"GLOO_ENABLE_STORE_V2_API": "0"}
 VARIANTS = {
     "one by one": _ONE_BY_ONE,
@@ -61,39 +62,39 @@ def _timed(spans: dict[str, list[Span]], name: str, step: Callable[[], Any]) -> 
 
 
 def _measure(local_rank: int, repeats: int) -> dict[str, Any]:
-    """The steps of a rank, several times, and its keys and sockets at the end."""
+    """Spans of a rank's steps in several contexts, and the numbers of keys and sockets at the end."""
     spans: dict[str, list[Span]] = {}
-    facts = {name: os.environ[name] for name in _FACTS}
+    variables = {name: os.environ[name] for name in _TOPOLOGY_VARIABLES}
     for _ in range(repeats):
         _measure_context(spans, "topology, from the environment")
-        for name in _FACTS:
+        for name in _TOPOLOGY_VARIABLES:
             del os.environ[name]
         _measure_context(spans, "topology, by an exchange")
-        os.environ.update(facts)
+        os.environ.update(variables)
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
-    held = {
+    counts = {
         "keys in the store": store.num_keys() / (2 * repeats + 1),
-        "sockets": sum("socket" in os.readlink(f"/proc/self/fd/{one}") for one in _files()),
+        "sockets": sum("socket" in os.readlink(f"/proc/self/fd/{fd}") for fd in _open_files()),
     }
-    idist.barrier()  # so all ranks still run while the sockets are counted
-    return {"spans": spans, "held": held}
+    idist.barrier()  # all ranks must still run while the sockets are counted
+    return {"spans": spans, "counts": counts}
 
 
-def _files() -> list[str]:
-    return [one for one in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{one}")]
+def _open_files() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
 
 
 def _measure_context(spans: dict[str, list[Span]], topology: str) -> None:
-    """Time a context from its start: steps that are slow only once come first."""
+    """Time the steps of a new context. The steps whose first call is slow come first."""
     idist.finalize()
     _timed(spans, "initialize", lambda: idist.initialize("gloo"))
     _timed(spans, "first barrier", idist.barrier)
     _timed(spans, topology, idist.get_nnodes)
-    half = list(range(0, idist.get_world_size(), 2))
+    every_second = list(range(0, idist.get_world_size(), 2))
     idist.barrier()
-    _timed(spans, "a group of every second rank: first use", lambda: idist.all_reduce(1, group=half))
+    _timed(spans, "a group of every second rank: first use", lambda: idist.all_reduce(1, group=every_second))
     idist.barrier()
-    _timed(spans, "a group of every second rank: later", lambda: idist.all_reduce(1, group=half))
+    _timed(spans, "a group of every second rank: later", lambda: idist.all_reduce(1, group=every_second))
     steps = {
         "barrier": idist.barrier,
         "barrier(timeout=)": lambda: idist.barrier(timeout=_LONG),
@@ -114,17 +115,17 @@ def _one_rank_first() -> None:
         pass
 
 
-def _meet_at(local_rank: int, port: int, contexts: int, uses_group: bool) -> list[Span]:
+def _initialize_at(local_rank: int, port: int, contexts: int, uses_group: bool) -> list[Span]:
     """Spans of ``initialize`` in contexts at a store that the caller can observe."""
     rank, world_size = idist.get_rank(), idist.get_world_size()
-    where = f"tcp://127.0.0.1:{port}"
+    address = f"tcp://127.0.0.1:{port}"
     spans: dict[str, list[Span]] = {}
     for _ in range(contexts):
         idist.finalize()
         _timed(
             spans,
             "initialize",
-            lambda: idist.initialize("gloo", init_method=where, rank=rank, world_size=world_size),
+            lambda: idist.initialize("gloo", init_method=address, rank=rank, world_size=world_size),
         )
         idist.barrier()
         if uses_group:
@@ -148,8 +149,8 @@ def measure_ranks(num_ranks: int, repeats: int) -> dict[str, float]:
     found["initialize: computing, per rank"] = statistics.median(
         span.cpu for rank in ranks for span in rank["spans"]["initialize"]
     )
-    for name in ranks[0]["held"]:
-        found[name] = statistics.median(rank["held"][name] for rank in ranks)
+    for name in ranks[0]["counts"]:
+        found[name] = statistics.median(rank["counts"][name] for rank in ranks)
     return found
 
 
@@ -159,13 +160,13 @@ def count_requests(num_ranks: int, variant: str, uses_group: bool = False) -> di
 
     store, port = stores.serve_store("127.0.0.1", 0)
     proxy = StoreProxy(port)
-    _launch(num_ranks, variant, proxy.port, 1, uses_group)
+    _launch(num_ranks, variant, proxy.port, 1, uses_group=uses_group)
     requests = [request for client in proxy.clients for request in client]
     return {
         "connections": len(proxy.clients),
         "requests": len(requests),
         "requests of the busiest rank": max(map(len, proxy.clients)),
-        "bytes": proxy.replied + sum(request.nbytes for request in requests),
+        "bytes": proxy.reply_bytes + sum(request.nbytes for request in requests),
         "keys": store.num_keys(),  # type: ignore[attr-defined]  # a TCPStore
         **Counter(request.name for request in requests),
     }
@@ -174,7 +175,7 @@ def count_requests(num_ranks: int, variant: str, uses_group: bool = False) -> di
 def measure_start(num_ranks: int, variant: str, repeats: int) -> dict[str, float]:
     """``initialize``: seconds from the last rank's start until all ranks end, and a rank's computing time."""
     store, port = stores.serve_store("127.0.0.1", 0)
-    ranks = _launch(num_ranks, variant, port, repeats, False)
+    ranks = _launch(num_ranks, variant, port, repeats, uses_group=False)
     del store
     return {
         "seconds": statistics.median(
@@ -190,7 +191,7 @@ def _launch(num_ranks: int, variant: str, port: int, contexts: int, uses_group: 
     os.environ.update(variables)
     try:
         found: list[list[Span]] = idist.spawn(
-            "gloo", _meet_at, args=(port, contexts, uses_group), nproc_per_node=num_ranks
+            "gloo", _initialize_at, args=(port, contexts, uses_group), nproc_per_node=num_ranks
         )
     finally:
         for name in variables:
@@ -201,7 +202,7 @@ def _launch(num_ranks: int, variant: str, port: int, contexts: int, uses_group: 
 def measure_alone(num_ranks: int) -> dict[str, float]:
     """Seconds of the steps that a rank computes alone in a world of ``num_ranks``, by name."""
     ranks = tuple(range(num_ranks))
-    places = bytearray().join(write_place(f"node-{rank // 8}", rank % 8) for rank in ranks)
+    places = bytearray().join(encode_place(f"node-{rank // 8}", rank % 8) for rank in ranks)
     header = bytes(
         message_header.write_header(serialization.encode(("ignite_dist.outcome", 1, 1.0, "", "", None)))
     )
@@ -218,7 +219,7 @@ def measure_alone(num_ranks: int) -> dict[str, float]:
     group = current_model().groups.world._replace(ranks=ranks)
     steps: dict[str, Callable[[], Any]] = {
         "the tuple of all ranks": lambda: tuple(range(num_ranks)),
-        "topology from all places": lambda: Topology.from_places(0, read_places(places)),
+        "topology from all places": lambda: Topology.from_places(0, decode_places(places)),
         "unpacking a gathered object of each rank": read_objects,
         "the name of a group of all": lambda: repr(ranks),
         "position of a rank in a group": lambda: group.position(num_ranks - 1),
@@ -235,7 +236,7 @@ def _fastest(step: Callable[[], Any], rounds: int = 5) -> float:
     return min(seconds)
 
 
-# --- what the model needs ------------------------------------------------------------------------------
+# --- input of the model --------------------------------------------------------------------------------
 
 _NUM_CLIENTS, _MANY_KEYS, _LARGE = 4, 1000, 1 << 20
 
@@ -252,8 +253,8 @@ def _ask(local_rank: int, port: int, call: str, times: int) -> None:
         calls[call]()
 
 
-def _served(call: str, times: int) -> float:
-    """CPU time of all other threads of this process while its store answers."""
+def _store_seconds(call: str, times: int) -> float:
+    """CPU time of this process's other threads while its store answers ``times`` calls of each client."""
     store, port = stores.serve_store("127.0.0.1", 0)
     store.set("key", "")
     store.set("large", "x" * _LARGE)
@@ -266,7 +267,7 @@ def measure_store_costs() -> dict[str, float]:
     """The store's computing seconds for a request, for each further key in it, and for a byte."""
 
     def per_call(call: str, times: int) -> float:
-        rounds = [_served(call, times) - _served(call, 0) for _ in range(3)]
+        rounds = [_store_seconds(call, times) - _store_seconds(call, 0) for _ in range(3)]
         return statistics.median(rounds) / (times * _NUM_CLIENTS)
 
     request = per_call("one key", 3_000)
@@ -278,7 +279,7 @@ def measure_store_costs() -> dict[str, float]:
 
 
 def predict(worlds: dict[int, Any], store: dict[str, float]) -> dict[str, Any]:
-    """The model's results next to the measurement and beyond it, by variant and number of ranks.
+    """The model's results for the measured numbers of ranks and for more ranks, by variant.
 
     The ranks' computing time is fitted to the small worlds only, so that the large worlds test the model.
     """
@@ -289,14 +290,14 @@ def predict(worlds: dict[int, Any], store: dict[str, float]) -> dict[str, Any]:
     predicted: dict[str, Any] = {}
     for variant in VARIANTS:
         small = [num_ranks for num_ranks in worlds if num_ranks <= 16]
-        peers = [len(store_model.peers_of(0, one)) if variant == "lazy" else one for one in small]
-        computing = [worlds[one]["starts"][variant]["computing, per rank"] for one in small]
+        peers = [len(store_model.peers_of(0, n)) if variant == "lazy" else n for n in small]
+        computing = [worlds[n]["starts"][variant]["computing, per rank"] for n in small]
         fitted = report.fit_line(peers, computing)
         costs = store_model.Costs(**store, rank=max(0.0, fitted.start), peer=fitted.slope)
-        here = {one: store_model.simulate(one, variant, costs, machine.cores()) for one in worlds}
-        beyond = {one: store_model.add_up(one, variant, costs) for one in (64, 256, *_MANY)}
-        simulated = {one: store_model.simulate(one, variant, costs) for one in (64, 256)}
-        predicted[variant] = {"costs": costs, "here": here, "beyond": beyond, "simulated": simulated}
+        measured = {n: store_model.simulate(n, variant, costs, machine.cores()) for n in worlds}
+        beyond = {n: store_model.add_up(n, variant, costs) for n in (64, 256, *_MANY)}
+        simulated = {n: store_model.simulate(n, variant, costs) for n in (64, 256)}
+        predicted[variant] = {"costs": costs, "here": measured, "beyond": beyond, "simulated": simulated}
     return predicted
 
 

@@ -39,7 +39,7 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Fit:
 
 
 def fit(points: Mapping[int, float], unit: str) -> str:
-    """The shape closest to the points, in words."""
+    """The curve closest to the points, as a text."""
     if max(points.values()) - min(points.values()) <= 0.05 * max(points.values()):
         return f"{number(sum(points.values()) / len(points), unit)}"
     fits = {
@@ -56,7 +56,7 @@ _PREFIXES = ((1.0, ""), (1e-3, "m"), (1e-6, "u"))
 def number(value: float, unit: str) -> str:
     """Three digits: ``"1.23 ms"``."""
     if unit == "s":
-        scale, prefix = next((one for one in _PREFIXES if abs(value) >= one[0]), _PREFIXES[-1])
+        scale, prefix = next((pair for pair in _PREFIXES if abs(value) >= pair[0]), _PREFIXES[-1])
         return f"{_digits(value / scale)} {prefix}s"
     return f"{_digits(value)} {unit}".strip()
 
@@ -71,14 +71,14 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _unit(name: str) -> str:
-    """The unit of a row: a count, memory, or else a time."""
+    """The unit of a row: none for a count, MB for memory, else seconds."""
     if "(MB)" in name:
         return "MB"
     return "" if name.startswith(("keys", "sockets")) else "s"
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """All tables."""
+    """All tables, as Markdown."""
     about, worlds = document["machine"], document["worlds"]
     parts = [
         f"{about['cpu']}, {about['cores']} cores that all ranks share; torch {about['torch']}, Python "
@@ -130,7 +130,7 @@ def _validation(worlds: Mapping[int, Any], predicted: Mapping[str, Any]) -> str:
             counted = world["counted"][variant]
             times = [number(seconds, "s"), number(model.seconds, "s"), f"{model.seconds / seconds:.2f}"]
             traffic = [counted["requests"], model.requests, counted["bytes"], model.nbytes]
-            rows.append([f"{variant}, {n} ranks", *times, *(number(one, "") for one in traffic)])
+            rows.append([f"{variant}, {n} ranks", *times, *(number(count, "") for count in traffic)])
     headings = ["", "measured", "model", "model / measured", "requests", "model", "bytes", "model"]
     return _table(headings, rows)
 
@@ -138,15 +138,15 @@ def _validation(worlds: Mapping[int, Any], predicted: Mapping[str, Any]) -> str:
 def _beyond(predicted: Mapping[str, Any]) -> str:
     rows = []
     for variant, found in predicted.items():
-        for n, one in found["beyond"].items():
+        for n, model in found["beyond"].items():
             simulated = found["simulated"].get(n)
             rows.append(
                 [
                     f"{variant}, {n:,} ranks",
-                    number(one.requests, ""),
-                    f"{one.nbytes / 1e9:,.3g} GB",
-                    number(one.store_seconds, "s"),
-                    number(one.seconds, "s"),
+                    number(model.requests, ""),
+                    f"{model.nbytes / 1e9:,.3g} GB",
+                    number(model.store_seconds, "s"),
+                    number(model.seconds, "s"),
                     number(simulated.seconds, "s") if simulated else "",
                 ]
             )
@@ -154,10 +154,10 @@ def _beyond(predicted: Mapping[str, Any]) -> str:
     return _table(headings, rows)
 
 
-def write(document: Mapping[str, Any], text: str, here: Path) -> list[Path]:
-    """Write the tables and figures to the other results' folder, and the chart to the folder of its page."""
-    stem = here / "results" / f"scale-{document['machine']['tag']}"
-    paths = [stem.with_suffix(".json"), stem.with_suffix(".md"), here.parent / "docs" / "scale.png"]
+def write(document: Mapping[str, Any], text: str, folder: Path) -> list[Path]:
+    """Write the tables and figures to the folder ``results`` in ``folder``, and the chart to ``docs``."""
+    stem = folder / "results" / f"scale-{document['machine']['tag']}"
+    paths = [stem.with_suffix(".json"), stem.with_suffix(".md"), folder.parent / "docs" / "scale.png"]
     paths[0].write_text(json.dumps(document, indent=1) + "\n")
     paths[1].write_text(text)
     _chart(paths[2], document)
@@ -176,7 +176,7 @@ def _chart(path: Path, document: Mapping[str, Any]) -> None:
         measured = [world["starts"][variant]["seconds"] for world in worlds.values()]
         (line,) = left.plot(list(worlds), measured, "o", label=f"{variant}: measured, model")
         for axes, points, style in ((left, found["here"], "-"), (right, found["beyond"], "--")):
-            seconds = [one.seconds for one in points.values()]
+            seconds = [prediction.seconds for prediction in points.values()]
             axes.plot(list(points), seconds, style, color=line.get_color(), label=variant)
     left.set_title(f"initialize on {document['machine']['cores']} cores: measured (dots) and modelled")
     right.set_title("initialize, modelled: a core for each rank, one store")

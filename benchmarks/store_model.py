@@ -15,13 +15,13 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# Counted sizes of a rank's address in gloo and of gloo's keys in the store. The address grows by a ticket
-# for each rank, because gloo's listener has one ticket for every other rank.
+# Counted sizes of a rank's address in gloo and of gloo's keys in the store. An address contains a number
+# ("ticket") for each rank, because gloo's listener knows every other rank by such a number.
 _ADDRESS_BYTES, _KEY_BYTES, _TICKET_BYTES = 154, 28, 8
 _LENGTH_BYTES = 8  # before each string
-# A rank's key in the roll call without its number, the rank's host name, and rank 0's key of the outcome.
-_HERE_BYTES, _HOST_BYTES, _ROLL_BYTES = 22, len(socket.gethostname()), 24
-_EVERYBODY = -1  # a request that waits until all ranks have written theirs
+# A rank's key in the roll call without the rank's number, the rank's host name, and the key of the outcome.
+_ARRIVAL_BYTES, _HOST_BYTES, _OUTCOME_BYTES = 22, len(socket.gethostname()), 24
+_ALL_RANKS = -1  # in a Key: the keys of all ranks
 
 Key = tuple[str, int]
 
@@ -63,7 +63,7 @@ class Request(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """The model's result for one start: time until all ranks are ready, the store's work, and its traffic."""
+    """The model's result for one start: time until all ranks are ready, the store's work and traffic."""
 
     seconds: float
     store_seconds: float
@@ -83,29 +83,29 @@ def requests_of(rank: int, world_size: int, variant: str) -> Iterator[Request]:
     yield Request(named + address, writes=("address", rank))
     if variant.startswith("at once"):
         keys = 1 + _LENGTH_BYTES + world_size * (_LENGTH_BYTES + _KEY_BYTES)
-        yield Request(keys + 1, world_size, needs=("address", _EVERYBODY))
+        yield Request(keys + 1, world_size, needs=("address", _ALL_RANKS))
         answer = world_size * (_LENGTH_BYTES + address)
         yield Request(keys + answer, world_size, peers=world_size)
         return
     for peer in peers_of(rank, world_size) if variant == "lazy" else range(world_size):
-        yield Request(named + 1, needs=("address", peer))  # torch waits
-        yield Request(named + 1)  # gloo waits too
+        yield Request(named + 1, needs=("address", peer))  # torch's wait
+        yield Request(named + 1)  # gloo's own wait
         yield Request(named + address, peers=1)
 
 
 def _roll_call(rank: int, world_size: int) -> Iterator[Request]:
     """``ignite_dist/rendezvous/roll_call.py``: rank 0 waits for all ranks, the others for rank 0's answer."""
-    here = [_LENGTH_BYTES + _HERE_BYTES + len(str(one)) for one in range(world_size)]
-    said = _LENGTH_BYTES + 2  # an empty list
-    key = 1 + _LENGTH_BYTES + _ROLL_BYTES
-    yield Request(1 + here[rank] + _LENGTH_BYTES + _HOST_BYTES, writes=("here", rank))
+    arrivals = [_LENGTH_BYTES + _ARRIVAL_BYTES + len(str(peer)) for peer in range(world_size)]
+    outcome = _LENGTH_BYTES + 2  # an empty list
+    key = 1 + _LENGTH_BYTES + _OUTCOME_BYTES
+    yield Request(1 + arrivals[rank] + _LENGTH_BYTES + _HOST_BYTES, writes=("arrival", rank))
     if rank == 0:
-        yield Request(1 + _LENGTH_BYTES + sum(here) + 1, world_size, needs=("here", _EVERYBODY))
-        yield Request(key + _LENGTH_BYTES + said + said, writes=("roll", 0))
+        yield Request(1 + _LENGTH_BYTES + sum(arrivals) + 1, world_size, needs=("arrival", _ALL_RANKS))
+        yield Request(key + _LENGTH_BYTES + outcome + outcome, writes=("outcome", 0))
     else:
-        yield Request(key + _LENGTH_BYTES + 1, needs=("roll", 0))
-        yield Request(key + _LENGTH_BYTES + 1)  # torch waits before it gets
-        yield Request(key + said)
+        yield Request(key + _LENGTH_BYTES + 1, needs=("outcome", 0))
+        yield Request(key + _LENGTH_BYTES + 1)  # torch waits before each get
+        yield Request(key + outcome)
 
 
 def peers_of(rank: int, world_size: int) -> list[int]:
@@ -126,13 +126,14 @@ def add_up(world_size: int, variant: str, costs: Costs) -> Prediction:
     Ranks other than 0 make the same number of requests, so one of them represents all.
     """
     first, other = (list(requests_of(rank, world_size, variant)) for rank in (0, 1))
-    busy = _total(first, costs) + (world_size - 1) * _total(other, costs)
-    alone = costs.rank + costs.peer * sum(request.peers for request in other)
+    store_seconds = _total(first, costs) + (world_size - 1) * _total(other, costs)
+    rank_seconds = costs.rank + costs.peer * sum(request.peers for request in other)
     return Prediction(
-        max(busy, alone),
-        busy,
+        max(store_seconds, rank_seconds),
+        store_seconds,
         len(first) + (world_size - 1) * len(other),
-        sum(one.nbytes for one in first) + (world_size - 1) * sum(one.nbytes for one in other),
+        sum(request.nbytes for request in first)
+        + (world_size - 1) * sum(request.nbytes for request in other),
     )
 
 
@@ -141,17 +142,17 @@ def _total(requests: list[Request], costs: Costs) -> float:
 
 
 class _Simulation:
-    """One start, event by event."""
+    """Simulates one start, event by event."""
 
     def __init__(self, world_size: int, variant: str, costs: Costs, cores: int | None) -> None:
-        self.now, self.busy, self.num_requests, self.nbytes = 0.0, 0.0, 0, 0
+        self.now, self.store_seconds, self.num_requests, self.nbytes = 0.0, 0.0, 0, 0
         self._costs, self._world_size = costs, world_size
-        self._free = cores if cores is not None else math.inf
-        self._ready: deque[tuple[float, int, Request | None]] = deque()  # wait for a core
+        self._free_cores = cores if cores is not None else math.inf
+        self._ready: deque[tuple[float, int, Request | None]] = deque()  # work that waits for a core
         self._running: list[tuple[float, int, int, Request | None]] = []
         self._count = 0
         self._programs = [requests_of(rank, world_size, variant) for rank in range(world_size)]
-        self._queue: deque[tuple[int, Request]] = deque()  # at the store
+        self._queue: deque[tuple[int, Request]] = deque()  # requests at the store
         self._is_serving = False
         self._written: set[Key] = set()
         self._num_written: Counter[str] = Counter()
@@ -162,8 +163,8 @@ class _Simulation:
             self._compute(self._costs.rank, rank, None)
         while self._running:
             self.now, _, rank, request = heapq.heappop(self._running)
-            self._free += 1
-            if request is None:  # the rank has computed: its next request goes to the store
+            self._free_cores += 1
+            if request is None:  # the rank has finished computing: its next request goes to the store
                 following = next(self._programs[rank], None)
                 if following is not None:
                     self._queue.append((rank, following))
@@ -172,17 +173,17 @@ class _Simulation:
                 self._answer(rank, request)
             self._serve()
             self._start()
-        return Prediction(self.now, self.busy, self.num_requests, self.nbytes)
+        return Prediction(self.now, self.store_seconds, self.num_requests, self.nbytes)
 
     def _compute(self, seconds: float, rank: int, request: Request | None) -> None:
-        """A rank, or the store with the rank's ``request``, needs a core for ``seconds``."""
+        """Queue ``seconds`` of computation by the rank, or by the store for the rank's ``request``."""
         self._ready.append((seconds, rank, request))
         self._start()
 
     def _start(self) -> None:
-        while self._ready and self._free > 0:
+        while self._ready and self._free_cores > 0:
             seconds, rank, request = self._ready.popleft()
-            self._free -= 1
+            self._free_cores -= 1
             self._count += 1
             heapq.heappush(self._running, (self.now + seconds, self._count, rank, request))
 
@@ -191,7 +192,7 @@ class _Simulation:
             self._is_serving = True
             rank, request = self._queue.popleft()
             seconds = service(request, self._costs)
-            self.busy += seconds
+            self.store_seconds += seconds
             self.num_requests += 1
             self.nbytes += request.nbytes
             self._compute(seconds, rank, request)
@@ -202,7 +203,7 @@ class _Simulation:
             self._num_written[kind] += 1
             self._add(request.writes)
             if self._num_written[kind] == self._world_size:
-                self._add((kind, _EVERYBODY))
+                self._add((kind, _ALL_RANKS))
         needs = request.needs
         if needs is None or needs in self._written:
             self._compute(self._costs.peer * request.peers, rank, None)
@@ -222,6 +223,6 @@ def simulate(world_size: int, variant: str, costs: Costs, cores: int | None = No
         world_size: the number of ranks.
         variant: how gloo reads the addresses, one of ``scale.VARIANTS``.
         costs: the computing times.
-        cores: shared by all ranks and the store; None gives each of them one.
+        cores: number of cores that all ranks and the store share; None gives each of them its own core.
     """
     return _Simulation(world_size, variant, costs, cores).run()

@@ -52,12 +52,12 @@ class StoreProxy:
 
     Attributes:
         clients: the requests of each connection, in the order of the connections.
-        replied: the bytes of all answers.
+        reply_bytes: the bytes of all answers.
     """
 
     def __init__(self, store_port: int) -> None:
         self.clients: list[list[Request]] = []
-        self.replied = 0
+        self.reply_bytes = 0
         self.port = 0
         self._store_port = store_port
         self._loop = asyncio.new_event_loop()
@@ -78,21 +78,21 @@ class StoreProxy:
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         requests: list[Request] = []
         self.clients.append(requests)
-        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._store_port)
-        replies = asyncio.ensure_future(self._reply(to_reader, writer))
+        store_reader, store_writer = await asyncio.open_connection("127.0.0.1", self._store_port)
+        replies = asyncio.ensure_future(self._forward_replies(store_reader, writer))
         try:
             while True:
                 request, message = await _read(reader)
                 requests.append(request)
-                to_writer.write(message)
+                store_writer.write(message)
         except asyncio.IncompleteReadError:  # the client has disconnected
-            to_writer.close()
+            store_writer.close()
             await replies
             writer.close()
 
-    async def _reply(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward_replies(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while part := await reader.read(1 << 16):
-            self.replied += len(part)
+            self.reply_bytes += len(part)
             writer.write(part)
 
 

@@ -15,7 +15,7 @@ Samples = dict[str, list[float]]
 
 _MAX_CALLS = 100_000
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 1_000
-# Number of rounds, of one call each, for a slow contender. The table shows it, but no bar uses it.
+# Number of rounds, of one call each, for a slow contender. The table shows the contender, but no bar uses it.
 _SLOW_ROUNDS = 3
 
 
@@ -27,7 +27,7 @@ class Effort(NamedTuple):
         block_seconds: time for a block of calls of a row's slowest contender.
         repeats: repetitions of measurements in fresh processes.
         workers: numbers of workers for the curve of launches.
-        ignite_workers: the same for pytorch-ignite, whose launches take seconds.
+        ignite_workers: numbers of workers for pytorch-ignite; fewer, because its launches take seconds.
     """
 
     row_seconds: float
@@ -42,8 +42,8 @@ QUICK = Effort(0.5, 0.004, 2, (2, 4, 8, 16, 32), (2,))
 FULL = Effort(6.0, 0.008, 7, (2, 4, 8, 16, 32), (2, 4, 8, 16))
 
 
-class Party(NamedTuple):
-    """The processes that measure together: the ranks of a world, or one process alone.
+class Processes(NamedTuple):
+    """The processes that measure together: the ranks of a world, or one process.
 
     Attributes:
         agree: returns rank 0's value, on every rank.
@@ -56,32 +56,32 @@ class Party(NamedTuple):
     synchronize: Callable[[], None]
 
 
-ALONE = Party(agree=lambda value: value, barrier=lambda: None, synchronize=lambda: None)
+ONE_PROCESS = Processes(agree=lambda value: value, barrier=lambda: None, synchronize=lambda: None)
 
 
 def time_in_turn(
     contenders: Mapping[str, Callable[[], Any]],
     effort: Effort,
-    party: Party = ALONE,
+    processes: Processes = ONE_PROCESS,
     slow: Collection[str] = (),
     weight: float = 1.0,
 ) -> Samples:
     """Time the contenders in turn, in short blocks. Every rank calls this with the same names.
 
     A block is a barrier, one untimed call and as many timed calls as fit ``effort.block_seconds``. All
-    contenders of a row get the same number of calls. Every round has each contender once, in a new order, so
-    that no contender always follows the same other contender.
+    contenders of a row get the same number of calls. Every round times each contender once, in a new order,
+    so that no contender always follows the same other contender.
 
     Args:
         contenders: the timed functions by name, called without arguments.
         effort: the duration of the measurement.
-        party: the processes that measure together.
-        slow: names of contenders that get a few rounds of one call only.
+        processes: the processes that measure together.
+        slow: names of contenders that get only a few rounds of one call.
         weight: this row's share of time, relative to others.
     """
     names = list(contenders)
     calls, rounds = _calibrate(
-        {name: contenders[name] for name in names if name not in slow}, effort, party, weight
+        {name: contenders[name] for name in names if name not in slow}, effort, processes, weight
     )
     samples: Samples = {name: [] for name in names}
     shuffle = random.Random(0).shuffle  # the same orders on every rank
@@ -92,42 +92,42 @@ def time_in_turn(
             shuffle(names)
             for name in names:
                 if name not in slow:
-                    samples[name].append(_block(contenders[name], calls, party))
+                    samples[name].append(_block(contenders[name], calls, processes))
                 elif position < _SLOW_ROUNDS:
-                    samples[name].append(_block(contenders[name], 1, party))
+                    samples[name].append(_block(contenders[name], 1, processes))
     finally:
         gc.enable()
     return samples
 
 
 def _calibrate(
-    contenders: Mapping[str, Callable[[], Any]], effort: Effort, party: Party, weight: float
+    contenders: Mapping[str, Callable[[], Any]], effort: Effort, processes: Processes, weight: float
 ) -> tuple[int, int]:
     """Calls per block and number of rounds, the same on every rank."""
     costs = []
     for call in contenders.values():
-        _block(call, 2, party)
+        _block(call, 2, processes)
         calls, seconds = 3, 0.0
         while seconds < effort.block_seconds / 4 and calls < _MAX_CALLS:
-            seconds = party.agree(_block(call, calls, party) * calls)
-            costs_per_call = seconds / calls
+            seconds = processes.agree(_block(call, calls, processes) * calls)
+            seconds_per_call = seconds / calls
             calls *= 4
-        costs.append(costs_per_call)
+        costs.append(seconds_per_call)
     calls = max(1, min(_MAX_CALLS, round(effort.block_seconds / max(costs))))
-    one_round = sum(costs) * (calls + 1) + len(costs) * _block(party.barrier, 3, party)
+    one_round = sum(costs) * (calls + 1) + len(costs) * _block(processes.barrier, 3, processes)
     rounds = max(_MIN_ROUNDS, min(_MAX_ROUNDS, round(weight * effort.row_seconds / one_round)))
-    return party.agree((calls, rounds))
+    return processes.agree((calls, rounds))
 
 
-def _block(call: Callable[[], Any], calls: int, party: Party) -> float:
+def _block(call: Callable[[], Any], calls: int, processes: Processes) -> float:
     """Seconds per call."""
-    party.barrier()
-    call()  # untimed: it synchronises the ranks, which leave a barrier one after the other
-    party.synchronize()
+    processes.barrier()
+    call()  # untimed: synchronises the ranks, because they leave a barrier one after the other
+    processes.synchronize()
     start = time.perf_counter()
     for _ in repeat(None, calls):
         call()
-    party.synchronize()
+    processes.synchronize()
     return (time.perf_counter() - start) / calls
 
 

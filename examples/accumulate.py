@@ -18,8 +18,8 @@ With gloo, two processes on two busy cores print:
 
 The images of a step's last microbatch have no labels, so this microbatch does not use the classifier. With
 SINGLE_AUTO_SYNC ``DistributedDataParallel`` averages in the backward pass of this microbatch. Without
-``accumulate`` it would wait for the classifier's gradient, average nothing and report this only in the next
-step. The block of ``accumulate`` provides the missing gradients, so each row is right, with
+``accumulate``, DDP would wait for the classifier's gradient, average nothing and report this only in the next
+step. The block of ``accumulate`` provides the missing gradients, so the gradients are right in each row, with
 ``find_unused_parameters=True`` or without.
 """
 
@@ -70,7 +70,7 @@ def load_data():
 
 
 def compare(local_rank, epochs):
-    """Every process runs this: each strategy in turn, from the same weights and on the same images."""
+    """Every process calls this function. All strategies start with the same weights and the same images."""
     torch.set_num_threads(1)  # processes that share the cores would wait for each other
     rows = [measure(*row, epochs) for row in ROWS]
     if idist.get_rank() == 0:
@@ -88,7 +88,7 @@ def measure(strategy, find_unused, epochs):
         net = Net()
     model = idist.auto_model(net, find_unused_parameters=find_unused)
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
-    wanted = gradient_of_one_process(idist.unwrap_model(model), data_set, loader.batch_size)
+    expected = gradient_of_one_process(idist.unwrap_model(model), data_set, loader.batch_size)
 
     distance, ends = None, []
     for _ in range(epochs):
@@ -98,10 +98,10 @@ def measure(strategy, find_unused, epochs):
                 model(images, None if sync.is_final else labels).backward()
             if not sync.is_final:
                 continue
-            # If optimizer.step() averages the gradients, clip_grad_norm averages them already here.
+            # If optimizer.step() would average the gradients, clip_grad_norm averages them before that.
             norm = idist.clip_grad_norm(model, inf)
             if distance is None:
-                distance = distance_to(wanted, model)
+                distance = distance_to(expected, model)
             optimizer.step()
             optimizer.zero_grad()
             norm.item()  # waits for the device
@@ -112,7 +112,7 @@ def measure(strategy, find_unused, epochs):
 def gradient_of_one_process(net, data_set, batch_size):
     """Gradient of the first step's mean loss, over the images of all ranks, in double precision."""
     net = deepcopy(net).cpu().double()
-    # Rank r has every world_size-th image, so the k-th batches of all ranks form one process's k-th batch.
+    # Rank r has every world_size-th image, so all ranks' k-th batches are one process's k-th batch.
     images, labels = (tensor.split(batch_size * idist.get_world_size()) for tensor in data_set.tensors)
     for number in range(NUM_MICROBATCHES):
         is_final = number == NUM_MICROBATCHES - 1
@@ -121,9 +121,9 @@ def gradient_of_one_process(net, data_set, batch_size):
     return flat_gradient(net)
 
 
-def distance_to(wanted, model):
+def distance_to(expected, model):
     """The largest error of an element, on any rank, relative to the largest element."""
-    error = (flat_gradient(model).cpu().double() - wanted).abs().max() / wanted.abs().max()
+    error = (flat_gradient(model).cpu().double() - expected).abs().max() / expected.abs().max()
     return idist.all_reduce(error.item(), "MAX")
 
 
@@ -144,17 +144,17 @@ def main():
     add("--node-rank", type=int, help="number of this node, from 0")
     add("--master-addr", help="address of node 0")
     add("--master-port", type=int, help="a free port on node 0")
-    where = vars(parser.parse_args())
-    epochs = where.pop("epochs")
+    options = vars(parser.parse_args())
+    epochs = options.pop("epochs")
 
     # torchrun, horovodrun or another launcher has set one of these variables.
     launched = "WORLD_SIZE" in os.environ or "HOROVOD_SIZE" in os.environ
-    if launched and where["nproc_per_node"]:
+    if launched and options["nproc_per_node"]:
         parser.error("leave out --nproc-per-node: a launcher has started this process")
-    if where["backend"] is None and (launched or where["nproc_per_node"]):
-        where["backend"] = default_backend(where["nproc_per_node"])
+    if options["backend"] is None and (launched or options["nproc_per_node"]):
+        options["backend"] = default_backend(options["nproc_per_node"])
     try:
-        parallel = idist.Parallel(**where)
+        parallel = idist.Parallel(**options)
     except (ValueError, RuntimeError) as error:  # the message says what is missing, and how to install it
         parser.error(str(error))
     with parallel:

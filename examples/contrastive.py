@@ -71,10 +71,10 @@ class Encoder(nn.Sequential):
 
 
 def train(local_rank, epochs):
-    """Every process runs this."""
-    torch.set_num_threads(1)  # the net is too small to gain from more
+    """Every process calls this function."""
+    torch.set_num_threads(1)  # more threads would not make this small net faster
     train_set, test_set = load_data()
-    # Rank r takes every world_size-th image, so the k-th batches of all ranks form one process's k-th batch.
+    # Rank r takes every world_size-th image, so all ranks' k-th batches are one process's k-th batch.
     sampler = DistributedSampler(train_set, **idist.sampler_kwargs(), drop_last=True)
     loader = idist.auto_dataloader(train_set, batch_size=BATCH_SIZE, sampler=sampler, drop_last=True)
     with idist.one_rank_first():  # replicas of XLA are threads, which share one random state
@@ -82,7 +82,7 @@ def train(local_rank, epochs):
         encoder = Encoder()
     model = idist.auto_model(encoder)
     optimizer = idist.auto_optim(torch.optim.AdamW(model.parameters(), lr=3e-3))
-    generator = torch.Generator().manual_seed(0)  # all ranks draw the same from it
+    generator = torch.Generator().manual_seed(0)  # all ranks draw the same numbers from it
 
     untrained = accuracy(encoder, train_set, test_set)
     for epoch in range(epochs):
@@ -94,7 +94,7 @@ def train(local_rank, epochs):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        # One number, read outside the loop, because item() waits for the device.
+        # The last loss only, because item() waits for the device.
         loss = idist.all_reduce(loss.item(), "AVERAGE")
         if idist.get_rank() == 0:
             print(f"epoch {epoch + 1:2}/{epochs}: loss {loss:.4f}")
@@ -106,7 +106,7 @@ def train(local_rank, epochs):
 
 def distorted(images, generator):
     """This rank's images with noise, and slightly turned, sheared, stretched and shifted."""
-    # Draw for the whole batch. Each rank takes the numbers that one process would draw for the same images.
+    # Draw for the whole batch. Each rank uses the numbers that one process would draw for the same images.
     rank, world_size = idist.get_rank(), idist.get_world_size()
     size = len(images) * world_size
     affine = torch.eye(2, 3) + 0.2 * torch.randn(size, 2, 3, generator=generator)
@@ -121,10 +121,11 @@ def info_nce(first, second):
 
     All ranks have the same number of images, so the mean of their gradients is the whole batch's gradient.
     """
-    everyones = idist.all_gather(torch.stack([first, second], dim=1), sync_grads=True)
-    own = idist.get_rank() * len(first) + torch.arange(len(first), device=first.device)
-    to_second, to_first = first @ everyones[:, 1].T, second @ everyones[:, 0].T
-    return (F.cross_entropy(to_second / TEMPERATURE, own) + F.cross_entropy(to_first / TEMPERATURE, own)) / 2
+    all_views = idist.all_gather(torch.stack([first, second], dim=1), sync_grads=True)
+    targets = idist.get_rank() * len(first) + torch.arange(len(first), device=first.device)
+    first_logits = first @ all_views[:, 1].T / TEMPERATURE
+    second_logits = second @ all_views[:, 0].T / TEMPERATURE
+    return (F.cross_entropy(first_logits, targets) + F.cross_entropy(second_logits, targets)) / 2
 
 
 # --- evaluation --------------------------------------------------------------------------------------
@@ -133,10 +134,10 @@ def info_nce(first, second):
 def accuracy(encoder, train_set, test_set):
     """The share of test images whose nearest labelled image has the same digit."""
     labelled = TensorDataset(*(tensor[:NUM_LABELLED] for tensor in train_set.tensors))
-    known, labels = embed(encoder, labelled)
-    asked, wanted = embed(encoder, test_set)
-    nearest = (asked @ known.T).argmax(dim=1)
-    return (labels[nearest] == wanted).float().mean().item()
+    labelled_features, labels = embed(encoder, labelled)
+    test_features, test_labels = embed(encoder, test_set)
+    nearest = (test_features @ labelled_features.T).argmax(dim=1)
+    return (labels[nearest] == test_labels).float().mean().item()
 
 
 @torch.no_grad()
@@ -147,9 +148,9 @@ def embed(encoder, dataset):
     auto_model's result: a forward pass of the wrapped model may wait for every rank.
     """
     loader = idist.auto_dataloader(dataset, batch_size=256, exact=True)
-    found = [(encoder(idist.to_device(images)), idist.to_device(labels)) for images, labels in loader]
-    own = tuple(map(torch.cat, zip(*found, strict=True))) if found else None
-    return idist.gather_in_order(own, loader)
+    batches = [(encoder(idist.to_device(images)), idist.to_device(labels)) for images, labels in loader]
+    share = tuple(map(torch.cat, zip(*batches, strict=True))) if batches else None
+    return idist.gather_in_order(share, loader)
 
 
 # --- command line ------------------------------------------------------------------------------------
@@ -167,17 +168,17 @@ def main():
     add("--node-rank", type=int, help="number of this node, from 0")
     add("--master-addr", help="address of node 0")
     add("--master-port", type=int, help="a free port on node 0")
-    where = vars(parser.parse_args())
-    epochs = where.pop("epochs")
+    options = vars(parser.parse_args())
+    epochs = options.pop("epochs")
 
     # torchrun, horovodrun or another launcher has set one of these variables.
     launched = "WORLD_SIZE" in os.environ or "HOROVOD_SIZE" in os.environ
-    if launched and where["nproc_per_node"]:
+    if launched and options["nproc_per_node"]:
         parser.error("leave out --nproc-per-node: a launcher has started this process")
-    if where["backend"] is None and (launched or where["nproc_per_node"]):
-        where["backend"] = default_backend(where["nproc_per_node"])
+    if options["backend"] is None and (launched or options["nproc_per_node"]):
+        options["backend"] = default_backend(options["nproc_per_node"])
     try:
-        parallel = idist.Parallel(**where)
+        parallel = idist.Parallel(**options)
     except (ValueError, RuntimeError) as error:  # the message says what is missing, and how to install it
         parser.error(str(error))
     with parallel:

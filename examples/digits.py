@@ -10,8 +10,8 @@
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/digits.py --backend xla-tpu --nproc-per-node 2
     mpirun -np 2 python examples/digits.py --backend mpi4py               # a third-party backend
 
-And on two nodes, here both on one machine. Give a port that is free on node 0. On two machines, also give the
-address of node 0 as --master-addr:
+Start two nodes like this, both on one machine. Give a port that is free on node 0. On two machines, also give
+the address of node 0 as --master-addr:
 
     python examples/digits.py --nproc-per-node 1 --nnodes 2 --node-rank 0 --master-port 29400 &
     python examples/digits.py --nproc-per-node 1 --nnodes 2 --node-rank 1 --master-port 29400
@@ -81,21 +81,22 @@ class Net(nn.Sequential):
 
 
 def train(local_rank, config):
-    """Every process runs this. ``idist`` knows the ranks, the device and the backend."""
-    torch.set_num_threads(1)  # the net is too small to gain from more
+    """Every process calls this function. ``idist`` knows the ranks, the device and the backend."""
+    torch.set_num_threads(1)  # more threads would not make this small net faster
     rank, world_size = idist.get_rank(), idist.get_world_size()
     train_set, test_set = load_data()
 
     # By default auto_dataloader makes its own sampler. With this sampler any number of processes train on
     # the same batches: rank r takes every world_size-th image of the epoch's permutation, from the r-th on.
-    # So the k-th batches of all ranks form one process's k-th batch, but only if they are full: drop_last.
+    # So the k-th batches of all ranks together are the k-th batch of a one-process run. This needs full
+    # batches: drop_last.
     sampler = DistributedSampler(train_set, world_size, rank, seed=config.seed, drop_last=True)
     train_loader = idist.auto_dataloader(
         train_set, batch_size=config.batch_size, sampler=sampler, drop_last=True
     )
 
     # Replicas of XLA are threads of one process, which share its random state. So rank 0 draws the weights
-    # while the others wait; then all ranks get rank 0's weights.
+    # while the other ranks wait. Then auto_model copies rank 0's weights to all ranks.
     with idist.one_rank_first():
         torch.manual_seed(config.seed)
         net = Net()
@@ -142,7 +143,7 @@ def train_epoch(model, loader, optimizer, progress):
         loss.backward()
         optimizer.step()
 
-        # Tensors, because .item() would make every step wait for the GPU.
+        # The sums are tensors, because .item() would make every step wait for the GPU.
         loss_sum += loss.detach() * len(labels)
         num_correct += (logits.argmax(dim=1) == labels).sum()
         num_images += len(labels)
@@ -156,11 +157,11 @@ def train_epoch(model, loader, optimizer, progress):
 
 @torch.no_grad()
 def evaluate(net, dataset):
-    """Confusion matrix over ``dataset``, ``(10, 10)``: true digit by predicted digit. All ranks call this.
+    """Confusion matrix over ``dataset``, ``(10, 10)``: true digit by predicted digit. Call on all ranks.
 
-    Each image is on one rank; a sampler would repeat some images to make the shares equal. So ranks may have
-    different numbers of batches, or none. So ``net`` is not auto_model's result: a forward pass of the
-    wrapped model may communicate, and then waits for every rank.
+    Each image is on one rank. There is no sampler, because it would repeat some images to make the shares
+    equal. So ranks may have different numbers of batches, or none, and ``net`` must not be auto_model's
+    result: a forward pass of the wrapped model may communicate, and then waits for every rank.
     """
     net.eval()
     device = idist.device()
@@ -181,7 +182,7 @@ def accuracy(confusion):
 
 @idist.one_rank_only(with_barrier=True)
 def save_checkpoint(checkpoint, path):
-    """Write a checkpoint, on rank 0. If the job is killed, ``path`` is the old or the new checkpoint."""
+    """Write a checkpoint on rank 0. If the job is killed, ``path`` holds the old or the new checkpoint."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
@@ -204,7 +205,7 @@ def on_cpu(value):
 
 @idist.one_rank_only(broadcast=True)
 def load_checkpoint(config):
-    """The checkpoint to resume from, or None. Only rank 0 reads it: other nodes need no access to its disk.
+    """The checkpoint to resume from, or None. Only rank 0 reads it, so other nodes may have other disks.
 
     When a rank dies, ``torchrun --max-restarts`` starts all ranks again, with the same arguments. So this job
     resumes from its own checkpoint without ``--resume``, but not from the checkpoint of an earlier job.
@@ -285,7 +286,7 @@ def parse_arguments(launched):
     if args.batch_size > NUM_TRAIN:
         parser.error(f"--batch-size {args.batch_size} is more than the {NUM_TRAIN} training images")
     checkpoint = args.output_dir / CHECKPOINT
-    # Only rank 0 reads the checkpoint. If rank 0 surely runs here, report a missing checkpoint early.
+    # Only rank 0 reads the checkpoint. If this is certainly rank 0's node, report a missing checkpoint early.
     if args.resume and not launched and not args.node_rank and not checkpoint.exists():
         parser.error(f"--resume: there is no {checkpoint}")
     return args
@@ -315,7 +316,7 @@ def main():
         backend = default_backend(args.nproc_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
     # Parallel starts processes if nproc_per_node is given, and joins a launcher's processes otherwise.
-    # With backend=None it trains in this process.
+    # With backend=None, Parallel trains in this process.
     try:
         parallel = idist.Parallel(
             backend=backend,

@@ -50,8 +50,8 @@ class MpiModel(ComputationModel):
         super().__init__(MpiTransport(mpi, self.comm))
 
     @classmethod
-    def open(cls, backend: str) -> MpiModel:  # type: ignore[override]  # it has no options
-        if cls.library not in sys.modules:  # the import starts MPI; the script that imports it also ends MPI
+    def open(cls, backend: str) -> MpiModel:  # type: ignore[override]  # this backend has no options
+        if cls.library not in sys.modules:  # otherwise the script has started MPI, and also ends it
             import mpi4py
 
             mpi4py.rc.finalize = False
@@ -66,7 +66,7 @@ class MpiModel(ComputationModel):
 
     @classmethod
     def find(cls) -> MpiModel | None:
-        return cls.live  # MPI alone is not a context: importing mpi4py.MPI starts MPI
+        return cls.live  # MPI may run without a context: importing mpi4py.MPI starts MPI
 
     def is_current(self) -> bool:
         return MpiModel.live is self
@@ -82,7 +82,7 @@ class MpiModel(ComputationModel):
 
     @classmethod
     def finalize_mpi(cls, pid: int) -> None:
-        """Finalize MPI at the end of the process. MPI_Finalize waits for every rank, in every rank.
+        """Finalize MPI at the end of the process. MPI_Finalize waits until all ranks have called it.
 
         So a failed rank ends without MPI_Finalize, and mpirun then ends the other ranks.
         """
@@ -93,7 +93,7 @@ class MpiModel(ComputationModel):
         return self
 
     @classmethod
-    def keep_through_fork(cls) -> object | None:
+    def prepare_forked_child(cls) -> object | None:
         return cls.live
 
     def get_rank(self) -> int:
@@ -126,10 +126,11 @@ class MpiTransport(Transport):
         self.groups = [self.world]
 
     def supports(self, kind: str, op: str | None, dtype: torch.dtype, device: torch.device) -> bool:
-        carried = kind in ("all_gather", "broadcast")  # of any dtype, as bytes
+        is_supported = kind in ("all_gather", "broadcast")  # of any dtype, as bytes
         if kind == "all_reduce":
-            carried = dtype in DTYPES and op in (("SUM", "PRODUCT") if dtype.is_floating_point else OPS)
-        return carried and device.type == "cpu"
+            ops = ("SUM", "PRODUCT") if dtype.is_floating_point else OPS
+            is_supported = dtype in DTYPES and op in ops
+        return is_supported and device.type == "cpu"
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
         sent = [self.memory(tensor)[0], getattr(self.mpi, DTYPES[tensor.dtype])]
@@ -153,9 +154,9 @@ class MpiTransport(Transport):
     def comm(self, group: Group) -> Any:
         return (group.handle or self.world).comm
 
-    def make_group(self, ranks: tuple[int, ...]) -> MpiGroup:  # type: ignore[override]  # it has no options
-        key, comm = f"{ranks} {sum(one.ranks == ranks for one in self.groups)}", None
-        if self.world.comm.rank in ranks:  # the tag separates groups that threads make at once
+    def make_group(self, ranks: tuple[int, ...]) -> MpiGroup:  # type: ignore[override]  # groups have no options
+        key, comm = f"{ranks} {sum(group.ranks == ranks for group in self.groups)}", None
+        if self.world.comm.rank in ranks:  # the tag tells apart groups that threads make at once
             tag, members = zlib.crc32(key.encode()) % 30_000, self.world.comm.group.Incl(ranks)
             comm = self.world.comm.Create_group(members, tag)
         self.groups.append(group := MpiGroup(comm, ranks, key))
@@ -176,10 +177,10 @@ class MpiTransport(Transport):
 class MpiWork(Work):
     """A running collective, as MPI's request. It makes progress while a thread of this rank calls MPI."""
 
-    unfinished: ClassVar[set[MpiWork]] = set()  # MPI may still write to their tensors, even if nobody waits
+    unfinished: ClassVar[set[MpiWork]] = set()  # kept, because MPI may still write to their tensors
 
-    def __init__(self, transport: MpiTransport, request: Any, result: Any, *others: Tensor) -> None:
-        self.transport, self.request, self.result, self.others = transport, request, result, others
+    def __init__(self, transport: MpiTransport, request: Any, result: Any, *inputs: Tensor) -> None:
+        self.transport, self.request, self.result, self.inputs = transport, request, result, inputs
         self.lock = threading.RLock()  # MPI forbids two threads to test one request at once
         self.unfinished.add(self)
 

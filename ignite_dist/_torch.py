@@ -36,8 +36,8 @@ _NAMES = (
     (
         f"{_C10D}._world",
         "Every get_rank() reads default_pg. The public `torch.distributed.group.WORLD` takes twice the time. "
-        "No public function lists the groups. None returns the backend and the store of a group either, and "
-        "making a new group needs both.",
+        "No public function lists the groups, or returns the backend and the store of a group. Making a "
+        "new group needs both.",
         _NO_IMPORT,
     ),
     (
@@ -61,12 +61,12 @@ _NAMES = (
     (
         "torch.distributed.ProcessGroup._get_backend",
         "No public function gives the timeout of a group.",
-        "none: as _new_process_group_helper",
+        "none: AttributeError, as for _new_process_group_helper",
     ),
     (
         "torch._C._distributed_c10d.Backend.Options._timeout",
         "No public function gives the timeout of a group.",
-        "none: as _new_process_group_helper",
+        "none: AttributeError, as for _new_process_group_helper",
     ),
     (
         "torch.distributed.ProcessGroup._get_sequence_number_for_group",
@@ -87,13 +87,13 @@ _NAMES = (
     ),
     (
         "torch.Tensor._base",
-        "An XLA tensor has no strides: only its base shows if elements share memory.",
-        "no fallback: collectives of XLA tensors raise AttributeError",
+        "XLA tensors have no strides. A tensor larger than its base has elements that share memory.",
+        "none: collectives of XLA tensors raise AttributeError",
     ),
     (
         "torch.Tensor._is_view",
         "torch_xla does not update the base of a view. No public function tells if a tensor is a view.",
-        "no fallback: all_reduce of XLA tensors raises AttributeError",
+        "none: all_reduce of XLA tensors raises AttributeError",
     ),
     (
         "torch.save._use_new_zipfile_serialization",
@@ -124,8 +124,8 @@ _NAMES = (
     ),
     (
         f"{_DDP}._set_params_and_buffers_to_ignore_for_model._ddp_params_and_buffers_to_ignore",
-        "The user lists parameters and buffers that DDP must ignore by this function. torch stores the list "
-        "only in this attribute of the module.",
+        "With this function, the user lists the parameters and buffers that DDP must ignore. torch stores "
+        "the list only in this attribute of the module.",
         "no parameter or buffer is ignored",
     ),
     (
@@ -180,12 +180,12 @@ _NAMES = (
         "none: a backward pass over Horovod raises AttributeError",
     ),
 )
-PRIVATE_NAMES = tuple(PrivateName(*one, since=_OLD) for one in _NAMES)
+PRIVATE_NAMES = tuple(PrivateName(*entry, since=_OLD) for entry in _NAMES)
 
 
 def check() -> list[PrivateName]:
-    """The :data:`PRIVATE_NAMES` that the installed torch lacks. Takes half a second: imports the tracer."""
-    return missing(PRIVATE_NAMES)
+    """The :data:`PRIVATE_NAMES` that the installed torch lacks."""
+    return missing(PRIVATE_NAMES)  # imports the tracer, which takes half a second
 
 
 # --- process groups ----------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def new_group_by_name(
 ) -> Any:
     """Make a group of global ``ranks``. Only the members need to call this function.
 
-    ``name`` must be equal on all members, and never used before. The members find each other over ``store``.
+    ``name`` must be new, and equal on all members. The members find each other through ``store``.
 
     Returns:
         The group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank outside the group.
@@ -246,7 +246,7 @@ def new_group_by_name(
         group_desc=description,
     )
     if handle is not dist.GroupMember.NON_GROUP_MEMBER:
-        WORLD_STATE.pg_group_ranks[handle] = {one: position for position, one in enumerate(ranks)}
+        WORLD_STATE.pg_group_ranks[handle] = {member: position for position, member in enumerate(ranks)}
     return handle
 
 
@@ -278,7 +278,7 @@ def all_gather_into(
 
 
 FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
-"""``__name__`` in the frames of this module."""
+"""The ``__name__`` of this torch module, in its frames."""
 
 
 # --- tensors and backward passes ---------------------------------------------------------------------
@@ -316,7 +316,7 @@ def register_builtin_hook(wrapper: Any, hook: dist.BuiltinCommHookType) -> None:
 
 
 def register_buffer_hook(wrapper: Any, *hook: Any) -> None:
-    """Register a buffer hook on a ``DistributedDataParallel``: its state, its function, its location."""
+    """Register ``(state, function)`` or ``(state, function, location)`` as DDP's hook for buffers."""
     wrapper._register_buffer_comm_hook(*hook)
 
 

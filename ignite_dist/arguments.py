@@ -22,7 +22,7 @@ __all__ = [
 
 
 def as_int(value: Any) -> Any:
-    """A NumPy int, or another type with ``__index__``, as an int. Other values, and bools, are unchanged."""
+    """``value`` as an int if it has ``__index__`` (a NumPy int). Other values, and bools, are unchanged."""
     if type(value) is int or isinstance(value, bool) or not hasattr(value, "__index__"):
         return value
     try:
@@ -32,7 +32,7 @@ def as_int(value: Any) -> Any:
 
 
 def as_port(value: Any) -> Any:
-    """A port given as a string of digits, as an int. Other values: see :func:`as_int`."""
+    """``value`` as an int if it is a string of digits, a port. For other values see :func:`as_int`."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 5:
         return int(value)
     return as_int(value)
@@ -59,7 +59,7 @@ def check_keywords(function: str, given: Mapping[str, Any], allowed: Collection[
 
 
 def did_you_mean(name: str, allowed: Collection[str]) -> str:
-    """`` Did you mean 'x'?`` for the most similar name, or an empty string."""
+    """`` Did you mean 'x'?`` with the most similar name; an empty string if no name is similar."""
     close = difflib.get_close_matches(name, allowed, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
@@ -101,7 +101,7 @@ def check_nodes(
     node = 0 if node_rank is None else node_rank
     if type(node) is not int or not 0 <= node < nnodes:
         raise ValueError(f"node_rank must be in [0, {nnodes}), where {nnodes} is nnodes; got {node_rank!r}.")
-    ports = range(0 if nnodes == 1 else 1, 65536)  # 0 is any free port; other nodes could not know it
+    ports = range(0 if nnodes == 1 else 1, 65536)  # 0 means any free port, unknown to other nodes
     if master_port is not None and (type(master_port) is not int or master_port not in ports):
         raise ValueError(f"master_port must be a port, an int in [{ports[0]}, 65535], got {master_port!r}.")
     if init_method not in (None, "env://"):

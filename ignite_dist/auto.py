@@ -70,23 +70,23 @@ def auto_model(
         strategy: ``"ddp"``, or ``"fsdp"`` for torch's FSDP2: parameters, gradients and optimizer state are
             sharded, so make the optimizer afterwards.
         wrap: with ``"fsdp"``, the classes of modules that are gathered one at a time: the layers of a
-            transformer. By default the whole model is gathered at once; modules that share a weight need
-            this.
+            transformer. By default the whole model is gathered at once, which modules that share a
+            weight need.
         kwargs: keywords of the wrapper: ``static_graph``, ``bucket_cap_mb``, ...; with ``"fsdp"`` those of
             ``torch.distributed.fsdp.fully_shard``: ``mp_policy``, ``reshard_after_forward``, ...
             Without a wrapper all keywords except ``broadcast_buffers`` are ignored, so scripts can keep them.
             ``broadcast_buffers=False`` keeps each rank's own buffers, with ``"fsdp"`` too.
             ``find_unused_parameters`` is False by default, as in torch. With True each backward pass first
             walks the autograd graph and exchanges a bitmap. Set True if any pass of any rank does not use
-            every parameter; otherwise that pass raises, or the next one.
+            every parameter; otherwise that pass or the next pass raises.
 
     Returns:
         The wrapped module, or ``model`` itself.
 
     Raises:
         ValueError: an unknown ``strategy`` or ``comm_hook``, ``"bf16"`` without NCCL, or ``"fsdp"`` with DDP
-            options, Horovod or XLA; raised before any communication. Or a model on the meta device; with
-            ``"fsdp"`` only if rank 0 has no values, and raised on every rank.
+            options, Horovod or XLA; raised before any communication. Or ``model`` has tensors on the
+            meta device. With ``"fsdp"`` only rank 0's tensors count, and every rank raises.
     """
     live = current_model()
     live.groups.check_not_joining()
@@ -102,11 +102,12 @@ def auto_model(
     inner = unwrap_model(wrapped)
     group = live.training.gradient_group(wrapped, ())
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if is_trained and wrapped is model:  # a wrapper has broadcast the parameters
+    if is_trained and wrapped is model:  # not with a wrapper, which has broadcast the parameters
         _broadcast(live, model, group)
     if is_trained:
         remember_model(live, inner, group, kwargs.get("broadcast_buffers", True))
-    watch_frozen(live, inner, wrapped, is_trained and not isinstance(wrapped, DistributedDataParallel))
+    is_averaged_later = is_trained and not isinstance(wrapped, DistributedDataParallel)
+    watch_frozen(live, inner, wrapped, is_averaged_later)
     return wrapped
 
 
@@ -128,7 +129,7 @@ def _sharded(
     live.training.shard_model(model, wrap, **kwargs)
     inner = unwrap_model(model)
     remember_model(live, inner, group, broadcast_buffers)
-    watch_frozen(live, inner, model, True)
+    watch_frozen(live, inner, model, is_averaged_later=True)
     return model
 
 
@@ -161,11 +162,11 @@ def _bring_from_meta(live: ComputationModel, model: Module, group: Group) -> Non
     Raises:
         ValueError: the first rank has no values; raised on every rank.
     """
-    own = _names_on_meta(model)
-    everyones: list[list[str]] = exchange_outcomes(live, group, None, own[:3])
-    if everyones[0]:
-        raise ValueError(_ON_META.format(names=everyones[0]))
-    if own:
+    names = _names_on_meta(model)
+    names_by_rank: list[list[str]] = exchange_outcomes(live, group, None, names[:3])
+    if names_by_rank[0]:
+        raise ValueError(_ON_META.format(names=names_by_rank[0]))
+    if names:
         _move(model, live.device(), is_empty=True)
 
 
@@ -176,7 +177,8 @@ _ON_META = (
 
 
 def _names_on_meta(model: Module) -> list[str]:
-    return [name for name, one in [*model.named_parameters(), *model.named_buffers()] if one.is_meta]
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return [name for name, tensor in named if tensor.is_meta]
 
 
 def _check_not_meta(model: Module) -> None:
@@ -192,8 +194,8 @@ def _check_strategy(
     if strategy == "ddp" and wrap:
         raise ValueError("wrap= needs strategy='fsdp', but the strategy is 'ddp'.")
     if strategy == "fsdp" and (sync_bn or options):
-        named = ", ".join([*["sync_bn"] * sync_bn, *options])
-        raise ValueError(f"{named}: only DistributedDataParallel supports this, and the strategy is 'fsdp'.")
+        names = ", ".join([*["sync_bn"] * sync_bn, *options])
+        raise ValueError(f"{names}: only DistributedDataParallel supports this, and the strategy is 'fsdp'.")
     if isinstance(comm_hook, str) and comm_hook not in _COMM_HOOKS:
         raise ValueError(f"comm_hook must be one of {_COMM_HOOKS}, or (state, hook); got {comm_hook!r}.")
 
@@ -212,17 +214,17 @@ def _move(model: Module, device: torch.device, is_empty: bool = False) -> None:
     else:
         model.to(device)
     for (module, name), *others in places.values():
-        for other, its_name in others:
-            setattr(other, its_name, getattr(module, name))
+        for other_module, other_name in others:
+            setattr(other_module, other_name, getattr(module, name))
 
 
 def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optimizer:
-    """``optimizer``, adapted to the live context. A new object only under Horovod and with ``zero``.
+    """``optimizer``, adapted to the live context. It is a new object only under Horovod or with ``zero``.
 
     On every backend the loss of a closure is averaged after each call of the closure: over the ranks on
     which :func:`auto_model` trains the model, or over all ranks for an unknown model. An optimizer whose
     step depends on the loss (the line search of ``torch.optim.LBFGS``) then takes the same step on all ranks,
-    and ``step`` returns the mean.
+    and ``step`` returns the mean loss.
 
     If the model's wrapper averages gradients, the optimizer does not. With XLA, and with a backend without a
     wrapper, a step hook averages gradients before the step, or after each call of a closure. A parameter
@@ -274,5 +276,5 @@ def _check_zero(live: ComputationModel, optimizer: Optimizer) -> None:
     if len(group.ranks) < live.get_world_size():
         raise ValueError(
             f"zero=True shards over all ranks, but only ranks {list(group.ranks)} train the model, because "
-            "of process_group= or mesh=. Leave zero out."
+            "of process_group= or mesh=. Do not pass zero=True."
         )

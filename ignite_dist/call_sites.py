@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 __all__ = [
+    "add_library",
     "is_library",
     "is_library_path",
     "is_package_path",
     "local_of",
-    "note_library",
     "site_of",
     "site_of_place",
     "users_frame",
 ]
 
-_MAX_SITE = 90
+_MAX_SITE_LENGTH = 90
 
 # The folders of this package, of torch and of Python's standard library.
 _PACKAGE: str = sys.modules[__name__.partition(".")[0]].__path__[0]
@@ -29,9 +29,9 @@ _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in (_PACKAGE, os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
 )
-_INSTALLED = ("torch", "torch_xla", "horovod", os.path.basename(_PACKAGE))
-# The files and package folders of third-party backends.
-_backends: set[str] = set()
+_LIBRARY_NAMES = ("torch", "torch_xla", "horovod", os.path.basename(_PACKAGE))
+# The files and package folders of backends that other packages define.
+_backend_paths: set[str] = set()
 
 
 def is_package_path(path: str) -> bool:
@@ -39,28 +39,28 @@ def is_package_path(path: str) -> bool:
     return path.startswith(_LIBRARIES[0])
 
 
-def note_library(module: str) -> None:
-    """Treat ``module``, which defines a backend, and its whole package as library code.
+def add_library(module: str) -> None:
+    """Treat ``module``, which defines a backend, and its top-level package as library code.
 
     A script (``__main__``) that defines a backend stays user code.
     """
-    found = sys.modules.get(module.partition(".")[0])
-    path = getattr(found, "__file__", None)
+    package = sys.modules.get(module.partition(".")[0])
+    path = getattr(package, "__file__", None)
     if path is not None and module != "__main__":
         folder, name = os.path.split(path)
-        _backends.add(os.path.join(folder, "") if name == "__init__.py" else path)
+        _backend_paths.add(os.path.join(folder, "") if name == "__init__.py" else path)
         is_library_path.cache_clear()
-        _known.clear()
+        _is_library_by_path.clear()
 
 
 @lru_cache(maxsize=4096)
 def is_library_path(path: str) -> bool:
     """True if ``path`` is code of this package, of torch, of a backend's library or of Python itself."""
-    if path.startswith(tuple(_backends)):
+    if path.startswith(tuple(_backend_paths)):
         return True
     _, packages, rest = path.rpartition("-packages" + os.sep)  # site-packages, dist-packages
     if packages:
-        return rest.partition(os.sep)[0] in _INSTALLED
+        return rest.partition(os.sep)[0] in _LIBRARY_NAMES
     return path.startswith((*_LIBRARIES, "<frozen "))
 
 
@@ -73,20 +73,20 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the user's code, from ``frame`` outwards."""
     while frame is not None:
         path = frame.f_code.co_filename
-        is_of_library = _known.get(path)  # cached: the flight recorder calls this for each collective
+        is_of_library = _is_library_by_path.get(path)  # cached: each collective calls this function
         if is_of_library is None:
-            is_of_library = _known[path] = is_library_path(path)
+            is_of_library = _is_library_by_path[path] = is_library_path(path)
         if not is_of_library and not _is_generated(frame):
             break
         frame = frame.f_back
     return frame
 
 
-_known: dict[str, bool] = {}
+_is_library_by_path: dict[str, bool] = {}
 
 
 def local_of(frame: FrameType | None, *names: str) -> Any:
-    """The first local variable with one of ``names`` in the innermost library frames; None if not found."""
+    """The first local variable in ``names`` that is not None, in the innermost library frames; else None."""
     while frame is not None and is_library(frame):
         for name in names:
             if (found := frame.f_locals.get(name)) is not None:
@@ -102,16 +102,16 @@ def _is_generated(frame: FrameType) -> bool:
 
 
 def site_of(frame: FrameType | None) -> str:
-    """``"folder/file.py:12"``, which is equal on machines with the code in different folders."""
+    """``"folder/file.py:12"``. It is the same on machines that have the code in different folders."""
     return "?" if frame is None else site_of_place(frame.f_code.co_filename, frame.f_lineno)
 
 
 def site_of_place(path: str, line: int) -> str:
-    """:func:`site_of` for a file and a line."""
+    """The result of :func:`site_of` for a file and a line."""
     return f"{_short(path)}:{line}"
 
 
 @lru_cache(maxsize=4096)
 def _short(path: str) -> str:
     folder, name = os.path.split(path)
-    return os.path.join(os.path.basename(folder), name)[-_MAX_SITE:]
+    return os.path.join(os.path.basename(folder), name)[-_MAX_SITE_LENGTH:]

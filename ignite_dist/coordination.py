@@ -24,7 +24,7 @@ from ignite_dist.diagnostics.announcing import recorder_of
 from ignite_dist.errors import CollectiveMismatchError, RankFailedError
 from ignite_dist.tracing import untraced
 from ignite_dist.values import serialization
-from ignite_dist.workers.failures import users_part
+from ignite_dist.workers.failures import user_traceback
 
 __all__ = ["all_true", "any_true", "exchange_outcomes", "one_rank_first", "one_rank_only", "raise_together"]
 
@@ -53,7 +53,7 @@ _KIND = "ignite_dist.outcome"
 def _outcome(rank: int, error: BaseException | None, value: Any) -> _Outcome:
     if error is None:
         return _Outcome(_KIND, rank, time.time(), value=value)
-    text = "".join(traceback.format_exception(type(error), error, users_part(error.__traceback__)))
+    text = "".join(traceback.format_exception(type(error), error, user_traceback(error.__traceback__)))
     return _Outcome(_KIND, rank, time.time(), type(error).__name__, text)
 
 
@@ -63,7 +63,8 @@ def exchange_outcomes(
     """Gather the outcomes of all ranks of ``group``. Returns their values.
 
     Raises:
-        RankFailedError: another rank of the group failed, this rank did not. Names the first failed rank.
+        RankFailedError: another rank of the group failed, and this rank did not. The error names the rank
+            that failed first.
         CollectiveMismatchError: another rank called a different collective.
     """
     model.groups.check_not_joining()
@@ -74,7 +75,7 @@ def exchange_outcomes(
             recorder.log_of(model.get_rank()).error = "".join(traceback.format_exception_only(error))[:200]
         return model.objects.gather(tuple(_outcome(model.get_rank(), error, value)), group)
 
-    rows = perform(model, "agreement", group, lambda: Steps(gather), outside=[])
+    rows = perform(model, "agreement", group, lambda _: Steps(gather), outside=[])
     if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
         raise CollectiveMismatchError("The ranks called different collectives.")
     outcomes = [_Outcome(*row) for row in rows]
@@ -93,8 +94,9 @@ def _shared_outcome(model: ComputationModel, group: Group) -> Iterator[None]:
     except BaseException as error:
         try:
             exchange_outcomes(model, group, error)
-        except RuntimeError as lost:  # the user must see the first error
-            _logger.warning("Could not report a %s to the other ranks: %s", type(error).__name__, lost)
+        except RuntimeError as exchange_error:  # the user must see the first error
+            kind = type(error).__name__
+            _logger.warning("Could not report a %s to the other ranks: %s", kind, exchange_error)
         raise
     exchange_outcomes(model, group, None)
 
@@ -109,8 +111,8 @@ def raise_together(group: Any = None) -> Iterator[None]:
     costs one collective.
 
     Args:
-        group: as in :func:`all_reduce`. A rank outside only runs the block (with XLA it also takes part in
-            the collective).
+        group: as in :func:`all_reduce`. A rank outside the group only runs the block (with XLA it also takes
+            part in the collective).
 
     Raises:
         RankFailedError: on the ranks that did not raise. It names the rank that failed first, with its
@@ -124,7 +126,7 @@ def raise_together(group: Any = None) -> Iterator[None]:
     model = current_model()
     members = model.groups.resolve(group)
     is_outside = members.handle is not None and members.position(model.get_rank()) is None
-    if is_outside and not (model.transport.groups_need_everyone and members.ranks):
+    if is_outside and not (model.transport.groups_need_all_ranks and members.ranks):
         yield
         return
     with _shared_outcome(model, members):
@@ -132,17 +134,17 @@ def raise_together(group: Any = None) -> Iterator[None]:
 
 
 def any_true(flag: bool, group: Any = None) -> bool:
-    """True on every rank if ``flag`` is true on any rank of the group. For early stopping, for example.
+    """True on every rank if ``flag`` is true on any rank of the group.
 
-    Every rank of the group must call this function.
+    Every rank of the group must call this function. Use it for early stopping, for example.
 
     Args:
         flag: True or False, or a tensor of one element.
-        group: as in :func:`all_reduce`. A rank outside the group gets its own flag back.
+        group: as in :func:`all_reduce`. A rank outside the group gets its own ``flag`` as the result.
 
     Raises:
         ValueError: the group is unknown. Nothing was sent.
-        RuntimeError: a tensor with no element or with several. Nothing was sent.
+        RuntimeError: ``flag`` is a tensor with no element or with several. Nothing was sent.
 
     Example::
 
@@ -160,7 +162,7 @@ def all_true(flag: bool, group: Any = None) -> bool:
 def one_rank_only(
     rank: int = 0, with_barrier: bool = False, broadcast: bool = False
 ) -> Callable[[_Function], _Function]:
-    """Decorator: the function runs on one rank. On the other ranks it returns None at once.
+    """Decorator: the function runs on one rank. On the other ranks a call returns None at once.
 
     Args:
         rank: the global rank that runs the function.
@@ -208,7 +210,7 @@ def _run_on_one(
     with _shared_outcome(model, group):
         if model.get_rank() == rank:
             result = function()
-            if share_result:  # raises here, so that the other ranks get the error
+            if share_result:  # raise an error in this block, so that the other ranks get it
                 result = _sendable(result)
     if not share_result:
         return result
@@ -216,7 +218,7 @@ def _run_on_one(
 
 
 def _sendable(result: Any) -> Any:
-    """``result``, with a tensor made contiguous. Raises if it cannot be sent."""
+    """``result``, contiguous if it is a tensor. Raises if ``result`` cannot be sent."""
     if isinstance(result, Tensor):
         check_dense("one_rank_only", result)
         return result.contiguous()
@@ -250,11 +252,11 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     group = model.groups.resolve(None)
     first = rank = as_int(rank)
     if local:
-        on_node = model.node_ranks()
-        _check_rank(rank, len(on_node))
-        first = on_node[rank]
-        if not model.transport.groups_need_everyone:  # XLA needs every rank in each collective
-            group = model.groups.resolve(sorted(on_node.values()))
+        ranks_on_node = model.node_ranks()
+        _check_rank(rank, len(ranks_on_node))
+        first = ranks_on_node[rank]
+        if not model.transport.groups_need_all_ranks:  # XLA needs every rank in each collective
+            group = model.groups.resolve(sorted(ranks_on_node.values()))
     _check_rank(first, model.get_world_size())
     if model.get_rank() != first:
         exchange_outcomes(model, group, None)

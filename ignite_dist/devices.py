@@ -18,7 +18,7 @@ def num_cores() -> int:
 
 
 def accelerator_in(device_types: Collection[str]) -> str | None:
-    """The type of this machine's accelerator if it is one of ``device_types``, else None."""
+    """The type of this machine's accelerator if the type is in ``device_types``, else None."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None and accelerator.type in device_types else None
 

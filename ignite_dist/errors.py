@@ -48,8 +48,8 @@ class HostLostError(DistributedError):
     def __init__(self, host: str, address: str) -> None:
         self.host = host
         self.address = address
-        known = f"{host} ({address})" if host else address
-        super().__init__(f"{known} does not answer any more: the machine, or the network to it, is gone.")
+        name = f"{host} ({address})" if host else address
+        super().__init__(f"{name} does not answer any more: the machine, or the network to it, is lost.")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.host, self.address)
@@ -76,7 +76,7 @@ class MissingRanksError(DistributedError, TimeoutError):
 
 
 class UnsafeObjectError(DistributedError):
-    """An object from another rank was rejected, because it could run code here. See ``idist.safe_objects``.
+    """An object from another rank was rejected, because it could run code. See ``idist.safe_objects``.
 
     Attributes:
         rank: the rank that sent the object.
@@ -99,7 +99,7 @@ class RankFailedError(DistributedError):
     Attributes:
         rank: the rank that failed first.
         error_type: the class name of its exception, for example ``"ValueError"``.
-        traceback: traceback of the failed rank as text; empty if it ended without one.
+        traceback: traceback of the failed rank as text; empty if the rank ended without a traceback.
         host: the host of the failed rank; empty if unknown.
     """
 
@@ -118,7 +118,7 @@ class RankFailedError(DistributedError):
 
 
 class WorkerRaisedError(RankFailedError, ProcessRaisedException):
-    """A worker of ``spawn`` raised an exception. A subclass of torch's ``ProcessRaisedException``, too."""
+    """A worker of ``spawn`` raised an exception. Also a subclass of torch's ``ProcessRaisedException``."""
 
     def __init__(
         self,
@@ -147,9 +147,9 @@ class WorkerRaisedError(RankFailedError, ProcessRaisedException):
 
 
 class WorkerExitedError(RankFailedError, ProcessExitedException):
-    """A worker of ``spawn`` ended without a result: by a signal or ``sys.exit()``.
+    """A worker of ``spawn`` ended without a result, by a signal or by ``sys.exit()``.
 
-    Also a ``torch.multiprocessing.ProcessExitedException``, with ``exit_code`` and ``signal_name``. The
+    It is also a ``torch.multiprocessing.ProcessExitedException``, with ``exit_code`` and ``signal_name``. The
     ``traceback`` shows the call of ``sys.exit()``, or the stack of each thread at a segmentation fault.
     """
 

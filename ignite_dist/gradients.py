@@ -20,7 +20,7 @@ __all__ = [
     "add_gradients",
     "empty_gradient",
     "mark_averaged",
-    "note_arrival",
+    "record_arrival",
     "parameters_of",
     "scale_gradients",
     "take_mark",
@@ -41,13 +41,13 @@ def accumulation_node(parameter: Parameter) -> Node:
 
 @contextmanager
 def scale_gradients(parameters: Iterable[Parameter], factor: float) -> Iterator[None]:
-    """Context manager: multiply by ``factor`` what backward passes add to the gradients."""
+    """Context manager: backward passes in the block add their gradients multiplied by ``factor``."""
 
     def scale(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:  # the loss does not depend on the parameter
             return gradients
-        # With factor 0 the gradient may be NaN: the mean over no samples.
+        # With factor 0 the gradient may be NaN (a mean over no samples), and NaN * 0 is NaN.
         return (gradient * factor if factor else torch.zeros_like(gradient),)
 
     nodes = [accumulation_node(parameter) for parameter in parameters] if factor != 1.0 else []
@@ -59,24 +59,24 @@ def scale_gradients(parameters: Iterable[Parameter], factor: float) -> Iterator[
             handle.remove()
 
 
-def note_arrival(node: Node, number: int, arrived: set[int]) -> None:
+def record_arrival(node: Node, number: int, arrived: set[int]) -> None:
     """Add ``number`` to ``arrived`` each time that ``node`` runs."""
 
-    def note(_: Any) -> None:  # must not reference node: the reference cycle would keep node alive
+    def record(_: Any) -> None:  # must not reference `node`: a reference cycle would keep it alive
         arrived.add(number)
 
-    node.register_prehook(note)
+    node.register_prehook(record)
 
 
 def empty_gradient(parameter: Parameter, sparse_dim: int = 1) -> Tensor:
-    """A sparse gradient for ``parameter`` without entries."""
+    """An empty sparse gradient (no entries) for ``parameter``."""
     positions = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
     values = parameter.detach().new_empty(0, *parameter.shape[sparse_dim:])
     return torch.sparse_coo_tensor(positions, values, parameter.shape, check_invariants=False)
 
 
 class _AddGradients(Function):
-    """A function of parameters with the value zero and the gradients that ``make()`` returns."""
+    """Autograd function: its value is zero, and its gradients are the tensors that ``make()`` returns."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], list[Tensor | None]], *parameters: Tensor) -> Tensor:
@@ -96,12 +96,12 @@ def add_gradients(parameters: list[Parameter], make: Callable[[], list[Tensor | 
 
 # --- marks ---
 
-# Attribute of an optimizer: its averaged gradients, with their versions. A step does not average them again.
+# Attribute of an optimizer: its averaged gradients, with their versions. A step does not average these again.
 _MARK = "_ignite_dist_averaged"
 
 
 def mark_averaged(optimizer: Optimizer) -> None:
-    """Note that the current gradients are averaged. A change of any gradient invalidates the mark."""
+    """Mark the current gradients as averaged. A change of any gradient invalidates the mark."""
     optimizer.__dict__[_MARK] = [(gradient, version_of(gradient)) for gradient in _gradients(optimizer)]
 
 
@@ -112,8 +112,8 @@ def take_mark(optimizer: Optimizer) -> bool:
         return False
     gradients = _gradients(optimizer)
     return len(gradients) == len(marked) and all(
-        gradient is known and version_of(gradient) == version
-        for gradient, (known, version) in zip(gradients, marked, strict=True)
+        gradient is marked_gradient and version_of(gradient) == version
+        for gradient, (marked_gradient, version) in zip(gradients, marked, strict=True)
     )
 
 

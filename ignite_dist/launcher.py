@@ -27,12 +27,12 @@ _logger = logging.getLogger(__name__)
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
-_PLAIN = {"nproc_per_node": as_int, "nnodes": as_int, "node_rank": as_int, "master_port": as_port}
+_AS_INT = {"nproc_per_node": as_int, "nnodes": as_int, "node_rank": as_int, "master_port": as_port}
 
 
-def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``given`` in which NumPy ints, and a port that is a string, are Python ints."""
-    return {name: _PLAIN[name](value) if name in _PLAIN else value for name, value in given.items()}
+def _with_python_ints(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``given`` in which NumPy ints and a port given as a string are Python ints."""
+    return {name: _AS_INT[name](value) if name in _AS_INT else value for name, value in given.items()}
 
 
 class _Entry:
@@ -45,12 +45,12 @@ class _Entry:
         self.function = function
         self.args = args
         self.kwargs = kwargs
-        self.comparison = announcing.compared_in_new_contexts()  # set by debug() in the launcher
+        self.comparison = announcing.comparison_in_new_contexts()  # set by debug() in the launcher
 
     def __call__(self, local_rank: int, **initialize_kwargs: Any) -> Any:
-        announcing.compare_in_new_contexts(self.comparison)
+        announcing.set_comparison_in_new_contexts(self.comparison)
         live.initialize(self.backend, **initialize_kwargs)
-        watchdog.start_here()
+        watchdog.watch_this_rank()
         result = self.function(local_rank, *self.args, **self.kwargs)
         live.conclude()
         return result
@@ -77,7 +77,7 @@ class SpawnOptions(TypedDict, total=False):
 
 
 class ParallelOptions(TypedDict, total=False):
-    """The other keywords of :class:`Parallel`, so that an IDE can complete them."""
+    """The other keywords of :class:`Parallel`, for editors."""
 
     timeout: timedelta | None
     start_method: str | None
@@ -137,7 +137,7 @@ def spawn(
     interface that reaches ``master_addr``, or on ``GLOO_SOCKET_IFNAME``. The call returns when the ranks of
     all nodes have ended. After a failure on any node, every call raises the same error. The loss of a
     machine, its network or its launcher is a failure too. Launchers give up a silent machine after two thirds
-    of ``IGNITE_DIST_SILENCE_SECONDS`` (30), ranks after the full time.
+    of ``IGNITE_DIST_SILENCE_SECONDS`` (default 30), and ranks give it up after the full time.
 
     Args:
         backend: one of :func:`available_backends`.
@@ -163,7 +163,7 @@ def spawn(
             first and contains its traceback. It is also a ``torch.multiprocessing.ProcessRaisedException`` or
             ``ProcessExitedException``, unless a machine is lost.
         LaunchError: a port is in use, or the other machines did not join within ``timeout`` (30 minutes), or
-            they have a different job. The message names them. Nothing was started.
+            they have a different job. The message names these machines. Nothing was started.
         ValueError, TypeError, RuntimeError: wrong arguments. Nothing was started.
     """
     model = live.find_model(backend)
@@ -172,7 +172,7 @@ def spawn(
     check_keywords("spawn", kwargs, model.launcher.options() | {"nproc_per_node"})
     entry = _Entry(backend, fn, tuple(args), dict(kwargs_dict or {}))
     return model.launcher.start(
-        entry, backend=backend, **_plain({"nproc_per_node": nproc_per_node, **kwargs})
+        entry, backend=backend, **_with_python_ints({"nproc_per_node": nproc_per_node, **kwargs})
     )
 
 
@@ -193,9 +193,9 @@ def _compare_with_launcher(nproc_per_node: int | None, nnodes: int) -> None:
             f"nnodes={nnodes} without nproc_per_node: no launcher has started any processes. Pass the number "
             "of processes on this machine as nproc_per_node."
         )
-    # Workers of spawn may start more workers. On a TPU pod, the processes of the hosts connect by PJRT.
-    is_wanted = place.launcher in (spawned.LAUNCHER, tpu_pod.LAUNCHER)
-    if nproc_per_node is not None and nnodes == 1 and place.world_size > 1 and not is_wanted:
+    # Workers of spawn may start more workers. On a TPU pod, the hosts' processes connect by PJRT.
+    may_start_workers = place.launcher in (spawned.LAUNCHER, tpu_pod.LAUNCHER)
+    if nproc_per_node is not None and nnodes == 1 and place.world_size > 1 and not may_start_workers:
         warnings.warn(
             f"{place.launcher} has started {place.world_size} processes, and nproc_per_node={nproc_per_node} "
             "makes each of them start its own job. To join these processes, do not pass nproc_per_node.",
@@ -223,7 +223,7 @@ class Parallel:
         node_rank: this machine's number, in [0, nnodes); needed if ``nnodes > 1``.
         master_addr: address of the machine with ``node_rank=0``; needed if ``nnodes > 1``.
         master_port: a free port on that machine, as an int or a string; needed if ``nnodes > 1``.
-        init_method: instead of address and port, for example ``"file://..."``.
+        init_method: replaces the address and port, for example ``"file://..."``.
         spawn_kwargs: further keywords of :func:`spawn`.
 
     Raises:
@@ -247,29 +247,30 @@ class Parallel:
         init_method: str | None = None,
         **spawn_kwargs: Unpack[ParallelOptions],
     ) -> None:
-        places = {
+        node_kwargs = {
             "nnodes": nnodes,
             "node_rank": node_rank,
             "master_addr": master_addr,
             "master_port": master_port,
         }
-        places, nproc_per_node, nnodes = _plain(places), as_int(nproc_per_node), as_int(nnodes)
+        node_kwargs = _with_python_ints(node_kwargs)
+        nproc_per_node, nnodes = as_int(nproc_per_node), as_int(nnodes)
         self.backend = backend
         self._initialize_kwargs: dict[str, Any] = {}
         self._spawn_kwargs: dict[str, Any] | None = None
         self._owns_context = False
         if backend is None:
-            _check_none(nproc_per_node=nproc_per_node, **places)
+            _check_none(nproc_per_node=nproc_per_node, **node_kwargs)
             return
         model = live.find_model(backend)
-        for_initialize, for_spawn = keywords_of(model.open), model.launcher.options()
+        initialize_names, spawn_names = keywords_of(model.open), model.launcher.options()
         given = {"init_method": init_method, **spawn_kwargs}
         given = {name: value for name, value in given.items() if value is not None}
-        check_keywords("Parallel", given, for_initialize | for_spawn | {"nproc_per_node"})
-        self._initialize_kwargs = {name: given[name] for name in given if name in for_initialize}
+        check_keywords("Parallel", given, initialize_names | spawn_names | {"nproc_per_node"})
+        self._initialize_kwargs = {name: given[name] for name in given if name in initialize_names}
         if nproc_per_node is not None:
-            given.update((name, value) for name, value in places.items() if value is not None)
-            check_keywords("Parallel", given, for_spawn)
+            given.update((name, value) for name, value in node_kwargs.items() if value is not None)
+            check_keywords("Parallel", given, spawn_names)
             model.launcher.check(nproc_per_node=nproc_per_node, **given)
             self._spawn_kwargs = {"nproc_per_node": nproc_per_node, **given}
         _compare_with_launcher(nproc_per_node, nnodes or 1)

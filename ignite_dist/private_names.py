@@ -1,4 +1,4 @@
-"""Private names of libraries: what the package says of each, and a search for them."""
+"""Private names of libraries: a description of each, and a search for missing names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PrivateName(NamedTuple):
 
 def missing(names: Iterable[PrivateName]) -> list[PrivateName]:
     """The members of ``names`` that the installed libraries lack."""
-    return [one for one in names if not _is_found(one.name)]
+    return [entry for entry in names if not _is_found(entry.name)]
 
 
 def _is_found(name: str) -> bool:

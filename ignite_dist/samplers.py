@@ -1,4 +1,4 @@
-"""Samplers and data loaders for each rank's share of a data set. They leave the global random state as is."""
+"""Samplers and data loaders for each rank's share of a data set. The global random state stays as it is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 # The process has one global random state, and replicas of XLA may be threads of the process.
-_one_at_a_time = threading.Lock()
+_random_state_lock = threading.Lock()
 
 
 class _AutoEpoch(DistributedSampler[Any]):
@@ -37,7 +37,7 @@ class _AutoEpoch(DistributedSampler[Any]):
     _epoch_is_set = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the order. It no longer advances by itself."""
+        """Set the epoch, which determines the order. After this call the epoch does not advance by itself."""
         self._epoch_is_set = True
         super().set_epoch(epoch)
 
@@ -59,7 +59,7 @@ def part(size: int, num_parts: int, number: int) -> slice:
 
 
 class ExactSampler(DistributedSampler[Any]):
-    """Each rank's share of a data set, every sample exactly once.
+    """Each rank's share of a data set. All ranks together draw every sample exactly once.
 
     Each rank draws a contiguous part of the order. If the number of samples is not divisible by the number of
     ranks, the first ranks draw one sample more. With fewer samples than ranks, the last ranks draw none.
@@ -99,7 +99,7 @@ class ExactSampler(DistributedSampler[Any]):
             self.on_begin()
 
     def end_pass(self) -> None:
-        """Note the end of a pass. A rank that has drawn no batch begins the pass here."""
+        """End a pass. A rank that has drawn no batch begins the pass in this call."""
         if not self._has_begun:
             self.begin_pass()
         self._has_begun = False
@@ -118,7 +118,7 @@ class ExactSampler(DistributedSampler[Any]):
         share = part(self.total_size, self.num_replicas, 0 if self.padded else rank)
         return len(range(self.total_size)[share])
 
-    def meant(self) -> tuple[Any, ...]:
+    def pass_settings(self) -> tuple[Any, ...]:
         """The values that all ranks of one pass must agree on."""
         return self.total_size, self.shuffle, self.seed, self._latest_epoch, self.padded
 
@@ -141,7 +141,7 @@ class Shard(IterableDataset[Any]):
         num_replicas: number of ranks.
         rank: this rank.
         drop_last: drop the last round if it has no item for some ranks. All ranks then have equally many
-            items, and so have workers of the same number on different ranks.
+            items, and the k-th workers of all ranks have equally many items too.
     """
 
     def __init__(
@@ -156,18 +156,18 @@ class Shard(IterableDataset[Any]):
         worker = get_worker_info()
         num_workers, number = (1, 0) if worker is None else (worker.num_workers, worker.id)
         if self.drop_last:
-            return self._of_whole_rounds(num_workers, number)
+            return self._iterate_whole_rounds(num_workers, number)
         first, step = number * self.num_replicas + self.rank, num_workers * self.num_replicas
         return islice(self.dataset, first, None, step)
 
-    def _of_whole_rounds(self, num_workers: int, number: int) -> Iterator[Any]:
-        own = None
+    def _iterate_whole_rounds(self, num_workers: int, number: int) -> Iterator[Any]:
+        own_item = None
         for position, item in enumerate(self.dataset):
-            turn, rank = divmod(position, self.num_replicas)
-            if turn % num_workers == number:
-                own = item if rank == self.rank else own
+            round_number, rank = divmod(position, self.num_replicas)
+            if round_number % num_workers == number:
+                own_item = item if rank == self.rank else own_item
                 if rank == self.num_replicas - 1:
-                    yield own
+                    yield own_item
 
     def __len__(self) -> int:
         """Number of items of this rank, in all of its workers together."""
@@ -220,7 +220,7 @@ class DistributedProxySampler(_AutoEpoch):
 
     def __iter__(self) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(self.epoch)
-        with _one_at_a_time, _seeded(self.epoch):
+        with _random_state_lock, _seeded(self.epoch):
             indices: list[Any] = []
             while len(indices) < self.total_size:
                 with _drawing_from(generator, self.sampler):
@@ -235,19 +235,19 @@ class DistributedProxySampler(_AutoEpoch):
 def _seeded(seed: int) -> Iterator[None]:
     """Seed the global generators of torch, Python and numpy in the block, and restore them afterwards."""
     numpy: Any = sys.modules.get("numpy")
-    own = random.getstate()
-    numpys = None if numpy is None else numpy.random.get_state(legacy=False)
+    python_state = random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state(legacy=False)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
-            if numpys is not None and numpys["bit_generator"] == "MT19937":  # seed() needs this generator
+            if numpy_state is not None and numpy_state["bit_generator"] == "MT19937":  # seed() needs it
                 numpy.random.seed(seed % (1 << 32))
             yield
     finally:
-        random.setstate(own)
-        if numpys is not None:
-            numpy.random.set_state(numpys)
+        random.setstate(python_state)
+        if numpy_state is not None:
+            numpy.random.set_state(numpy_state)
 
 
 @contextmanager
@@ -259,7 +259,7 @@ def _drawing_from(generator: torch.Generator, sampler: Any) -> Iterator[None]:
     if getattr(sampler, "generator", sampler) is not None:
         yield
         return
-    if isinstance(sampler, RandomSampler):  # draws a seed for a second generator
+    if isinstance(sampler, RandomSampler):  # it draws a seed for a second generator
         seed = torch.empty((), dtype=torch.int64).random_(generator=generator).item()
         generator = torch.Generator().manual_seed(int(seed))
     sampler.generator = generator
@@ -273,14 +273,14 @@ def loader_class(dataset: Dataset[Any], sampler: Any) -> type[DataLoader[Any]]:
     """The class of the data loader for ``dataset`` and ``sampler``."""
     if isinstance(dataset, Shard):
         return ShardLoader
-    watches = hasattr(sampler, "advance_epoch") or getattr(sampler, "on_begin", None) is not None
-    return EpochLoader if watches else DataLoader
+    needs_passes = hasattr(sampler, "advance_epoch") or getattr(sampler, "on_begin", None) is not None
+    return EpochLoader if needs_passes else DataLoader
 
 
 class ShardLoader(DataLoader[Any]):
-    """A data loader of a :class:`Shard`. ``len()`` is right although each worker batches only its own items.
+    """A data loader of a :class:`Shard`. ``len()`` counts the batches of each worker.
 
-    torch's class divides the number of all items by ``batch_size``.
+    A worker batches only its own items. torch's class divides the number of all items by ``batch_size``.
     """
 
     def __len__(self) -> int:
@@ -288,14 +288,14 @@ class ShardLoader(DataLoader[Any]):
         size = self.batch_size
         if size is None:
             return len(items)
-        of_workers = [len(items[worker::num_workers]) for worker in range(num_workers)]
-        return sum(num_items // size if self.drop_last else -(-num_items // size) for num_items in of_workers)
+        counts = [len(items[worker::num_workers]) for worker in range(num_workers)]
+        return sum(count // size if self.drop_last else -(-count // size) for count in counts)
 
 
 class EpochLoader(DataLoader[Any]):
-    """A data loader that tells its sampler when a pass has ended.
+    """A data loader that reports the beginning and the end of each pass to its sampler.
 
-    The sampler itself cannot know: workers fetch ahead, so the first batch may already exhaust the sampler.
+    The sampler cannot detect the end of a pass: workers fetch ahead, so the first batch may exhaust it.
     """
 
     def __iter__(self) -> Any:
@@ -308,8 +308,8 @@ class Pass:
     def __init__(self, batches: Any, sampler: Any) -> None:
         self._batches = batches
         self._sampler = sampler
-        self._begun = False
-        self._exhausted = False
+        self._has_begun = False
+        self._is_exhausted = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -318,14 +318,14 @@ class Pass:
         return len(self._batches)
 
     def __next__(self) -> Any:
-        if not self._begun:
-            self._begun = True
+        if not self._has_begun:
+            self._has_begun = True
             if getattr(self._sampler, "on_begin", None) is not None:
                 self._sampler.begin_pass()
         try:
             return next(self._batches)
         except StopIteration:
-            if not self._exhausted and hasattr(self._sampler, "advance_epoch"):
+            if not self._is_exhausted and hasattr(self._sampler, "advance_epoch"):
                 self._sampler.advance_epoch()
-            self._exhausted = True
+            self._is_exhausted = True
             raise

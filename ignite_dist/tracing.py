@@ -1,11 +1,11 @@
 """How ``torch.compile`` treats the functions of this package. Its tracer is called dynamo.
 
-By default, the tracer follows a call into the process group and fails with an internal error. So it traces
-only two kinds of public functions. Getters become constants under a guard. Collectives of tensors become
-operators of the graph (:mod:`ignite_dist.collectives.compiled`). Every other function is a graph break and
-runs uncompiled.
+By default, the tracer follows a call into the process group and fails with an internal error. So this
+package lets it trace only two kinds of public functions. Getters become constants under a guard. Collectives
+of tensors become operators of the graph (:mod:`ignite_dist.collectives.compiled`). Every other function is a
+graph break and runs uncompiled.
 
-Attributes on the functions control the tracer; eager calls get no slower. :mod:`ignite_dist._torch` sets
+Attributes on the functions control the tracer, so eager calls get no slower. :mod:`ignite_dist._torch` sets
 the attributes, because torch's public functions for them (``torch.compiler.disable``,
 ``assume_constant_result`` and ``substitute_in_graph``) import the tracer, which takes half a second.
 """
@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from ignite_dist import _torch
 
 __all__ = [
+    "call_eagerly",
     "eager_functions",
-    "eagerly",
     "resolved_while_tracing",
     "traced",
     "traced_as",
@@ -33,20 +33,20 @@ __all__ = [
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 eager_functions: dict[str, Callable[..., Any]] = {}
-"""The functions with a replacement (:func:`traced_as`), by name."""
+"""The original functions that have a replacement (:func:`traced_as`), by name."""
 
 
 def untraced(function: _Function) -> _Function:
     """Decorator: in a compiled function, a call is a graph break and runs uncompiled."""
-    _runs_alone(function)
+    _mark_uncompiled(function)
     _torch.mark_as_untraced(function, "ignite_dist runs this function outside of the graph")
     return function
 
 
-def _runs_alone(function: _Function) -> _Function:
+def _mark_uncompiled(function: _Function) -> _Function:
     """Decorator: after a graph break, the function runs uncompiled."""
     inner: Any = function
-    while inner is not None:  # also the wrappers of contextmanager and wraps
+    while inner is not None:  # a function made by contextmanager or wraps has inner functions
         if isinstance(inner, FunctionType):
             _torch.run_without_compiler(inner.__code__)
         inner = getattr(inner, "__wrapped__", None)
@@ -57,7 +57,7 @@ def traced_as(replacement: Callable[..., Any]) -> Callable[[_Function], _Functio
     """Decorator: the tracer traces ``replacement`` instead of the function."""
 
     def mark(function: _Function) -> _Function:
-        _runs_alone(function)
+        _mark_uncompiled(function)
         eager_functions[function.__name__] = function
         _torch.mark_replacement(function, replacement)
         return function
@@ -73,7 +73,7 @@ def resolved_while_tracing(function: _Function) -> _Function:
 
 def traced(function: _Function) -> _Function:
     """Decorator: the tracer traces the function. For getters and replacements."""
-    _runs_alone(function)
+    _mark_uncompiled(function)
     function._ignite_dist_traced = True  # type: ignore[attr-defined]
     return function
 
@@ -82,9 +82,9 @@ def _has_mark(function: FunctionType) -> bool:
     return _torch.has_mark_of_compiler(function) or hasattr(function, "_ignite_dist_traced")
 
 
-def untrace_class(one: type, traced_methods: Collection[str] = ()) -> None:
-    """Make unmarked methods of class ``one`` :func:`untraced`, or :func:`traced` if in ``traced_methods``."""
-    for name, member in vars(one).items():
+def untrace_class(cls: type, traced_methods: Collection[str] = ()) -> None:
+    """Make unmarked methods of ``cls`` :func:`untraced`, or :func:`traced` if in ``traced_methods``."""
+    for name, member in vars(cls).items():
         method = getattr(member, "__func__", member)  # unwrap a class method
         if isinstance(method, FunctionType) and not _has_mark(method):
             (traced if name in traced_methods else untraced)(method)
@@ -92,8 +92,8 @@ def untrace_class(one: type, traced_methods: Collection[str] = ()) -> None:
 
 def untrace_package(package: str) -> None:
     """Make all unmarked functions and methods in the package's modules :func:`untraced`."""
-    modules = [(name, one) for name, one in sys.modules.items() if name.startswith(f"{package}.")]
-    for name, module in modules:
+    prefix = f"{package}."
+    for name, module in [item for item in sys.modules.items() if item[0].startswith(prefix)]:
         for member in list(vars(module).values()):
             if getattr(member, "__module__", None) != name:
                 continue
@@ -104,6 +104,6 @@ def untrace_package(package: str) -> None:
 
 
 @untraced
-def eagerly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_eagerly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function(...)`` uncompiled. For replacements that cannot trace a call; see :func:`traced_as`."""
     return function(*args, **kwargs)

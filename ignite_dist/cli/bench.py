@@ -27,8 +27,8 @@ __all__ = ["COLLECTIVES", "Bench", "BenchReport", "Figure", "bus_bytes", "parse_
 
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier")
 
-# Time for one size of one collective, ours and raw together. Slow calls take longer, because of _MIN_ROUNDS.
-_SECONDS = 0.3
+# Time for our calls and the raw calls of one collective at one size. Slow calls take longer (_MIN_ROUNDS).
+_ROW_SECONDS = 0.3
 _MIN_ROUNDS, _ROUNDS, _MAX_CALLS = 3, 15, 500
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -95,7 +95,7 @@ class Figure(NamedTuple):
 
     Attributes:
         collective: one of :data:`COLLECTIVES`.
-        num_bytes: the size S of nccl-tests: the result's for all_gather, else the size of each rank's tensor.
+        num_bytes: S of nccl-tests: the size of the result for all_gather, else of each rank's tensor.
         seconds: the time of our call.
         raw_seconds: the time of torch.distributed's call; None if the backend is not torch's.
         bus_bytes: the bytes that a call moves over the busiest link. Bus bandwidth is bus_bytes / seconds.
@@ -125,8 +125,8 @@ class BenchReport(NamedTuple):
 
 def bus_bytes(collective: str, num_bytes: int, world_size: int) -> float:
     """``num_bytes`` times the factor of nccl-tests between algorithm bandwidth and bus bandwidth."""
-    others = (world_size - 1) / world_size
-    factor = {"all_reduce": 2 * others, "all_gather": others, "broadcast": 1.0, "barrier": 0.0}
+    share = (world_size - 1) / world_size
+    factor = {"all_reduce": 2 * share, "all_gather": share, "broadcast": 1.0, "barrier": 0.0}
     return num_bytes * factor[collective]
 
 
@@ -150,8 +150,8 @@ class Bench:
     def announcement(self) -> str:
         """Message with the number of measurements and their duration."""
         count = len(self.rows)
-        seconds = f"{count * _SECONDS:.0f} s, longer if calls are slow"
-        return f"{count} measurement{'s' * (count > 1)} of {_SECONDS} s each: {seconds}."
+        seconds = f"{count * _ROW_SECONDS:.0f} s, longer if calls are slow"
+        return f"{count} measurement{'s' * (count > 1)} of {_ROW_SECONDS} s each: {seconds}."
 
     def __call__(self, steps: Steps) -> BenchReport:
         """Measure. Every rank must call this. Returns the same report on every rank."""
@@ -183,8 +183,8 @@ def _figure(collective: str, num_bytes: int) -> Figure:
     tensor = torch.zeros(numel, dtype=torch.float32, device=idist.device())
     out = tensor.new_empty(numel * shared)
     calls = _calls(collective, tensor, out)
-    own = [statistics.median(samples) for samples in _time_in_turn(calls, tensor)]
-    seconds, *raw = idist.all_reduce(own, "AVERAGE")
+    medians = [statistics.median(samples) for samples in _time_in_turn(calls, tensor)]
+    seconds, *raw = idist.all_reduce(medians, "AVERAGE")
     return Figure(
         collective, num_bytes, seconds, raw[0] if raw else None, bus_bytes(collective, num_bytes, world_size)
     )
@@ -198,7 +198,7 @@ def _calls(collective: str, tensor: Tensor, out: Tensor) -> list[Callable[[], An
         "broadcast": lambda: idist.broadcast(tensor),
         "barrier": lambda: idist.barrier(),
     }
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # newer torch renames it
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name in newer torch
     raw: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(tensor),
         "all_gather": lambda: gather(out, tensor),
@@ -211,20 +211,19 @@ def _calls(collective: str, tensor: Tensor, out: Tensor) -> list[Callable[[], An
 
 def _time_in_turn(calls: Sequence[Callable[[], Any]], tensor: Tensor) -> list[list[float]]:
     """Samples of seconds per call, for each of ``calls``. Calls alternate, so noise affects all equally."""
-    # All ranks must make the same number of calls. The duration of one call gives this number, so all ranks
-    # use the longest duration of any rank.
-    # The first block opens connections and fills caches.
+    # All ranks must make the same number of calls. The number depends on the duration of a call, so all ranks
+    # use the longest duration of any rank. The first block opens connections and fills caches.
     first = idist.all_reduce(max(_block(call, 2, tensor) for call in calls), "MAX")
-    few = 3 if first < 0.01 else 1
-    slowest: float = idist.all_reduce(max(_block(call, few, tensor) for call in calls), "MAX")
-    num_calls = int(_SECONDS / (slowest * len(calls)))
+    num_probes = 3 if first < 0.01 else 1
+    slowest: float = idist.all_reduce(max(_block(call, num_probes, tensor) for call in calls), "MAX")
+    num_calls = int(_ROW_SECONDS / (slowest * len(calls)))
     rounds = max(_MIN_ROUNDS, min(_ROUNDS, num_calls))
-    per_block = max(1, min(_MAX_CALLS, num_calls // rounds))
+    calls_per_block = max(1, min(_MAX_CALLS, num_calls // rounds))
     samples: list[list[float]] = [[] for _ in calls]
     for position in range(rounds):
         order = list(zip(samples, calls, strict=True))
         for times, call in order if position % 2 else reversed(order):
-            times.append(_block(call, per_block, tensor))
+            times.append(_block(call, calls_per_block, tensor))
     return samples
 
 
@@ -241,6 +240,6 @@ def _block(call: Callable[[], Any], num_calls: int, tensor: Tensor) -> float:
 
 
 def _synchronize(tensor: Tensor) -> None:
-    """Wait until the device has finished."""
+    """Wait until the device of ``tensor`` has finished its work."""
     if tensor.device.type != "cpu":
         tensor[0].item()

@@ -1,4 +1,4 @@
-"""The chart of ``bench``: latency and bus bandwidth by size, ours and torch.distributed's."""
+"""The chart of ``bench``: latency and bus bandwidth by size, of this package and of torch.distributed."""
 
 from __future__ import annotations
 

@@ -61,32 +61,32 @@ class CheckReport(NamedTuple):
 
 def check(steps: Steps) -> CheckReport:
     """Run every collective. Every rank must call this. Returns the same report on every rank."""
-    own: list[Cell] = []
+    own_cells: list[Cell] = []
     for operation, call in PER_DTYPE.items():
         with steps.step(operation):
-            own += [_cell(operation, dtype, partial(call, dtype)) for dtype in values.DTYPES]
+            own_cells += [_cell(operation, dtype, partial(call, dtype)) for dtype in values.DTYPES]
     for operation, plain_call in _OTHERS.items():
         with steps.step(operation):
-            own.append(_cell(operation, None, plain_call))
+            own_cells.append(_cell(operation, None, plain_call))
     with steps.step("the links between hosts"):
-        measured = network.measure(steps.hosts)
+        links = network.measure(steps.hosts)
     with steps.step("the exchange of the outcomes"):
-        cells = [_worst(column) for column in zip(*idist.all_gather(own), strict=True)]
+        cells = [_worst(column) for column in zip(*idist.all_gather(own_cells), strict=True)]
     return CheckReport(
         backend=str(idist.backend()),
         device=idist.device().type,
         world_size=idist.get_world_size(),
         hosts=steps.hosts,
         cells=cells,
-        links=measured,
-        slow_hosts=network.slow_hosts(measured),
+        links=links,
+        slow_hosts=network.slow_hosts(links),
     )
 
 
 def _cell(operation: str, dtype: torch.dtype | None, call: Callable[[], str]) -> Cell:
     """The outcome of ``call``.
 
-    Wrong arguments raise on all ranks before any communication, so the ranks stay in step.
+    If an operation is refused, all ranks raise before any communication, so their next calls still match.
     """
     name = short(dtype) if dtype else ""
     op = operation.partition(" ")[2]
@@ -98,14 +98,14 @@ def _cell(operation: str, dtype: torch.dtype | None, call: Callable[[], str]) ->
             refusal = str(error)
     failed = partial(Cell, operation, name, "failed", rank=idist.get_rank())
     try:
-        via = call()
+        carrier = call()
     except TypeError as error:
         return Cell(operation, name, "refused", refusal) if refusal else failed(f"TypeError: {error}")
     except (AssertionError, ValueError, NotImplementedError) as error:
         return failed(str(error) or type(error).__name__)
     if refusal:
         return failed(f"no TypeError, expected: {refusal}")
-    return Cell(operation, name, "carried" if via else "passed", via)
+    return Cell(operation, name, "carried" if carrier else "passed", carrier)
 
 
 def _worst(column: tuple[Cell, ...]) -> Cell:
@@ -118,16 +118,16 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _require(holds: bool, found: Any, wanted: Any) -> None:
-    if not holds:
-        shown = [one.tolist() if isinstance(one, torch.Tensor) else one for one in (found, wanted)]
-        raise AssertionError(f"got {shown[0]!r}, expected {shown[1]!r}")
+def _require(is_right: bool, found: Any, wanted: Any) -> None:
+    if not is_right:
+        texts = [repr(x.tolist() if isinstance(x, torch.Tensor) else x) for x in (found, wanted)]
+        raise AssertionError(f"got {texts[0]}, expected {texts[1]}")
 
 
 # --- checks that run once per dtype, and return the name of the carrier dtype ------------------------------
 
 
-def _via(collective: CollectiveKind, tensor: torch.Tensor, op: str = "") -> str:
+def _carrier(collective: CollectiveKind, tensor: torch.Tensor, op: str = "") -> str:
     """The carrier dtype; ``""`` if ``tensor`` is sent unchanged, ``"gather"`` if all values are gathered."""
     sent = sent_dtype(current_model(), collective, tensor, op)
     return "gather" if sent is None else "" if sent is tensor.dtype else short(sent)
@@ -142,7 +142,7 @@ def _all_reduce(op: str, dtype: torch.dtype) -> str:
         tensor,
         values.reduced(op, world_size, dtype),
     )
-    return _via("all_reduce", tensor, op)
+    return _carrier("all_reduce", tensor, op)
 
 
 def _all_gather(dtype: torch.dtype) -> str:
@@ -150,7 +150,7 @@ def _all_gather(dtype: torch.dtype) -> str:
     wanted = torch.cat([values.own_rows(rank, dtype) for rank in range(idist.get_world_size())])
     found = idist.all_gather(tensor)
     _require(values.is_same(found, wanted), found, wanted)
-    return _via("all_gather", tensor)
+    return _carrier("all_gather", tensor)
 
 
 def _ragged(dtype: torch.dtype) -> str:
@@ -158,9 +158,9 @@ def _ragged(dtype: torch.dtype) -> str:
     wanted = [values.own_rows(rank, dtype, (rank + 1) % 3) for rank in range(idist.get_world_size())]
     tensor = wanted[idist.get_rank()].to(idist.device())
     found = idist.all_gather_ragged(tensor)
-    same = len(found) == len(wanted) and all(map(values.is_same, found, wanted))
-    _require(same, [one.tolist() for one in found], [one.tolist() for one in wanted])
-    return _via("all_gather", tensor)
+    is_right = len(found) == len(wanted) and all(map(values.is_same, found, wanted))
+    _require(is_right, [rows.tolist() for rows in found], [rows.tolist() for rows in wanted])
+    return _carrier("all_gather", tensor)
 
 
 def _broadcast(dtype: torch.dtype) -> str:
@@ -170,7 +170,7 @@ def _broadcast(dtype: torch.dtype) -> str:
         idist.broadcast(tensor, src=src)
         wanted = values.own_rows(src, dtype)
         _require(values.is_same(tensor, wanted), tensor, wanted)
-    return _via("broadcast", tensor)
+    return _carrier("broadcast", tensor)
 
 
 PER_DTYPE: dict[str, Callable[[torch.dtype], str]] = {
@@ -202,7 +202,7 @@ def _safe_mode() -> str:
 
 
 def _objects() -> str:
-    """Gather and broadcast small objects, sent in the header, and large objects, sent after the header."""
+    """Gather and broadcast small objects (sent in the header) and large objects (sent after the header)."""
     ranks = range(idist.get_world_size())
     for size in (1, 10_000):
         wanted = [{"rank": rank, "text": "x" * size} for rank in ranks]
@@ -214,11 +214,11 @@ def _objects() -> str:
 
 
 def _trees() -> str:
-    """Reduce a tree of tensors and of numbers, one of them too large for every int dtype."""
+    """Reduce a tree of tensors and numbers. One number is too large for every int dtype."""
     world_size = idist.get_world_size()
     ones = torch.ones(3, device=idist.device())
     found: dict[str, Any] = idist.all_reduce({"count": 2**80, "loss": 0.5, "tensors": [ones, ones.long()]})
-    found["tensors"] = [one.tolist() for one in found["tensors"]]
+    found["tensors"] = [tensor.tolist() for tensor in found["tensors"]]
     sums = [[float(world_size)] * 3, [world_size] * 3]
     wanted = {"count": world_size * 2**80, "loss": world_size / 2, "tensors": sums}
     _require(found == wanted, found, wanted)
@@ -226,7 +226,7 @@ def _trees() -> str:
 
 
 def _groups() -> str:
-    """Reduce in the groups of even and of odd ranks, given as a list and as a handle."""
+    """Reduce in the groups of even and of odd ranks. Each group is given as a list and as a handle."""
     rank, world_size = idist.get_rank(), idist.get_world_size()
     for ranks in (list(range(0, world_size, 2)), list(range(1, world_size, 2))):
         if not ranks:

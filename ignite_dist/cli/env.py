@@ -25,7 +25,7 @@ from ignite_dist.rendezvous import network_interfaces
 __all__ = ["collect", "show_env"]
 
 # Variables that backends read. The modules of `environments` declare the variables of launchers.
-_OF_BACKENDS = re.compile(
+_BACKEND_VARIABLES = re.compile(
     r"GLOO_.*|NCCL_.*|TORCH_NCCL_.*|HOROVOD_.*|PJRT_.*|CPU_NUM_DEVICES|TPU_.*|XLA_.*|CUDA_VISIBLE_DEVICES"
     r"|OMP_NUM_THREADS|IGNITE_DIST_.*"
 )
@@ -34,18 +34,18 @@ _LIBRARIES = ("torch", "horovod", "torch_xla", "rich", "matplotlib")
 
 def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     """All facts, in the structure of ``--json``."""
-    known = network_interfaces.by_interface()
+    addresses = network_interfaces.by_interface()
     environment = _environment(environ)
-    interface, reason = interfaces.choice_of_gloo(environ, known, environment.get("main_address"))
-    of_launchers = environments.launcher_variables()
-    shown = [name for name in sorted(environ) if name in of_launchers or _OF_BACKENDS.fullmatch(name)]
+    interface, reason = interfaces.choice_of_gloo(environ, addresses, environment.get("main_address"))
+    launcher_names = environments.launcher_variables()
+    shown = [name for name in sorted(environ) if name in launcher_names or _BACKEND_VARIABLES.fullmatch(name)]
     return {
         "versions": _versions(),
         "private_names": _private_names(),
         "backends": _backends(),
         "devices": _devices(),
         "environment": environment,
-        "interfaces": known,
+        "interfaces": addresses,
         "gloo": {"interface": interface, "reason": reason},
         "variables": {name: environ[name] for name in shown},
     }
@@ -67,8 +67,8 @@ def _versions() -> dict[str, str | None]:
 
 
 def _private_names() -> dict[str, Any]:
-    """The private names of torch that this package uses, and which of them the installed torch lacks."""
-    missing = {one.name: one.fallback for one in _torch.check()}
+    """How many private names of torch this package uses, and which names the installed torch lacks."""
+    missing = {private.name: private.fallback for private in _torch.check()}
     return {"known": len(_torch.PRIVATE_NAMES), "missing": missing}
 
 
@@ -129,21 +129,21 @@ def show_env(output: Output) -> None:
         "Versions": {
             **{
                 name: value or Text(("not installed", "dim"))
-                for name, value in _versions_shown(found).items()
+                for name, value in _shown_versions(found).items()
             },
             "private names of torch": _private_names_line(found["private_names"]),
         },
-        "Backends": {name: _backend_line(one) for name, one in found["backends"].items()},
+        "Backends": {name: _backend_line(backend) for name, backend in found["backends"].items()},
         "Devices": {name: _device_line(name, value) for name, value in found["devices"].items()},
         "Launched by": _launcher_lines(found["environment"]),
         "Network": _network_lines(found["interfaces"], found["gloo"]),
-        "Variables": found["variables"] or {"none": "of those that launchers set and backends read"},
+        "Variables": found["variables"] or {"none": "no variable of a launcher or a backend is set"},
     }
     for position, (title, rows) in enumerate(tables.items()):
         output.show(*([Text()] if position else []), facts(title, rows))
 
 
-def _versions_shown(found: Mapping[str, Any]) -> dict[str, Any]:
+def _shown_versions(found: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found["versions"].items() if value or name in _LIBRARIES}
 
 
@@ -151,14 +151,14 @@ def _private_names_line(found: Mapping[str, Any]) -> str | Text:
     missing = found["missing"]
     if not missing:
         return f"all {found['known']} found"
-    told = "; ".join(f"{name} (fallback: {fallback})" for name, fallback in missing.items())
-    return Text((f"{len(missing)} of {found['known']} missing: {told}", "yellow"))
+    names = "; ".join(f"{name} (fallback: {fallback})" for name, fallback in missing.items())
+    return Text((f"{len(missing)} of {found['known']} missing: {names}", "yellow"))
 
 
-def _backend_line(one: Mapping[str, Any]) -> Text:
-    if one["works"]:
-        return Text(("works", "green"), f" ({one['model']})")
-    return Text(("no: ", "yellow"), one["reason"])
+def _backend_line(backend: Mapping[str, Any]) -> Text:
+    if backend["works"]:
+        return Text(("works", "green"), f" ({backend['model']})")
+    return Text(("no: ", "yellow"), backend["reason"])
 
 
 def _device_line(name: str, value: Any) -> str:
@@ -172,12 +172,12 @@ def _launcher_lines(environment: Mapping[str, Any]) -> dict[str, Any]:
     return {"launcher": lines.pop("launcher"), "because": lines.pop("reason", ""), **lines}
 
 
-def _network_lines(known: Mapping[str, list[str]], gloo: Mapping[str, str]) -> dict[str, Any]:
-    lines: dict[str, Any] = {name: ", ".join(own) or "no address" for name, own in known.items()}
-    if gloo["interface"] and "127.0.0.1" not in known.get(gloo["interface"], ()):
+def _network_lines(by_interface: Mapping[str, list[str]], gloo: Mapping[str, str]) -> dict[str, Any]:
+    lines: dict[str, Any] = {name: ", ".join(found) or "no address" for name, found in by_interface.items()}
+    if gloo["interface"] and "127.0.0.1" not in by_interface.get(gloo["interface"], ()):
         lines["gloo"] = f"{gloo['interface']} between machines: {gloo['reason']}"
     else:
-        others = [name for name, own in known.items() if own and "127.0.0.1" not in own]
+        others = [name for name, found in by_interface.items() if found and "127.0.0.1" not in found]
         advice = f" For several machines: export GLOO_SOCKET_IFNAME={others[0]}" if others else ""
         lines["gloo"] = Text((f"for this machine alone: {gloo['reason']}.{advice}", "yellow"))
     return lines

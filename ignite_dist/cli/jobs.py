@@ -19,7 +19,7 @@ from ignite_dist.arguments import keywords_of
 from ignite_dist.context import live
 from ignite_dist.errors import DistributedError, MissingRanksError, RankFailedError
 
-__all__ = ["Job", "Report", "Steps", "explanation", "num_processes", "run"]
+__all__ = ["Job", "Report", "Steps", "error_message", "num_processes", "run"]
 
 # A stuck rank exits this long after the timeout, so the backend can enforce the timeout first.
 _GRACE_SECONDS = 10.0
@@ -57,7 +57,7 @@ def run(
     job: Job,
     function: Callable[[Steps], _Report],
     show: Callable[[_Report], None],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> int:
     """Run ``function`` on every rank of ``job``, and ``show`` its report once.
 
@@ -65,30 +65,30 @@ def run(
         job: the ranks.
         function: must be picklable.
         show: prints a report; called in one process.
-        say: prints a message.
+        log: prints a message.
 
     Returns:
         The report's exit status.
 
     Raises:
-        ValueError, RuntimeError: see ``idist.spawn`` and ``idist.initialize``; raised before the start.
+        ValueError, RuntimeError: before the start; see ``idist.spawn`` and ``idist.initialize``.
         RankFailedError, MissingRanksError: a rank has failed or is missing.
     """
     place = idist.environment()
-    given = [name for name, value in job.nodes.items() if value is not None]
-    given += ["nproc_per_node"] if job.nproc_per_node is not None else []
-    if place.launcher == "none" or (given and place.world_size == 1):
-        return _run_in_workers(job, function, show, say)
-    if given:
-        named = ", ".join("--" + name.replace("_", "-") for name in given)
+    arguments = [name for name, value in job.nodes.items() if value is not None]
+    arguments += ["nproc_per_node"] if job.nproc_per_node is not None else []
+    if place.launcher == "none" or (arguments and place.world_size == 1):
+        return _run_in_workers(job, function, show, log)
+    if arguments:
+        options = ", ".join("--" + name.replace("_", "-") for name in arguments)
         raise ValueError(
-            f"{named} is for processes that this command starts, but {place.launcher} has started these "
-            f"{place.world_size} processes ({place.reason}). Leave {named} out."
+            f"{options} is for processes that this command starts, but {place.launcher} has started these "
+            f"{place.world_size} processes ({place.reason}). Leave {options} out."
         )
-    say(f"Joining {num_processes(place.world_size)}, started by {place.launcher}: {place.reason}.")
+    log(f"Joining {num_processes(place.world_size)}, started by {place.launcher}: {place.reason}.")
     keywords = keywords_of(live.find_model(job.backend).open)
-    options: dict[str, Any] = {"timeout": job.timeout} if "timeout" in keywords else {}
-    with idist.Parallel(job.backend, **options):
+    timeout: dict[str, Any] = {"timeout": job.timeout} if "timeout" in keywords else {}
+    with idist.Parallel(job.backend, **timeout):
         report = function(Steps(job.timeout))
         if idist.get_rank() == 0:  # in the block: if a rank exits with 1, the launcher ends the others
             show(report)
@@ -99,7 +99,7 @@ def _run_in_workers(
     job: Job,
     function: Callable[[Steps], _Report],
     show: Callable[[_Report], None],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> int:
     model = live.find_model(job.backend)
     nproc_per_node = 2 if job.nproc_per_node is None else job.nproc_per_node
@@ -107,7 +107,7 @@ def _run_in_workers(
     options: Any = dict(job.nodes)
     if "timeout" in model.launcher.options():
         options["timeout"] = job.timeout
-    say(f"Starting {num_processes(nproc_per_node)} on {job.backend} ...")
+    log(f"Starting {num_processes(nproc_per_node)} on {job.backend} ...")
     results = idist.spawn(job.backend, _in_worker, (function, job.timeout), None, nproc_per_node, **options)
     report: _Report = results[0]
     if not job.nodes.get("node_rank"):
@@ -145,14 +145,14 @@ class Steps:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Context manager: all ranks enter the block together. A rank that stays too long exits.
+        """Context manager: all ranks enter the block together. A rank that stays in it too long exits.
 
         Raises:
             MissingRanksError: ranks did not enter the block, or exited in it. The error names their hosts.
         """
         self._wait_for_all(name, self.timeout)
         longest = self.timeout.total_seconds() + _GRACE_SECONDS
-        timer = threading.Timer(longest, self._give_up, (name, idist.get_rank()))
+        timer = threading.Timer(longest, self._exit_process, (name, idist.get_rank()))
         timer.daemon = True
         timer.start()
         try:
@@ -160,7 +160,7 @@ class Steps:
         except RuntimeError as error:
             timer.cancel()
             if not isinstance(error, DistributedError):
-                # If a rank has exited, the others get this error too. The barrier names the missing rank.
+                # The error may come from the exit of another rank. Then the barrier names the missing rank.
                 self._wait_for_all(name, timedelta(seconds=_GRACE_SECONDS))
             raise
         finally:
@@ -174,7 +174,7 @@ class Steps:
             where = f" Missing: {', '.join(hosts)}." if hosts else ""
             raise MissingRanksError(f"Before {name}:{where} {error}", error.ranks, error.where) from error
 
-    def _give_up(self, name: str, rank: int) -> None:
+    def _exit_process(self, name: str, rank: int) -> None:
         """End this process, because no thread can interrupt the wait of a backend without a timeout."""
         seconds = self.timeout.total_seconds()
         sys.stderr.write(
@@ -185,11 +185,11 @@ class Steps:
         os._exit(1)
 
 
-def explanation(error: BaseException) -> str:
+def error_message(error: BaseException) -> str:
     """The message for ``error``. Errors of this package and of torch.distributed need no traceback."""
     if isinstance(error, RankFailedError):
-        explains_itself = hasattr(errors, error.error_type) or hasattr(torch.distributed, error.error_type)
+        is_known = hasattr(errors, error.error_type) or hasattr(torch.distributed, error.error_type)
         _, found, text = error.traceback.rpartition(f"{error.error_type}: ")
-        if explains_itself and found:
+        if is_known and found:
             return f"Rank {error.rank} on {error.host or socket.gethostname()}: {text.strip()}"
     return str(error)

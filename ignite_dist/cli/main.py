@@ -44,7 +44,7 @@ def _status_and_message(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         return _INTERRUPTED, "interrupted."
     if isinstance(error, (idist.RankFailedError, idist.MissingRanksError)):
-        return _FAILED, jobs.explanation(error).rstrip()
+        return _FAILED, jobs.error_message(error).rstrip()
     if isinstance(error, (ValueError, TypeError, idist.LaunchError, idist.EnvironmentVariablesError)):
         return _USAGE, str(error).rstrip()
     if isinstance(error, RuntimeError):
@@ -67,8 +67,8 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="ignite-dist",
-        description="What this machine has, whether a set-up works, and how fast it is.",
-        epilog="check and bench start processes, or join those of a launcher: "
+        description="Show what this machine has, check that a set-up works, and measure how fast it is.",
+        epilog="check and bench start processes, or join the processes of a launcher: "
         "torchrun --nproc-per-node 2 -m ignite_dist check",
     )
     parser.add_argument("--version", action="version", version=f"ignite_dist {idist.__version__}")
@@ -107,7 +107,7 @@ def _common_arguments() -> _Parser:
 def _arguments_of_ranks() -> _Parser:
     """The arguments of the commands that run on several ranks."""
     parser = _Parser(add_help=False)
-    parser.add_argument("--backend", default="gloo", help="one of those that `env` shows (%(default)s)")
+    parser.add_argument("--backend", default="gloo", help="a backend that `env` shows (%(default)s)")
     parser.add_argument(
         "--nproc-per-node", type=int, metavar="N", help="processes on this machine, without a launcher (2)"
     )
@@ -133,14 +133,14 @@ def _seconds(text: str) -> timedelta:
 
 def _job(options: argparse.Namespace) -> jobs.Job:
     names = ("nnodes", "node_rank", "master_addr", "master_port")
-    given: dict[str, Any] = {name: getattr(options, name) for name in names}
-    nodes = {name: value for name, value in given.items() if value is not None}
+    values: dict[str, Any] = {name: getattr(options, name) for name in names}
+    nodes = {name: value for name, value in values.items() if value is not None}
     return jobs.Job(options.backend, options.timeout, options.nproc_per_node, nodes)
 
 
-def _say_once(output: Output, text: str) -> None:
+def _log_on_rank_0(output: Output, text: str) -> None:
     if _prints_results():
-        output.say(text, "dim")
+        output.log(text, "dim")
 
 
 # --- the commands ------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def _env(options: argparse.Namespace, output: Output) -> int:
 
 
 def _prints_results() -> bool:
-    """True on rank 0 of a launcher's processes, and without a launcher."""
+    """True on rank 0 of a launcher's processes; True if there is no launcher."""
     try:
         return idist.environment().rank == 0
     except idist.EnvironmentVariablesError:
@@ -166,8 +166,8 @@ def _check(options: argparse.Namespace, output: Output) -> int:
     from ignite_dist.cli.check import check
     from ignite_dist.cli.show_check import show_check
 
-    say = partial(_say_once, output)
-    return jobs.run(_job(options), check, partial(show_check, output=output), say)
+    log = partial(_log_on_rank_0, output)
+    return jobs.run(_job(options), check, partial(show_check, output=output), log)
 
 
 def _bench(options: argparse.Namespace, output: Output) -> int:
@@ -178,6 +178,6 @@ def _bench(options: argparse.Namespace, output: Output) -> int:
     if options.save is not None:
         chart.check_file(options.save)
     bench = Bench(parse_collectives(options.collectives), parse_sizes(options.sizes))
-    say = partial(_say_once, output)
-    say(bench.announcement)
-    return jobs.run(_job(options), bench, partial(show_bench, output=output, save=options.save), say)
+    log = partial(_log_on_rank_0, output)
+    log(bench.announcement)
+    return jobs.run(_job(options), bench, partial(show_bench, output=output, save=options.save), log)

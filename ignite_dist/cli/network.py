@@ -14,7 +14,7 @@ import ignite_dist as idist
 
 __all__ = ["Link", "measure", "slow_hosts"]
 
-_SLOW = 3.0
+_SLOW_FACTOR = 3.0
 _NUM_BYTES = 1 << 20  # large enough to measure bandwidth; takes 1 s on a link of 10 Mbit/s
 _SMALL_CALLS, _LARGE_CALLS = 10, 3
 
@@ -41,7 +41,7 @@ class Link(NamedTuple):
 
 
 def measure(hosts: Sequence[str]) -> list[Link]:
-    """The links between neighbours in a ring of all hosts. Every rank must call this. Returns all links.
+    """The links between neighbours in a ring of all hosts. Every rank must call this, and gets all links.
 
     Args:
         hosts: the host of each rank.
@@ -50,13 +50,13 @@ def measure(hosts: Sequence[str]) -> list[Link]:
     pairs = list(pairwise(first_ranks))
     if len(first_ranks) > 2:
         pairs.append((first_ranks[-1], first_ranks[0]))
-    own: list[Link] = []
+    own_links: list[Link] = []
     # Neighbouring pairs share a host, so even pairs run before odd pairs.
     for pair in pairs[::2] + pairs[1::2]:
         latency, seconds = _time(pair, 4, _SMALL_CALLS), _time(pair, _NUM_BYTES, _LARGE_CALLS)
         if idist.get_rank() == pair[0]:
-            own.append(Link((hosts[pair[0]], hosts[pair[1]]), pair, latency, seconds))
-    return [link for links in idist.all_gather(own) for link in links] if pairs else []
+            own_links.append(Link((hosts[pair[0]], hosts[pair[1]]), pair, latency, seconds))
+    return [link for links in idist.all_gather(own_links) for link in links] if pairs else []
 
 
 def _time(pair: tuple[int, int], num_bytes: int, num_calls: int) -> float:
@@ -70,9 +70,8 @@ def _time(pair: tuple[int, int], num_bytes: int, num_calls: int) -> float:
             idist.broadcast(tensor, src=src, group=group)
         tensor[0].item()  # waits until the device has finished
         samples.append((time.perf_counter() - started) / 2)
-    return statistics.median(
-        samples[1:]
-    )  # the first sample includes the wait for the peer and the connection
+    # The first sample includes the wait for the peer and the connection.
+    return statistics.median(samples[1:])
 
 
 def slow_hosts(links: Sequence[Link]) -> list[str]:
@@ -91,5 +90,5 @@ def slow_hosts(links: Sequence[Link]) -> list[str]:
             for host in hosts
         }
         usual = statistics.median(best.values())
-        found.update(host for host in hosts if best[host] > _SLOW * usual)
+        found.update(host for host in hosts if best[host] > _SLOW_FACTOR * usual)
     return [host for host in hosts if host in found]

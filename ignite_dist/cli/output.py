@@ -1,4 +1,4 @@
-"""Where a command writes its results and its messages."""
+"""The output of a command: results on the standard output, messages on the standard error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Output:
             self._results.print(block)
         self._stream.flush()
 
-    def say(self, text: str, style: str = "") -> None:
+    def log(self, text: str, style: str = "") -> None:
         """Write a line to the standard error."""
         self._messages.print(Text((text, style)))
 
@@ -58,8 +58,8 @@ def _printer(stream: IO[str], breaks_lines: bool) -> Printer:
 def results_on_stdout(as_json: bool) -> Iterator[Output]:
     """Context manager: an :class:`Output` whose standard output gets only results.
 
-    Threads of the backends and workers also write to the standard output. In the block, their output goes to
-    the standard error.
+    Workers and threads of backends also write to the standard output. In the block, their output goes to the
+    standard error.
     """
     sys.stdout.flush()
     encoding = sys.stdout.encoding or "utf-8"

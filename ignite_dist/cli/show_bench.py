@@ -27,7 +27,7 @@ def show_bench(report: BenchReport, output: Output, save: str | None = None) -> 
         output.show(Text((title, "bold")), _table(report.figures), Text((_NOTE, "dim")))
     if save:
         chart.draw(report, save)
-        output.say(f"Chart: {save}")
+        output.log(f"Chart: {save}")
 
 
 def _as_json(figure: Figure) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The table of ``check``: one line for each dtype, one column for each collective."""
+"""The table of ``check``: a row for each dtype, a column for each collective."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def _problems(report: CheckReport) -> list[tuple[str, str]]:
     """For each failure and each slow host: a line and the style of the line."""
     lines = []
     for failure in report.failures:
-        what = f"{failure.operation} of {failure.dtype}" if failure.dtype else failure.operation
+        call = f"{failure.operation} of {failure.dtype}" if failure.dtype else failure.operation
         host = report.hosts[failure.rank or 0]
-        lines.append((f"FAILED: {what}, on rank {failure.rank} ({host}): {failure.detail}", "bold red"))
+        lines.append((f"FAILED: {call}, on rank {failure.rank} ({host}): {failure.detail}", "bold red"))
     for host in report.slow_hosts:
         lines.append((f"SLOW: every link of {host} takes more than 3 times as long as usual.", "yellow"))
     return lines
@@ -99,8 +99,8 @@ def _others(cells: list[Cell]) -> Text:
 def _legend(cells: list[Cell]) -> list[Text]:
     """The meaning of each word that occurs in the table."""
     carriers = dict.fromkeys(cell.detail for cell in cells if cell.outcome == "carried")
-    sent = [f"{_CARRIERS.get(name, name)}: sent as {name}" for name in carriers if name != "gather"]
-    notes = [", ".join(sent)] if sent else []
+    carried = [f"{_CARRIERS.get(name, name)}: sent as {name}" for name in carriers if name != "gather"]
+    notes = [", ".join(carried)] if carried else []
     if "gather" in carriers:
         notes.append("all: all values are gathered, and each rank reduces them")
     if any(cell.outcome == "refused" for cell in cells):

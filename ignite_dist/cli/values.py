@@ -1,7 +1,7 @@
 """The tensors that each rank contributes to the collectives of ``check``, and the expected results.
 
 Every rank computes the expected results itself. All values, sums and products are exact in every dtype, with
-any number of ranks: for each element only two ranks contribute a value that changes the result.
+any number of ranks: only two ranks contribute a value that changes an element of the result.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _COMBINE: dict[str, Callable[[int | complex, int | complex], int | complex]] = {
     "AND": and_,
     "OR": or_,
 }
-# The value that does not change the result. The contributions are 1, 2 and 3.
+# The value that does not change the result. The other contributed values are 1, 2 and 3.
 _NEUTRAL = {"SUM": 0, "AVERAGE": 0, "PRODUCT": 1, "MIN": 3, "MAX": 0, "AND": 3, "OR": 0}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ignite_dist.collectives import autograd
-from ignite_dist.collectives.arguments import check_blocking
+from ignite_dist.collectives.arguments import check_not_async
 from ignite_dist.collectives.checks import check_dense
 from ignite_dist.collectives.path import is_member, perform
 from ignite_dist.collectives.tensors import gather_rows
@@ -83,7 +83,7 @@ def all_gather(
 
     Returns:
         For a tensor: ``(*S) -> (group_size * S[0], *S[1:])``, or ``() -> (group_size,)``, in rank order. For
-        an object: a list with one entry per rank. A small object costs one collective, a large object two.
+        an object: a list with one entry per rank. A small object takes one collective, a large object two.
 
     Raises:
         TypeError: the object cannot be pickled, or ``sync_grads`` got no floating-point tensor. Nothing was
@@ -105,15 +105,15 @@ def all_gather(
     if sync_grads:
         if out is not None:
             raise ValueError("all_gather with sync_grads=True returns a new tensor: do not pass out=.")
-        check_blocking("all_gather", async_op)
+        check_not_async("all_gather", async_op)
         autograd.check_differentiable("all_gather", model, tensor, members)
     shape = _gathered_shape(tensor, members)
     if out is not None and is_member(model, members):
         _check_out(out, tensor, shape)
 
-    def begin() -> Work:
+    def begin(members: Group) -> Work:
         if sync_grads:
-            return Completed(autograd.gathered(model, tensor, members).view(shape))
+            return Completed(autograd.gather_with_grad(model, tensor, members).view(shape))
         rows = gather_rows(model, tensor, members, out=out)
         return rows.then(lambda gathered: gathered.view(shape) if out is None else out)
 
@@ -124,7 +124,7 @@ def all_gather(
         begin,
         outside=tensor,
         value=tensor,
-        take_part=lambda: Completed(None) if sync_grads else gather_rows(model, tensor, members),
+        begin_outside=lambda _: Completed(None) if sync_grads else gather_rows(model, tensor, members),
         async_op=async_op,
     )
 
@@ -142,7 +142,7 @@ def _gather_objects(
         model,
         "all_gather",
         members,
-        lambda: Steps(lambda: model.objects.gather_packed(payload, members)),
+        lambda members: Steps(lambda: model.objects.gather_packed(payload, members)),
         outside=value,
         value="an object",
         async_op=async_op,
@@ -182,10 +182,10 @@ def all_gather_ragged(tensor: Tensor, group: Any = None, *, async_op: bool = Fal
         model,
         "all_gather_ragged",
         members,
-        lambda: Steps(lambda: _gather_ragged(model, tensor, members)),
+        lambda members: Steps(lambda: _gather_ragged(model, tensor, members)),
         outside=[tensor],
         value=tensor.dtype,
-        take_part=lambda: Steps(lambda: _gather_ragged(model, tensor.new_empty(0), members)),
+        begin_outside=lambda _: Steps(lambda: _gather_ragged(model, tensor.new_empty(0), members)),
         async_op=async_op,
     )
 
@@ -193,18 +193,17 @@ def all_gather_ragged(tensor: Tensor, group: Any = None, *, async_op: bool = Fal
 def _gather_ragged(model: ComputationModel, tensor: Tensor, members: Group) -> list[Tensor]:
     layouts = model.objects.gather((tensor.dtype, tuple(tensor.shape)), members)
     if len({dtype for dtype, _ in layouts}) > 1:
-        described = ", ".join(
-            f"rank {r}: {dtype}" for r, (dtype, _) in zip(members.ranks, layouts, strict=True)
-        )
-        raise CollectiveMismatchError(f"all_gather_ragged needs one dtype on every rank, got {described}.")
-    gathered: list[Tensor] = _gather_shapes(model, tensor, [shape for _, shape in layouts], members).wait()
+        dtypes = ", ".join(f"rank {r}: {dtype}" for r, (dtype, _) in zip(members.ranks, layouts, strict=True))
+        raise CollectiveMismatchError(f"all_gather_ragged needs the same dtype on every rank, got {dtypes}.")
+    shapes = [shape for _, shape in layouts]
+    gathered: list[Tensor] = _gather_with_shapes(model, tensor, shapes, members).wait()
     return gathered
 
 
 def all_gather_tensors_with_shapes(
     tensor: Tensor, shapes: Sequence[Sequence[int]], group: Any = None
 ) -> list[Tensor]:
-    """:func:`all_gather_ragged` with known shapes: one collective instead of two.
+    """:func:`all_gather_ragged` with given shapes. It needs one collective instead of two.
 
     Args:
         tensor: of shape ``shapes[i]`` on the ``i``-th rank of the group; the same dtype on every rank.
@@ -221,30 +220,30 @@ def all_gather_tensors_with_shapes(
     model = current_model()
     check_dense("all_gather_tensors_with_shapes", tensor)
     members = model.groups.resolve(group)
-    known = [tuple(index(size) for size in shape) for shape in shapes]
-    described = ""
+    group_shapes = [tuple(index(size) for size in shape) for shape in shapes]
+    description = ""
     if is_member(model, members):
-        if len(known) != len(members.ranks):
+        if len(group_shapes) != len(members.ranks):
             raise ValueError(
-                f"shapes needs one shape per rank: {len(members.ranks)} ranks, {len(known)} shapes."
+                f"shapes needs one shape per rank: {len(members.ranks)} ranks, {len(group_shapes)} shapes."
             )
-        own = known[members.ranks.index(model.get_rank())]
-        if own != tuple(tensor.shape):
-            raise ValueError(f"shapes has {own} for this rank, got a tensor of {tuple(tensor.shape)}.")
-        described = f"{tensor.dtype} {known}"
-    found: list[Tensor] = perform(
+        own_shape = group_shapes[members.ranks.index(model.get_rank())]
+        if own_shape != tuple(tensor.shape):
+            raise ValueError(f"shapes has {own_shape} for this rank, got a tensor of {tuple(tensor.shape)}.")
+        description = f"{tensor.dtype} {group_shapes}"
+    gathered: list[Tensor] = perform(
         model,
         "all_gather_tensors_with_shapes",
         members,
-        lambda: _gather_shapes(model, tensor, known, members),
+        lambda members: _gather_with_shapes(model, tensor, group_shapes, members),
         outside=[tensor],
-        value=described,
-        take_part=lambda: _gather_shapes(model, tensor.new_empty(0), known, members),
+        value=description,
+        begin_outside=lambda _: _gather_with_shapes(model, tensor.new_empty(0), group_shapes, members),
     )
-    return found
+    return gathered
 
 
-def _gather_shapes(
+def _gather_with_shapes(
     model: ComputationModel, tensor: Tensor, shapes: Sequence[tuple[int, ...]], group: Group
 ) -> Work:
     sizes = [prod(shape) for shape in shapes]
@@ -253,10 +252,10 @@ def _gather_shapes(
         torch.cat([flat, flat.new_empty(max(sizes) - flat.numel())]) if max(sizes) > flat.numel() else flat
     )
 
-    def cut(rows: Tensor) -> list[Tensor]:
+    def unpad(rows: Tensor) -> list[Tensor]:
         return [row[:size].view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
 
-    return gather_rows(model, padded, group).then(cut)
+    return gather_rows(model, padded, group).then(unpad)
 
 
 def _gathered_shape(tensor: Tensor, group: Group) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, overload
 from torch import Tensor
 
 from ignite_dist.collectives import autograd
-from ignite_dist.collectives.arguments import check_blocking, copy_of
+from ignite_dist.collectives.arguments import check_not_async, copy_of
 from ignite_dist.collectives.checks import check_writable
 from ignite_dist.collectives.path import is_member, perform
 from ignite_dist.collectives.tensors import plan_reduction, reduce_tensor
@@ -68,7 +68,7 @@ def all_reduce(
 ) -> Any:
     """Reduce a value over the ranks of a group. Every rank of the group must call this function.
 
-    A tensor is reduced in place and returned: same object, device, dtype and memory layout on every backend.
+    A tensor is reduced in place and returned. It keeps its device, dtype and memory layout on every backend.
     Autograd counts the result as a change in place: a backward pass that needs the old value raises.
     For a number, or a tree (dict, list, tuple, named tuple) of numbers and tensors, the result is a new
     object. All numbers of a tree share one collective. They are reduced in rank order with Python's
@@ -100,8 +100,8 @@ def all_reduce(
         ``(*S)``, of the same type as ``tensor``.
 
     Raises:
-        TypeError: ``op`` cannot reduce the value or its dtype, or a dict key has another type than the above.
-            Nothing was sent.
+        TypeError: ``op`` cannot reduce the value or its dtype, or the type of a dict key is not listed
+            above. Nothing was sent.
         ValueError: the ``op`` or group is unknown, the elements of the tensor share memory, or
             ``sync_grads`` is combined with another ``op``, with ``async_op``, or on XLA with a group of only
             some ranks. Nothing was sent.
@@ -117,9 +117,9 @@ def all_reduce(
     """
     model = current_model()
     op = reduce_ops.normalize_op(op)
-    called = op if exact else f"{op} with exact=False"
+    op_text = op if exact else f"{op} with exact=False"
     if sync_grads:
-        return _reduce_with_grad(model, tensor, op, group, exact, called, async_op)
+        return _reduce_with_grad(model, tensor, op, group, exact, op_text, async_op)
     if isinstance(tensor, Tensor):
         plan = plan_reduction(model, op, tensor, exact)
         if inplace:
@@ -130,31 +130,31 @@ def all_reduce(
             model,
             "all_reduce",
             members,
-            lambda: reduce_tensor(model, target, op, plan, members),
+            lambda members: reduce_tensor(model, target, op, plan, members),
             outside=tensor,
             value=tensor,
-            op=called,
-            take_part=lambda: reduce_tensor(model, copy_of(tensor), op, plan, members),
+            op=op_text,
+            begin_outside=lambda _: reduce_tensor(model, copy_of(tensor), op, plan, members),
             async_op=async_op,
         )
-    return reduce_tree(model, tensor, op, group, exact, called, async_op)
+    return reduce_tree(model, tensor, op, group, exact, op_text, async_op)
 
 
 def _reduce_with_grad(
-    model: ComputationModel, tensor: Any, op: str, group: Any, exact: bool, called: str, async_op: bool
+    model: ComputationModel, tensor: Any, op: str, group: Any, exact: bool, op_text: str, async_op: bool
 ) -> Any:
     if op not in ("SUM", "AVERAGE"):
         raise ValueError(f"all_reduce with sync_grads=True is for SUM and AVERAGE, got {op}.")
-    check_blocking("all_reduce", async_op)
+    check_not_async("all_reduce", async_op)
     members = model.groups.resolve(group)
     autograd.check_differentiable("all_reduce", model, tensor, members)
     return perform(
         model,
         "all_reduce",
         members,
-        lambda: Completed(autograd.reduced(model, tensor, op, members, exact)),
+        lambda _: Completed(autograd.reduce_with_grad(model, tensor, op, members, exact)),
         outside=tensor,
         value=tensor,
-        op=called,
-        take_part=lambda: Completed(None),
+        op=op_text,
+        begin_outside=lambda _: Completed(None),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["check_blocking", "copy_of"]
+__all__ = ["check_not_async", "copy_of"]
 
 
 def copy_of(value: Any) -> Any:
@@ -14,8 +14,8 @@ def copy_of(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def check_blocking(function: str, async_op: bool) -> None:
-    """Raise ``ValueError`` for ``async_op`` with ``sync_grads``."""
+def check_not_async(function: str, async_op: bool) -> None:
+    """Raise ``ValueError`` if a call of ``function`` with ``sync_grads`` also has ``async_op``."""
     if async_op:
         raise ValueError(
             f"{function} with sync_grads=True returns a tensor with a gradient: do not pass async_op."

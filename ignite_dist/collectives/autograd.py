@@ -18,38 +18,40 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.diagnostics.announcing import announce
 from ignite_dist.values import reduce_ops
 
-__all__ = ["check_differentiable", "gathered", "reduced"]
+__all__ = ["check_differentiable", "gather_with_grad", "reduce_with_grad"]
 
 
 def check_differentiable(function: str, model: ComputationModel, tensor: Any, group: Group) -> None:
     """Raise if the result of ``function`` cannot have a gradient.
 
     Raises:
-        TypeError: not a dense tensor of floating-point or complex numbers.
+        TypeError: ``tensor`` is not a dense tensor of floating-point or complex numbers.
         ValueError: the backend needs the ranks outside ``group`` too, and they run no backward pass.
     """
     check_dense(function, tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"{function} with sync_grads=True takes floating-point tensors, got {tensor.dtype}.")
     reduce_ops.check_reducible(tensor.dtype)  # for the backward pass
-    if model.transport.groups_need_everyone and 1 < len(group.ranks) < model.get_world_size():
+    if model.transport.groups_need_all_ranks and 1 < len(group.ranks) < model.get_world_size():
         raise ValueError(
             f"{function} with sync_grads=True takes no group= with backend {model.backend()!r}: this backend "
             "needs every rank in a group's collective, but only members run the backward pass."
         )
 
 
-def reduced(model: ComputationModel, tensor: Tensor, op: str, group: Group, exact: bool = True) -> Tensor:
+def reduce_with_grad(
+    model: ComputationModel, tensor: Tensor, op: str, group: Group, exact: bool = True
+) -> Tensor:
     """``(*S) -> (*S)``: the sum or mean ("SUM", "AVERAGE") over the ranks, as a new tensor."""
-    return _Reduced.apply(tensor, model, op, group, exact)  # type: ignore[no-any-return, no-untyped-call]
+    return _Reduce.apply(tensor, model, op, group, exact)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def gathered(model: ComputationModel, tensor: Tensor, group: Group) -> Tensor:
-    """``(*S) -> (group_size, *S)``."""
-    return _Gathered.apply(tensor, model, group)  # type: ignore[no-any-return, no-untyped-call]
+def gather_with_grad(model: ComputationModel, tensor: Tensor, group: Group) -> Tensor:
+    """``(*S) -> (group_size, *S)``: the tensors of all ranks, as a new tensor."""
+    return _Gather.apply(tensor, model, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Reduced(torch.autograd.Function):
+class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, model: ComputationModel, op: str, group: Group, exact: bool
@@ -63,22 +65,22 @@ class _Reduced(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         model, op, group, _ = ctx.call
         announce(model, "all_reduce's backward pass", group, gradients[0], op)
-        # The sum and the mean are their own adjoints. _Reduced makes the gradient differentiable too.
-        total = _Reduced.apply(*gradients, *ctx.call)  # type: ignore[no-untyped-call]
+        # The sum and the mean are their own adjoints. _Reduce makes the gradient differentiable too.
+        total = _Reduce.apply(*gradients, *ctx.call)  # type: ignore[no-untyped-call]
         return total, None, None, None, None
 
 
-class _Gathered(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, model: ComputationModel, group: Group) -> Tensor:
         ctx.call = (model, "SUM", group, True)
-        # get_rank() belongs here: the backward pass may run in another thread.
-        ctx.own = group.ranks.index(model.get_rank())
+        # get_rank() is called now, because the backward pass may run in another thread.
+        ctx.position = group.ranks.index(model.get_rank())
         return gather_rows(model, tensor, group).wait()  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         model, op, group, _ = ctx.call
         announce(model, "all_gather's backward pass", group, gradients[0], op)
-        total = _Reduced.apply(*gradients, *ctx.call)  # type: ignore[no-untyped-call]
-        return total[ctx.own].clone(), None, None  # a view would keep all rows in memory
+        total = _Reduce.apply(*gradients, *ctx.call)  # type: ignore[no-untyped-call]
+        return total[ctx.position].clone(), None, None  # a view would keep all rows in memory

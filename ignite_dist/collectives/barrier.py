@@ -46,7 +46,7 @@ def barrier(group: Any = None, timeout: timedelta | None = None, *, async_op: bo
 
     Raises:
         MissingRanksError: ``timeout`` has passed. A rank that calls later gets this error too.
-        TypeError, ValueError: ``timeout`` is not a timedelta, or is not positive.
+        TypeError, ValueError: ``timeout`` is not a timedelta or is not positive.
         RuntimeError: ``timeout`` without :func:`watch`, in a context that idist did not make.
     """
     if isinstance(group, timedelta):
@@ -61,7 +61,7 @@ def barrier(group: Any = None, timeout: timedelta | None = None, *, async_op: bo
             out_of_band.barrier(model, members, timeout)
         return None
     return perform(  # type: ignore[no-any-return]
-        model, "barrier", members, lambda: model.transport.barrier(members), outside=None, async_op=async_op
+        model, "barrier", members, model.transport.barrier, outside=None, async_op=async_op
     )
 
 
@@ -75,7 +75,7 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
 
     Threads of one rank may run collectives at the same time if each thread uses its own groups (not with XLA,
     whose ranks are threads). Two calls with the same ranks make two groups. Make these groups in the same
-    order on all ranks, before the threads start. A list of ranks means the group that was made last.
+    order on all ranks, before the threads start. A list of ranks selects the latest group with these ranks.
 
     Args:
         ranks: distinct global ranks, sorted in the group. An empty list makes a group without members.

@@ -60,15 +60,15 @@ def broadcast(
     """Send the value of rank ``src`` to every rank. Every rank of the group must call this function.
 
     Args:
-        tensor: on ``src``, the value: a tensor, or a picklable object other than None. On the other ranks: if
-            ``src`` sends a tensor, a tensor of the same shape, dtype and device type, which is filled in
-            place and returned; if ``src`` sends an object, any value other than None, which is ignored.
+        tensor: on ``src``, the value: a tensor, or a picklable object other than None. On the other
+            ranks, for a tensor: a tensor of the same shape, dtype and device type, which is filled in place
+            and returned; for an object: any value other than None, which is ignored.
         src: a global rank.
         safe_mode: True lets the other ranks pass any dense tensor or object, or None. If ``src`` sends a
             tensor, a tensor of the same shape, dtype and device type is filled in place, unless its elements
             share memory. Otherwise the result is a new tensor: on the CPU if the tensor of ``src`` is on the
             CPU, else on :func:`device`. A tensor costs one more small collective.
-        group: as in :func:`all_reduce`. It must contain ``src``. A rank outside gets its own value back.
+        group: as in :func:`all_reduce`. It must contain ``src``. A rank outside it gets its own value back.
         async_op: True returns a :class:`Work` at once; its ``wait()`` returns the value. Do not use the
             tensor before ``wait()`` has returned.
 
@@ -92,7 +92,7 @@ def broadcast(
     if tensor is None and (is_src or not safe_mode):
         raise ValueError(
             f"broadcast got None on {'the source rank' if is_src else 'a rank that is not the source'}. "
-            "The source needs a value; the others may pass None with safe_mode=True."
+            "The source needs a value. Other ranks may pass None with safe_mode=True."
         )
     if isinstance(tensor, Tensor):
         check_dense("broadcast", tensor)
@@ -103,7 +103,7 @@ def broadcast(
     is_tensor = isinstance(tensor, Tensor)
     payload = b"" if is_tensor or safe_mode or not is_src else model.objects.packed(tensor)
 
-    def begin(value: Any) -> Work:
+    def begin(value: Any, members: Group) -> Work:
         if is_tensor and not safe_mode:
             return broadcast_tensor(model, value, src, members)
         if safe_mode:
@@ -114,11 +114,11 @@ def broadcast(
         model,
         "broadcast",
         members,
-        lambda: begin(tensor),
+        lambda members: begin(tensor, members),
         outside=tensor,
         value="" if safe_mode else tensor if is_tensor else "an object",
         op=f"from {src}",
-        take_part=lambda: begin(copy_of(tensor)),
+        begin_outside=lambda members: begin(copy_of(tensor), members),
         async_op=async_op,
     )
 

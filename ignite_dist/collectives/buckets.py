@@ -29,7 +29,7 @@ def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: i
     """
     checked = _checked("broadcast", tensors)
 
-    def begin() -> Work:
+    def begin(_: Group) -> Work:
         return Steps(lambda: _broadcast_checked(model, checked, src, group))
 
     perform(model, "broadcast", group, begin, outside=None, value=checked, op=f"from {src}")
@@ -50,7 +50,7 @@ def _broadcast_checked(model: ComputationModel, checked: list[Tensor], src: int,
 def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: Group) -> None:
     """Fill ``tensors`` with their means over the ranks. Shapes and dtypes must be equal on all ranks.
 
-    A bucket has tensors of one dtype and up to :data:`PIECE_BYTES`. Each bucket takes one collective.
+    A bucket has tensors of one dtype and up to :data:`PIECE_BYTES`. Each bucket needs one collective.
 
     Raises:
         TypeError, ValueError: a tensor cannot be averaged, or its elements share memory. Nothing was sent.
@@ -66,7 +66,7 @@ def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: G
 
 
 def _fill(tensor: Tensor, values: Tensor) -> None:
-    with torch.inference_mode() if tensor.is_inference() else nullcontext():  # only this mode may write to it
+    with torch.inference_mode() if tensor.is_inference() else nullcontext():  # needed for writing
         tensor.detach().copy_(values.view(tensor.shape))
 
 

@@ -16,8 +16,8 @@ __all__ = ["check_dense", "check_writable", "is_sharded"]
 
 def is_sharded(tensor: Any) -> bool:
     """True if ``tensor`` is a ``DTensor``."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(tensor, tensors.DTensor)
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_dense(function: str, tensor: Any) -> None:
@@ -30,10 +30,10 @@ def check_dense(function: str, tensor: Any) -> None:
         and reduce_ops.is_movable(tensor.dtype)
     ):
         return
-    _refuse_what_is_not_dense(function, tensor)
+    _raise_not_dense(function, tensor)
 
 
-def _refuse_what_is_not_dense(function: str, tensor: Any) -> None:
+def _raise_not_dense(function: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function} takes a tensor, got {type(tensor).__name__}.")
     if is_sharded(tensor):
@@ -43,11 +43,11 @@ def _refuse_what_is_not_dense(function: str, tensor: Any) -> None:
         )
     if tensor.is_nested:
         raise TypeError(
-            f"{function} takes dense tensors, got a nested one. Use tensor.unbind() for its parts, or "
+            f"{function} takes dense tensors, got a nested tensor. Use tensor.unbind() for its parts, or "
             "torch.nested.to_padded_tensor(tensor, 0.0)."
         )
     if tensor.is_meta:
-        raise TypeError(f"{function} takes tensors with data, got one on the meta device.")
+        raise TypeError(f"{function} takes tensors with data, got a tensor on the meta device.")
     if tensor.is_quantized:
         raise TypeError(
             f"{function} takes no quantized tensors, whose scales may differ between ranks. Use "
@@ -61,7 +61,7 @@ def _refuse_what_is_not_dense(function: str, tensor: Any) -> None:
             "tensor.view(torch.uint8) for its bytes."
         )
     kind = type(tensor)
-    is_wrapper = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # its values are in other tensors
+    is_wrapper = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # other tensors hold its values
     if is_wrapper and tensor.device.type != "xla" and not tensor.data_ptr():
         raise TypeError(
             f"{function} takes plain tensors, got a {kind.__name__}, which has no memory of its own. "
@@ -98,10 +98,10 @@ def _overlaps_itself(tensor: Tensor) -> bool:
         extent += stride * (size - 1)
     else:
         return False  # each stride is larger than the extent of the smaller dimensions
-    # An unusual layout, for example from as_strided(). Mark the address of each element, count the marks.
+    # An unusual layout, for example from as_strided(). Mark the address of each element and count the marks.
     extent = sum(stride * (size - 1) for stride, size in dimensions)
     if tensor.numel() > extent + 1:
         return True
-    taken = torch.zeros(extent + 1, dtype=torch.bool, device="cpu")
-    taken.as_strided(tensor.shape, tensor.stride()).fill_(True)
-    return int(taken.count_nonzero()) < tensor.numel()
+    marks = torch.zeros(extent + 1, dtype=torch.bool, device="cpu")
+    marks.as_strided(tensor.shape, tensor.stride()).fill_(True)
+    return int(marks.count_nonzero()) < tensor.numel()

@@ -1,7 +1,7 @@
 """Collectives as operators in a graph of ``torch.compile``. Imported at the first trace: the import is slow.
 
-Each operator runs the eager call, so checks, results and errors are the same. The compiler cannot look inside
-the operator.
+Each operator runs the eager call, so its checks, results and errors are the same as without the compiler. The
+compiler cannot look inside the operator.
 
 The compiler must not drop, merge or reorder collectives: other ranks would wait for a dropped call. So each
 operator writes to one tensor, the token, which is an input of the graph.
@@ -19,7 +19,7 @@ from torch.library import custom_op
 from ignite_dist.collectives import autograd
 from ignite_dist.context.live import current_model, model_of_the_graph
 from ignite_dist.diagnostics.announcing import announce
-from ignite_dist.tracing import eager_functions, eagerly
+from ignite_dist.tracing import call_eagerly, eager_functions
 from ignite_dist.values import reduce_ops
 
 __all__ = ["all_gather", "all_reduce", "barrier", "broadcast"]
@@ -43,14 +43,14 @@ def all_reduce(tensor: Any, op: Any = "SUM", group: Any = None, **options: Any) 
         options.keys() <= {"inplace", "sync_grads", "exact"}
         and type(exact) is bool
         and (exact or not sync_grads)
-        and _is_plain(tensor, inplace and not sync_grads)
+        and _is_plain(tensor, is_changed=inplace and not sync_grads)
         and isinstance(op, str)
-        and _can_hold(group)
+        and _is_supported(group)
     ):
-        return eagerly(eager_functions["all_reduce"], tensor, op, group, **options)
+        return call_eagerly(eager_functions["all_reduce"], tensor, op, group, **options)
     ranks = _ranks(group)
     if sync_grads:
-        return _kept(_ops.all_reduce_with_grad(tensor, _token, op, ranks))
+        return _keep_result(_ops.all_reduce_with_grad(tensor, _token, op, ranks))
     reduced = tensor.detach() if inplace else tensor.detach().clone()
     _ops.all_reduce_(reduced, _token, op, ranks, exact)
     return tensor if inplace else reduced
@@ -58,34 +58,38 @@ def all_reduce(tensor: Any, op: Any = "SUM", group: Any = None, **options: Any) 
 
 def all_gather(tensor: Any, group: Any = None, **options: Any) -> Any:
     """See ``idist.all_gather``."""
-    is_new = options.keys() <= {"sync_grads", "out"} and options.get("out") is None
-    if not (is_new and _is_plain(tensor, False) and _can_hold(group)):
-        return eagerly(eager_functions["all_gather"], tensor, group, **options)
+    returns_new = options.keys() <= {"sync_grads", "out"} and options.get("out") is None
+    if not (returns_new and _is_plain(tensor, is_changed=False) and _is_supported(group)):
+        return call_eagerly(eager_functions["all_gather"], tensor, group, **options)
     ranks, model = _ranks(group), model_of_the_graph()
     group_size = model.get_world_size() if ranks is None else len(ranks)
     if options.get("sync_grads", False):
         rank = model.get_rank()
         position = rank if ranks is None else ranks.index(rank)
-        return _kept(_ops.all_gather_with_grad(tensor, _token, ranks, group_size, position))
+        return _keep_result(_ops.all_gather_with_grad(tensor, _token, ranks, group_size, position))
     return _ops.all_gather(tensor.detach(), _token, ranks, group_size)
 
 
 def broadcast(tensor: Any, src: Any = 0, safe_mode: Any = False, group: Any = None, **options: Any) -> Any:
     """See ``idist.broadcast``."""
-    if options or safe_mode or not (_is_plain(tensor, True) and type(src) is int and _can_hold(group)):
-        return eagerly(eager_functions["broadcast"], tensor, src, safe_mode, group, **options)
+    if (
+        options
+        or safe_mode
+        or not (_is_plain(tensor, is_changed=True) and type(src) is int and _is_supported(group))
+    ):
+        return call_eagerly(eager_functions["broadcast"], tensor, src, safe_mode, group, **options)
     _ops.broadcast_(tensor.detach(), _token, src, _ranks(group))
     return tensor
 
 
 def barrier(group: Any = None, timeout: Any = None, **options: Any) -> Any:
     """See ``idist.barrier``."""
-    if options or timeout is not None or not _can_hold(group):
-        return eagerly(eager_functions["barrier"], group, timeout, **options)
+    if options or timeout is not None or not _is_supported(group):
+        return call_eagerly(eager_functions["barrier"], group, timeout, **options)
     return _ops.barrier(_token, _ranks(group))
 
 
-def _is_plain(tensor: Any, is_changed: bool) -> bool:
+def _is_plain(tensor: Any, *, is_changed: bool) -> bool:
     """True if a graph can contain the collective of ``tensor``. If False, the eager call checks ``tensor``.
 
     Args:
@@ -111,10 +115,10 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _can_hold(group: Any) -> bool:
+def _is_supported(group: Any) -> bool:
     """True if a graph can contain a collective of ``group``: the world, or a list with this rank."""
     model = model_of_the_graph()
-    if model.transport.groups_need_everyone:  # XLA: ranks may be threads that share a graph
+    if model.transport.groups_need_all_ranks:  # XLA: ranks may be threads that share a graph
         return False
     if group is None:
         return True
@@ -184,7 +188,7 @@ def _reduce_gradient(
     model, op = current_model(), reduce_ops.normalize_op(op)
     members = model.groups.resolve(ranks)
     announce(model, f"{function}'s backward pass", members, gradient, op)
-    return autograd.reduced(model, gradient, op, members)
+    return autograd.reduce_with_grad(model, gradient, op, members)
 
 
 def _gather(tensor: Tensor, ranks: list[int] | None, group_size: int, **options: Any) -> Tensor:
@@ -201,7 +205,7 @@ def _gathered_shape(tensor: Tensor, group_size: int) -> tuple[int, ...]:
     return (group_size * (tensor.shape[0] if tensor.dim() else 1), *tensor.shape[1:])
 
 
-def _kept(result: Tensor) -> Tensor:
+def _keep_result(result: Tensor) -> Tensor:
     _ops.keep(_token, result.detach())
     return result
 
@@ -232,38 +236,38 @@ def _(tensor: Tensor, token: Tensor, ranks: Any, group_size: int, *args: Any) ->
 _numbers = itertools.count()
 
 
-def _reduced(gradient: Tensor, function: str, op: str, ranks: list[int] | None) -> Tensor:
+def _call_reduce_gradient(gradient: Tensor, function: str, op: str, ranks: list[int] | None) -> Tensor:
     reduced: Tensor = _ops.reduce_gradient(gradient, function, op, ranks, next(_numbers))
     return reduced
 
 
-def _note_reduction(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_reduction(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, _, ctx.op, ctx.ranks = inputs
 
 
 def _reduction_backward(ctx: Any, gradient: Tensor) -> Any:
-    return _reduced(gradient, "all_reduce", ctx.op, ctx.ranks), None, None, None
+    return _call_reduce_gradient(gradient, "all_reduce", ctx.op, ctx.ranks), None, None, None
 
 
-def _note_gathering(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_gathering(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     tensor, _, ctx.ranks, ctx.group_size, ctx.position = inputs
     ctx.shape = tensor.shape
 
 
 def _gathering_backward(ctx: Any, gradient: Tensor) -> Any:
-    total = _reduced(gradient, "all_gather", "SUM", ctx.ranks)
-    own = total.view(ctx.group_size, *ctx.shape)[ctx.position].clone()  # a view would keep all rows in memory
-    return own, None, None, None, None
+    total = _call_reduce_gradient(gradient, "all_gather", "SUM", ctx.ranks)
+    row = total.view(ctx.group_size, *ctx.shape)[ctx.position].clone()  # a view would keep all rows in memory
+    return row, None, None, None, None
 
 
-def _note_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, *ctx.call, _ = inputs
 
 
 def _gradient_backward(ctx: Any, gradient: Tensor) -> Any:
-    return _reduced(gradient, *ctx.call), None, None, None, None
+    return _call_reduce_gradient(gradient, *ctx.call), None, None, None, None
 
 
-_all_reduce_with_grad.register_autograd(_reduction_backward, setup_context=_note_reduction)
-_all_gather_with_grad.register_autograd(_gathering_backward, setup_context=_note_gathering)
-_reduce_gradient.register_autograd(_gradient_backward, setup_context=_note_gradient)
+_all_reduce_with_grad.register_autograd(_reduction_backward, setup_context=_setup_reduction)
+_all_gather_with_grad.register_autograd(_gathering_backward, setup_context=_setup_gathering)
+_reduce_gradient.register_autograd(_gradient_backward, setup_context=_setup_gradient)

@@ -17,36 +17,36 @@ def perform(
     model: ComputationModel,
     operation: str,
     group: Group,
-    begin: Callable[[], Work],
+    begin: Callable[[Group], Work],
     outside: Any,
     *,
     value: Any = "",
     op: str = "",
-    take_part: Callable[[], Work] | None = None,
+    begin_outside: Callable[[Group], Work] | None = None,
     async_op: bool = False,
 ) -> Any:
     """Run a collective. Its arguments have been checked.
 
     Args:
-        model: the context.
+        model: the model of the context.
         operation: the name of the public function.
         group: the group of the collective.
-        begin: begins the collective on a member of the group.
+        begin: begins the collective in a given group of the same ranks, on a member.
         outside: the result on a rank outside the group.
-        value: must match on all ranks; see :func:`~ignite_dist.diagnostics.announcing.announce`.
-        op: must be equal on all ranks.
-        take_part: begins the collective on a rank outside the group, if the backend needs every rank. Default
-            ``begin``. Its result is ignored.
+        value: a description, a tensor or the leaves of a tree; dtypes and shapes must match on all ranks.
+        op: the reduction, or the source rank; must be equal on all ranks.
+        begin_outside: begins the collective on a rank outside the group, if the backend needs every rank.
+            None uses ``begin``. The result is ignored.
         async_op: True returns the work instead of the result.
     """
     announce(model, operation, group, value, op, async_op=async_op)
     if not is_member(model, group):
-        if model.transport.groups_need_everyone and len(group.ranks) > 1:
-            (take_part or begin)().wait()
+        if model.transport.groups_need_all_ranks and len(group.ranks) > 1:
+            (begin_outside or begin)(group).wait()
         return Completed(outside) if async_op else outside
     if async_op:
         return progress.begin(model, operation, group, begin)
-    return begin().wait()
+    return begin(group).wait()
 
 
 def is_member(model: ComputationModel, group: Group) -> bool:

@@ -14,8 +14,8 @@ from ignite_dist.arguments import check_timeout
 from ignite_dist.call_sites import site_of, users_frame
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
-from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
-from ignite_dist.context.live import ending
+from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, waits_for_ranks
+from ignite_dist.context.live import before_end_hooks, end_hooks
 from ignite_dist.diagnostics import pending_calls
 from ignite_dist.errors import MissingRanksError
 
@@ -24,44 +24,57 @@ __all__ = ["begin"]
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 50e-6, 5e-3
 
 
-def begin(model: ComputationModel, operation: str, group: Group, start: Callable[[], Work]) -> Work:
-    """Begin a collective by ``start()`` and return its work for the user.
+def begin(model: ComputationModel, operation: str, group: Group, start: Callable[[Group], Work]) -> Work:
+    """Begin a collective by ``start(group)`` and return its work for the user.
 
     A single primitive begins in the caller's thread if the transport's collectives may overlap. Other
-    collectives run in the thread of the group. On an accelerator, collectives with several steps run in the
-    caller's thread, because the host hardly waits there.
+    collectives run in the thread of the group. On an accelerator, collectives with several steps complete
+    here, because another thread would use another stream. An error comes out of the work's ``wait()``.
     """
-    transport = model.transport
-    if transport.is_synchronous:
-        return Completed(start().wait())
     call = f"{operation} begun at {site_of(users_frame(sys._getframe(1)))}"
-    work: Work
-    if not transport.overlap or pending_calls.is_busy(model, group):
-        work = pending_calls.submit(model, group, Steps(lambda: start().wait()), call)
-    else:
-        work = start()
+    transport = model.transport
+    if not (transport.is_synchronous or transport.overlap):
+        return PendingWork(model, call, pending_calls.submit(model, group, start, call))
+    try:
+        work = start(group)
         work.start()
-        if isinstance(work, Steps):
-            if model.device().type == "cpu":
-                work = pending_calls.submit(model, group, work, call)
-            else:
-                work = Completed(work.wait())
+        if transport.is_synchronous or (isinstance(work, Steps) and model.device().type != "cpu"):
+            return Completed(work.wait())
+    except RuntimeError as error:
+        return Failed(error)
+    if isinstance(work, Steps):  # nothing has been sent yet
+        work = pending_calls.submit(model, group, start, call)
     return PendingWork(model, call, work)
 
 
 class PendingWork(Work):
     """The work object that the user gets."""
 
-    __slots__ = ("_error", "_inner", "_lock", "_model", "_result", "call")
+    __slots__ = (
+        "_error",
+        "_group_name",
+        "_inner",
+        "_lock",
+        "_pending",
+        "_result",
+        "call",
+        "needs_all",
+        "ranks",
+    )
 
     def __init__(self, model: ComputationModel, call: str, inner: Work) -> None:
         self.call = call
         self._inner: Work | None = inner
+        self.ranks, self.needs_all, self._group_name = inner.ranks, inner.needs_all, inner.group_name
         self._lock = threading.Lock()
-        self._model = model
         self._result: Any = None
         self._error: Exception | None = None
-        _pending.setdefault(model, {})[id(self)] = self
+        self._pending = _pending.setdefault(model, {})
+        self._pending[id(self)] = self
+
+    @property
+    def group_name(self) -> str:
+        return self._group_name
 
     @waits_for_ranks
     def wait(self, timeout: timedelta | None = None) -> Any:
@@ -73,9 +86,9 @@ class PendingWork(Work):
                     self._result = self._inner.wait()
                 except Exception as error:
                     self._error = error
-                # A KeyboardInterrupt skips these lines: the collective still runs.
+                # A KeyboardInterrupt skips the next two lines, because the collective still runs.
                 self._inner = None
-                _pending.setdefault(self._model, {}).pop(id(self), None)
+                self._pending.pop(id(self), None)
         if self._error is not None:
             raise self._error
         return self._result
@@ -87,7 +100,7 @@ class PendingWork(Work):
             now = time.monotonic()
             if now >= deadline:
                 raise MissingRanksError(
-                    f"The {self.call} has not completed within {timeout} and still runs: call wait() again."
+                    f"The {self.call} has not completed within {timeout} and still runs. Call wait() again."
                 )
             time.sleep(min(pause, deadline - now))
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
@@ -102,11 +115,18 @@ _pending: PerContext[dict[int, PendingWork]] = PerContext()
 
 def _wait_for_all(model: ComputationModel) -> None:
     """Wait for the pending works before the context ends, and warn about them."""
-    left = list(_pending.setdefault(model, {}).values())
-    for work in left:
+    pending = list((_pending.get(model) or {}).values())
+    for work in pending:
         warnings.warn(f"No wait() was called for the {work.call}: call wait() of the Work.", stacklevel=5)
-    for work in left:
+    for work in pending:
         work.wait()
 
 
-ending.insert(0, _wait_for_all)
+def _forget_all(model: ComputationModel) -> None:
+    """Drop the works and threads of a context that has ended: they would keep its connections open."""
+    _pending.pop(model)
+    pending_calls.queues.pop(model)
+
+
+before_end_hooks.insert(0, _wait_for_all)
+end_hooks.append(_forget_all)

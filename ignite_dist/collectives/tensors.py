@@ -45,15 +45,15 @@ class Plan(NamedTuple):
     Attributes:
         moves: True if tensors are copied to another device for sending. The plan does not store that device,
             because XLA replicas share a model but have different devices.
-        carrier: the dtype and operation that the backend runs; None if each rank gathers and reduces.
+        carrier: the dtype and operation that the backend runs; None if each rank gathers and reduces values.
         in_place: True if the backend reduces the caller's tensor in place.
-        rounds_once: True if the model itself reduces narrow floats in float64.
+        reduces_narrow: True if the model's ``reduce_narrow`` reduces the tensor in float64.
     """
 
     moves: bool
     carrier: carriers.Carrier | None
     in_place: bool
-    rounds_once: bool
+    reduces_narrow: bool
 
 
 def plan_reduction(model: ComputationModel, op: str, tensor: Tensor, exact: bool = True) -> Plan:
@@ -67,11 +67,11 @@ def plan_reduction(model: ComputationModel, op: str, tensor: Tensor, exact: bool
         check_dense("all_reduce", tensor)
     plans = _plans_of(model)
     key = (op, tensor.dtype, tensor.device, exact)
-    found = plans.reductions.get(key)
-    if found is None:
+    plan = plans.reductions.get(key)
+    if plan is None:
         check_dense("all_reduce", tensor)
-        found = plans.reductions[key] = _make_plan(model, op, tensor, exact)
-    return found
+        plan = plans.reductions[key] = _make_plan(model, op, tensor, exact)
+    return plan
 
 
 def _make_plan(model: ComputationModel, op: str, tensor: Tensor, exact: bool) -> Plan:
@@ -85,19 +85,19 @@ def _make_plan(model: ComputationModel, op: str, tensor: Tensor, exact: bool) ->
         )
     device = carrying_device(model, tensor)
     is_rounded = exact and reduce_ops.is_rounded(op, tensor.dtype)
-    rounds_once = is_rounded and supports("reduce_narrow", op, tensor.dtype, device)
+    reduces_narrow = is_rounded and supports("reduce_narrow", op, tensor.dtype, device)
 
-    def carries(sent: str, dtype: torch.dtype) -> bool:
-        return supports("all_reduce", sent, dtype, device)
+    def carries(sent_op: str, dtype: torch.dtype) -> bool:
+        return supports("all_reduce", sent_op, dtype, device)
 
     carrier = (
         carriers.as_itself(op, tensor.dtype)
-        if rounds_once
+        if reduces_narrow
         else carriers.find_carrier(op, tensor.dtype, carries, exact)
     )
     moves = device != tensor.device
     in_place = not moves and carrier is not None and carrier.dtype is tensor.dtype
-    return Plan(moves, carrier, in_place, rounds_once)
+    return Plan(moves, carrier, in_place, reduces_narrow)
 
 
 def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, group: Group) -> Work:
@@ -109,7 +109,7 @@ def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, 
         reduced = tensor.detach() if tensor.requires_grad else tensor
         increment_version(tensor)  # for autograd, which does not see the backend's change
         work = _begin_reduction(model, reduced, op, carrier.op, plan, group)
-        if op == "AVERAGE" and not plan.rounds_once:
+        if op == "AVERAGE" and not plan.reduces_narrow:
             return work.then(lambda _: reduced.div_(len(group.ranks))).then(lambda _: tensor)
         return work if reduced is tensor else work.then(lambda _: tensor)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, 
 
 def _fill_from(tensor: Tensor, values: Tensor) -> Tensor:
     with torch.no_grad():
-        return tensor.copy_(_moved(values, tensor.device))
+        return tensor.copy_(_to_device(values, tensor.device))
 
 
 def _in_inference_mode(begin: Callable[[], Work]) -> Work:
@@ -160,7 +160,7 @@ def _reduce_encoded(
 
     def finish(reduced: Tensor) -> Tensor:
         with torch.no_grad():
-            if op == "AVERAGE" and not plan.rounds_once:
+            if op == "AVERAGE" and not plan.reduces_narrow:
                 reduced.div_(len(group.ranks))
             return carrier.decode(reduced)
 
@@ -170,8 +170,8 @@ def _reduce_encoded(
 def _begin_reduction(
     model: ComputationModel, tensor: Tensor, op: str, sent_op: str, plan: Plan, group: Group
 ) -> Work:
-    """Begin to reduce ``tensor`` in place. Without ``rounds_once``, the caller divides an AVERAGE."""
-    if plan.rounds_once:
+    """Begin to reduce ``tensor`` in place. Without ``reduces_narrow``, the caller divides an AVERAGE."""
+    if plan.reduces_narrow:
         return model.transport.reduce_narrow(tensor, op, group)
     return model.transport.all_reduce(tensor, sent_op, group)
 
@@ -182,37 +182,37 @@ def _begin_reduction(
 def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
     """Begin ``(*S) -> (group_size, *S)`` for a tensor of any dtype, device and layout."""
     if tensor.dtype in reduce_ops.BYTES:
-        into = None if out is None else out.view(torch.uint8)
-        gathered_bytes = gather_rows(model, tensor.view(torch.uint8), group, into)
+        out_bytes = None if out is None else out.view(torch.uint8)
+        gathered_bytes = gather_rows(model, tensor.view(torch.uint8), group, out_bytes)
         return gathered_bytes.then(lambda gathered: gathered.view(tensor.dtype))
     rows_shape = (len(group.ranks), *tensor.shape)
     route = _route(model, "all_gather", tensor)
-    if out is None and route.direct and _is_plain(tensor) and not tensor.requires_grad:
+    if out is None and route.is_direct and _is_plain(tensor) and not tensor.requires_grad:
         return model.transport.all_gather(tensor, group)
     if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
         return _in_inference_mode(lambda: gather_rows(model, tensor, group, out))
     with torch.no_grad():
         local = _sendable(model, tensor, route.moves)
-        into_out = out is not None and out.device == local.device and _is_plain(out)
-        if out is not None and into_out:
+        writes_to_out = out is not None and out.device == local.device and _is_plain(out)
+        if out is not None and writes_to_out:
             rows = out.detach().view(rows_shape)
-            if _share_memory(local, rows):
+            if _shares_memory(local, rows):
                 local = local.clone()  # the result would overwrite the send buffer
         else:
             rows = torch.empty(rows_shape, dtype=tensor.dtype, device=local.device)
-        if route.as_is:
+        if route.keeps_dtype:
             work = model.transport.all_gather(local, group, out=rows)
         else:  # send the bytes
-            into = serialization.as_bytes(rows).view(rows_shape[0], -1)
-            work = model.transport.all_gather(serialization.as_bytes(local), group, out=into)
+            row_bytes = serialization.as_bytes(rows).view(rows_shape[0], -1)
+            work = model.transport.all_gather(serialization.as_bytes(local), group, out=row_bytes)
 
     def finish(_: Any) -> Tensor:
         if out is None:
-            return _moved(rows, tensor.device)
-        if into_out:
+            return _to_device(rows, tensor.device)
+        if writes_to_out:
             increment_version(out)
             return rows
-        return out.detach().copy_(_moved(rows, out.device).view(out.shape)).view(rows_shape)
+        return out.detach().copy_(_to_device(rows, out.device).view(out.shape)).view(rows_shape)
 
     return work.then(finish)
 
@@ -226,12 +226,12 @@ def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: G
     route = _route(model, "broadcast", tensor)
     with torch.no_grad():
         carried = _sendable(model, tensor, route.moves)
-        sent = carried if route.as_is else serialization.as_bytes(carried)
+        sent = carried if route.keeps_dtype else serialization.as_bytes(carried)
         work = model.transport.broadcast(sent, src, group)
 
     def finish(_: Any) -> Tensor:
         if route.moves or not _is_plain(tensor):  # a copy was sent
-            tensor.detach().copy_(_moved(carried, tensor.device))
+            tensor.detach().copy_(_to_device(carried, tensor.device))
         else:
             increment_version(tensor)
         return tensor
@@ -249,12 +249,12 @@ def carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
     return model.objects.device
 
 
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """True if two contiguous tensors on one device overlap. On an XLA device tensors never overlap."""
-    if one.device.type == "xla":
+def _shares_memory(tensor: Tensor, other: Tensor) -> bool:
+    """True if two contiguous tensors on the same device overlap. XLA tensors never overlap."""
+    if tensor.device.type == "xla":
         return False
-    begin, other_begin = one.data_ptr(), other.data_ptr()
-    return begin < other_begin + other.nbytes and other_begin < begin + one.nbytes
+    begin, other_begin = tensor.data_ptr(), other.data_ptr()
+    return begin < other_begin + other.nbytes and other_begin < begin + tensor.nbytes
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -270,10 +270,10 @@ def plain(tensor: Tensor) -> Tensor:
 def _sendable(model: ComputationModel, tensor: Tensor, moves: bool) -> Tensor:
     """:func:`plain` on the sending device."""
     whole = plain(tensor)
-    return _moved(whole, model.objects.device) if moves else whole
+    return _to_device(whole, model.objects.device) if moves else whole
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A contiguous ``tensor`` on ``device``, with the same bits.
 
     A plain copy from an XLA device may lose the imaginary part of complex128. A plain copy to an XLA device
@@ -282,30 +282,30 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     if tensor.is_complex():
-        return torch.view_as_complex(_moved(torch.view_as_real(tensor), device))
+        return torch.view_as_complex(_to_device(torch.view_as_real(tensor), device))
     if tensor.is_floating_point():
         return serialization.as_bytes(tensor).to(device).view(tensor.dtype).view(tensor.shape)
     return tensor.to(device)
 
 
 class _Route(NamedTuple):
-    """How a model gathers or broadcasts tensors of one dtype on one device; see :class:`Plan`."""
+    """How a model gathers or broadcasts tensors of one dtype on one device."""
 
-    moves: bool
-    as_is: bool
-    direct: bool
+    moves: bool  # as in Plan
+    keeps_dtype: bool  # False: the tensor is sent as bytes
+    is_direct: bool  # the tensor is sent on its device and in its dtype
 
 
 def _route(model: ComputationModel, kind: CollectiveKind, tensor: Tensor) -> _Route:
     routes = _plans_of(model).routes
     key = (kind, tensor.dtype, tensor.device)
-    found = routes.get(key)
-    if found is None:
+    route = routes.get(key)
+    if route is None:
         device = carrying_device(model, tensor)
-        as_is = model.transport.supports(kind, None, tensor.dtype, device)
+        keeps_dtype = model.transport.supports(kind, None, tensor.dtype, device)
         moves = device != tensor.device
-        found = routes[key] = _Route(moves, as_is, as_is and not moves)
-    return found
+        route = routes[key] = _Route(moves, keeps_dtype, keeps_dtype and not moves)
+    return route
 
 
 class _Plans:
@@ -331,7 +331,7 @@ def sent_dtype(
 ) -> torch.dtype | None:
     """The dtype that an "all_reduce" by ``op``, an "all_gather" or a "broadcast" of ``tensor`` sends.
 
-    None if the backend cannot do the reduction: the values are gathered and reduced on each rank.
+    None if the backend cannot do the reduction. The values are then gathered and reduced on each rank.
 
     Raises:
         TypeError, ValueError: ``op`` does not support ``tensor``.
@@ -339,14 +339,14 @@ def sent_dtype(
     if collective == "all_reduce":
         carrier = plan_reduction(model, op, tensor).carrier
         return None if carrier is None else carrier.dtype
-    return tensor.dtype if _route(model, collective, tensor).as_is else torch.uint8
+    return tensor.dtype if _route(model, collective, tensor).keeps_dtype else torch.uint8
 
 
 def to_message(tensors: Sequence[Tensor]) -> bytes:
     """The bytes of contiguous ``tensors``, concatenated, to send inside an object."""
     message = bytearray(sum(tensor.nbytes for tensor in tensors))
     if message:
-        parts = [serialization.as_bytes(_moved(tensor, torch.device("cpu"))) for tensor in tensors]
+        parts = [serialization.as_bytes(_to_device(tensor, torch.device("cpu"))) for tensor in tensors]
         serialization.as_tensor(message).copy_(torch.cat(parts))
     return bytes(message)
 
@@ -354,9 +354,10 @@ def to_message(tensors: Sequence[Tensor]) -> bytes:
 def reduce_messages(messages: Sequence[bytes], tensors: Sequence[Tensor], op: str) -> list[Tensor]:
     """Reduce the :func:`to_message` bytes of every rank in rank order, on the devices of ``tensors``."""
     rows = serialization.as_tensor(bytearray(b"".join(messages))).view(len(messages), len(messages[0]))
+    parts = torch.split(rows, [tensor.nbytes for tensor in tensors], dim=1)
     reduced = []
-    for part, tensor in zip(torch.split(rows, [one.nbytes for one in tensors], dim=1), tensors, strict=True):
+    for part, tensor in zip(parts, tensors, strict=True):
         aligned = part.clone(memory_format=torch.contiguous_format).view(-1)
         values = aligned.view(tensor.dtype).view(len(messages), *tensor.shape)
-        reduced.append(_moved(carriers.reduce_gathered(values, op), tensor.device))
+        reduced.append(_to_device(carriers.reduce_gathered(values, op), tensor.device))
     return reduced

@@ -26,33 +26,33 @@ _INLINE_BYTES = 448
 
 
 def reduce_tree(
-    model: ComputationModel, given: Any, op: str, group: Any, exact: bool, called: str, async_op: bool
+    model: ComputationModel, tree: Any, op: str, group: Any, exact: bool, op_text: str, async_op: bool
 ) -> Any:
     """Reduce a number, or a tree of numbers and tensors; see :func:`ignite_dist.all_reduce`.
 
-    ``called`` is the description of ``op`` that must be equal on all ranks.
+    ``op_text`` describes ``op`` and ``exact``. It must be equal on all ranks.
     """
-    leaves, structure = pytree.flatten(given)
+    leaves, structure = pytree.flatten(tree)
     values = [leaf if isinstance(leaf, Tensor) else number_ops.plain_number(leaf) for leaf in leaves]
     _check_leaves(model, values, op)
     members = model.groups.resolve(group)
     if async_op:  # the caller may change the tensors before wait()
         values = [copy_of(leaf) for leaf in values]
-    compared = structure if exact else f"{structure} exact=False"
-    holds_tensors = any(isinstance(value, Tensor) for value in values)
-    reduce_leaves = _reduce_leaves if holds_tensors else _reduce_numbers
+    structure = structure if exact else f"{structure} exact=False"
+    has_tensors = any(isinstance(value, Tensor) for value in values)
+    reduce_leaves = _reduce_leaves if has_tensors else _reduce_numbers
 
-    def reduce() -> Any:
-        return pytree.rebuild(given, iter(reduce_leaves(model, values, compared, op, exact, members)))
+    def reduce(members: Group) -> Any:
+        return pytree.rebuild(tree, iter(reduce_leaves(model, values, structure, op, exact, members)))
 
     return perform(
         model,
         "all_reduce",
         members,
-        lambda: Steps(reduce),
-        outside=given,
+        lambda members: Steps(lambda: reduce(members)),
+        outside=tree,
         value=values,
-        op=called,
+        op=op_text,
         async_op=async_op,
     )
 
@@ -76,7 +76,7 @@ def _reduce_numbers(
     model: ComputationModel, values: list[Any], structure: str, op: str, exact: bool, group: Group
 ) -> list[Any]:
     """:func:`_reduce_leaves` of a tree without tensors."""
-    rows = _gather_equals(model, values, structure, op, group)
+    rows = _gather_checked(model, values, structure, op, group)
     return number_ops.reduce_numbers([row for row, _ in rows], op)
 
 
@@ -85,28 +85,29 @@ def _reduce_leaves(
 ) -> list[Any]:
     """The reduced leaves. First the ranks compare the structures of their trees.
 
-    All numbers, and tensors up to ``_INLINE_BYTES`` in total, are sent in the collective of that comparison.
-    Otherwise tensors up to ``_PACK_BYTES`` with the same dtype and device type share a collective.
+    The same collective sends all numbers, and tensors up to ``_INLINE_BYTES`` in total. Above this total,
+    tensors up to ``_PACK_BYTES`` with the same dtype and device type share a collective.
     """
-    numbers = [position for position, leaf in enumerate(values) if not isinstance(leaf, Tensor)]
+    number_positions = [position for position, leaf in enumerate(values) if not isinstance(leaf, Tensor)]
     tensors = [leaf for leaf in values if isinstance(leaf, Tensor)]
-    structure += f" {numbers} {[(one.dtype, tuple(one.shape), one.device.type) for one in tensors]}"
+    layouts = [(tensor.dtype, tuple(tensor.shape), tensor.device.type) for tensor in tensors]
+    structure += f" {number_positions} {layouts}"
     packs = _packs(values)
     nbytes = sum(values[position].nbytes for positions in packs for position in positions)
     # A lazy device (XLA) would have to compute the tensors now to send them with the comparison.
     is_inline = nbytes <= _INLINE_BYTES and op != "ADASUM" and not model.training.computes_lazily
     flats = [_flat(values, positions) for positions in packs] if is_inline else []
-    sent = [values[position] for position in numbers]
-    rows = _gather_equals(model, sent, structure, op, group, to_message(flats))
+    numbers = [values[position] for position in number_positions]
+    rows = _gather_checked(model, numbers, structure, op, group, to_message(flats))
     reduced = list(values)
     if numbers:
         totals = number_ops.reduce_numbers([row for row, _ in rows], op)
-        for position, total in zip(numbers, totals, strict=True):
+        for position, total in zip(number_positions, totals, strict=True):
             reduced[position] = total
-    small = iter(reduce_messages([message for _, message in rows], flats, op) if flats else ())
+    inline_flats = iter(reduce_messages([message for _, message in rows], flats, op) if flats else ())
     for positions in packs:
         if is_inline:
-            flat = next(small)
+            flat = next(inline_flats)
         else:
             flat = _flat(values, positions)
             plan = plan_reduction(model, op, flat, exact)
@@ -122,9 +123,9 @@ def _packs(values: list[Any]) -> list[list[int]]:
     packs: dict[Any, list[int]] = {}
     for position, leaf in enumerate(values):
         if isinstance(leaf, Tensor):
-            # The packs must be equal on all ranks. The device type is equal on all ranks; its index is not.
-            small = leaf.nbytes <= _PACK_BYTES
-            packs.setdefault((leaf.dtype, leaf.device.type) if small else position, []).append(position)
+            # The packs must be equal on all ranks. The device's type is equal on all ranks, its index is not.
+            is_small = leaf.nbytes <= _PACK_BYTES
+            packs.setdefault((leaf.dtype, leaf.device.type) if is_small else position, []).append(position)
     return list(packs.values())
 
 
@@ -132,15 +133,15 @@ def _flat(values: list[Any], positions: list[int]) -> Tensor:
     return torch.cat([values[position].detach().reshape(-1) for position in positions])
 
 
-def _gather_equals(
+def _gather_checked(
     model: ComputationModel, numbers: list[Any], structure: str, op: str, group: Group, message: bytes = b""
 ) -> list[tuple[list[Any], bytes]]:
     """The ``numbers`` and ``message`` of every rank. Raises if ``op`` or ``structure`` differs on a rank."""
     check = zlib.crc32(f"{op} {structure}".encode())
     gathered = model.objects.gather((check, numbers, message), group)
-    if any(type(one) is not tuple or one[:1] != (check,) for one in gathered):
+    if any(type(entry) is not tuple or entry[:1] != (check,) for entry in gathered):
         raise CollectiveMismatchError(
-            "The ranks of one all_reduce gave different values or operations; this one: "
-            f"{op} of {structure[:500]}"
+            "The ranks called one all_reduce with different operations, tree structures, dtypes or shapes. "
+            f"This rank: {op} of {structure[:500]}"
         )
-    return [(row, sent) for _, row, sent in gathered]
+    return [(row, data) for _, row, data in gathered]

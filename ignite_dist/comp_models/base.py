@@ -1,4 +1,4 @@
-"""The interface of a backend: a computation model and a transport; training and launcher are optional.
+"""The interface of a backend: a computation model, a transport, and optionally training and a launcher.
 
 A backend implements the abstract methods of :class:`ComputationModel` and of
 :class:`~ignite_dist.comp_models.transport.Transport`. All other features have defaults that use only these
@@ -21,9 +21,9 @@ from ignite_dist import devices, tracing
 from ignite_dist.comp_models.groups import Groups
 from ignite_dist.comp_models.launcher import Launcher
 from ignite_dist.comp_models.objects import Objects
-from ignite_dist.comp_models.topology import Topology, read_places, write_place
+from ignite_dist.comp_models.topology import Topology, decode_places, encode_place
 from ignite_dist.comp_models.training import Training
-from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, WaitedFor
+from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ __all__ = [
     "Topology",
     "Training",
     "Transport",
-    "WaitedFor",
+    "Wait",
     "Work",
     "waits_for_ranks",
-    "weakly",
+    "weak_method",
 ]
 
 
@@ -57,8 +57,8 @@ _TRACED = frozenset(
 )
 
 
-def weakly(method: Callable[[], _Result]) -> Callable[[], _Result]:
-    """``method``, without a strong reference to its computation model. For objects that the model owns.
+def weak_method(method: Callable[[], _Result]) -> Callable[[], _Result]:
+    """Return ``method`` with only a weak reference to its computation model, for objects that the model owns.
 
     A strong reference would make a cycle. If the garbage collector of a forked child freed the cycle, the
     destructor of the parent's process group would wait for threads that the child does not have.
@@ -88,7 +88,7 @@ class ComputationModel(ABC):
     """The result of ``model_name()``, for example ``"native-dist"``."""
 
     library: ClassVar[str]
-    """The module that makes this backend's contexts. Without its import, :meth:`find` is not called."""
+    """The module that makes this backend's contexts. :meth:`find` is called only after its import."""
 
     available_backends: ClassVar[tuple[str, ...]]
     """The backends that this installation can run, by the names that ``initialize`` takes."""
@@ -103,7 +103,7 @@ class ComputationModel(ABC):
         self._undo = undo
         self.transport = transport
         self.groups = Groups(transport, self.get_world_size())
-        self.objects = Objects(transport, weakly(self.get_rank), weakly(self.device))
+        self.objects = Objects(transport, weak_method(self.get_rank), weak_method(self.device))
         self.training = Training(self)
         self._found_topology: Topology | None = None
         self._found_node_ranks: dict[int, int] | None = None
@@ -117,13 +117,13 @@ class ComputationModel(ABC):
 
     @classmethod
     def unavailable_reason(cls, backend: str) -> str | None:
-        """Why this model's ``backend`` cannot run, and what to do; None for backends of other models."""
+        """The reason why ``backend`` cannot run, and the remedy; None for a backend of another model."""
         return None
 
     @classmethod
     @abstractmethod
     def find(cls) -> Self | None:
-        """A model of the live context, whichever code has made the context; None without one. Called often.
+        """A model of the live context, whichever code has made it; None if no context is live. Called often.
 
         This method must not communicate or import anything; :attr:`library` has been imported. An imported
         or initialized library is not a context yet: return None until code has requested a context.
@@ -136,7 +136,7 @@ class ComputationModel(ABC):
 
         ``options`` are the keywords of ``initialize``. A backend declares each of its options as a
         keyword-only parameter, without ``**options``; ``Parallel`` reads these parameters too. A process may
-        make one context after another.
+        make several contexts, one after another.
 
         Raises:
             TypeError, ValueError: options that are unknown or incompatible; raised before any communication.
@@ -144,25 +144,25 @@ class ComputationModel(ABC):
 
     @abstractmethod
     def is_current(self) -> bool:
-        """True if the context that made this model is still the live one. Every call checks this.
+        """True if this model's context is still live. Every call of the package checks this.
 
         False after :meth:`close` and :meth:`abort`.
         """
 
     def is_current_by_guards(self) -> bool:
-        """True if this context is the live one, and guards of ``torch.compile`` can check this.
+        """True if this context is live, and guards of ``torch.compile`` can check this.
 
         torch.compile traces this method: each Python attribute read here is checked again at each call of a
         compiled function.
         """
         return False
 
-    def gives_way_to(self, model: type[ComputationModel]) -> bool:
-        """True if ``initialize`` may make a context of ``model`` although this one is live."""
+    def can_be_replaced_by(self, model: type[ComputationModel]) -> bool:
+        """True if ``initialize`` may make a context of ``model`` while this context is live."""
         return False
 
     def runs(self, backend: str) -> bool:
-        """True if ``initialize(backend)`` would make a context like this one."""
+        """True if this context is the kind of context that ``initialize(backend)`` makes."""
         return backend == self.backend()
 
     @abstractmethod
@@ -178,7 +178,7 @@ class ComputationModel(ABC):
         """
 
     def forget(self) -> None:
-        """Revert this backend's changes to the process, after any code has ended the context."""
+        """Revert this backend's changes to the process. Called after any code has ended the context."""
         self.groups.forget()
         undo, self._undo = self._undo, None
         if undo is not None:
@@ -203,11 +203,11 @@ class ComputationModel(ABC):
         return None
 
     @classmethod
-    def keep_through_fork(cls) -> object | None:
-        """The :meth:`context_mark` of the context that this forked child has inherited, if there is one.
+    def prepare_forked_child(cls) -> object | None:
+        """Prepare this forked child for its exit. Return the :meth:`context_mark` of the inherited context.
 
         Called in the child, which has none of the context's threads. At its exit the child must neither wait
-        for these threads nor end the parent's context.
+        for these threads nor end the parent's context. Returns None if no context was inherited.
         """
         return None
 
@@ -233,7 +233,7 @@ class ComputationModel(ABC):
         """Number of ranks in this process; more than 1 if ranks are threads."""
         return 1
 
-    # --- topology: local if known_topology() returns one, else one exchange that every rank makes ---
+    # --- topology: local; if known_topology() returns None, all ranks exchange their places once ---
 
     def known_topology(self) -> Topology | None:
         """The topology if it is known without communication."""
@@ -263,7 +263,7 @@ class ComputationModel(ABC):
         return self.find_topology().node_rank
 
     def find_topology(self) -> Topology:
-        """The topology. The first call may communicate: all ranks make it, for example in :meth:`open`."""
+        """The topology. The first call may communicate, so all ranks make it, for example in :meth:`open`."""
         found = self.known_topology()
         if found is None:
             with self.groups.once("the topology", self.get_rank()):
@@ -274,7 +274,7 @@ class ComputationModel(ABC):
         return found
 
     def node_ranks(self) -> dict[int, int]:
-        """The global ranks on this node, by local rank. All ranks make the first call; it may communicate."""
+        """The ranks on this node, by local rank. The first call may communicate, so all ranks make it."""
         self.find_topology()
         if self._found_node_ranks is None:  # the environment describes this rank only
             with self.groups.once("the ranks on this node", self.get_rank()):
@@ -284,8 +284,8 @@ class ComputationModel(ABC):
         return self._found_node_ranks
 
     def _exchange_places(self, node: str, local_rank: int | None) -> Topology:
-        gathered = self.objects.gather_bytes(write_place(node, local_rank), self.groups.world)
-        found, self._found_node_ranks = Topology.from_places(self.get_rank(), read_places(gathered))
+        gathered = self.objects.gather_bytes(encode_place(node, local_rank), self.groups.world)
+        found, self._found_node_ranks = Topology.from_places(self.get_rank(), decode_places(gathered))
         return found
 
 

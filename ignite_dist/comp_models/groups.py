@@ -1,4 +1,4 @@
-"""Groups of ranks, and a lock for work that the threads of a rank do only once."""
+"""Groups of ranks, and locks for work that one thread of a rank does for all its threads."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Groups:
         self.once = Once()
         self.world = Group(None, tuple(range(world_size)))
         self.is_joining = False
-        """True inside of ``join()``, where ranks make different numbers of steps."""
+        """True inside ``join()``, where ranks make different numbers of steps."""
 
     def check_not_joining(self) -> None:
-        """Raise inside of ``join()``, before a call that all ranks would have to make.
+        """Raise inside ``join()``, before a call that all ranks would have to make.
 
         Raises:
-            RuntimeError: called inside of ``join()``.
+            RuntimeError: called inside ``join()``.
         """
         if self.is_joining:
             raise RuntimeError(
@@ -48,7 +48,7 @@ class Groups:
             )
 
     def new(self, ranks: Sequence[int], **options: Any) -> Any:
-        """A new handle for ``ranks``. Without options, later lists of ``ranks`` stand for this handle."""
+        """Make a handle for ``ranks``. Without options, later calls with ``group=ranks`` use this handle."""
         checked = self._checked(ranks)
         handle = self._transport.make_group(checked, **options)
         if not options:
@@ -60,7 +60,7 @@ class Groups:
 
         Raises:
             ValueError: invalid or repeated ranks, a destroyed handle, or an object that is not a group.
-            RuntimeError: called inside of ``join()``.
+            RuntimeError: called inside ``join()``.
         """
         if self.is_joining:
             self.check_not_joining()
@@ -75,14 +75,14 @@ class Groups:
         if found is not None and (found.handle is None or self._transport.is_alive(found.handle)):
             return found
         checked = self._checked(key)
-        if checked != key:  # only ascending ranks are keys, so the order in the list does not matter
+        if checked != key:  # the keys are ascending ranks: the order in the user's list does not matter
             return self.resolve(checked)
         if len(checked) == self._world_size:
             self._by_ranks[key] = self.world
             return self.world
         with self.once("the group", key):
             made = self._by_ranks.get(key)
-            if made is None or made is found:  # else another thread has made the group meanwhile
+            if made is None or made is found:  # else another thread has made the group
                 made = self._by_ranks[key] = Group(self._transport.make_group(checked), checked)
             return made
 
@@ -103,12 +103,12 @@ class Groups:
             return checked
         if len(set(checked)) != len(checked) or checked[0] < 0 or checked[-1] >= world_size:
             raise ValueError(
-                f"Ranks of a group are distinct and in [0, {world_size}), the world size; got {list(ranks)}."
+                f"Ranks of a group are distinct and in [0, world_size={world_size}), got {list(ranks)}."
             )
         return checked
 
 
-class _Use:
+class _OwnedLock:
     """A lock, and the thread that holds the lock."""
 
     def __init__(self) -> None:
@@ -120,30 +120,30 @@ class Once:
     """Locks for work that one thread of a rank does while the rank's other threads wait for the result."""
 
     def __init__(self) -> None:
-        self._uses: dict[Hashable, _Use] = {}
+        self._locks: dict[Hashable, _OwnedLock] = {}
 
     @contextmanager
     def __call__(self, what: str, key: Hashable) -> Iterator[None]:
         """Context manager: hold the lock for ``what`` and ``key``. The block may wait for other ranks.
 
         Raises:
-            RuntimeError: this thread already holds the lock: a signal handler or ``__del__`` has interrupted
-                the block, and cannot wait for the interrupted code.
+            RuntimeError: this thread already holds the lock, because a signal handler or ``__del__`` has
+                interrupted the block. The handler cannot wait for the interrupted code.
         """
-        use = self._uses.setdefault((what, key), _Use())
-        if use.thread == threading.get_ident():
+        owned = self._locks.setdefault((what, key), _OwnedLock())
+        if owned.thread == threading.get_ident():
             raise RuntimeError(
                 f"A signal handler or __del__ has interrupted the first use of {what} "
                 f"{list(key) if isinstance(key, tuple) else ''}, and needs {what}, too. Use {what} once "
                 "before the handler can run."
             )
-        with use.lock:
-            use.thread = threading.get_ident()
+        with owned.lock:
+            owned.thread = threading.get_ident()
             try:
                 yield
             finally:
-                use.thread = None
+                owned.thread = None
 
     def forget(self) -> None:
         """Drop all locks. In a forked child, the thread that held a lock does not exist."""
-        self._uses.clear()
+        self._locks.clear()

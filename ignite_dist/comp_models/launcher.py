@@ -11,7 +11,7 @@ __all__ = ["Launcher"]
 
 
 class Launcher:
-    """Starts workers on this machine. This default is for backends that need their own launcher."""
+    """Starts workers on this machine. This default starts none: users start the ranks in another way."""
 
     @classmethod
     def options(cls) -> set[str]:
@@ -28,10 +28,10 @@ class Launcher:
 
     @classmethod
     def start(cls, entry: Callable[[int], Any], *, backend: str, nproc_per_node: int, **options: Any) -> Any:
-        """Start ``nproc_per_node`` workers here, each of which calls ``entry(local_rank)``.
+        """Start ``nproc_per_node`` workers on this machine. Each worker calls ``entry(local_rank)``.
 
-        ``entry`` makes the context in the worker and ends the context; ``entry`` can be pickled. Returns the
-        list of results by local rank; with the option ``join=False`` an object that has ``join()``.
+        ``entry`` makes the worker's context and ends it; ``entry`` can be pickled. Returns the results as a
+        list by local rank. With the option ``join=False``, returns an object with the method ``join()``.
 
         Raises:
             ValueError: this backend starts no workers.

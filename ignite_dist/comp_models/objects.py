@@ -1,4 +1,4 @@
-"""Gather and broadcast of objects of any type: as bytes, by the tensor primitives of a transport."""
+"""Gathers and broadcasts objects of any type as bytes, with the tensor primitives of a transport."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Objects:
         self._transport = transport
         self._rank = rank
         self._device = device
-        self._on_cpu: bool | None = None  # not asked yet
+        self._on_cpu: bool | None = None  # None: the transport has not been asked
 
     def gather(self, value: Any, group: Group) -> list[Any]:
-        """``value`` of every rank, in the group's order. One collective if all fit the header, else two.
+        """``value`` of every rank, in the group's order. Large values need two collectives, small values one.
 
         Raises:
             TypeError: ``value`` cannot be serialised; nothing was sent.
@@ -67,8 +67,8 @@ class Objects:
             ]
         width = max(size for size, _ in headers)
         padded = bytearray(width)
-        own = payload[:width]  # a rank outside of the group may have more bytes, which no rank reads
-        padded[: len(own)] = own
+        sent = payload[:width]  # a rank outside of the group may have more bytes, which no rank reads
+        padded[: len(sent)] = sent
         rows = memoryview(self.gather_bytes(padded, group))
         return [
             serialization.unpack(rows[width * row : width * row + size], rank)
@@ -99,7 +99,7 @@ class Objects:
         return memoryview(self._broadcast(bytearray(payload) if is_src else bytearray(size), src, group))
 
     def gather_bytes(self, buffer: bytearray, group: Group) -> bytearray:
-        """The buffers of all ranks of the group, concatenated in the group's order. All have one length."""
+        """The buffers of all ranks, concatenated in the group's order. All buffers have the same length."""
         device = self.device
         if device.type == "cpu":
             return self._transport.gather_bytes(buffer, group)

@@ -41,6 +41,10 @@ class PerContext(Generic[_Value]):
         self.setdefault(model, value)
         self.by_id[id(model)] = value
 
+    def pop(self, model: ComputationModel) -> None:
+        """Remove the value of ``model``, if it has one."""
+        self.by_id.pop(id(model), None)
+
     def __bool__(self) -> bool:
         return bool(self.by_id)
 

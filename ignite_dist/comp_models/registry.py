@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import TypeVar, overload
 
-from ignite_dist.call_sites import note_library
+from ignite_dist.call_sites import add_library
 from ignite_dist.comp_models.base import ComputationModel
 
 __all__ = ["ENTRY_POINT_GROUP", "Registry", "register_computation_model", "registered_computation_models"]
@@ -35,16 +35,16 @@ class Registry(Sequence[type[ComputationModel]]):
                 return model
             if other.name == model.name:
                 raise ValueError(
-                    f"Two computation models are named {model.name!r}: {_full_name(other)} is registered, "
-                    f"{_full_name(model)} is not. Give one of them another name."
+                    f"{_full_name(model)} has the name {model.name!r}, which the registered "
+                    f"{_full_name(other)} already has. Give one of them another name."
                 )
         self._models.append(model)
-        note_library(model.__module__)  # the watchdog then treats frames of this module as library code
+        add_library(model.__module__)  # the watchdog then treats frames of this module as library code
         return model
 
     def _loaded(self) -> list[type[ComputationModel]]:
+        """The models. A broken entry point raises at every call, as in ``environments.registry``."""
         if not self._entry_points_loaded:
-            self._entry_points_loaded = True
             for entry_point in entry_points(group=ENTRY_POINT_GROUP):
                 try:
                     self.register(entry_point.load())
@@ -53,6 +53,7 @@ class Registry(Sequence[type[ComputationModel]]):
                     raise ImportError(
                         f"Entry point {entry_point.name} = {entry_point.value}: {error}"
                     ) from error
+            self._entry_points_loaded = True
         return self._models
 
     @overload

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 
 from ignite_dist import environments
 from ignite_dist._torch import WORLD_STATE
-from ignite_dist.comp_models.base import ComputationModel, weakly
+from ignite_dist.comp_models.base import ComputationModel, weak_method
 from ignite_dist.comp_models.groups import Groups
 from ignite_dist.comp_models.objects import LocalObjects
 from ignite_dist.comp_models.topology import Topology
@@ -28,15 +28,15 @@ from ignite_dist.errors import EnvironmentVariablesError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SerialModel", "WatchfulSerialModel"]
+__all__ = ["PollingSerialModel", "SerialModel"]
 
 
 class SerialModel(ComputationModel):
     """The model of a process without any distributed context.
 
     Args:
-        num_modules: the number of imported modules when no library had a context. Until another module is
-            imported, only torch.distributed has to be checked.
+        num_modules: the number of modules that were imported when no library had a context. Until another
+            module is imported, only torch.distributed has to be checked.
     """
 
     name: ClassVar[str] = "serial"
@@ -48,7 +48,7 @@ class SerialModel(ComputationModel):
         self._num_modules = num_modules
         self._device: torch.device | None = None
         self.groups = _LocalGroups(self.transport, self.get_world_size())
-        self.objects = LocalObjects(self.transport, weakly(self.get_rank), weakly(self.device))
+        self.objects = LocalObjects(self.transport, weak_method(self.get_rank), weak_method(self.device))
         self.training = _LocalTraining(self)
         self._found_topology = Topology(local_rank=0, nproc_per_node=1, nnodes=1, node_rank=0)
 
@@ -69,7 +69,7 @@ class SerialModel(ComputationModel):
         # sys.modules is not checked: with a guard on it, torch would compile again after each import.
         return WORLD_STATE.default_pg is None
 
-    def gives_way_to(self, model: type[ComputationModel]) -> bool:
+    def can_be_replaced_by(self, model: type[ComputationModel]) -> bool:
         return True
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class _LocalTransport(Transport):
     def supports(
         self, kind: CollectiveKind, op: str | None, dtype: torch.dtype, device: torch.device
     ) -> bool:
-        return True
+        return kind in get_args(CollectiveKind)
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
         return Completed(tensor)
@@ -171,8 +171,8 @@ class _LocalTraining(Training):
         return nullcontext([])
 
 
-class WatchfulSerialModel(SerialModel):
-    """The serial model while imported libraries may still make a context. Each check polls these libraries.
+class PollingSerialModel(SerialModel):
+    """The serial model when imported libraries may still make a context. Each check polls these libraries.
 
     Args:
         num_modules: as for :class:`SerialModel`.
@@ -194,10 +194,10 @@ _warned = False
 
 
 def _check_launch() -> None:
-    """Warn once if several processes were started and each of them runs as a world of one.
+    """Warn once if a launcher started several processes and each of them runs as a world of one.
 
     Raises:
-        RuntimeError: this is a DataLoader worker, and its main process is one of several.
+        RuntimeError: this is a DataLoader worker, and its main process is one of several ranks.
     """
     global _warned
     is_worker = get_worker_info() is not None

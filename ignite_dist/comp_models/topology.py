@@ -1,4 +1,4 @@
-"""Which ranks run on which node: from the launcher's variables, else from the host names of all ranks."""
+"""Finds the ranks of each node, from the launcher's variables or else from the host names of all ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ignite_dist.errors import CollectiveMismatchError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["PLACE_BYTES", "Place", "Topology", "read_places", "write_place"]
+__all__ = ["PLACE_BYTES", "Place", "Topology", "decode_places", "encode_place"]
 
 
 class Place(NamedTuple):
-    """Where one rank runs: an identifier of its node, and its local rank if that is known."""
+    """The place of one rank: an identifier of its node, and its local rank, or None if it is not known."""
 
     node: Hashable
     local_rank: int | None
 
 
 class Topology(NamedTuple):
-    """Where this rank's process runs. Nodes may have different numbers of processes."""
+    """The place of this rank in the job. Nodes may have different numbers of processes."""
 
     local_rank: int
     nproc_per_node: int
@@ -33,7 +33,7 @@ class Topology(NamedTuple):
 
     @classmethod
     def from_environment(cls, environment: Environment) -> Self | None:
-        """The topology if the launcher's variables determine it; else None."""
+        """The topology; None if the launcher's variables do not determine it."""
         world_size, nnodes = environment.world_size, environment.nnodes
         local_rank, nproc_per_node = environment.local_rank, environment.nproc_per_node
         node_rank = environment.node_rank
@@ -84,22 +84,22 @@ class Topology(NamedTuple):
 # --- places as bytes -----------------------------------------------------------------------------------
 
 # A place has three fields: a magic number with the format's version, the local rank, and a digest of the
-# node's name. Its size is fixed, so one collective is enough, and small, because every rank receives all.
-# With 100,000 names, two names have the same digest in fewer than one of 10^9 jobs.
+# node's name. The size is fixed, so one collective is enough. It is small: every rank receives all places.
+# With 100,000 nodes, two names have the same digest in fewer than one of 10^9 jobs.
 _PLACE = struct.Struct("<4sq8s")
 _MAGIC = b"idp1"
 _UNKNOWN = -1
 PLACE_BYTES = _PLACE.size
 
 
-def write_place(node: str, local_rank: int | None) -> bytearray:
-    """The bytes that describe to the other ranks where this rank runs."""
+def encode_place(node: str, local_rank: int | None) -> bytearray:
+    """Encode the place of this rank, for the other ranks."""
     digest = hashlib.blake2b(node.encode(), digest_size=8).digest()
     return bytearray(_PLACE.pack(_MAGIC, _UNKNOWN if local_rank is None else local_rank, digest))
 
 
-def read_places(gathered: bytearray) -> list[Place]:
-    """The places of all ranks, in rank order.
+def decode_places(gathered: bytearray) -> list[Place]:
+    """Decode the places of all ranks, in rank order.
 
     Raises:
         CollectiveMismatchError: a rank sent bytes that are not a place.
@@ -108,7 +108,7 @@ def read_places(gathered: bytearray) -> list[Place]:
     for rank, (magic, local_rank, digest) in enumerate(_PLACE.iter_unpack(gathered)):
         if magic != _MAGIC:
             raise CollectiveMismatchError(
-                f"Rank {rank} made a different call while this rank gathered the node of every rank. The "
+                f"Rank {rank} made a different call while this rank gathered the places of all ranks. The "
                 "first call of a topology getter (get_nnodes(), ...) is a collective of all ranks."
             )
         places.append(Place(digest, None if local_rank == _UNKNOWN else local_rank))

@@ -1,4 +1,4 @@
-"""The interface of a backend's training: how it prepares models, optimizers and data loaders."""
+"""The interface by which a backend prepares models, optimizers and data loaders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Training:
     """True if the model from :meth:`wrap_model` averages gradients in the backward pass."""
 
     computes_lazily: bool = False
-    """True if tensors are computed only when Python reads them. A training step should then read none."""
+    """True if tensors are computed only when Python reads them. A training step should then not read any."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -115,11 +115,11 @@ class Training:
     ) -> AbstractContextManager[list[int]]:
         """Context manager: ranks may make different numbers of steps in the block.
 
-        Returns a list. After the block the list contains the rank from which the other ranks must copy the
-        parameters. The list is empty if all ranks have equal parameters already.
+        Yields a list. After the block the list contains the rank from which the other ranks must copy the
+        parameters. The list stays empty if all ranks already have equal parameters.
 
         Raises:
-            ValueError: the backend does not support this.
+            ValueError: the backend does not support ``join()``.
         """
         raise ValueError(
             f"Backend {self.context.backend()!r} does not support join(): every rank must take part in every "
@@ -127,16 +127,16 @@ class Training:
         )
 
     def accumulate(self, model: Module, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
-        """Context manager: backward passes in the block average no gradients; later code averages them."""
+        """Context manager: backward passes in the block do not average gradients; later passes do."""
         return nullcontext()
 
     def average_in_block(
         self, model: Module, optimizers: Sequence[Optimizer]
     ) -> AbstractContextManager[None]:
-        """Context manager: after the block all gradients are averaged, if backward passes average gradients.
+        """Context manager: if backward passes average gradients, all gradients are averaged after the block.
 
-        At the end of the block this rank completes the reduction: for all parameters if the block had no
-        backward pass, else for the parameters that the backward passes have not used.
+        At the end of the block this rank averages the gradients that are left: all gradients if the block had
+        no backward pass, else the gradients of the parameters that the backward passes have not used.
         """
         return nullcontext()
 
@@ -149,10 +149,10 @@ class Training:
         return self.context.groups.world
 
     def check_forced(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
-        """Raise if averaging over all ranks, outside of backward pass and step, would give wrong gradients.
+        """Check that averaging over all ranks, outside of backward pass and step, gives correct gradients.
 
         Raises:
-            ValueError: the message gives the reason.
+            ValueError: the gradients would be wrong; the message gives the reason.
         """
 
     def mark_averaged(self, model: Module) -> None:

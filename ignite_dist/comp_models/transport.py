@@ -16,11 +16,11 @@ from ignite_dist.comp_models.work import Work
 from ignite_dist.values import serialization
 from ignite_dist.values.ranks import key_of_ranks
 
-__all__ = ["STANDARD_DTYPES", "CollectiveKind", "Group", "Transport", "WaitedFor"]
+__all__ = ["STANDARD_DTYPES", "CollectiveKind", "Group", "Transport", "Wait"]
 
 _INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 STANDARD_DTYPES = frozenset({*_INTS, torch.float16, torch.float32, torch.float64})
-"""Dtypes that torch shares with numpy. Most libraries carry these dtypes."""
+"""Dtypes that both torch and numpy have. Most libraries can send these dtypes."""
 
 
 class Group(NamedTuple):
@@ -28,14 +28,14 @@ class Group(NamedTuple):
 
     Attributes:
         handle: the backend's object for the group; None for the world.
-        ranks: the global ranks of the members, ascending; empty if this rank is outside and they are unknown.
+        ranks: the global ranks of the members, ascending; empty if this rank is outside and cannot know them.
     """
 
     handle: Any
     ranks: tuple[int, ...]
 
     def position(self, rank: int) -> int | None:
-        """The rank in the group of the global ``rank``; None if ``rank`` is outside."""
+        """Return the group rank of the global ``rank``; None if ``rank`` is not in the group."""
         found = bisect_left(self.ranks, rank)
         return found if found < len(self.ranks) and self.ranks[found] == rank else None
 
@@ -43,11 +43,11 @@ class Group(NamedTuple):
 CollectiveKind = Literal["all_reduce", "reduce_narrow", "all_gather", "broadcast"]
 
 
-class WaitedFor(NamedTuple):
-    """The call in which a rank waits, and the ranks that it waits for.
+class Wait(NamedTuple):
+    """A rank's wait for a call: the collective or message, and the ranks that the call needs.
 
     Attributes:
-        ranks: the ranks of the call's group; for a broadcast the source alone; for a message the peer. If the
+        ranks: the ranks of the call's group; for a broadcast only the source; for a message the peer. If the
             call is not known, the ranks that are in all groups to which the call may belong.
         name: the group's name in :meth:`Transport.calls_begun`; empty for a message or an unnamed group.
         is_known: True if the call is known.
@@ -73,14 +73,16 @@ class Transport(ABC):
     only block. The primitive or ``wait()`` raises ``RuntimeError`` if the backend fails or another rank ends.
     """
 
-    groups_need_everyone: ClassVar[bool] = False
+    groups_need_all_ranks: ClassVar[bool] = False
     """True if every rank of the world, member or not, must call the collectives of a group."""
 
-    overlap: ClassVar[bool] = False
-    """True if a rank may begin a collective of a group before an earlier one of that group has completed.
+    overlap: bool = False
+    """True if a rank may begin a collective of a group before the group's earlier collectives have completed.
+
+    Then :meth:`separate_group` must return another group.
 
     If True, a collective that has begun makes progress while any thread of the rank waits for another
-    collective. If False, a thread of this package waits for each collective, which ensures progress.
+    collective. If False, a thread of this package waits for each collective, so that it makes progress.
     """
 
     is_synchronous: ClassVar[bool] = False
@@ -94,7 +96,7 @@ class Transport(ABC):
     def supports(
         self, kind: CollectiveKind, op: str | None, dtype: torch.dtype, device: torch.device
     ) -> bool:
-        """True if the primitive ``kind`` accepts such tensors. False for an unknown ``kind``.
+        """True if the primitive ``kind`` accepts such a tensor. False for an unknown ``kind``.
 
         Called once for each combination of arguments. Unsupported dtypes are sent as a supported dtype. So
         "all_gather" and "broadcast" must support ``uint8``, on the CPU or on the device of the model.
@@ -106,9 +108,9 @@ class Transport(ABC):
 
         Args:
             kind: the primitive's name.
-            op: "SUM", "PRODUCT", "MIN", "MAX", "AND", "OR" or "ADASUM"; None if ``kind`` is no reduction.
-            dtype: of the tensor.
-            device: of the tensor.
+            op: "SUM", "PRODUCT", "MIN", "MAX", "AND", "OR" or "ADASUM"; None if ``kind`` is not a reduction.
+            dtype: the dtype of the tensor.
+            device: the device of the tensor.
         """
 
     @abstractmethod
@@ -118,7 +120,7 @@ class Transport(ABC):
     def reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Work:
         """Reduce narrow floats in place by "SUM", "AVERAGE" or "PRODUCT", in float64 and with one rounding.
 
-        Optional: if unsupported, the floats are sent as float64. The result is ``tensor``.
+        Optional: without this method, the floats are sent as float64. The result is ``tensor``.
         """
         raise NotImplementedError
 
@@ -130,7 +132,7 @@ class Transport(ABC):
         """The buffers of all ranks, concatenated in the group's order.
 
         All buffers have the same length, at least 1 byte. Called only if "all_gather" supports ``uint8`` on
-        the CPU. Optional: a library may have a faster way.
+        the CPU. Override this method if the library has a faster one.
         """
         gathered = bytearray(len(group.ranks) * len(buffer))
         rows = serialization.as_tensor(gathered).view(len(group.ranks), len(buffer))
@@ -153,11 +155,20 @@ class Transport(ABC):
 
         The handle must not be None. A list, a tuple (also a named tuple) or a range counts as ranks, not as a
         handle. ``ranks`` may be empty or lack this rank: then this rank calls no collective of the group.
-        Called once for each list of ranks and each ``new_group()``; several threads may call at once.
+        Called once for each list of ranks and for each ``new_group()``, also by several threads at once.
 
         Raises:
             TypeError: unknown options; raised before any communication.
         """
+
+    def separate_group(self, group: Group) -> Group:
+        """A group of the same ranks, whose collectives have an order of their own.
+
+        Called once per group and context, by a thread of each member, before the first asynchronous
+        collective of several steps. That thread then runs such collectives in the returned group, while other
+        threads begin collectives in ``group``. The default is for libraries without :attr:`overlap`.
+        """
+        return group
 
     @abstractmethod
     def ranks_of(self, handle: Any) -> tuple[int, ...]:
@@ -179,19 +190,19 @@ class Transport(ABC):
         """A name of ``group`` that is equal on all of its ranks; empty for the world. Only members call this.
 
         Ranks use the name out of band to identify the group of a call. The default depends on the ranks only.
-        If several threads use two handles of the same ranks, the names must differ, for example by the number
-        of groups that were made of these ranks before.
+        If several threads use two handles of the same ranks, the names must differ, for example by a count
+        of the groups of these ranks.
         """
         return "" if group.handle is None else key_of_ranks(group.ranks)
 
-    # --- for the watchdog, whose thread calls these methods; the defaults mean "not known" ---
+    # --- called by the watchdog's thread; the defaults mean "not known" ---
 
     def store(self) -> Store | None:
         """A store that only the ranks of this context use, or None."""
         return None
 
     def num_collectives(self) -> int:
-        """Number of collectives that the backend has begun, also for other callers; 0 if not counted."""
+        """Number of collectives that the backend has begun, for any code; 0 if not counted."""
         return 0
 
     def calls_begun(self) -> dict[str, int | None]:
@@ -201,17 +212,17 @@ class Transport(ABC):
         """
         return {}
 
-    def waited_for(self, frame: FrameType) -> WaitedFor:
-        """The call and the ranks that a thread waits for.
+    def find_wait(self, frame: FrameType) -> Wait:
+        """Find the call for which a thread waits.
 
         ``frame`` is the thread's innermost frame of a function that :func:`waits_for_ranks` marks, or of a
         module of a library in which threads wait.
         """
-        return WaitedFor()
+        return Wait()
 
     def is_broken(self) -> bool | None:
         """True if the backend knows that another rank is gone; None if the backend cannot tell."""
         return None
 
     def end_waits(self) -> None:  # noqa: B027  # optional
-        """Make all collectives fail in which this process waits: ``wait()`` raises ``RuntimeError``."""
+        """End all waits of this process for collectives: ``wait()`` raises ``RuntimeError``."""

@@ -8,7 +8,7 @@ from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-__all__ = ["Completed", "Steps", "Work", "is_marked_as_waiting", "waits_for_ranks", "work_of"]
+__all__ = ["Completed", "Failed", "Steps", "Work", "is_marked_as_waiting", "waits_for_ranks", "work_of"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -18,7 +18,7 @@ class Work(ABC):
 
     A work owns the memory that the collective reads and writes until the collective has completed. This holds
     even if no reference to the work is left, for example after a ``KeyboardInterrupt`` in :meth:`wait`. Any
-    thread of the rank may call :meth:`wait`, more than once, and two threads may do so at the same time. A
+    thread of the rank may call :meth:`wait`, more than once, also while another thread is in :meth:`wait`. A
     subclass marks its :meth:`wait` with :func:`waits_for_ranks`.
     """
 
@@ -39,10 +39,10 @@ class Work(ABC):
         return ""
 
     def start(self) -> None:  # noqa: B027  # not abstract: most works have begun when they are made
-        """Begin the collective, if it has not begun yet, because the caller computes before it waits.
+        """Begin the collective if it has not begun yet. Called if the caller computes before it waits.
 
-        Called at most once, and before :meth:`wait`. Without this call, a library that can run the collective
-        in the caller's own thread does so.
+        Called at most once, and before :meth:`wait`. Without this call, :meth:`wait` may run the collective
+        in the caller's thread, if the library can.
         """
 
     @abstractmethod
@@ -58,15 +58,15 @@ class Work(ABC):
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """True if :meth:`wait` would return, or raise, without waiting for another rank."""
+        """True if :meth:`wait` would return or raise without waiting for another rank."""
 
     def then(self, finish: Callable[[Any], Any]) -> Work:
-        """A work with the result ``finish(result)``. ``finish`` runs once, in a thread that waits."""
+        """Return a work with the result ``finish(result)``. :meth:`wait` of that work calls ``finish``."""
         return _Then(self, finish)
 
 
 class Completed(Work):
-    """A collective that was complete when it returned."""
+    """A collective that has already completed."""
 
     __slots__ = ("_result",)
 
@@ -81,6 +81,21 @@ class Completed(Work):
 
     def then(self, finish: Callable[[Any], Any]) -> Work:  # noqa: D102
         return Completed(finish(self._result))
+
+
+class Failed(Work):
+    """A collective that has failed when it began."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self, timeout: timedelta | None = None) -> Any:  # noqa: D102
+        raise self._error
+
+    def is_completed(self) -> bool:  # noqa: D102
+        return True
 
 
 class Steps(Work):
@@ -106,11 +121,16 @@ class Steps(Work):
 
 
 class _Then(Work):
-    __slots__ = ("_finish", "_inner")
+    __slots__ = ("_finish", "_inner", "needs_all", "ranks")
 
     def __init__(self, inner: Work, finish: Callable[[Any], Any]) -> None:
         self._inner = inner
         self._finish = finish
+        self.ranks, self.needs_all = inner.ranks, inner.needs_all
+
+    @property
+    def group_name(self) -> str:
+        return self._inner.group_name
 
     def start(self) -> None:
         self._inner.start()
@@ -130,7 +150,7 @@ _WAITING: set[CodeType] = set()
 
 
 def waits_for_ranks(function: _Function) -> _Function:
-    """Decorator: marks that a thread inside ``function`` waits for other ranks. Calls are not slower.
+    """Decorator: mark that a thread inside ``function`` waits for other ranks. Calls do not become slower.
 
     The watchdog searches the stack for such functions in this package and in the modules of registered
     backends, up to the first frame of other code.

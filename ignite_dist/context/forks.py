@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 
 from ignite_dist.comp_models import ComputationModel, registered_computation_models
 
-__all__ = ["after_fork", "keep_getters", "note_inherited"]
+__all__ = ["after_fork", "disable_if_inherited", "keep_only_getters"]
 
 # For each attribute of a model, the methods of that object that communicate or prepare communication.
 _REFUSED = {
@@ -30,51 +30,51 @@ _inherited: list[object] = []
 _parent = 0
 
 
-def note_inherited(model: ComputationModel) -> None:
+def disable_if_inherited(model: ComputationModel) -> None:
     """If this process has inherited the context of ``model``, disable everything except the getters."""
     mark = model.context_mark()
-    if mark is None or not any(mark is one for one in _inherited):
+    if mark is None or not any(mark is inherited for inherited in _inherited):
         return
-    keep_getters(model, _parent)
+    keep_only_getters(model, _parent)
 
 
-def keep_getters(model: ComputationModel, parent: int) -> None:
+def keep_only_getters(model: ComputationModel, parent: int) -> None:
     """Disable everything except the getters of ``model``, whose context belongs to the process ``parent``.
 
-    The methods of the instance are replaced, so a process that was not forked has no extra cost.
+    The methods of the instance are replaced, so other processes have no extra cost.
     """
     global _parent
     _parent = parent
     for role, names in _REFUSED.items():
         for name in names:
             setattr(getattr(model, role), name, _refuse)
-    for name in ("gives_way_to", "_exchange_places"):
+    for name in ("can_be_replaced_by", "_exchange_places"):
         setattr(model, name, _refuse)
     for name in ("abort", "close", "forget", "meet_at_end"):
-        setattr(model, name, _nothing)
+        setattr(model, name, _do_nothing)
     model.groups.once.forget()
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     what = "a worker of a DataLoader" if get_worker_info() is not None else "a forked child"
     raise RuntimeError(
-        f"This process ({os.getpid()}) is {what} of the process that has the context ({_parent}). Here a "
-        "collective would hang, and no context can begin. Call both in the main process. get_rank(), "
-        "get_world_size() and the other getters work here too."
+        f"This process ({os.getpid()}) is {what} of the process that has the context ({_parent}). A "
+        "collective would hang here, and no context can begin here. Call collectives and initialize() in the "
+        "main process. get_rank(), get_world_size() and the other getters work in this process too."
     )
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 def after_fork(model: ComputationModel) -> None:
-    """Note the inherited contexts in a forked child. ``model`` is the current model."""
+    """Record the inherited contexts in a forked child. ``model`` is the current model."""
     global _parent
     for kind in registered_computation_models:
         if kind.library in sys.modules:
-            mark = kind.keep_through_fork()
+            mark = kind.prepare_forked_child()
             if mark is not None:
                 _inherited.append(mark)
                 _parent = os.getppid()
-    note_inherited(model)
+    disable_if_inherited(model)

@@ -49,7 +49,7 @@ def get_rank() -> int:
 
 @traced
 def get_world_size() -> int:
-    """Number of processes of the context; 1 without one. Never communicates."""
+    """Number of processes of the context; 1 without a context. Never communicates."""
     return current_model().get_world_size()
 
 
@@ -113,7 +113,10 @@ def device() -> torch.device:
 
 @traced
 def backend() -> str | None:
-    """``"gloo"``, ``"nccl"``, ...; None without a context. With one backend per device, the accelerator's."""
+    """Name of the backend, for example ``"nccl"``; None without a context.
+
+    If each device type has a backend, this is the backend of the accelerator.
+    """
     return current_model().backend()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -11,19 +10,19 @@ from typing import Any
 
 from ignite_dist.arguments import did_you_mean
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
-from ignite_dist.comp_models.serial import WatchfulSerialModel
+from ignite_dist.comp_models.serial import PollingSerialModel
 from ignite_dist.context import forks, ignite_bridge, loader_workers
-from ignite_dist.tracing import eagerly, resolved_while_tracing, traced, traced_as
+from ignite_dist.tracing import call_eagerly, resolved_while_tracing, traced, traced_as
 from ignite_dist.workers import torchelastic
 
 __all__ = [
     "abort",
     "available_backends",
-    "begun",
+    "before_end_hooks",
+    "begin_hooks",
     "conclude",
     "current_model",
-    "ended",
-    "ending",
+    "end_hooks",
     "finalize",
     "find_model",
     "initialize",
@@ -32,25 +31,24 @@ __all__ = [
     "sync",
 ]
 
-_logger = logging.getLogger(__name__)
 _model: ComputationModel = SerialModel()
 
-begun: list[Callable[[ComputationModel], None]] = []
+begin_hooks: list[Callable[[ComputationModel], None]] = []
 """Hooks called with the model of each context that :func:`initialize` has made."""
-ending: list[Callable[[ComputationModel], None]] = []
+before_end_hooks: list[Callable[[ComputationModel], None]] = []
 """Hooks called before a context ends after success. If a hook raises, the context stays live."""
-ended: list[Callable[[ComputationModel], None]] = []
-"""Hooks called when a context ends, in any way and by any code."""
+end_hooks: list[Callable[[ComputationModel], None]] = []
+"""Hooks called when a context ends, whatever code ends it."""
 # Guards writes of _model: threads that find a context at the same time must share one model, which owns the
 # groups. Never held while waiting for other ranks. Reads of _model need no lock.
-_changing = threading.RLock()
+_model_lock = threading.RLock()
 # The threads inside initialize(), and the class of model that each one makes.
 _initializing: dict[int, type[ComputationModel]] = {}
 
 
 def _after_fork_in_child() -> None:
-    global _changing
-    _changing = threading.RLock()  # the thread that held the lock is not in the child
+    global _model_lock
+    _model_lock = threading.RLock()  # the thread that held the lock is not in the child
     _initializing.clear()
     forks.after_fork(_model)
 
@@ -63,14 +61,14 @@ if hasattr(os, "register_at_fork"):
 
 
 @resolved_while_tracing
-def _look_while_tracing() -> None:
+def _resolve_while_tracing() -> None:
     current_model()
 
 
 @traced
 def model_of_the_graph() -> ComputationModel:
     """:func:`current_model` in a traced graph. If a guard fails, torch traces the graph again."""
-    _look_while_tracing()
+    _resolve_while_tracing()
     model = _model  # torch guards the attributes that are read below
     model.is_current_by_guards()
     return model
@@ -81,8 +79,8 @@ def _guarded_model() -> ComputationModel:
     model = model_of_the_graph()
     if model.is_current_by_guards():
         return model
-    found: ComputationModel = eagerly(current_model)
-    return found
+    live: ComputationModel = call_eagerly(current_model)
+    return live
 
 
 @traced_as(_guarded_model)
@@ -93,21 +91,21 @@ def current_model() -> ComputationModel:
 
 
 def _resolve() -> ComputationModel:
-    """Find a context that was made since the last call; a serial model if there is none."""
-    with _changing:
+    """Find a context that was made since the last call; a serial model if no context is live."""
+    with _model_lock:
         model = _model
-        if model.is_current():  # another thread has resolved it
+        if model.is_current():  # another thread has found the context
             return model
-        _call(ended, model)
+        _call_hooks(end_hooks, model)
         model.forget()
         # Replicas of XLA are threads and may end their contexts at different times. So return the model found
         # for this thread: another thread may replace _model at any time.
-        found = _find()
+        found = _find_model_of_context()
         if _is_being_made(found):  # initialize() replaces this model, which would lose its groups
-            return _use(SerialModel())
-        forks.note_inherited(found)
+            return _set_model(SerialModel())
+        forks.disable_if_inherited(found)
         model = _model
-        return model if model.is_current() else _use(found)  # a signal handler may have set it
+        return model if model.is_current() else _set_model(found)  # a signal handler may have set _model
 
 
 def _is_being_made(model: ComputationModel) -> bool:
@@ -115,45 +113,45 @@ def _is_being_made(model: ComputationModel) -> bool:
     # Ranks that are threads share one model, which initialize() does not replace.
     if not _initializing or model.ranks_in_process() > 1:
         return False
-    here = threading.get_ident()
-    return any(kind is type(model) for thread, kind in list(_initializing.items()) if thread != here)
+    thread_id = threading.get_ident()
+    return any(kind is type(model) for thread, kind in list(_initializing.items()) if thread != thread_id)
 
 
-def _use(model: ComputationModel) -> ComputationModel:
+def _set_model(model: ComputationModel) -> ComputationModel:
     global _model
-    with _changing:
+    with _model_lock:
         _model = model
-        loader_workers.note(model)
+        loader_workers.send_identity(model)
     return model
 
 
-def _look_again(_: Any) -> None:
+def _drop_serial_model(_: Any) -> None:
     """Drop the serial model when multiprocessing has sent its configuration to this new process."""
     if isinstance(_model, SerialModel):
-        _use(SerialModel())
+        _set_model(SerialModel())
 
 
-loader_workers.when_sent(_look_again)
+loader_workers.call_in_new_processes(_drop_serial_model)
 
 
-def _find() -> ComputationModel:
-    """A model of the live context, serial if there is none."""
+def _find_model_of_context() -> ComputationModel:
+    """A model of the live context; a serial model if no context is live."""
     loaded = [model for model in registered_computation_models if model.library in sys.modules]
     for candidate in loaded:
         found = candidate.find()
         if found is not None:
             return found
-    # A serial model itself notices contexts of torch.distributed and new imports.
+    # A serial model itself detects contexts of torch.distributed and new imports.
     others = [model for model in loaded if model not in (SerialModel, NativeModel)]
     num_modules = len(sys.modules)
-    of_worker = loader_workers.model_of_worker(num_modules)
-    if of_worker is not None:
-        return of_worker
-    return WatchfulSerialModel(num_modules, others) if others else SerialModel(num_modules)
+    worker_model = loader_workers.model_of_worker(num_modules)
+    if worker_model is not None:
+        return worker_model
+    return PollingSerialModel(num_modules, others) if others else SerialModel(num_modules)
 
 
 def sync(temporary: bool = False) -> None:
-    """Find the live context. For compatibility only: every function of the package does this itself.
+    """Find the live context. For compatibility only: every function finds the context itself.
 
     Args:
         temporary: has no effect.
@@ -185,15 +183,17 @@ def find_model(backend: str) -> type[ComputationModel]:
         for model in registered_computation_models:
             reason = model.unavailable_reason(backend)
             if reason is not None:
-                raise ValueError(f"Backend {backend!r} cannot run here: {reason} Available: {_listed()}.")
+                raise ValueError(
+                    f"Backend {backend!r} cannot run here: {reason} Available: {_backend_names()}."
+                )
     hint = (
         did_you_mean(str(backend).lower(), available_backends())
         or " Is the package of this backend installed?"
     )
-    raise ValueError(f"Unknown backend {backend!r}. Available: {_listed()}.{hint}")
+    raise ValueError(f"Unknown backend {backend!r}. Available: {_backend_names()}.{hint}")
 
 
-def _listed() -> str:
+def _backend_names() -> str:
     return ", ".join(map(repr, available_backends()))
 
 
@@ -226,27 +226,27 @@ def initialize(backend: str, **kwargs: Any) -> None:
         LaunchError: the port of the rendezvous is in use.
         MissingRanksError: ranks are missing after the timeout (torch's backends; others raise other errors).
     """
-    model = find_model(backend)
+    kind = find_model(backend)
     live = current_model()
-    if not live.gives_way_to(model):
+    if not live.can_be_replaced_by(kind):
         raise RuntimeError(
             f"A context of backend {live.backend()!r} exists already, and idist uses this context. "
             "To make a new context, call idist.finalize() first."
         )
-    here = threading.get_ident()
-    _initializing[here] = model
+    thread_id = threading.get_ident()
+    _initializing[thread_id] = kind
     try:
-        made = _use(model.open(backend, **kwargs))
+        model = _set_model(kind.open(backend, **kwargs))
     finally:
-        _initializing.pop(here, None)
-    ignite_bridge.context_began(made)
-    _call(begun, made)
+        _initializing.pop(thread_id, None)
+    ignite_bridge.context_began(model)
+    _call_hooks(begin_hooks, model)
 
 
 def is_context_of(backend: str) -> bool:
-    """True if a context of ``backend`` is live, so ``initialize(backend)`` would raise."""
+    """True if a context of ``backend`` is live, and ``initialize(backend)`` would raise."""
     live = current_model()
-    return not live.gives_way_to(find_model(backend)) and live.runs(backend)
+    return not live.can_be_replaced_by(find_model(backend)) and live.runs(backend)
 
 
 def finalize() -> None:
@@ -271,10 +271,9 @@ def finalize() -> None:
 def conclude() -> None:
     """End the context after success, as :func:`finalize` does when no exception is being handled."""
     model = current_model()
-    for hook in ending:
-        hook(model)
+    _call_hooks(before_end_hooks, model)
     model.meet_at_end()
-    _call(ended, model)  # before the rank that serves the store exits
+    _call_hooks(end_hooks, model)  # before the rank that serves the store exits
     model.close()
     _forget(model)
 
@@ -285,19 +284,19 @@ def abort() -> None:
     Under torchrun, the exception that is being handled is shown in torchrun's failure summary. If the
     exception is a consequence of another rank's failure, this rank waits 3 s for torchrun to end it.
     """
-    with torchelastic.recorded(sys.exc_info()[1]):
+    with torchelastic.report_to_torchrun(sys.exc_info()[1]):
         model = current_model()
         model.abort()
-    _call(ended, model)
+    _call_hooks(end_hooks, model)
     _forget(model)
 
 
 def _forget(model: ComputationModel) -> None:
     model.forget()
-    _use(SerialModel())
+    _set_model(SerialModel())
     ignite_bridge.context_ended()
 
 
-def _call(hooks: Sequence[Callable[[ComputationModel], None]], model: ComputationModel) -> None:
+def _call_hooks(hooks: Sequence[Callable[[ComputationModel], None]], model: ComputationModel) -> None:
     for hook in hooks:
         hook(model)

@@ -21,7 +21,7 @@ from ignite_dist.comp_models import ComputationModel, SerialModel
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.context import forks
 
-__all__ = ["WorkerModel", "model_of_worker", "note", "when_sent"]
+__all__ = ["WorkerModel", "call_in_new_processes", "model_of_worker", "send_identity"]
 
 _KEY = "ignite_dist"
 
@@ -32,7 +32,7 @@ def _config() -> dict[str, Any]:
     return config
 
 
-class _Note:
+class _Identity:
     """The identity of this rank. Pickles to plain values, because a worker need not import this package."""
 
     def __init__(self, model: ComputationModel) -> None:
@@ -40,10 +40,10 @@ class _Note:
 
     def __reduce__(self) -> tuple[Any, ...]:
         model = self._model()
-        return dict, ({} if model is None or not model.is_current() else _facts(model),)
+        return dict, ({} if model is None or not model.is_current() else _identity_values(model),)
 
 
-def _facts(model: ComputationModel) -> dict[str, Any]:
+def _identity_values(model: ComputationModel) -> dict[str, Any]:
     topology = model.known_topology()
     return {
         "name": model.name,
@@ -57,18 +57,18 @@ def _facts(model: ComputationModel) -> dict[str, Any]:
     }
 
 
-def note(model: ComputationModel) -> None:
-    """Send the identity in ``model`` to processes started later. Ranks that share a process send nothing."""
+def send_identity(model: ComputationModel) -> None:
+    """Send the identity of ``model`` to processes started later. Ranks that share a process send nothing."""
     config = _config()
     if isinstance(model, WorkerModel):
         return
     if model.backend() is not None and model.get_world_size() > 1 and model.ranks_in_process() == 1:
-        config[_KEY] = _Note(model)
-    elif isinstance(config.get(_KEY), _Note):  # keep the values that the parent process has sent
+        config[_KEY] = _Identity(model)
+    elif isinstance(config.get(_KEY), _Identity):  # keep the values that the parent process has sent
         del config[_KEY]
 
 
-def when_sent(function: Callable[[Any], None]) -> None:
+def call_in_new_processes(function: Callable[[Any], None]) -> None:
     """Call ``function`` in each new process after multiprocessing has set its configuration."""
     util.register_after_fork(function, function)  # runs with every start method, not only fork
 
@@ -99,9 +99,9 @@ class WorkerModel(SerialModel):
         super().__init__(num_modules)
         self.name = facts["name"]  # type: ignore[misc]  # a ClassVar in the base class
         self._device = torch.device(facts["device"])
-        known = facts["topology"]
-        self._found_topology = None if known is None else Topology(*known)
-        forks.keep_getters(self, facts["pid"])
+        topology = facts["topology"]
+        self._found_topology = None if topology is None else Topology(*topology)
+        forks.keep_only_getters(self, facts["pid"])
 
     def is_current_by_guards(self) -> bool:
         """False: guards cannot detect the context of another process."""
@@ -117,15 +117,15 @@ class WorkerModel(SerialModel):
 
     def backend(self) -> str | None:
         """The backend of the main process."""
-        found: str = self._facts["backend"]
-        return found
+        backend: str = self._facts["backend"]
+        return backend
 
     def known_local_rank(self) -> int | None:
-        """The local rank of the main process; None if unknown there."""
-        found: int | None = self._facts["local_rank"]
-        return found
+        """The local rank of the main process; None if the main process does not know it."""
+        local_rank: int | None = self._facts["local_rank"]
+        return local_rank
 
     def get_local_rank(self) -> int:
-        """The local rank of the main process; raises if unknown there."""
-        found = self.known_local_rank()
-        return self.find_topology().local_rank if found is None else found
+        """The local rank of the main process; raises if the main process does not know it."""
+        local_rank = self.known_local_rank()
+        return self.find_topology().local_rank if local_rank is None else local_rank

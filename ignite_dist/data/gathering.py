@@ -18,7 +18,7 @@ from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.samplers import ExactSampler, part
 from ignite_dist.training.exact_passes import check_pass
 from ignite_dist.values import pytree
-from ignite_dist.values.safe_objects import safe
+from ignite_dist.values.safe_objects import register_safe
 
 __all__ = ["gather_in_order"]
 
@@ -43,10 +43,10 @@ def gather_in_order(values: Any, loader: Any) -> Any:
         :func:`device`, or on the CPU if the other ranks pass CPU tensors. Lists have ``N`` entries.
 
     Raises:
-        ValueError: the loader has no ``ExactSampler`` or was made for another rank; or, raised on every rank,
-            a rank's numbers of values and samples differ, or the ranks' samplers differ.
-        TypeError: unsupported values, raised on every rank; or a dict key that :func:`all_reduce` does not
-            support, raised on this rank before any communication.
+        ValueError: the loader has no ``ExactSampler`` or was made for another rank. Raised on every rank: a
+            rank's numbers of values and samples differ, or the ranks' samplers differ.
+        TypeError: values are not supported; raised on every rank. Or :func:`all_reduce` does not support a
+            dict key; raised on this rank before any communication.
         CollectiveMismatchError: structures, shapes or dtypes differ between ranks; raised on every rank.
 
     Example::
@@ -58,27 +58,26 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     model = current_model()
     members = model.groups.resolve(None)
     sampler = _sampler_of(loader, model)
-    own = values if sampler.num_samples else None
+    own_values = values if sampler.num_samples else None
     # flatten() raises for bad keys, so it comes before end_pass(), which may communicate.
-    leaves, _ = pytree.flatten(own, list)
+    leaves, _ = pytree.flatten(own_values, list)
     sampler.end_pass()
     order, counts = sampler.order(), [sampler.num_drawn_by(rank) for rank in members.ranks]
-    described = pytree.rebuild(own, map(_Column.of, leaves), list)
-    told = sampler.meant(), described
+    metadata = sampler.pass_settings(), pytree.rebuild(own_values, map(_Column.of, leaves), list)
     gathered = perform(
         model,
         "gather_in_order",
         members,
-        lambda: Steps(lambda: model.objects.gather(told, members)),
+        lambda _: Steps(lambda: model.objects.gather(metadata, members)),
         outside=None,
     )
     check_pass(gathered)
-    if any(meant != gathered[0][0] for meant, _ in gathered):
+    if any(settings != gathered[0][0] for settings, _ in gathered):
         raise ValueError(
             "The samplers of the ranks differ (number of samples, shuffle, seed, epoch, padded): "
-            f"{', '.join(f'rank {rank}: {meant}' for rank, (meant, _) in enumerate(gathered))}."
+            f"{', '.join(f'rank {rank}: {settings}' for rank, (settings, _) in enumerate(gathered))}."
         )
-    template = _agree([columns for _, columns in gathered], counts)
+    template = _common_columns([columns for _, columns in gathered], counts)
     if template is None:  # no rank has a sample
         return values
     if not sampler.num_samples:
@@ -117,10 +116,10 @@ def _sampler_of(loader: Any, model: ComputationModel) -> ExactSampler:
     return sampler
 
 
-@safe
+@register_safe
 @dataclass(frozen=True)
 class _Column:
-    """Metadata of one leaf: the number of its values, None if the leaf is not supported."""
+    """Metadata of one leaf. ``count`` is the number of its values, None if the leaf is not supported."""
 
     kind: str
     count: int | None = None
@@ -141,14 +140,14 @@ class _Column:
         """A leaf of this kind without samples."""
         if self.kind == "list":
             return []
-        on = "cpu" if self.kind == "cpu tensor" else device
-        return torch.empty((0, *self.row_shape), dtype=self.dtype, device=on)
+        place = "cpu" if self.kind == "cpu tensor" else device
+        return torch.empty((0, *self.row_shape), dtype=self.dtype, device=place)
 
 
-def _agree(described: list[Any], counts: list[int]) -> Any:
-    """The tree of :class:`_Column` that all ranks with samples share. ``counts`` are samples per rank."""
+def _common_columns(columns_by_rank: list[Any], counts: list[int]) -> Any:
+    """The tree of :class:`_Column` that all ranks with samples share. ``counts``: samples of each rank."""
     found: Any = None
-    for rank, (columns, count) in enumerate(zip(described, counts, strict=True)):
+    for rank, (columns, count) in enumerate(zip(columns_by_rank, counts, strict=True)):
         if not count:
             continue
         leaves, structure = pytree.flatten(columns)
@@ -200,17 +199,17 @@ def _gather_padded(model: ComputationModel, rows: Tensor, count: int, group: Gro
 
 
 def _merge_rows(gathered: Tensor, sizes: Sequence[int], order: range | Tensor) -> Tensor:
-    """``(group_size, count, *S) -> (N, *S)`` in data set order. ``sizes`` are the valid rows per rank."""
+    """``(group_size, count, *S) -> (N, *S)`` in data set order. ``sizes``: valid rows of each rank."""
     if min(sizes) == gathered.shape[1]:
         rows = gathered.flatten(0, 1)
     else:
-        rows = torch.cat([one[:size] for one, size in zip(gathered, sizes, strict=True)])
+        rows = torch.cat([padded[:size] for padded, size in zip(gathered, sizes, strict=True)])
     return rows if isinstance(order, range) else rows.index_select(0, _inverse(order).to(rows.device))
 
 
 def _merge_lists(gathered: Sequence[list[Any]], sizes: Sequence[int], order: range | Tensor) -> list[Any]:
-    entries = [entry for one, size in zip(gathered, sizes, strict=True) for entry in one[:size]]
-    return entries if isinstance(order, range) else [entries[place] for place in _inverse(order).tolist()]
+    entries = [entry for padded, size in zip(gathered, sizes, strict=True) for entry in padded[:size]]
+    return entries if isinstance(order, range) else [entries[index] for index in _inverse(order).tolist()]
 
 
 def _inverse(order: Tensor) -> Tensor:

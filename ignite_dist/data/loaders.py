@@ -24,8 +24,8 @@ def auto_dataloader(
 
     In a world of one the result is ``DataLoader(dataset, **kwargs)``. In a larger world:
 
-    - ``batch_size`` is the total over all ranks and is divided by the world size. A warning tells if the
-      division leaves a remainder, or if ``batch_size`` is smaller than the world size and kept per rank.
+    - ``batch_size`` is the total over all ranks and is divided by the world size. There is a warning if
+      the division leaves a remainder, or if ``batch_size`` is less than the world size and kept per rank.
     - ``num_workers`` is the total per node. It is divided by the node's number of processes and rounded up.
     - ``sampler`` may be left out (each rank draws its share, shuffled unless ``shuffle=False``), may be a
       ``DistributedSampler`` (used as it is), or any other sampler (its draws are split over the ranks).
@@ -38,15 +38,15 @@ def auto_dataloader(
     With ``exact`` every rank must begin each pass, even without samples. If models with buffers (running
     statistics of BatchNorm) are trained, the pass begins with a collective: every model of
     :func:`auto_model` takes the buffers of rank 0, so ``unwrap_model(model)`` predicts the same on each
-    rank. A copy of a model (an average of its weights, say) has its own buffers: ``broadcast`` these first.
+    rank. A copy of a model (for averaged weights, say) has its own buffers: ``broadcast`` them first.
 
     Args:
-        dataset: an ``IterableDataset`` must itself yield different data on each rank, unless ``shard``.
+        dataset: an ``IterableDataset`` must itself yield different data on each rank, unless ``shard=True``.
         exact: for an evaluation with :func:`gather_in_order`: an ``ExactSampler`` draws every sample exactly
             once, in order unless ``shuffle=True``. Ranks may have different numbers of batches, or none, so
             the loop must not call collectives: use ``unwrap_model``. Under FSDP2 every forward pass is a
-            collective. ``"padded"`` then gives all ranks equally many samples, and :func:`gather_in_order`
-            drops the extra ones.
+            collective. With ``"padded"`` all ranks draw equally many samples, and :func:`gather_in_order`
+            drops the extra samples.
         shard: split an ``IterableDataset`` over ranks and workers: rank ``r`` of ``n`` takes every ``n``-th
             item. The data set must yield the same items in every process. The ranks' numbers of items, and
             of batches, differ by at most one. They are equal with ``drop_last=True`` and equally many
@@ -85,7 +85,7 @@ def auto_dataloader(
     if kwargs.get("batch_sampler") is not None:
         warnings.warn("batch_sampler is used as it is: it must draw only this rank's share.", stacklevel=2)
     elif not (exact or isinstance(dataset, IterableDataset)):
-        kwargs["sampler"] = _share(
+        kwargs["sampler"] = _sampler_of_rank(
             dataset,
             kwargs.get("sampler"),
             kwargs.pop("shuffle", None),
@@ -125,7 +125,7 @@ def _is_empty(dataset: Dataset[Any]) -> bool:
     return not isinstance(dataset, IterableDataset) and isinstance(dataset, Sized) and len(dataset) == 0
 
 
-def _share(
+def _sampler_of_rank(
     dataset: Dataset[Any], sampler: Any, shuffle: bool | None, world_size: int, rank: int, drop_last: bool
 ) -> Any:
     if sampler is None:

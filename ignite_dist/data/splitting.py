@@ -23,7 +23,7 @@ def split(sequence: Any) -> Any:
     items in order. Lengths differ by at most one; the first ranks have the longer parts.
 
     Args:
-        sequence: the same on every rank; must have a length and slices: a list, a tensor, an array.
+        sequence: a list, a tensor, an array or another object with a length and slices; equal on every rank.
 
     Returns:
         ``sequence[start:stop]``, empty on the last ranks if there are more ranks than items.

@@ -14,11 +14,11 @@ from ignite_dist.errors import EnvironmentVariablesError
 
 __all__ = [
     "announce",
-    "compare_in_new_contexts",
-    "compared_in_new_contexts",
+    "comparison_in_new_contexts",
+    "get_or_create_recorder",
     "keeps_calls",
     "recorder_of",
-    "watch_with_recorder",
+    "set_comparison_in_new_contexts",
 ]
 
 _VARIABLE = "IGNITE_DIST_DEBUG"
@@ -26,12 +26,12 @@ _VARIABLE = "IGNITE_DIST_DEBUG"
 _comparison: Comparison | None = None
 
 
-def compared_in_new_contexts() -> Comparison | None:
-    """The comparison for contexts that begin later; None if they compare nothing."""
+def comparison_in_new_contexts() -> Comparison | None:
+    """The comparison for contexts that begin later; None if these contexts compare nothing."""
     return _comparison
 
 
-def compare_in_new_contexts(comparison: Comparison | None) -> None:
+def set_comparison_in_new_contexts(comparison: Comparison | None) -> None:
     """Set the comparison for contexts that begin later."""
     global _comparison
     _comparison = comparison
@@ -39,51 +39,49 @@ def compare_in_new_contexts(comparison: Comparison | None) -> None:
 
 # None: the context has no recorder.
 _recorders: PerContext[Recorder | None] = PerContext()
-
-
-_making = threading.RLock()
+_lock = threading.RLock()  # guards the creation of recorders
 
 
 def recorder_of(model: ComputationModel) -> Recorder | None:
-    """The recorder of the context of ``model``; None if there is none."""
+    """The recorder of the context of ``model``; None if the context has no recorder."""
     try:
         return _recorders.by_id[id(model)]
     except KeyError:
-        with _making:
-            return _recorders.setdefault(model, _wanted_in_new_contexts())
+        with _lock:
+            return _recorders.setdefault(model, _recorder_of_new_context())
 
 
-def watch_with_recorder(model: ComputationModel, keep_calls: bool) -> Recorder:
-    """The recorder of the context of ``model``; makes one if there is none."""
-    with _making:
-        found = recorder_of(model)
-        if found is None:
-            found = _recorders[model] = Recorder()
-            found.keeps_calls = False
-        found.keeps_calls = found.keeps_calls or keep_calls
-        return found
+def get_or_create_recorder(model: ComputationModel, keep_calls: bool) -> Recorder:
+    """Return the recorder of the context of ``model``. Create a recorder if the context has none."""
+    with _lock:
+        recorder = recorder_of(model)
+        if recorder is None:
+            recorder = _recorders[model] = Recorder()
+            recorder.keeps_calls = False
+        recorder.keeps_calls = recorder.keeps_calls or keep_calls
+        return recorder
 
 
 def keeps_calls(model: ComputationModel) -> bool:
-    """True if the recorder keeps the calls of this context."""
-    found = recorder_of(model)
-    return found is not None and found.keeps_calls
+    """True if the context of ``model`` has a recorder that keeps calls."""
+    recorder = recorder_of(model)
+    return recorder is not None and recorder.keeps_calls
 
 
 def _forget_all() -> None:
     """Drop all recorders in a forked child: the child has no watchdog threads."""
-    global _making
-    _making = threading.RLock()
+    global _lock
+    _lock = threading.RLock()
     _recorders.clear()
 
 
-def _wanted_in_new_contexts() -> Recorder | None:
+def _recorder_of_new_context() -> Recorder | None:
     """A recorder if ``debug()`` or ``IGNITE_DIST_DEBUG=1`` is on for every context; else None."""
     if _comparison is not None:
         return Recorder(_comparison)
     text = os.environ.get(_VARIABLE, "")
     if text not in ("", "0", "1"):
-        raise EnvironmentVariablesError(f"The environment variable {_VARIABLE} is 0 or 1, got {text!r}.")
+        raise EnvironmentVariablesError(f"The environment variable {_VARIABLE} must be 0 or 1, got {text!r}.")
     return Recorder(Comparison()) if text == "1" else None
 
 
@@ -98,15 +96,15 @@ def announce(
 ) -> None:
     """Record the next collective. If ``debug()`` is on, compare the collective on all ranks first.
 
-    A blocking collective first waits until the thread of ``group`` has no job left.
+    A blocking collective first waits until the thread of ``group`` has completed all pending calls.
 
     Args:
         model: the model of the context.
         operation: the name of the public function.
         group: the process group of the collective. A rank outside the group records nothing.
-        value: a description, a tensor, or the leaves of a tree. Dtypes and shapes must be equal on all ranks.
+        value: a description, a tensor or the leaves of a tree; dtypes and shapes must match on all ranks.
         op: the reduction, or the source rank; must be equal on all ranks.
-        async_op: True if the collective may run in the thread of the group.
+        async_op: True if the collective may run in the thread of ``group``.
 
     Raises:
         CollectiveMismatchError: the ranks are about to call different collectives; raised on all ranks.
@@ -114,7 +112,7 @@ def announce(
     if _recorders.by_id.get(id(model), model) is None and not pending_calls.queues.by_id:
         return
     rank, transport = model.get_rank(), model.transport
-    if group.handle is not None and group.position(rank) is None and not transport.groups_need_everyone:
+    if group.handle is not None and group.position(rank) is None and not transport.groups_need_all_ranks:
         return
     recorder = recorder_of(model)
     is_compared = recorder is not None and recorder.compares(rank)
@@ -125,7 +123,7 @@ def announce(
     key = transport.group_key(group)
     call = recorder.record(rank, operation, group.ranks if key else (), value, op, key)
     if is_compared and len(group.ranks) > 1:
-        recorder.compare(rank, call, group.ranks, lambda sent: model.objects.gather(sent, group))
+        recorder.compare(rank, call, group.ranks, lambda row: model.objects.gather(row, group))
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,8 +1,8 @@
 """The end of a context: every rank reports its end, and no rank waits forever for a rank that has ended.
 
-A rank that ends its context writes this to the store, with its number of calls in each group. The rank then
+A rank that ends its context reports this end in the store, with its number of calls per group. The rank then
 waits until all ranks have ended. If a rank waits in a collective that an ended rank never called, the wait
-cannot succeed. The watchdog of the waiting rank then fails the collective and informs the ended rank.
+cannot succeed. The watchdog of the waiting rank then fails the collective and reports this to the ended rank.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ from torch.distributed import DistError, Store
 
 from ignite_dist.call_sites import site_of, users_frame
 from ignite_dist.comp_models import ComputationModel
-from ignite_dist.comp_models.transport import WaitedFor
+from ignite_dist.comp_models.transport import Wait
 from ignite_dist.diagnostics.flight_recorder import Recorder
-from ignite_dist.diagnostics.out_of_band import END_OUTCOME, ENDS_COME, NTH_END, Side, ask, tell_ended
+from ignite_dist.diagnostics.out_of_band import (
+    END_OUTCOME,
+    END_REPORT,
+    NUM_ENDED,
+    OutOfBandStore,
+    collect_reports,
+    report_wait,
+)
 from ignite_dist.errors import MissingRanksError, RankFailedError
 from ignite_dist.values.ranks import describe_ranks
 from ignite_dist.workers import failures
@@ -34,19 +41,19 @@ __all__ = ["Endings"]
 
 _logger = logging.getLogger(__name__)
 
-# The watchdog fails a wait this long after its start and after the other rank's end. By then, data in transit
-# has arrived.
-_SECONDS_TO_BE_SURE = 2.0
-# The same for point-to-point messages, which may take longer, and for unknown calls.
-_SECONDS_TO_BE_SURER = 4.0
+# The watchdog fails a wait this long after the wait's start and the other rank's end. By then, all data have
+# arrived.
+_CONFIRM_SECONDS = 2.0
+# The time for point-to-point messages, which may take longer, and for unknown calls.
+_LONG_CONFIRM_SECONDS = 4.0
 
 # The polling interval of an ended rank starts short and grows. The limit on the rate protects the store,
 # which all ranks share.
-_FIRST_LOOK_SECONDS, _LOOK_SECONDS, _LOOKS_PER_SECOND = 0.0005, 0.1, 10_000
+_FIRST_POLL_SECONDS, _POLL_SECONDS, _POLLS_PER_SECOND = 0.0005, 0.1, 10_000
 # How often an ended rank checks that the other ranks are alive, if the backend cannot detect a lost rank.
-_ASK_SECONDS = 300.0
-# How long a rank whose collective has failed waits for the store's explanation.
-_ANSWER_SECONDS = 2.0
+_ALIVE_CHECK_SECONDS = 300.0
+# After a failed collective, a rank waits this long for the explanation in the store.
+_EXPLANATION_SECONDS = 2.0
 
 
 @dataclass
@@ -63,15 +70,15 @@ class _Ended:
 class Endings:
     """The ended ranks of one context, as seen by this process."""
 
-    def __init__(self, model: ComputationModel, record: Recorder, side: Side) -> None:
+    def __init__(self, model: ComputationModel, recorder: Recorder, oob_store: OutOfBandStore) -> None:
         self._model = model
-        self._recorder = record
-        self._side = side
+        self._recorder = recorder
+        self._oob_store = oob_store
         self._world_size = model.get_world_size()
-        self._here: set[int] = set()  # ended ranks of this process
+        self._own_ended: set[int] = set()  # ended ranks of this process
         self._ended: list[_Ended] = []
-        self._reading = threading.Lock()
-        self._told: dict[str, Any] | None = None  # the explanation of a wait that cannot succeed
+        self._reading_lock = threading.Lock()
+        self._explanation: dict[str, Any] | None = None  # the explanation of a wait that cannot succeed
         self._cpu_times: dict[int, str] = {}
 
     # --- in a rank that ends its context ---------------------------------------------------------------
@@ -83,79 +90,81 @@ class Endings:
             RankFailedError: another rank waits in a collective that ``rank`` has not called.
         """
         try:
-            store = self._side.connection()
-            self._say(store, rank, has_left=False)
-            outcome = self._outcome(store)
+            store = self._oob_store.connection()
+            self._report_end(store, rank, has_left=False)
+            explanation = self._wait_for_outcome(store)
         except DistError:  # the rank that serves the store is lost; the backend reports this
             return
-        if outcome is not None and self._told is None:  # else the failed collective has raised the error
-            reason = f"{outcome['text']} So rank {rank} has ended its context without the others."
-            raise RankFailedError(outcome["rank"], MissingRanksError.__name__, outcome["text"], reason)
+        if explanation is not None and self._explanation is None:  # else the failed collective has raised it
+            text = explanation["text"]
+            reason = f"{text} So rank {rank} has ended its context without the others."
+            raise RankFailedError(explanation["rank"], MissingRanksError.__name__, text, reason)
 
     def leave(self, rank: int) -> None:
         """Report that the process of ``rank`` exits without ``finalize()``."""
-        if rank not in self._here:
+        if rank not in self._own_ended:
             with suppress(DistError):
-                self._say(self._side.connection(), rank, has_left=True)
+                self._report_end(self._oob_store.connection(), rank, has_left=True)
 
-    def _say(self, store: Store, rank: int, has_left: bool) -> None:
-        self._here.add(rank)
-        position = store.add(ENDS_COME, 1)
+    def _report_end(self, store: Store, rank: int, has_left: bool) -> None:
+        self._own_ended.add(rank)
+        position = store.add(NUM_ENDED, 1)
         frame = users_frame(sys._getframe(1))
         # "<string>" is the start code of multiprocessing.
-        is_users = frame is not None and not frame.f_code.co_filename.startswith("<")
-        at = f" at {site_of(frame)}" if is_users and not has_left else ""
-        how = "its process has ended" if has_left else f"it has come to the end of its context{at}"
-        said = {
+        is_users_frame = frame is not None and not frame.f_code.co_filename.startswith("<")
+        place = f" at {site_of(frame)}" if is_users_frame and not has_left else ""
+        how = "its process has ended" if has_left else f"it has come to the end of its context{place}"
+        report = {
             "rank": rank,
             "has_left": has_left,
             "calls": self._model.transport.calls_begun(),
             "where": f"{how} (pid {os.getpid()} on {socket.gethostname()})",
         }
-        store.set(NTH_END.format(position), json.dumps(said))
+        store.set(END_REPORT.format(position), json.dumps(report))
         if position == self._world_size:
             store.compare_set(END_OUTCOME, "", "all")
 
-    def _outcome(self, store: Store) -> dict[str, Any] | None:
-        """The explanation of a wait that cannot succeed; None if all ranks have ended or one is lost."""
-        if not self._has_outcome(store):
+    def _wait_for_outcome(self, store: Store) -> dict[str, Any] | None:
+        """Explanation of a wait that cannot succeed; None when all ranks have ended or one rank is lost."""
+        if not self._poll_for_outcome(store):
             return None
         text = store.get(END_OUTCOME)
-        found: dict[str, Any] | None = None if text == b"all" else json.loads(text)
-        return found
+        explanation: dict[str, Any] | None = None if text == b"all" else json.loads(text)
+        return explanation
 
-    def _has_outcome(self, store: Store) -> bool:
+    def _poll_for_outcome(self, store: Store) -> bool:
+        """Wait until the store has the outcome. False if a rank is lost."""
         # Polls, because Store.wait() ignores Ctrl-C and logs a warning when it times out.
-        started = asked = time.monotonic()
+        started = checked = time.monotonic()
         while not store.check([END_OUTCOME]):
             is_broken = self._model.transport.is_broken()
             if is_broken:
                 return store.check([END_OUTCOME])  # ranks may exit after the outcome is set
             now = time.monotonic()
-            if is_broken is None and now - asked > _ASK_SECONDS:
-                if not self._all_answer(store):
+            if is_broken is None and now - checked > _ALIVE_CHECK_SECONDS:
+                if not self._are_others_alive(store):
                     return False
-                asked = now
-            least = max(_FIRST_LOOK_SECONDS, self._world_size / _LOOKS_PER_SECOND)
-            time.sleep(max(least, min(_LOOK_SECONDS, (now - started) / 10)))
+                checked = now
+            least = max(_FIRST_POLL_SECONDS, self._world_size / _POLLS_PER_SECOND)
+            time.sleep(max(least, min(_POLL_SECONDS, (now - started) / 10)))
         return True
 
-    def _all_answer(self, store: Store) -> bool:
+    def _are_others_alive(self, store: Store) -> bool:
         self._read(store)
-        come = {one.rank for one in self._ended}
-        others = [rank for rank in range(self._world_size) if rank not in come]
-        return len(ask(store, others)) == len(others)
+        ended = {report.rank for report in self._ended}
+        others = [rank for rank in range(self._world_size) if rank not in ended]
+        return len(collect_reports(store, others)) == len(others)
 
     # --- in the watchdog of a waiting rank ---------------------------------------------------------------
 
-    def look(
+    def check_wait(
         self,
         store: Store,
         rank: int,
         thread: int,
         since: float,
-        wanted: WaitedFor,
-        waiting: Callable[[], str],
+        awaited: Wait,
+        describe: Callable[[], str],
     ) -> None:
         """Fail the collective in which a thread of ``rank`` waits, if an ended rank makes success impossible.
 
@@ -167,51 +176,55 @@ class Endings:
             rank: the waiting rank, a rank of this process.
             thread: the identity of the waiting thread.
             since: when the watchdog first saw this wait, in seconds of ``time.monotonic()``.
-            wanted: the call in which the thread waits.
-            waiting: describes the call for the error message.
+            awaited: the collective or message for which the thread waits.
+            describe: returns a description of the call, for the error message.
         """
-        if self._told is not None or rank in self._here:
+        if self._explanation is not None or rank in self._own_ended:
             return
         self._read(store)
         if not self._ended:
             return
         is_idle = self._is_idle(thread)
-        is_sure = wanted.is_known and not wanted.is_message
-        patience = _SECONDS_TO_BE_SURE if is_sure else _SECONDS_TO_BE_SURER
+        is_sure = awaited.is_known and not awaited.is_message
+        confirm_seconds = _CONFIRM_SECONDS if is_sure else _LONG_CONFIRM_SECONDS
         now = time.monotonic()
-        gone = [one for one in self._ended if now - max(one.seen, since) > patience]
-        all_gone = {one.rank for one in gone}.issuperset(set(wanted.ranks) - {rank})
-        if wanted.is_known and not (wanted.needs_all or wanted.is_message or all_gone):
+        confirmed = [report for report in self._ended if now - max(report.seen, since) > confirm_seconds]
+        have_all_ended = {report.rank for report in confirmed}.issuperset(set(awaited.ranks) - {rank})
+        if awaited.is_known and not (awaited.needs_all or awaited.is_message or have_all_ended):
             return
-        missing = [one for one in gone if one.rank in wanted.ranks and self._lacks(one, wanted, is_idle)]
+        missing = [
+            report
+            for report in confirmed
+            if report.rank in awaited.ranks and self._has_missed(report, awaited, is_idle)
+        ]
         if missing:
-            self._tell(store, rank, missing, waiting())
+            self._fail_waits(store, rank, missing, describe())
 
     def _read(self, store: Store) -> None:
         """Read the reports of ranks that have ended since the last call."""
-        with self._reading:
-            num_come = store.add(ENDS_COME, 0)
-            while len(self._ended) < num_come:
-                key = NTH_END.format(len(self._ended) + 1)
-                if not store.check([key]):  # the rank has taken its number but not written its report yet
+        with self._reading_lock:
+            num_ended = store.add(NUM_ENDED, 0)
+            while len(self._ended) < num_ended:
+                key = END_REPORT.format(len(self._ended) + 1)
+                if not store.check([key]):  # the rank has taken its number, but not yet written its report
                     return
                 self._ended.append(_Ended(**json.loads(store.get(key))))
 
-    def _lacks(self, ended: _Ended, wanted: WaitedFor, is_idle: bool) -> bool:
-        """True if the rank has ended without making the ``wanted`` call."""
+    def _has_missed(self, ended: _Ended, awaited: Wait, is_idle: bool) -> bool:
+        """True if the rank has ended without making the call that ``awaited`` describes."""
         begun = self._model.transport.calls_begun()
-        if not wanted.is_known:
+        if not awaited.is_known:
             # In one of the groups, this rank must have begun more calls than the ended rank.
             numbers = [(number, ended.calls.get(name)) for name, number in begun.items()]
-            return is_idle and any(own and other is not None and own > other for own, other in numbers)
-        if wanted.name not in begun:  # a new group, a message, or gradients of Horovod
-            return wanted.name not in ended.calls
-        own, other = begun[wanted.name], ended.calls.get(wanted.name)
-        return own is None or other is None or own > other  # None: no count, or a destroyed group
+            return is_idle and any(num_own and num is not None and num_own > num for num_own, num in numbers)
+        if awaited.name not in begun:  # a new group, a message, or gradients of Horovod
+            return awaited.name not in ended.calls
+        num_own, num = begun[awaited.name], ended.calls.get(awaited.name)
+        return num_own is None or num is None or num_own > num  # None: no count, or a destroyed group
 
     def _is_idle(self, thread: int) -> bool:
-        """True if the thread has used no CPU time since the last check, or the system cannot tell."""
-        native_ids = [one.native_id for one in threading.enumerate() if one.ident == thread]
+        """True if the thread has used no CPU time since the last check, or if this time is unknown."""
+        native_ids = [running.native_id for running in threading.enumerate() if running.ident == thread]
         try:
             with open(f"/proc/self/task/{native_ids[0]}/stat", encoding="utf-8") as file:
                 used = " ".join(file.read().rpartition(")")[2].split()[11:13])
@@ -220,49 +233,48 @@ class Endings:
         before, self._cpu_times[thread] = self._cpu_times.get(thread), used
         return before == used
 
-    def _tell(self, store: Store, rank: int, missing: list[_Ended], waiting: str) -> None:
-        """Inform the ended ranks, and fail the collectives in which this process waits."""
-        where = {one.rank: one.where for one in missing}
-        told = tell_ended(store, where, waiting, rank)
-        self._told = told
-        _logger.error("%s", told["text"])
+    def _fail_waits(self, store: Store, rank: int, missing: list[_Ended], waiting: str) -> None:
+        """Report to the ended ranks, and fail the collectives in which this process waits."""
+        where = {report.rank: report.where for report in missing}
+        self._explanation = explanation = report_wait(store, where, waiting, rank)
+        _logger.error("%s", explanation["text"])
         self._model.transport.end_waits()
 
     # --- in a rank whose collective has failed -----------------------------------------------------------
 
-    def explained(self, error: RuntimeError) -> BaseException | None:
+    def find_cause(self, error: RuntimeError) -> BaseException | None:
         """The error that names the ended rank that caused ``error``; None if no rank has ended."""
         if not failures.is_consequence(error):
             return None
-        told = self._told or self._ask_store()
-        if told is None:
+        explanation = self._explanation or self._read_explanation()
+        if explanation is None:
             return None
-        where = {int(rank): how for rank, how in told["where"].items()}
-        found = MissingRanksError(told["text"], told["ranks"], where)
+        where = {int(rank): how for rank, how in explanation["where"].items()}
+        cause = MissingRanksError(explanation["text"], explanation["ranks"], where)
         # After an early finalize(), this error is the root cause. With a connection error as __cause__,
         # failures.is_consequence() would be True.
-        found.__cause__ = error if told.get("has_left") else None
-        return found
+        cause.__cause__ = error if explanation.get("has_left") else None
+        return cause
 
-    def _ask_store(self) -> dict[str, Any] | None:
-        """The store's explanation. A separate thread asks, because the store's host may not answer."""
+    def _read_explanation(self) -> dict[str, Any] | None:
+        """The store's explanation. A separate thread reads it, because the store's host may not answer."""
         answers: list[dict[str, Any]] = []
 
-        def look() -> None:
+        def read() -> None:
             with suppress(DistError):
-                store = self._side.connection()
+                store = self._oob_store.connection()
                 if store.check([END_OUTCOME]) and (outcome := store.get(END_OUTCOME)) != b"all":
                     answers.append(json.loads(outcome))
                     return
                 self._read(store)
-                left = [one for one in self._ended if one.has_left]
+                left = [report for report in self._ended if report.has_left]
                 if left:
-                    ranks = sorted(one.rank for one in left)
-                    where = {one.rank: one.where for one in left}
+                    ranks = sorted(report.rank for report in left)
+                    where = {report.rank: report.where for report in left}
                     text = f"{describe_ranks(ranks).capitalize()} did not come: {'; '.join(where.values())}."
                     answers.append({"ranks": ranks, "where": where, "text": text, "has_left": True})
 
-        thread = threading.Thread(target=look, daemon=True)
+        thread = threading.Thread(target=read, daemon=True)
         thread.start()
-        thread.join(_ANSWER_SECONDS)
+        thread.join(_EXPLANATION_SECONDS)
         return answers[0] if answers else None

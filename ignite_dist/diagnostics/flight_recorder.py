@@ -31,7 +31,7 @@ __all__ = [
 
 _NUM_KEPT = 20  # calls per rank
 
-# Maximum length of a description: a whole call must fit into the header of one message.
+# Maximum length of a description. A whole call must fit into the header of one message.
 _MAX_VALUE = 120
 
 END_OF_CONTEXT = "the end of the context"
@@ -81,7 +81,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the ranks compare before each collective.
+    """The parts of a call that the ranks compare before each collective.
 
     Attributes:
         call_sites: True to compare the lines of the calls too. Lines distinguish calls with equal arguments.
@@ -96,28 +96,28 @@ class Log:
     """The recorded calls of one rank.
 
     Attributes:
-        home: identity of the thread that made the rank's first call.
-        thread: identity of the thread that made the rank's last call.
-        comparison: what the rank compares before each call; None if it compares nothing.
+        first_thread: identity of the thread that made the rank's first call.
+        last_thread: identity of the thread that made the rank's last call.
+        comparison: the parts that the rank compares before each call; None if the rank compares nothing.
         error: the exception that the rank is reporting to the other ranks; empty if none.
-        num_calls: number of calls of the rank.
+        num_calls: number of calls that the rank has made.
         calls: the last calls, oldest first.
-        by_group: number of calls in each group, by :attr:`Call.key`.
+        num_by_group: number of calls in each group, by :attr:`Call.key`.
     """
 
-    home: int
-    thread: int
+    first_thread: int
+    last_thread: int
     comparison: Comparison | None = None
     error: str = ""
     num_calls: int = 0
     calls: deque[Call] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
-    by_group: dict[str, int] = field(default_factory=dict)
+    num_by_group: dict[str, int] = field(default_factory=dict)
 
 
 class Watchdog(Protocol):
     """The part of :class:`ignite_dist.diagnostics.watchdog.Watchdog` that a recorder calls."""
 
-    def explain(self, error: RuntimeError, call: Call, ranks: Sequence[int]) -> None:
+    def raise_if_ranks_missing(self, error: RuntimeError, call: Call, ranks: Sequence[int]) -> None:
         """Raise ``MissingRanksError`` if ``error`` of ``call`` is a timeout because ranks are missing."""
 
     def meet_at_end(self, rank: int) -> None:
@@ -138,31 +138,31 @@ class Recorder:
         comparison: the initial comparison of each rank.
 
     Attributes:
-        keeps_calls: True to keep calls. False if only the watchdog uses the recorder.
+        keeps_calls: True if the recorder keeps calls. False if only the watchdog uses the recorder.
     """
 
     def __init__(self, comparison: Comparison | None = None) -> None:
         self._comparison = comparison
         self.keeps_calls = True
-        self._left: set[int] = set()  # ranks whose contexts have ended
+        self._ended_ranks: set[int] = set()  # ranks whose contexts have ended
         self.logs: dict[int, Log] = {}
         self.watchdog: Watchdog | None = None
         # Guards the counts of the logs. Reentrant, because a signal handler may record a call too.
-        self._counting = threading.RLock()
+        self._lock = threading.RLock()
 
     def log_of(self, rank: int) -> Log:
-        """The log of ``rank``, made on the first call. Call this in a thread of ``rank``."""
+        """The log of ``rank``. The first call makes the log, and must be made in a thread of ``rank``."""
         log = self.logs.get(rank)
         if log is None:  # setdefault: another thread of the rank may add the log at the same time
-            made = Log(threading.get_ident(), threading.get_ident(), self._comparison)
-            log = self.logs.setdefault(rank, made)
+            new_log = Log(threading.get_ident(), threading.get_ident(), self._comparison)
+            log = self.logs.setdefault(rank, new_log)
         return log
 
-    def leave(self, rank: int, num_ranks: int) -> None:
-        """Record that the context of ``rank`` ends. The last of this process's ranks stops the watchdog."""
-        self._left.add(rank)
-        if len(self._left) >= num_ranks:
-            self._left.clear()
+    def record_end(self, rank: int, num_ranks: int) -> None:
+        """Record that the context of ``rank`` ends. The last rank of this process stops the watchdog."""
+        self._ended_ranks.add(rank)
+        if len(self._ended_ranks) >= num_ranks:
+            self._ended_ranks.clear()
             watchdog, self.watchdog = self.watchdog, None
             if watchdog is not None:
                 watchdog.stop()
@@ -183,10 +183,10 @@ class Recorder:
         layout = (value.dtype, value.shape) if type(value) is Tensor else _layout(value)
         if key is None:
             key = key_of_ranks(group)
-        with self._counting:
-            log.thread, log.error = threading.get_ident(), ""
+        with self._lock:
+            log.last_thread, log.error = threading.get_ident(), ""
             log.num_calls += 1
-            number = log.by_group[key] = log.by_group.get(key, 0) + 1
+            number = log.num_by_group[key] = log.num_by_group.get(key, 0) + 1
             call = Call(number, operation, op, layout, group, place, key)
             log.calls.append(call)
         return call
@@ -198,7 +198,7 @@ class Recorder:
     def compare(
         self, rank: int, call: Call, ranks: Sequence[int], gather: Callable[[Any], list[Any]]
     ) -> None:
-        """Compare the next call across the ranks of the group. ``gather`` collects one object per rank.
+        """Compare ``call`` with the calls of the group's other ranks. ``gather`` is a collective.
 
         Raises:
             CollectiveMismatchError: the calls differ; raised on all ranks of the group, with a table.
@@ -206,46 +206,46 @@ class Recorder:
         """
         comparison = self.logs[rank].comparison
         assert comparison is not None
-        sent = (_TAG, *call.row())
+        message = (_TAG, *call.row())
         try:
-            rows = gather(sent)
+            messages = gather(message)
         except RuntimeError as error:
             if self.watchdog is not None:
-                self.watchdog.explain(error, call, ranks)
+                self.watchdog.raise_if_ranks_missing(error, call, ranks)
             raise
-        told = [_fields(row) for row in rows]
-        if len({row if comparison.call_sites else row[:-1] for row in told}) > 1:
-            raise CollectiveMismatchError(_mismatch(call, ranks, told, comparison))
+        rows = [_fields(message) for message in messages]
+        if len({row if comparison.call_sites else row[:-1] for row in rows}) > 1:
+            raise CollectiveMismatchError(_mismatch_message(call, ranks, rows, comparison))
 
 
-def _mismatch(
-    call: Call, ranks: Sequence[int], told: Sequence[tuple[str, ...]], comparison: Comparison
+def _mismatch_message(
+    call: Call, ranks: Sequence[int], rows: Sequence[tuple[str, ...]], comparison: Comparison
 ) -> str:
     """The error message: the ranks that differ from the majority, and a table of all calls."""
-    kinds = Counter(row if comparison.call_sites else row[:-1] for row in told)
-    usual, num_usual = kinds.most_common(1)[0]
-    odd = [rank for rank, row in zip(ranks, told, strict=True) if row[: len(usual)] != usual]
+    kinds = Counter(row if comparison.call_sites else row[:-1] for row in rows)
+    majority, num_majority = kinds.most_common(1)[0]
+    deviating = [rank for rank, row in zip(ranks, rows, strict=True) if row[: len(majority)] != majority]
     group = f" of the group {list(call.group)}" if call.group else ""
-    if num_usual > len(odd):
-        made = f"{describe_ranks(odd).capitalize()}{group} made a different call from the others."
+    if num_majority > len(deviating):
+        summary = f"{describe_ranks(deviating).capitalize()}{group} made a different call from the others."
     else:
-        made = f"{describe_ranks(ranks).capitalize()}{group} made different calls."
+        summary = f"{describe_ranks(ranks).capitalize()}{group} made different calls."
     hint = ""
-    if len({row[:-1] for row in told}) == 1:
+    if len({row[:-1] for row in rows}) == 1:
         hint = (
-            "\nThe calls differ in nothing but the line of the caller: is one of the ranks a call behind? If "
-            "the lines are meant to differ, use idist.debug(verify=True, call_sites=False)."
+            "\nThe calls differ only in the line of the caller. A rank may have skipped a call. If the lines "
+            "are meant to differ, use idist.debug(verify=True, call_sites=False)."
         )
-    return f"{made} The next collective of each:\n\n{table_by_rank(ranks, told)}{hint}"
+    return f"{summary} The next collective of each:\n\n{table_by_rank(ranks, rows)}{hint}"
 
 
 _TAG = "ignite_dist.call"
 
 
-def _fields(row: Any) -> tuple[str, ...]:
+def _fields(message: Any) -> tuple[str, ...]:
     """``(number, operation, op, value, site)`` from the message of a rank."""
-    if isinstance(row, tuple) and len(row) == 6 and row[0] == _TAG:
-        return row[1:]
+    if isinstance(message, tuple) and len(message) == 6 and message[0] == _TAG:
+        return message[1:]
     return ("?", "a collective that is not compared (is debug() on for this rank?)", "", "", "?")
 
 
@@ -258,7 +258,7 @@ def table_by_rank(ranks: Sequence[int], rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], before: tuple[str, ...] = ()) -> str:
-    """The calls ``(number, operation, op, value, site)`` as text, one line each, below a header."""
+    """Text with a header, and a line for each call ``(number, operation, op, value, site)``."""
     lines = [(*before, "call", "operation", "op", "value", "where"), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -276,7 +276,7 @@ def _layout(value: Tensor | torch.dtype | Sequence[Any] | str) -> Any:
         return value.dtype, value.shape
     if isinstance(value, (str, torch.dtype)):
         return value
-    return [(one.dtype, one.shape) if isinstance(one, Tensor) else "number" for one in value]
+    return [(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else "number" for leaf in value]
 
 
 def _describe(layout: Any) -> str:

@@ -1,22 +1,24 @@
 """Asynchronous collectives of several steps, run in one thread per group.
 
 Ranks match the collectives of a group by their order. So the next blocking collective of a group waits until
-the group's thread has no job left.
+the group's thread has completed all pending calls.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
-from ignite_dist.comp_models.work import Work, waits_for_ranks
+from ignite_dist.comp_models.work import Steps, Work, waits_for_ranks
 
-__all__ = ["Job", "drain", "is_busy", "queues", "submit"]
+__all__ = ["PendingCall", "drain", "queues", "submit"]
 
 
-class Job(Work):
+class PendingCall(Work):
     """A collective that runs in the thread of its group."""
 
     __slots__ = ("_done", "_error", "_result", "_work", "call")
@@ -53,40 +55,42 @@ class Job(Work):
 
 
 class _Queue:
-    """The jobs of one group. A thread runs them and ends when no job is left."""
+    """The pending calls of one group. A thread runs the calls, and ends when no call is left.
+
+    Attributes:
+        group: the group in which the thread runs the calls; None before the first one.
+    """
 
     def __init__(self) -> None:
-        self._jobs: deque[Job] = deque()
+        self.group: Group | None = None
+        self._calls: deque[PendingCall] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Work, call: str) -> Job:
-        job = Job(work, call)
+    def submit(self, work: Work, call: str) -> PendingCall:
+        pending = PendingCall(work, call)
         with self._changed:
-            self._jobs.append(job)
+            self._calls.append(pending)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="ignite_dist's asynchronous collectives", daemon=True
                 )
                 self._thread.start()
-        return job
+        return pending
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._jobs:
+                if not self._calls:
                     self._thread = None
                     self._changed.notify_all()
                     return
-                job = self._jobs.popleft()
-            job.run()
-
-    def is_busy(self) -> bool:
-        return self._thread is not None
+                pending = self._calls.popleft()
+            pending.run()
 
     @waits_for_ranks
     def drain(self) -> None:
-        """Return when all jobs are done."""
+        """Return when all pending calls are completed."""
         with self._changed:
             while self._thread is not None:
                 self._changed.wait()
@@ -97,24 +101,29 @@ queues: PerContext[dict[str, _Queue]] = PerContext()
 
 
 def _queue(model: ComputationModel, group: Group) -> _Queue | None:
-    found = queues.get(model)
-    return None if found is None else found.get(model.transport.group_key(group))
+    by_group = queues.get(model)
+    return None if by_group is None else by_group.get(model.transport.group_key(group))
 
 
-def submit(model: ComputationModel, group: Group, work: Work, call: str) -> Job:
-    """Run ``work`` in the thread of ``group``, after the jobs submitted before. See ``Work.call``."""
-    found = queues.setdefault(model, {})
-    return found.setdefault(model.transport.group_key(group), _Queue()).submit(work, call)
+def submit(model: ComputationModel, group: Group, begin: Callable[[Group], Work], call: str) -> PendingCall:
+    """Begin a collective in the thread of ``group``, after the calls submitted before. See ``Work.call``.
 
+    The thread uses a separate group of the same ranks, because other threads of this rank may begin
+    collectives of ``group`` meanwhile, for example the backward pass of a ``DistributedDataParallel``.
+    """
+    by_group = queues.setdefault(model, {})
+    queue = by_group.setdefault(model.transport.group_key(group), _Queue())
 
-def is_busy(model: ComputationModel, group: Group) -> bool:
-    """True if the thread of ``group`` has a job."""
-    queue = _queue(model, group)
-    return queue is not None and queue.is_busy()
+    def run() -> Any:
+        if queue.group is None:
+            queue.group = model.transport.separate_group(group)
+        return begin(queue.group).wait()
+
+    return queue.submit(Steps(run), call)
 
 
 def drain(model: ComputationModel, group: Group) -> None:
-    """Return when the thread of ``group`` has no job left."""
+    """Return when the thread of ``group`` has completed all pending calls."""
     queue = _queue(model, group)
     if queue is not None:
         queue.drain()

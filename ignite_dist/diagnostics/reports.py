@@ -16,32 +16,28 @@ from ignite_dist import _torch
 from ignite_dist.call_sites import is_library, site_of, users_frame
 from ignite_dist.comp_models.work import is_marked_as_waiting, work_of
 from ignite_dist.diagnostics import flight_recorder
-from ignite_dist.diagnostics.flight_recorder import (
-    table,
-)
-from ignite_dist.diagnostics.out_of_band import (
-    SILENT,
-)
+from ignite_dist.diagnostics.flight_recorder import table
+from ignite_dist.diagnostics.out_of_band import SILENT
 from ignite_dist.values.ranks import describe_ranks
 
 __all__ = ["explanation", "innermost_frames", "place_of", "report_of", "waiting_frames"]
 
 
 def report_of(
-    log: flight_recorder.Log, frame: FrameType | None, waits: bool, seconds: float
+    log: flight_recorder.Log, frame: FrameType | None, *, is_waiting: bool, seconds: float
 ) -> dict[str, Any]:
-    """Report of where a rank is. Plain values, because the report is sent as JSON."""
+    """Report of where a rank is. Contains plain values, because the report is sent as JSON."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "waits_in": (_begun_call(frame) or _function_called(frame)) if waits else "",
+        "waits_in": (_begun_call(frame) or _function_called(frame)) if is_waiting else "",
         "seconds": seconds,
         "site": _site(frame),
         "stack": _stack(frame) if frame is not None else "",
         "last": str(log.calls[-1]) if log.calls else "",
         "error": log.error,
         "compares": log.comparison is not None,
-        "numbers": dict(log.by_group),
+        "numbers": dict(log.num_by_group),
         "calls": [call.row() for call in list(log.calls)],
     }
 
@@ -49,7 +45,8 @@ def report_of(
 def place_of(frame: FrameType | None) -> str:
     """The call that a thread waits in, for example ``"all_reduce at folder/file.py:12"``.
 
-    Of an asynchronous collective, the place where it was begun: ``"all_reduce begun at folder/file.py:12"``.
+    For an asynchronous collective, the place where the collective began, for example
+    ``"all_reduce begun at folder/file.py:12"``.
     """
     return _begun_call(frame) or f"{_function_called(frame)} at {_site(frame)}"
 
@@ -59,16 +56,16 @@ def _site(frame: FrameType | None) -> str:
 
 
 def _stack(frame: FrameType) -> str:
-    """The stack from the user's outermost frame inwards, without the frames that started the process."""
-    frames = [one for one, _ in traceback.walk_stack(frame)]
+    """The stack from the user's outermost frame to ``frame``, without the frames that started the process."""
+    frames = [caller for caller, _ in traceback.walk_stack(frame)]
     while len(frames) > 1 and (is_library(frames[-1]) or _starts_a_process(frames[-1])):
         frames.pop()
-    summary = traceback.StackSummary.extract((one, one.f_lineno) for one in reversed(frames))
+    summary = traceback.StackSummary.extract((caller, caller.f_lineno) for caller in reversed(frames))
     return "".join(summary.format())
 
 
 def _starts_a_process(frame: FrameType) -> bool:
-    """True for the ``python -c`` command of multiprocessing."""
+    """True if ``frame`` is the ``python -c`` command of multiprocessing."""
     return frame.f_code.co_filename == "<string>" and frame.f_back is None
 
 
@@ -86,14 +83,14 @@ def _function_called(frame: FrameType | None) -> str:
     """Name of the library function that the user's code has called, for example ``"all_reduce"``."""
     name = "?"
     while frame is not None and is_library(frame):
-        if frame.f_globals.get("__name__") not in _AROUND:
+        if frame.f_globals.get("__name__") not in _WRAPPER_MODULES:
             name = frame.f_code.co_name
         frame = frame.f_back
     return name
 
 
-# The modules of wrappers around the functions that users call.
-_AROUND = ("torch.distributed.c10d_logger", "contextlib")
+# Modules of functions that wrap the functions that users call.
+_WRAPPER_MODULES = ("torch.distributed.c10d_logger", "contextlib")
 
 # A rank waits for other ranks in functions marked by `waits_for_ranks` and in these modules: the collectives
 # of torch and Horovod, and DDP, whose backward pass waits inside torch.autograd.
@@ -108,33 +105,34 @@ _WAITING_MODULES = frozenset(
 )
 
 
-def innermost_frames(log: flight_recorder.Log, is_alone: bool) -> dict[int, FrameType]:
+def innermost_frames(log: flight_recorder.Log, is_only_rank: bool) -> dict[int, FrameType]:
     """Innermost frames of the rank's threads, by thread identity. The thread of the last call comes first.
 
     Args:
         log: the log of the rank.
-        is_alone: True if all threads of this process belong to the rank.
+        is_only_rank: True if all threads of this process belong to the rank.
     """
     threads = sys._current_frames()
     # This function's own frame would make a reference cycle, which keeps the variables of all frames alive.
     threads.pop(threading.get_ident(), None)
-    others = threads if is_alone else ()
-    return {one: threads[one] for one in (log.thread, log.home, *others) if one in threads}
+    others = threads if is_only_rank else ()
+    idents = (log.last_thread, log.first_thread, *others)
+    return {ident: threads[ident] for ident in idents if ident in threads}
 
 
-def waiting_frames(log: flight_recorder.Log, is_alone: bool) -> dict[int, tuple[FrameType, FrameType]]:
+def waiting_frames(log: flight_recorder.Log, is_only_rank: bool) -> dict[int, tuple[FrameType, FrameType]]:
     """Like :func:`innermost_frames`, for the threads that wait for other ranks.
 
     Returns:
-        The innermost frame, and the frame in which the thread waits. Both are looked up together, because
-        the thread may continue at any time.
+        By thread: the innermost frame, and the frame in which the thread waits. Both come from one snapshot,
+        because the thread may continue at any time.
     """
-    frames = innermost_frames(log, is_alone)
-    found = {one: (frame, _waits_at(frame)) for one, frame in frames.items()}
-    return {one: (frame, waits_in) for one, (frame, waits_in) in found.items() if waits_in is not None}
+    frames = innermost_frames(log, is_only_rank)
+    pairs = {thread: (frame, _waiting_frame(frame)) for thread, frame in frames.items()}
+    return {thread: (frame, waits_in) for thread, (frame, waits_in) in pairs.items() if waits_in is not None}
 
 
-def _waits_at(frame: FrameType | None) -> FrameType | None:
+def _waiting_frame(frame: FrameType | None) -> FrameType | None:
     """The frame in which the thread of ``frame`` waits for other ranks; None if the thread does not wait."""
     while frame is not None and is_library(frame):
         if is_marked_as_waiting(frame) or frame.f_globals.get("__name__") in _WAITING_MODULES:
@@ -144,11 +142,11 @@ def _waits_at(frame: FrameType | None) -> FrameType | None:
 
 
 def explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
-    """What all ranks are doing. Ranks with the same stack share a paragraph, the largest group first."""
+    """Text that says where each rank is. Ranks with the same stack share a paragraph, most ranks first."""
     places: dict[str, list[int]] = {}
     for rank, report in reports.items():
         places.setdefault(report["stack"], []).append(rank)
-    by_size = sorted(places.items(), key=lambda one: (-len(one[1]), one[1]))
+    by_size = sorted(places.items(), key=lambda place: (-len(place[1]), place[1]))
     longest = max(report["seconds"] for report in reports.values())
     parts = [
         f"A collective has waited for {longest:.0f} s and still waits. Where the {world_size} ranks are:"
@@ -167,8 +165,8 @@ def explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
     if not comparing:
         parts.append("idist.debug(), or IGNITE_DIST_DEBUG=1, compares the calls of all ranks.")
     elif len(comparing) < len(reports):
-        parts.append(f"Only {describe_ranks(comparing)} turned debug() on; every rank has to.")
-    parts += [_history(reports)]
+        parts.append(f"debug() is on only for {describe_ranks(comparing)}. Turn debug() on for every rank.")
+    parts.append(_history(reports))
     return "\n\n".join(parts)
 
 
@@ -180,9 +178,9 @@ def _history(reports: Mapping[int, dict[str, Any]]) -> str:
     parts = []
     for text, ranks in histories.items():
         calls = json.loads(text)
-        who = describe_ranks(ranks)
-        history = f"The last {len(calls)} collectives of {who}, the newest last:\n{table(calls)}"
-        parts.append(history if calls else f"No call of idist by {who} yet.")
+        names = describe_ranks(ranks)
+        history = f"The last {len(calls)} collectives of {names}, the newest last:\n{table(calls)}"
+        parts.append(history if calls else f"No call of idist by {names} yet.")
     if not all(report["keeps"] for report in reports.values()):
         return "Call idist.watch() on every rank to see the last collectives here."
     return "\n\n".join(parts)

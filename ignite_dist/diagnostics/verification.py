@@ -7,12 +7,9 @@ from types import TracebackType
 
 from ignite_dist.arguments import check_timeout
 from ignite_dist.context.live import current_model
-from ignite_dist.diagnostics.announcing import compare_in_new_contexts, recorder_of
+from ignite_dist.diagnostics.announcing import recorder_of, set_comparison_in_new_contexts
 from ignite_dist.diagnostics.flight_recorder import Comparison
-from ignite_dist.diagnostics.out_of_band import (
-    exchanged_side,
-    side_of,
-)
+from ignite_dist.diagnostics.out_of_band import make_oob_store, oob_store_of
 from ignite_dist.diagnostics.watchdog import DEFAULT_THRESHOLD, start
 
 __all__ = ["debug", "watch"]
@@ -24,9 +21,9 @@ def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
     The warning has the stack of each rank, the most common stack first, and the last 20 collectives of each
     rank. Stacks also cover other libraries, such as ``DistributedDataParallel`` and ``torch.distributed``.
     Every rank of the world must call ``watch()``. The watchdogs communicate over a store, not over the
-    backend: the store of the context, or else a store that rank 0 serves.
+    backend. They use the store of the context, or else a store that rank 0 serves.
 
-    Workers of :func:`spawn` are watched from their start, with 60 seconds. With gloo and NCCL,
+    Workers of :func:`spawn` are watched from their start, with a threshold of 60 seconds. With gloo and NCCL,
     :func:`initialize` and :class:`Parallel` start the watchdog (except with ``file://``), but the flight
     recorder starts with this call.
 
@@ -45,7 +42,7 @@ def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
     check_timeout("threshold", threshold)
     model = current_model()
     model.groups.check_not_joining()
-    start(model, threshold, side_of(model) or exchanged_side(model))
+    start(model, threshold, oob_store_of(model) or make_oob_store(model))
 
 
 class debug:  # used as a function and as a context manager
@@ -75,21 +72,21 @@ class debug:  # used as a function and as a context manager
 
     def __init__(self, verify: bool = True, *, call_sites: bool = True) -> None:
         if not isinstance(verify, bool):
-            raise TypeError(f"debug(verify=...) must be True or False, got {verify!r}. It is no decorator.")
+            raise TypeError(f"verify must be True or False, got {verify!r}. debug is no decorator.")
         comparison = Comparison(call_sites) if verify else None
         model = current_model()
         model.groups.check_not_joining()
-        found = recorder_of(model)
-        if found is None or not found.keeps_calls or found.watchdog is None:
-            start(model, DEFAULT_THRESHOLD, side_of(model) or exchanged_side(model))
-            found = recorder_of(model)
-        assert found is not None
-        self._log = found.log_of(model.get_rank())
-        self._before, self._log.comparison = self._log.comparison, comparison
-        self._log.by_group.clear()  # earlier calls may have failed on some ranks
-        self._holds_later = model.backend() is None
-        if self._holds_later:
-            compare_in_new_contexts(comparison)
+        recorder = recorder_of(model)
+        if recorder is None or not recorder.keeps_calls or recorder.watchdog is None:
+            start(model, DEFAULT_THRESHOLD, oob_store_of(model) or make_oob_store(model))
+            recorder = recorder_of(model)
+        assert recorder is not None
+        self._log = recorder.log_of(model.get_rank())
+        self._previous, self._log.comparison = self._log.comparison, comparison
+        self._log.num_by_group.clear()  # earlier calls may have failed on some ranks
+        self._applies_later = model.backend() is None
+        if self._applies_later:
+            set_comparison_in_new_contexts(comparison)
 
     def __enter__(self) -> None:
         pass
@@ -97,10 +94,10 @@ class debug:  # used as a function and as a context manager
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._log.comparison = self._before
-        if self._holds_later:
-            compare_in_new_contexts(self._before)
+        self._log.comparison = self._previous
+        if self._applies_later:
+            set_comparison_in_new_contexts(self._previous)
             model = current_model()  # the context may have begun in the block
-            found = recorder_of(model)
-            if found is not None:
-                found.log_of(model.get_rank()).comparison = self._before
+            recorder = recorder_of(model)
+            if recorder is not None:
+                recorder.log_of(model.get_rank()).comparison = self._previous

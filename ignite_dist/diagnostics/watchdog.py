@@ -23,33 +23,33 @@ from weakref import WeakSet
 from torch.distributed import DistError, Store
 
 from ignite_dist.comp_models import ComputationModel
-from ignite_dist.comp_models.transport import WaitedFor
-from ignite_dist.context.live import abort, begun, current_model, ended, ending
+from ignite_dist.comp_models.transport import Wait
+from ignite_dist.context.live import abort, before_end_hooks, begin_hooks, current_model, end_hooks
 from ignite_dist.diagnostics import flight_recorder
-from ignite_dist.diagnostics.announcing import announce, recorder_of, watch_with_recorder
+from ignite_dist.diagnostics.announcing import announce, get_or_create_recorder, recorder_of
 from ignite_dist.diagnostics.context_end import Endings
 from ignite_dist.diagnostics.flight_recorder import END_OF_CONTEXT, Call, Recorder
 from ignite_dist.diagnostics.out_of_band import (
-    Side,
-    ask,
-    missing_ranks,
-    side_of,
-    sides_lock,
+    OutOfBandStore,
+    collect_reports,
+    missing_ranks_error,
+    oob_store_of,
+    oob_stores_lock,
 )
 from ignite_dist.diagnostics.reports import explanation, innermost_frames, place_of, report_of, waiting_frames
 from ignite_dist.errors import DistributedError, RankFailedError
 from ignite_dist.rendezvous import connections
 
-__all__ = ["DEFAULT_THRESHOLD", "start", "start_here"]
+__all__ = ["DEFAULT_THRESHOLD", "start", "watch_this_rank"]
 
 _logger = logging.getLogger(__name__)
 
 DEFAULT_THRESHOLD = timedelta(seconds=60)
 """How long a collective may wait before the watchdog logs a warning."""
-_WHILE_COMPARING = timedelta(seconds=30)
+_DEBUG_THRESHOLD = timedelta(seconds=30)  # while debug() is on
 
 # The polling interval grows with the number of ranks, because all ranks share one store.
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _RANKS_PER_SECOND = 1000
 # How long the end of a context waits for the watchdog's thread, which may be answering another rank.
 _STOP_SECONDS = 6.0
@@ -59,33 +59,35 @@ _STOP_SECONDS = 6.0
 
 
 @dataclass
-class _Wait:
+class _ObservedWait:
     """A wait of a thread in one call. A different ``progress`` means a new wait."""
 
     progress: tuple[Any, ...]
     since: float
-    is_told: bool = False
+    is_reported: bool = False
 
 
 class Watchdog:
     """The watchdog of the ranks of this process in one context."""
 
-    def __init__(self, model: ComputationModel, record: Recorder, side: Side, threshold: timedelta) -> None:
+    def __init__(
+        self, model: ComputationModel, recorder: Recorder, oob_store: OutOfBandStore, threshold: timedelta
+    ) -> None:
         self.threshold = threshold
         self._model = model
-        self._recorder = record
-        self._side = side
+        self._recorder = recorder
+        self._oob_store = oob_store
         self._world_size = model.get_world_size()
-        self._endings = Endings(model, record, side)
-        self._num_answered = side.connection().add("asked", 0)
-        self._waits: dict[tuple[int, int], _Wait] = {}  # by rank and thread
+        self._endings = Endings(model, recorder, oob_store)
+        self._num_answered = oob_store.connection().add("asked", 0)
+        self._waits: dict[tuple[int, int], _ObservedWait] = {}  # by rank and thread
         self._has_failed = False
         self._stopped = threading.Event()
-        self._leaves = False
+        self._is_exiting = False
         self._thread = threading.Thread(target=self._run, name="ignite_dist's watchdog", daemon=True)
         self._thread.start()
-        for other in [one for one in _running if one._stopped.is_set()]:
-            _running.discard(other)
+        for stopped in [watchdog for watchdog in _running if watchdog._stopped.is_set()]:
+            _running.discard(stopped)
         _running.add(self)
 
     def meet_at_end(self, rank: int) -> None:
@@ -96,13 +98,13 @@ class Watchdog:
         """
         self._endings.meet(rank)
 
-    def explained(self, error: RuntimeError) -> BaseException | None:
+    def find_cause(self, error: RuntimeError) -> BaseException | None:
         """The error that names the ended rank that caused ``error``; None if no rank has ended."""
-        return self._endings.explained(error)
+        return self._endings.find_cause(error)
 
-    def leave(self) -> None:
-        """Stop the thread because the process exits, and report this to the other ranks."""
-        self._leaves = True
+    def stop_at_exit(self) -> None:
+        """Stop the thread because the process exits. The thread first reports the exit to the other ranks."""
+        self._is_exiting = True
         self.stop()
 
     def stop(self) -> None:
@@ -111,7 +113,7 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join(_STOP_SECONDS)
 
-    def explain(self, error: RuntimeError, call: Call, ranks: Sequence[int]) -> None:
+    def raise_if_ranks_missing(self, error: RuntimeError, call: Call, ranks: Sequence[int]) -> None:
         """Raise if ``error`` of ``call`` is a timeout and some of ``ranks`` have not made the call.
 
         Raises:
@@ -121,24 +123,24 @@ class Watchdog:
         if not any(words in str(error).lower() for words in ("timeout", "timed out")):
             return
         others = [rank for rank in ranks if rank not in self._recorder.logs]
-        reports = ask(self._side.connection(), others)
-        made = {rank: report["numbers"].get(call.key, 0) for rank, report in reports.items()}
-        behind = [rank for rank in others if made.get(rank, 0) < call.number]
+        reports = collect_reports(self._oob_store.connection(), others)
+        num_calls = {rank: report["numbers"].get(call.key, 0) for rank, report in reports.items()}
+        behind = [rank for rank in others if num_calls.get(rank, 0) < call.number]
         if behind:
-            raise missing_ranks(behind, f"did not come to {call}", reports) from error
+            raise missing_ranks_error(behind, f"did not come to {call}", reports) from error
 
     def _run(self) -> None:
-        period = max(_LOOK_SECONDS, self._world_size / _RANKS_PER_SECOND)
+        period = max(_POLL_SECONDS, self._world_size / _RANKS_PER_SECOND)
         try:
-            store = self._side.connection()
+            store = self._oob_store.connection()
             while not self._stopped.wait(min(period, self.threshold.total_seconds() / 4)):
-                self._attend(store)
-            for rank in self._recorder.logs if self._leaves else ():
+                self._run_once(store)
+            for rank in self._recorder.logs if self._is_exiting else ():
                 self._endings.leave(rank)
         except DistError:  # the rank that serves the store is lost
             return
 
-    def _attend(self, store: Store) -> None:
+    def _run_once(self, store: Store) -> None:
         """Answer requests and check the waits, once. Logs a failure and continues.
 
         Raises:
@@ -146,7 +148,7 @@ class Watchdog:
         """
         try:
             self._answer(store)
-            self._look(store)
+            self._check_waits(store)
         except DistError:
             raise
         except Exception:
@@ -161,89 +163,88 @@ class Watchdog:
         """Report where the ranks of this process are, if another rank has asked."""
         num_asked = store.add("asked", 0)
         while self._num_answered < num_asked:
-            if store.check([f"told/{self._num_answered}"]):  # the report will include our waits
-                self._waits_are_told()
+            if store.check([f"reporter/{self._num_answered}"]):
+                self._mark_waits_reported()  # the asking rank will log this report's waits
             self._num_answered += 1
             for rank, report in self._reports().items():
                 store.set(f"report/{self._num_answered}/{rank}", json.dumps(report))
 
-    def _look(self, store: Store) -> None:
+    def _check_waits(self, store: Store) -> None:
         """Check how long the ranks of this process have waited."""
         now = time.monotonic()
         before, self._waits = self._waits, {}
-        stays = []
+        unchanged = []
         for rank, log in list(self._recorder.logs.items()):
-            for thread, (frame, waits_in) in waiting_frames(log, self._is_alone()).items():
-                wanted = self._model.transport.waited_for(waits_in)
-                progress = self._progress(log, waits_in, wanted)
+            for thread, (frame, waits_in) in waiting_frames(log, self._has_one_rank()).items():
+                awaited = self._model.transport.find_wait(waits_in)
+                progress = self._progress(log, waits_in, awaited)
                 wait = before.get((rank, thread))
                 if wait is None or wait.progress != progress:
-                    self._waits[rank, thread] = _Wait(progress, now)
+                    self._waits[rank, thread] = _ObservedWait(progress, now)
                 else:
                     self._waits[rank, thread] = wait
-                    stays.append((rank, log, thread, frame, wanted, wait))
-        # After all waits are known, because one report covers all of them.
-        for rank, log, thread, frame, wanted, wait in stays:
-            # Other threads may wait for messages that need not come, for example for commands.
-            if not wanted.is_message or thread in (log.thread, log.home):
-                self._endings.look(store, rank, thread, wait.since, wanted, partial(place_of, frame))
-            if not wait.is_told and now - wait.since > self._patience(log):
-                self._tell(store, rank)
+                    unchanged.append((rank, log, thread, frame, awaited, wait))
+        # This loop runs after all waits are known, because one report covers all waits.
+        for rank, log, thread, frame, awaited, wait in unchanged:
+            # Other threads may wait for messages that may never arrive, for example for commands.
+            if not awaited.is_message or thread in (log.last_thread, log.first_thread):
+                self._endings.check_wait(store, rank, thread, wait.since, awaited, partial(place_of, frame))
+            if not wait.is_reported and now - wait.since > self._warning_seconds(log):
+                self._log_all_ranks(store, rank)
 
-    def _progress(self, log: flight_recorder.Log, waits_in: FrameType, wanted: WaitedFor) -> tuple[Any, ...]:
-        """A value that changes when the thread waits in another call, but not with other threads' calls."""
+    def _progress(self, log: flight_recorder.Log, waits_in: FrameType, awaited: Wait) -> tuple[Any, ...]:
+        """A value that changes if the thread waits in another call, but not with other threads' calls."""
         # A new frame may have the address of an old one. Horovod's frames contain a handle, unique to a call.
         handle = waits_in.f_locals.get("handle")
         call = handle if isinstance(handle, int) else id(waits_in)
-        begun = self._model.transport.calls_begun() if wanted.is_known else {}
-        if wanted.name in begun:
-            return begun[wanted.name], call, waits_in.f_lasti
+        begun = self._model.transport.calls_begun() if awaited.is_known else {}
+        if awaited.name in begun:
+            return begun[awaited.name], call, waits_in.f_lasti
         return log.num_calls, self._model.transport.num_collectives(), call, waits_in.f_lasti
 
-    def _is_alone(self) -> bool:
+    def _has_one_rank(self) -> bool:
         """True if all threads of this process belong to one rank."""
         return self._model.ranks_in_process() == 1
 
-    def _patience(self, log: flight_recorder.Log) -> float:
-        """Seconds until the warning. Shorter while ``debug()`` is on, because the user looks for an error."""
-        threshold = self.threshold if log.comparison is None else min(self.threshold, _WHILE_COMPARING)
+    def _warning_seconds(self, log: flight_recorder.Log) -> float:
+        """Seconds until the warning. Fewer while ``debug()`` is on, because the user looks for an error."""
+        threshold = self.threshold if log.comparison is None else min(self.threshold, _DEBUG_THRESHOLD)
         return threshold.total_seconds()
 
-    def _tell(self, store: Store, rank: int) -> None:
-        """Ask all ranks where they are and log the answers, unless another rank does this already."""
+    def _log_all_ranks(self, store: Store, rank: int) -> None:
+        """Collect the reports of all ranks and log them, unless another rank has begun to do so."""
         number = self._num_answered
-        if store.add("asked", 0) != number:  # first answer this request, which may report this wait
+        if store.add("asked", 0) != number:  # first answer this request, whose report may contain this wait
             return
-        self._waits_are_told()
-        if store.compare_set(f"told/{number}", "", str(rank)) != str(rank).encode():
+        self._mark_waits_reported()
+        if store.compare_set(f"reporter/{number}", "", str(rank)) != str(rank).encode():
             return
-        own = self._reports()
-        reports = ask(store, range(self._world_size), own)
+        reports = collect_reports(store, range(self._world_size), self._reports())
         self._num_answered = max(self._num_answered, number + 1)
         _logger.warning("%s", explanation(reports, self._world_size))
 
-    def _waits_are_told(self) -> None:
+    def _mark_waits_reported(self) -> None:
         for wait in self._waits.values():
-            wait.is_told = True
+            wait.is_reported = True
 
     def _reports(self) -> dict[int, dict[str, Any]]:
-        keeps = self._recorder.keeps_calls
+        keeps_calls = self._recorder.keeps_calls
         return {
-            rank: {**self._report(rank, log), "keeps": keeps}
+            rank: {**self._report(rank, log), "keeps": keeps_calls}
             for rank, log in list(self._recorder.logs.items())
         }
 
     def _report(self, rank: int, log: flight_recorder.Log) -> dict[str, Any]:
         """Report of where a rank is. Shows the thread that waits longest, if a thread waits."""
-        waiting = waiting_frames(log, self._is_alone())
-        waits = {thread: wait.since for (one, thread), wait in self._waits.items() if one == rank}
+        waiting = waiting_frames(log, self._has_one_rank())
+        starts = {thread: wait.since for (owner, thread), wait in self._waits.items() if owner == rank}
         now = time.monotonic()
         if waiting:
-            thread = min(waiting, key=lambda one: waits.get(one, now))
+            thread = min(waiting, key=lambda ident: starts.get(ident, now))
             frame, _ = waiting[thread]
-            return report_of(log, frame, True, now - waits.get(thread, now))
-        frames = innermost_frames(log, self._is_alone())
-        return report_of(log, next(iter(frames.values()), None), False, 0.0)
+            return report_of(log, frame, is_waiting=True, seconds=now - starts.get(thread, now))
+        frames = innermost_frames(log, self._has_one_rank())
+        return report_of(log, next(iter(frames.values()), None), is_waiting=False, seconds=0.0)
 
 
 # --- starting and ending -----------------------------------------------------------------------------------
@@ -254,56 +255,58 @@ _running: WeakSet[Watchdog] = WeakSet()
 @atexit.register
 def _stop_all() -> None:
     """Stop all watchdogs: a thread that uses a store while Python exits may abort the process."""
-    for one in list(_running):
-        one.leave()
+    for watchdog in list(_running):
+        watchdog.stop_at_exit()
 
 
-def _explained(error: RuntimeError) -> BaseException | None:
-    """See ``connections.explainers``."""
-    return next(filter(None, (one.explained(error) for one in list(_running))), None)
+def _find_cause(error: RuntimeError) -> BaseException | None:
+    """See ``connections.cause_finders``."""
+    return next(filter(None, (watchdog.find_cause(error) for watchdog in list(_running))), None)
 
 
-connections.explainers.append(_explained)
+connections.cause_finders.append(_find_cause)
 
 
 if hasattr(os, "register_at_fork"):  # a forked child has no watchdog threads
     os.register_at_fork(after_in_child=_running.clear)
 
 
-def start_here() -> None:
+def watch_this_rank() -> None:
     """Watch this rank with the default threshold, if the context has a store. Never communicates."""
     model = current_model()
-    side = side_of(model)
-    if side is not None:
-        start(model, DEFAULT_THRESHOLD, side)
+    oob_store = oob_store_of(model)
+    if oob_store is not None:
+        start(model, DEFAULT_THRESHOLD, oob_store)
 
 
-def _watch_ends(model: ComputationModel) -> None:
-    """Watch this rank of a new context, if a process serves the store. Keeps no calls."""
-    side = side_of(model) if model.get_world_size() > 1 else None
-    if side is not None and side.is_served:
-        start(model, DEFAULT_THRESHOLD, side, keep_calls=False)
+def _watch_new_context(model: ComputationModel) -> None:
+    """Start the watchdog for this rank of a new context if a process serves the store. Record no calls."""
+    oob_store = oob_store_of(model) if model.get_world_size() > 1 else None
+    if oob_store is not None and oob_store.is_served:
+        start(model, DEFAULT_THRESHOLD, oob_store, keep_calls=False)
 
 
-begun.append(_watch_ends)
+begin_hooks.append(_watch_new_context)
 
 
-def start(model: ComputationModel, threshold: timedelta, side: Side | None, keep_calls: bool = True) -> None:
-    """Watch the caller's rank. Without ``side`` (world_size 1), only keep its calls."""
-    with sides_lock:
-        found = watch_with_recorder(model, keep_calls)
-        found.log_of(model.get_rank()).thread = threading.get_ident()
-        if isinstance(found.watchdog, Watchdog):
-            found.watchdog.threshold = threshold
-        elif side is not None:
-            found.watchdog = Watchdog(model, found, side, threshold)
+def start(
+    model: ComputationModel, threshold: timedelta, oob_store: OutOfBandStore | None, keep_calls: bool = True
+) -> None:
+    """Watch the caller's rank. If ``oob_store`` is None (world_size 1), only keep the rank's calls."""
+    with oob_stores_lock:
+        recorder = get_or_create_recorder(model, keep_calls)
+        recorder.log_of(model.get_rank()).last_thread = threading.get_ident()
+        if isinstance(recorder.watchdog, Watchdog):
+            recorder.watchdog.threshold = threshold
+        elif oob_store is not None:
+            recorder.watchdog = Watchdog(model, recorder, oob_store, threshold)
 
 
 def _meet_at_end(model: ComputationModel) -> None:
     """Wait for the other ranks before the context of the caller's rank ends after success.
 
     Raises:
-        CollectiveMismatchError: another rank calls a different collective; the context stays live.
+        CollectiveMismatchError: another rank calls a different collective; the context unchanged live.
         RankFailedError: a rank waits in a collective that this rank has not called; the context has ended.
     """
     try:
@@ -312,22 +315,22 @@ def _meet_at_end(model: ComputationModel) -> None:
         raise
     except RuntimeError:
         pass  # a rank is lost: model.meet_at_end() reports this
-    found = recorder_of(model)
-    if found is None or found.watchdog is None or model.finds_early_ends or model.get_world_size() == 1:
+    recorder = recorder_of(model)
+    if recorder is None or recorder.watchdog is None or model.finds_early_ends or model.get_world_size() == 1:
         return
     try:
-        found.watchdog.meet_at_end(model.get_rank())
+        recorder.watchdog.meet_at_end(model.get_rank())
     except RankFailedError:
         abort()
         raise
 
 
 def _stop(model: ComputationModel) -> None:
-    """Note the end of the caller's context. The last rank of this process stops the watchdog."""
-    found = recorder_of(model)
-    if found is not None:
-        found.leave(model.get_rank(), model.ranks_in_process())
+    """Record the end of the caller's context. The last rank of this process stops the watchdog."""
+    recorder = recorder_of(model)
+    if recorder is not None:
+        recorder.record_end(model.get_rank(), model.ranks_in_process())
 
 
-ending.append(_meet_at_end)
-ended.append(_stop)
+before_end_hooks.append(_meet_at_end)
+end_hooks.append(_stop)

@@ -1,4 +1,4 @@
-"""Which launcher started this process, and what its environment variables say.
+"""The launcher that started this process, and the values of its environment variables.
 
 Each launcher has a file with three names: ``LAUNCHER`` (its name), ``VARIABLES`` (the environment variables
 that it sets) and ``detect(environ)``, a pure function. ``detect`` returns an :class:`Environment`, or None if
@@ -6,8 +6,8 @@ the launcher did not start this process. :func:`register_environment` adds launc
 
 The order of detection matters, because one launcher often runs inside another one:
 
-1. ``idist.spawn``, torchrun, Ray Train, Kubeflow, and ``RANK`` with ``WORLD_SIZE``. These start
-   processes inside jobs of any other launcher.
+1. ``idist.spawn``, torchrun, Ray Train, Kubeflow, and plain ``RANK`` with ``WORLD_SIZE``. These often start
+   processes inside a job of another launcher.
 2. Launchers of other packages: first those added with :func:`register_environment`, in this order, then
    entry points, sorted by name.
 3. Lightning, Horovod, LSF, Open MPI, PMI, Slurm and TPU pods, in this order.
@@ -58,8 +58,9 @@ ALONE = Environment(
     reason="no variable of a launcher is set",
 )
 
-# The inner launcher comes before the outer one: torchrun under srun is common, and so is mpirun in a Slurm
-# allocation. jsrun sets Open MPI's variables too. A TPU pod's variables are set for the machine.
+# The inner launcher comes before the outer one: torchrun often runs under srun, and mpirun in a Slurm job.
+# LSF comes before Open MPI, because jsrun also sets Open MPI's variables. TPU pods come last, because their
+# variables are set for the whole machine, whatever launcher runs on it.
 _launchers = Registry(
     first=(spawned, torchrun, ray, kubeflow, plain),
     last=(lightning, horovod, lsf, open_mpi, pmi, slurm, tpu_pod),
@@ -74,10 +75,10 @@ def register_environment(launcher: LauncherT) -> LauncherT:
     ``ignite_dist.environments``. Entry points are loaded at the first detection, not at the import of
     ``ignite_dist``.
 
-    ``launcher`` is asked after ``idist.spawn``, torchrun, Ray Train, Kubeflow, and ``RANK`` with
+    Detection tries ``launcher`` after ``idist.spawn``, torchrun, Ray Train, Kubeflow, and ``RANK`` with
     ``WORLD_SIZE``, but before Lightning, Horovod, LSF, Open MPI, PMI, Slurm and TPU pods. If one of these
-    seven can run inside ``launcher``, ``launcher.detect`` must return None if the variables of that one are
-    set.
+    seven launchers can run inside ``launcher``, ``launcher.detect`` must return None when the inner
+    launcher's variables are set.
 
     Returns:
         ``launcher``.
@@ -90,7 +91,7 @@ def register_environment(launcher: LauncherT) -> LauncherT:
 
 
 def detect(environ: Mapping[str, str]) -> Environment | None:
-    """The environment of the launcher that started this process; None if no launcher did.
+    """The environment of the launcher that started this process; None if no launcher started it.
 
     Raises:
         EnvironmentVariablesError: the variables are incomplete, not numbers, out of range, or contradict
@@ -99,7 +100,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     """
     launchers = list(_launchers)
     for position, launcher in enumerate(launchers):
-        found = _ask(launcher, environ)
+        found = _detect_one(launcher, environ)
         if found is not None:
             outer = list(_detect_all(launchers[position + 1 :], environ))
             if found.launcher == plain.LAUNCHER:
@@ -108,14 +109,14 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
             names = " and ".join(dict.fromkeys(other.launcher for other in outer))
             return found._replace(reason=f"{found.reason}, before {names}") if names else found
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
-        raise plain.half_set_error(environ)
+        raise plain.incomplete_error(environ)
     if environ.get("PMIX_RANK") and not open_mpi.is_singleton(environ):
         raise open_mpi.missing_size_error(environ)
     return None
 
 
-def _ask(launcher: Launcher, environ: Mapping[str, str]) -> Environment | None:
-    """What ``launcher`` detects.
+def _detect_one(launcher: Launcher, environ: Mapping[str, str]) -> Environment | None:
+    """The environment that ``launcher`` detects; None if it detects none.
 
     Raises:
         EnvironmentVariablesError: the launcher's variables are incomplete or contradict each other.
@@ -136,9 +137,9 @@ def _detect_all(launchers: Iterable[Launcher], environ: Mapping[str, str]) -> It
     """The environments that ``launchers`` detect. Skips launchers with errors, and plain ``RANK``."""
     for launcher in launchers:
         try:
-            found = _ask(launcher, environ)
+            found = _detect_one(launcher, environ)
         except EnvironmentVariablesError:
-            continue  # another launcher was found already
+            continue  # an inner launcher has been found already
         if found is not None and found.launcher != plain.LAUNCHER:
             yield found
 
@@ -146,8 +147,9 @@ def _detect_all(launchers: Iterable[Launcher], environ: Mapping[str, str]) -> It
 def _check_numbering(found: Environment, other: Environment) -> None:
     """Raise if ``RANK`` and the launcher ``other`` give different ranks in worlds of the same size.
 
-    For example, a batch script sets ``RANK`` once for the whole job. Worlds of different sizes do not
-    contradict each other: each task of a launcher may have started several processes by hand.
+    This happens if a batch script sets ``RANK`` once for the whole job. Worlds of different sizes do not
+    contradict each other: each task of the launcher may have started several processes, each with its own
+    ``RANK``.
     """
     if found.world_size == other.world_size > 1 and found.rank != other.rank:
         raise EnvironmentVariablesError(
@@ -158,9 +160,9 @@ def _check_numbering(found: Environment, other: Environment) -> None:
 
 
 def current() -> Environment:
-    """The environment that a launcher gave this process; :data:`ALONE` if no launcher did.
+    """The environment of the launcher that started this process; :data:`ALONE` if no launcher started it.
 
-    Variables that this package has set do not count.
+    Variables that this package has set are ignored.
 
     Raises:
         EnvironmentVariablesError, ImportError: see :func:`detect`.
@@ -172,7 +174,7 @@ def current() -> Environment:
 
 
 def launcher_variables() -> frozenset[str]:
-    """The variables that the launchers list with their full names."""
+    """The full names in the launchers' ``VARIABLES``, without prefixes like ``SLURM_*``."""
     return frozenset(name for name in _declared_variables() if not name.endswith("*"))
 
 

@@ -60,11 +60,11 @@ class Environment(NamedTuple):
     def teardown(self) -> None:
         """Remove the environment variables that ``initialize`` has set in this process.
 
-        Call this method before the script starts other programs, which inherit the variables. The
-        context stays usable, but new groups may listen on another network interface. ``finalize`` removes the
-        variables too. A second call has no effect.
+        Call this method before the script starts other programs, because these would inherit the variables.
+        The context stays usable, but new groups may listen on another network interface. ``finalize`` also
+        removes the variables. A second call has no effect.
         """
-        variables.give_back()
+        variables.restore()
 
 
 def read_int(environ: Mapping[str, str], name: str) -> int | None:
@@ -185,30 +185,32 @@ def require_range(environment: Environment) -> Environment:
     Raises:
         EnvironmentVariablesError: a size or a rank is out of range.
     """
-    at, size = environment, environment.world_size
+    place, size = environment, environment.world_size
     ranks = (
-        ("rank", at.rank, "world size", size),
-        ("local rank", at.local_rank, "processes per node", at.nproc_per_node),
-        ("local rank", at.local_rank, "world size", size),
-        ("node rank", at.node_rank, "number of nodes", at.nnodes),
+        ("rank", place.rank, "world size", size),
+        ("local rank", place.local_rank, "processes per node", place.nproc_per_node),
+        ("local rank", place.local_rank, "world size", size),
+        ("node rank", place.node_rank, "number of nodes", place.nnodes),
     )
-    sizes = (("processes per node", at.nproc_per_node), ("number of nodes", at.nnodes))
+    sizes = (("processes per node", place.nproc_per_node), ("number of nodes", place.nnodes))
     wrong = [
-        f"{name} {rank} with {of} {limit}"
-        for name, rank, of, limit in ranks
+        f"{name} {rank} with {limit_name} {limit}"
+        for name, rank, limit_name, limit in ranks
         if rank is not None and (rank < 0 or (limit is not None and rank >= limit))
     ]
     wrong += [
-        f"{name} {part} with world size {size}"
-        for name, part in sizes
-        if part is not None and not 1 <= part <= size
+        f"{name} {value} with world size {size}"
+        for name, value in sizes
+        if value is not None and not 1 <= value <= size
     ]
-    if at.nproc_per_node is not None and at.nnodes is not None:
-        num_elsewhere = size - at.nproc_per_node  # each other node has at least one process
-        if num_elsewhere < at.nnodes - 1 or (at.nnodes == 1 and num_elsewhere > 0):
-            wrong.append(" and ".join(f"{name} {part}" for name, part in sizes) + f" with world size {size}")
+    if place.nproc_per_node is not None and place.nnodes is not None:
+        num_elsewhere = size - place.nproc_per_node  # each other node has at least one process
+        if num_elsewhere < place.nnodes - 1 or (place.nnodes == 1 and num_elsewhere > 0):
+            both = " and ".join(f"{name} {value}" for name, value in sizes)
+            wrong.append(f"{both} with world size {size}")
     if wrong:
         raise EnvironmentVariablesError(
-            f"The environment variables of {at.launcher} contradict each other: {wrong[0]} ({at.reason})."
+            f"The environment variables of {place.launcher} contradict each other: {wrong[0]} "
+            f"({place.reason})."
         )
     return environment

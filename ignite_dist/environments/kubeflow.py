@@ -40,8 +40,8 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     nproc_per_node, nnodes = environ.get("PET_NPROC_PER_NODE") or "1", environ["PET_NNODES"]
     has_rank = bool(environ.get("RANK") and environ.get("WORLD_SIZE"))
     # "auto" means one process per device. With RANK set, the pod may still run a single process.
-    one_process = nproc_per_node == "1" or (has_rank and not nproc_per_node.isdecimal())
-    if not one_process or ":" in nnodes:
+    has_one_process = nproc_per_node == "1" or (has_rank and not nproc_per_node.isdecimal())
+    if not has_one_process or ":" in nnodes:
         raise EnvironmentVariablesError(
             f"Kubeflow set PET_NNODES={nnodes} and PET_NPROC_PER_NODE={nproc_per_node}, which are for "
             "torchrun. This script was started without torchrun: use `torchrun script.py`."

@@ -1,4 +1,4 @@
-"""Lightning's own launcher. The launcher sets local ranks; Lightning computes the ranks.
+"""Lightning's own launcher. It sets only local ranks, from which Lightning computes the ranks.
 
 https://lightning.ai/docs/fabric/stable/guide/multi_node/barebones.html
 """
@@ -16,7 +16,7 @@ VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LT_*")
 
 
 def detect(environ: Mapping[str, str]) -> Environment | None:
-    """The environment of a process on node 0. On other nodes the variables do not determine the rank."""
+    """The environment of a process on node 0; None elsewhere, where the variables do not give the rank."""
     if environ.get("RANK") or not (environ.get("LOCAL_RANK") and environ.get("WORLD_SIZE")):
         return None
     if read_int(environ, "NODE_RANK") != 0:

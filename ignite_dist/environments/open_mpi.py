@@ -50,7 +50,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
 
 
 def is_singleton(environ: Mapping[str, str]) -> bool:
-    """True if this process, or its parent, has initialized MPI without mpirun: ``from mpi4py import MPI``.
+    """True if this process or its parent has initialized MPI without mpirun, by ``from mpi4py import MPI``.
 
     Open MPI 4 then sets ``PMIX_RANK=0`` in the environment, and child processes inherit the variable.
     """

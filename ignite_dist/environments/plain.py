@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from ignite_dist.environments.base import LOOPBACK, Environment, read_int, read_port, require_range
 from ignite_dist.errors import EnvironmentVariablesError
 
-__all__ = ["LAUNCHER", "VARIABLES", "detect", "half_set_error", "read"]
+__all__ = ["LAUNCHER", "VARIABLES", "detect", "incomplete_error", "read"]
 
 LAUNCHER = "RANK and WORLD_SIZE"
 VARIABLES = (
@@ -52,7 +52,7 @@ def read(environ: Mapping[str, str], launcher: str, reason: str) -> Environment:
     """
     rank, world_size = read_int(environ, "RANK"), read_int(environ, "WORLD_SIZE")
     if rank is None or world_size is None:
-        raise half_set_error(environ, reason)
+        raise incomplete_error(environ, reason)
     local_rank, node_rank = read_int(environ, "LOCAL_RANK"), read_int(environ, "GROUP_RANK")
     return require_range(
         Environment(
@@ -70,11 +70,11 @@ def read(environ: Mapping[str, str], launcher: str, reason: str) -> Environment:
     )
 
 
-def half_set_error(environ: Mapping[str, str], reason: str = "") -> EnvironmentVariablesError:
+def incomplete_error(environ: Mapping[str, str], reason: str = "") -> EnvironmentVariablesError:
     """The error for an environment with only one of ``RANK`` and ``WORLD_SIZE``."""
     state = ", ".join(f"{name}={environ.get(name)!r}" for name in ("RANK", "WORLD_SIZE"))
     return EnvironmentVariablesError(
-        f"Half-set environment variables: {state}{f' ({reason})' if reason else ''}. Set RANK and WORLD_SIZE "
-        "(and LOCAL_RANK, MASTER_ADDR, MASTER_PORT) for every process, start the script with torchrun, or "
-        "unset them to run alone."
+        f"Incomplete environment variables: {state}{f' ({reason})' if reason else ''}. Set RANK and "
+        "WORLD_SIZE (and LOCAL_RANK, MASTER_ADDR, MASTER_PORT) for every process, start the script with "
+        "torchrun, or unset both variables to run alone."
     )

@@ -66,7 +66,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
 
 
 def _is_set_by_srun(environ: Mapping[str, str]) -> bool:
-    """True if ``srun --mpi=pmi2`` set the variables. Slurm's own variables then have more information."""
+    """True if ``srun --mpi=pmi2`` has set the variables. Slurm's own variables then have more information."""
     return bool(environ.get("SLURM_STEP_ID")) and (
         read_int(environ, "PMI_RANK"),
         read_int(environ, "PMI_SIZE"),

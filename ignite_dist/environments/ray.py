@@ -1,4 +1,4 @@
-"""Ray Train's ``TorchTrainer``, whose workers have torchrun's variables and a process group.
+"""Ray Train's ``TorchTrainer``. Its workers have torchrun's variables and a process group.
 
 https://docs.ray.io/en/latest/train/getting-started-pytorch.html
 """

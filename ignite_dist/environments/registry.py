@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
@@ -20,8 +21,8 @@ class Launcher(Protocol):
     Attributes:
         LAUNCHER: the launcher's name, as in ``Environment.launcher``.
         VARIABLES: the environment variables that the launcher sets. List the variables that ``detect`` reads
-            with their full names: ``ignite-dist env`` shows these. ``"FLUX_*"`` stands for all names that
-            begin with ``FLUX_``.
+            with their full names, because ``ignite-dist env`` shows these. ``"FLUX_*"`` stands for all names
+            that begin with ``FLUX_``.
     """
 
     @property
@@ -55,7 +56,7 @@ class Registry:
         self._entry_points_loaded = False
 
     def register(self, launcher: LauncherT) -> LauncherT:
-        """Add ``launcher`` after the launchers that other packages have added before."""
+        """Add ``launcher`` after the launchers that have been added before."""
         _check(launcher)
         for other in (*self._first, *self._added, *self._last):
             if other is launcher:
@@ -75,16 +76,16 @@ class Registry:
     def _load_entry_points(self) -> None:
         """Register the entry points of other packages, once.
 
-        A broken entry point raises at every call. Otherwise a process that caught the first error would run
-        in a world of one.
+        A broken entry point raises at every call. If it raised only once, a process that caught this error
+        would run in a world of one.
         """
         if self._entry_points_loaded:
             return
-        for entry_point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda one: one.name):
+        for entry_point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=attrgetter("name")):
             try:
                 self.register(entry_point.load())
             except Exception as error:
-                # Not type(error): the class may need other arguments.
+                # An ImportError, not type(error): that class may need other arguments.
                 raise ImportError(f"Entry point {entry_point.name} = {entry_point.value}: {error}") from error
         self._entry_points_loaded = True
 
@@ -94,13 +95,13 @@ def _check(launcher: Any) -> None:
     names = getattr(launcher, "VARIABLES", None)
     has_names = isinstance(names, Sequence) and not isinstance(names, str)
     missing = [
-        what
-        for what, is_there in {
+        description
+        for description, is_present in {
             "LAUNCHER, a str": isinstance(getattr(launcher, "LAUNCHER", None), str),
             "VARIABLES, a tuple of str": has_names and all(isinstance(name, str) for name in names or ()),
             "detect(environ), a function": callable(getattr(launcher, "detect", None)),
         }.items()
-        if not is_there
+        if not is_present
     ]
     if missing:
         raise TypeError(

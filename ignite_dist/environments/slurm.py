@@ -44,7 +44,7 @@ VARIABLES = (
     "SLURMD_*",
 )
 
-# A host, or hosts with numbers in brackets. Matching takes linear time: the repetition ends the pattern.
+# A host, or hosts with numbers in brackets. Matching takes linear time, because the repetition is at the end.
 _HOSTS = re.compile(r"(?:[^\s,\[\]]+|\[[0-9][0-9,-]*\])+")
 _BRACKET = re.compile(r"\[([0-9]+)[^\]]*\]")
 # "2(x3)" means two tasks on each of the next three nodes.
@@ -62,7 +62,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
         return None
     world_size = read_int(environ, "SLURM_STEP_NUM_TASKS")
     if world_size is None:
-        return _outside_of_steps(environ)
+        return _environment_outside_steps(environ)
     rank, local_rank = require(environ, "srun", "SLURM_PROCID", "SLURM_LOCALID")
     node_rank = read_int(environ, "SLURM_NODEID")
     address = environ.get("MASTER_ADDR")
@@ -83,7 +83,7 @@ def detect(environ: Mapping[str, str]) -> Environment | None:
     )
 
 
-def _outside_of_steps(environ: Mapping[str, str]) -> Environment:
+def _environment_outside_steps(environ: Mapping[str, str]) -> Environment:
     """The environment of a process that ``sbatch`` or ``salloc`` started, in a job of one task."""
     num_tasks = read_int(environ, "SLURM_NTASKS") or 1
     if num_tasks > 1:
@@ -100,7 +100,7 @@ def _tasks_on_node(environ: Mapping[str, str], node_rank: int | None, world_size
     tasks_per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if not tasks_per_node or node_rank is None:
         return None
-    first, num_tasks, here = 0, 0, None
+    first, num_tasks, tasks_on_node = 0, 0, None
     for part in tasks_per_node.split(","):
         match = _TASKS.fullmatch(part.strip())
         if match is None:
@@ -111,20 +111,20 @@ def _tasks_on_node(environ: Mapping[str, str], node_rank: int | None, world_size
         tasks, nodes = int(match[1]), int(match[2] or 1)
         num_tasks += tasks * nodes
         if first <= node_rank < first + nodes:
-            here = tasks
+            tasks_on_node = tasks
         first += nodes
-    if num_tasks != world_size or here is None:
+    if num_tasks != world_size or tasks_on_node is None:
         raise EnvironmentVariablesError(
             f"The environment variables of Slurm contradict each other: SLURM_STEP_TASKS_PER_NODE="
             f"{tasks_per_node[:100]} with SLURM_STEP_NUM_TASKS={world_size} and SLURM_NODEID={node_rank}."
         )
-    return here
+    return tasks_on_node
 
 
 def _binds_devices(environ: Mapping[str, str]) -> bool:
-    """True if Slurm shows each task only its own GPUs: the job has GPUs per task, or tasks per GPU."""
-    by_task = ("SLURM_NTASKS_PER_GPU", "SLURM_GPUS_PER_TASK")
-    return any(environ.get(name) for name in by_task) or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+    """True if each task sees only its own GPUs: the job asks for GPUs per task, or for tasks per GPU."""
+    variables = ("SLURM_NTASKS_PER_GPU", "SLURM_GPUS_PER_TASK")
+    return any(environ.get(name) for name in variables) or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
 
 
 def _job_nodes(environ: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""``idist.spawn``, whose workers have torchrun's variables and a variable that marks them."""
+"""``idist.spawn``. Its workers have torchrun's variables and a variable that marks them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ VARIABLES = (_MARK,)
 
 
 def mark(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that marks workers with the variables ``environ`` as workers of ``spawn``.
+    """The variable that marks workers of ``spawn``. ``environ`` has the other variables of these workers.
 
-    The value is the rendezvous of the workers. If a worker starts another launcher, that
-    launcher's processes inherit the variable, but have another rendezvous.
+    The value is the rendezvous of the workers. If a worker starts another launcher, that launcher's processes
+    inherit the variable, but have another rendezvous.
     """
     return {_MARK: _rendezvous(environ)}
 

@@ -1,7 +1,7 @@
 """A TPU pod: one process on each of its hosts, started by hand or by GKE.
 
-https://docs.cloud.google.com/kubernetes-engine/docs/concepts/tpus. These ranks are not the XLA backend's,
-which has a rank per chip.
+https://docs.cloud.google.com/kubernetes-engine/docs/concepts/tpus. These ranks count hosts. The
+XLA backend has other ranks: one per chip.
 """
 
 from __future__ import annotations

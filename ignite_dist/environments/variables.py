@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["give_back", "given", "set_missing"]
+__all__ = ["given", "restore", "set_missing"]
 
-# The variables that set_missing has set: the new value, and whether the variable was empty before.
+# The variables that set_missing has set: the new value, and True if the variable was empty before.
 _set: dict[str, tuple[str, bool]] = {}
 
 
@@ -19,8 +19,8 @@ def set_missing(wanted: Mapping[str, object]) -> None:
             os.environ[name] = str(value)
 
 
-def give_back() -> None:
-    """Undo :func:`set_missing`, except for variables whose value has changed since."""
+def restore() -> None:
+    """Undo :func:`set_missing`, except for variables that were changed afterwards."""
     for name, (value, was_empty) in _set.items():
         if os.environ.get(name) == value:
             if was_empty:

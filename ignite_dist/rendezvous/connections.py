@@ -1,8 +1,8 @@
 """Connections to other machines: keepalive, errors that name a lost host, and warnings about long waits.
 
-TCP alone notices after 15 minutes that a machine lost its power or cable, and never if this process only
-receives. With keepalive the kernel checks the connection, without a thread or messages of this package. The
-option is set on each socket, also on the sockets of gloo and torch's store.
+TCP alone notices after 15 minutes that a machine has lost its power or cable. A process that only receives
+never notices. With keepalive the kernel checks the connection, without a thread or messages of this package.
+The option is set on each socket, also on the sockets of gloo and torch's store.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ignite_dist.environments.base import read_int
 from ignite_dist.errors import DistributedError, EnvironmentVariablesError, HostLostError
 
 __all__ = [
-    "SECONDS_WITHOUT_A_WORD",
+    "LONG_WAIT_SECONDS",
     "Connections",
-    "explained",
-    "explainers",
+    "cause_finders",
+    "enable_keepalive",
+    "keepalive",
+    "keepalive_seconds",
     "last_lines",
     "listen",
-    "raise_explained",
-    "seconds_of_silence",
+    "log_long_wait",
+    "raise_with_cause",
     "wait",
-    "wait_told",
-    "watch",
-    "watched",
+    "with_cause",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -43,51 +43,51 @@ _logger = logging.getLogger(__name__)
 # Default keepalive timeout; an environment variable overrides the default. A network outage of this length
 # ends the job. A process that does not receive for this long while a peer sends (in a debugger, for example)
 # ends the job too, because the kernel cannot distinguish the two cases.
-_SECONDS_OF_SILENCE = 30
+_KEEPALIVE_SECONDS = 30
 _VARIABLE = "IGNITE_DIST_SILENCE_SECONDS"
 _NUM_PROBES = 3
 
 # Longer waits for other processes are logged.
-SECONDS_WITHOUT_A_WORD = 15.0
+LONG_WAIT_SECONDS = 15.0
 
 # Time limit of a DNS request. A lost network link may cut off the DNS server too.
-_SECONDS_TO_FIND_NAME = 2.0
+_DNS_SECONDS = 2.0
 
 
 # --- keepalive -----------------------------------------------------------------------------------------
 
 
-def seconds_of_silence() -> int:
-    """The keepalive timeout: how long another machine may be silent.
+def keepalive_seconds() -> int:
+    """The keepalive timeout: seconds without any packet from another machine.
 
     Raises:
         EnvironmentVariablesError: the environment variable is not a number, or too small.
     """
     seconds = read_int(os.environ, _VARIABLE)
     if seconds is None:
-        return _SECONDS_OF_SILENCE
+        return _KEEPALIVE_SECONDS
     if seconds < _NUM_PROBES:
         raise EnvironmentVariablesError(f"{_VARIABLE} must be {_NUM_PROBES} seconds or more, got {seconds}.")
     return seconds
 
 
 @contextmanager
-def watched() -> Iterator[None]:
-    """Enable keepalive on the connections that the block opens and leaves open."""
-    seconds = seconds_of_silence()
+def keepalive() -> Iterator[None]:
+    """Context manager: enable keepalive on the connections that the block opens and leaves open."""
+    seconds = keepalive_seconds()
     before = _open_sockets()
     yield
     for fd, _ in _open_sockets() - before:
-        with suppress(OSError), _borrowed(fd) as sock:  # closed since, or an unusual kind of socket
+        with suppress(OSError), _socket_object(fd) as sock:  # it may be closed by now, or of an unusual kind
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                 sock.getpeername()  # raises OSError unless connected
-                watch(sock, seconds)
+                enable_keepalive(sock, seconds)
 
 
-def watch(sock: socket.socket, seconds: int) -> None:
+def enable_keepalive(sock: socket.socket, seconds: int) -> None:
     """Let the kernel end the connection when the other machine has been silent for ``seconds``."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {  # a platform may lack some of these
+    options = {  # a platform may lack some of these options
         "TCP_KEEPIDLE": seconds // _NUM_PROBES,  # for an idle connection
         "TCP_KEEPINTVL": seconds // _NUM_PROBES,
         "TCP_KEEPCNT": _NUM_PROBES,
@@ -110,7 +110,7 @@ def _open_sockets() -> set[tuple[int, int]]:
 
 
 @contextmanager
-def _borrowed(fd: int) -> Iterator[socket.socket]:
+def _socket_object(fd: int) -> Iterator[socket.socket]:
     """A socket object for ``fd``, which another library owns. Leaves ``fd`` open."""
     blocking = os.get_blocking(fd)
     sock = socket.socket(fileno=fd)
@@ -129,23 +129,23 @@ class Connections:
         self._found: set[tuple[int, int]] = set()
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Record the connections that the block opens and leaves open."""
+    def recording(self) -> Iterator[None]:
+        """Context manager: record the connections that the block opens and leaves open."""
         before = _open_sockets()
         yield
         for fd, inode in _open_sockets() - before:
-            with suppress(OSError), _borrowed(fd) as sock:
+            with suppress(OSError), _socket_object(fd) as sock:
                 sock.getpeername()  # raises OSError unless connected
                 self._found.add((fd, inode))
 
-    def one_is_gone(self) -> bool:
+    def has_closed(self) -> bool:
         """True if a recorded connection is closed. The library closes a connection when its peer is gone."""
         return not self._found <= _open_sockets()
 
-    def cut(self) -> None:
+    def shut_down(self) -> None:
         """Shut down the open connections, so that waits at both ends fail. The library closes the sockets."""
         for fd, _ in self._found & _open_sockets():
-            with suppress(OSError), _borrowed(fd) as sock:
+            with suppress(OSError), _socket_object(fd) as sock:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -163,27 +163,27 @@ def last_lines(error: BaseException) -> str:
         return f"{type(error).__name__}: <its message cannot be formatted>\n"
 
 
-explainers: list[Callable[[RuntimeError], BaseException | None]] = []
-"""Functions that may explain a backend's error. Each returns a better error with its cause, or None."""
+cause_finders: list[Callable[[RuntimeError], BaseException | None]] = []
+"""Functions that find the cause of a backend's error. Each returns an error that names the cause, or None."""
 
 
-def explained(error: BaseException) -> BaseException:
-    """An error that names the machine or rank that ``error`` is about; ``error`` itself if unknown."""
+def with_cause(error: BaseException) -> BaseException:
+    """An error that names the machine or rank that caused ``error``; ``error`` itself if that is unknown."""
     if not isinstance(error, RuntimeError) or isinstance(error, DistributedError):
         return error
     found = _SILENCE.search(last_lines(error))  # not str(): a user's subclass may raise
     if found is None:
-        return next(filter(None, (explain(error) for explain in explainers)), error)
+        return next(filter(None, (find_cause(error) for find_cause in cause_finders)), error)
     address = found[1].removeprefix("::ffff:")
-    lost = HostLostError(_name_of(address), address)
+    lost = HostLostError(_host_name(address), address)
     lost.__cause__ = error
     return lost
 
 
 @contextmanager
-def wait_told(what: Callable[[], str]) -> Iterator[None]:
-    """Log ``what()`` once if the block takes longer than ``SECONDS_WITHOUT_A_WORD``."""
-    timer = threading.Timer(SECONDS_WITHOUT_A_WORD, lambda: _logger.warning("%s", what()))
+def log_long_wait(message: Callable[[], str]) -> Iterator[None]:
+    """Context manager: log ``message()`` once if the block takes longer than ``LONG_WAIT_SECONDS``."""
+    timer = threading.Timer(LONG_WAIT_SECONDS, lambda: _logger.warning("%s", message()))
     timer.daemon = True
     timer.start()
     try:
@@ -194,32 +194,32 @@ def wait_told(what: Callable[[], str]) -> Iterator[None]:
 
 
 def wait(work: Work) -> None:
-    """Wait for a collective. Raises :func:`explained` of its error."""
+    """Wait for a collective. If it fails, raise :func:`with_cause` of the error."""
     try:
         work.wait()
     except RuntimeError as error:
-        raise_explained(error)
+        raise_with_cause(error)
 
 
-def raise_explained(error: RuntimeError) -> NoReturn:
-    """Raise :func:`explained` of ``error``. Call this function where ``error`` is handled."""
-    better = explained(error)
+def raise_with_cause(error: RuntimeError) -> NoReturn:
+    """Raise :func:`with_cause` of ``error``. Call this function where ``error`` is handled."""
+    better = with_cause(error)
     if better is error:
         raise error
     raise better from better.__cause__
 
 
-def _name_of(address: str) -> str:
-    """The host name of ``address``; empty if DNS does not answer soon."""
+def _host_name(address: str) -> str:
+    """The host name of ``address``; empty if DNS does not answer within ``_DNS_SECONDS``."""
     names: list[str] = []
 
-    def ask() -> None:
+    def look_up() -> None:
         with suppress(OSError):
             names.append(socket.gethostbyaddr(address)[0])
 
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_SECONDS_TO_FIND_NAME)
+    lookup = threading.Thread(target=look_up, daemon=True)
+    lookup.start()
+    lookup.join(_DNS_SECONDS)
     return names[0] if names else ""
 
 

@@ -1,4 +1,4 @@
-"""The network interfaces of this machine: their addresses, and which of them reach other machines."""
+"""The network interfaces of this machine, their addresses, and the interface towards an address."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 __all__ = ["by_interface", "interface_towards", "is_loopback", "is_own_name", "loopback_interface"]
 
-# Reserved for documentation (RFC 5737), so packets take the route to remote machines.
-_FAR_AWAY = "192.0.2.1"
+# An address reserved for documentation (RFC 5737). Packets to it take the route to remote machines.
+_REMOTE_ADDRESS = "192.0.2.1"
 
 _SIOCGIFADDR = 0x8915  # Linux's request for the IPv4 address of an interface
 
@@ -23,7 +23,7 @@ def interface_towards(address: str) -> str | None:
     gloo's default is the interface with the address of the host's own name. On Debian this is a loopback
     address, which other machines cannot reach.
     """
-    local = _local_address(_FAR_AWAY if is_own_name(address) else address)
+    local = _local_address(_REMOTE_ADDRESS if is_own_name(address) else address)
     return None if local is None or is_loopback(local) else _interface_of(local)
 
 
@@ -40,7 +40,7 @@ def _local_address(address: str) -> str | None:
 
 def _interface_of(address: str) -> str | None:
     """The interface with this address, or None."""
-    return next((name for name, known in by_interface().items() if address in known), None)
+    return next((name for name, addresses in by_interface().items() if address in addresses), None)
 
 
 def by_interface() -> dict[str, list[str]]:
@@ -50,10 +50,10 @@ def by_interface() -> dict[str, list[str]]:
         return found
     import fcntl
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for name in found:
             with suppress(OSError):  # no IPv4 address
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 found[name].append(socket.inet_ntoa(answer[20:24]))
     table = Path("/proc/net/if_inet6")
     for line in table.read_text(encoding="ascii").splitlines() if table.exists() else ():
@@ -63,7 +63,7 @@ def by_interface() -> dict[str, list[str]]:
 
 
 def loopback_interface() -> str | None:
-    """The name of the loopback interface, ``lo`` or ``lo0``; None without either."""
+    """The name of the loopback interface, ``lo`` or ``lo0``; None if neither exists."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)
 
@@ -74,7 +74,7 @@ def is_own_name(address: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """True if ``address`` is ``localhost`` or a loopback address, which is the local machine everywhere."""
+    """True if ``address`` is ``localhost`` or a loopback address: the local machine, on every host."""
     if address == "localhost":
         return True
     try:

@@ -16,14 +16,14 @@ from ignite_dist.errors import MissingRanksError
 from ignite_dist.rendezvous import connections
 from ignite_dist.values.ranks import describe_ranks
 
-__all__ = ["call", "waiting"]
+__all__ = ["call", "waiting_message"]
 
 _logger = logging.getLogger(__name__)
 
-# Time limit for a rank to publish or to read the outcome of the roll call.
+# Time limit for a rank to write or to read the outcome of the roll call.
 _ANSWER_SECONDS = 5.0
 # Polling interval of rank 0 at the end of a cancelled roll call.
-_LOOK_SECONDS = 0.02
+_CANCEL_POLL_SECONDS = 0.02
 # Polling interval of a long wait (Ctrl-C works in between); maximum rate of all ranks together.
 _POLL_SECONDS, _POLLS_PER_SECOND = 0.5, 2000
 # Maximum number of hosts in an error message.
@@ -49,9 +49,9 @@ def call(store: Store, place: Environment, where: str, deadline: float, hint: st
     ranks = range(place.world_size)
     awaited = [f"here/{rank}" for rank in ranks] if place.rank == 0 else ["outcome"]
     store.set(f"here/{place.rank}", socket.gethostname())
-    has_called_off = False
+    has_cancelled = False
     if not _await(store, place, awaited, where, deadline):
-        has_called_off, outcome = _call_off(store, place)
+        has_cancelled, outcome = _cancel(store, place)
     elif place.rank == 0:
         outcome = store.compare_set("outcome", "", "[]")  # unless another rank has just cancelled
     else:
@@ -59,8 +59,8 @@ def call(store: Store, place: Environment, where: str, deadline: float, hint: st
     if outcome == b"[]":
         return
     missing, hosts, num_hosts = json.loads(outcome)
-    come = [rank for rank in ranks if rank not in missing]
-    _leave(store, place, missing, come, has_called_off)
+    arrived = [rank for rank in ranks if rank not in missing]
+    _delete_keys(store, place, missing, arrived, has_cancelled)
     if place.rank in missing:
         raise MissingRanksError(
             f"Rank {place.rank} of {place.world_size} reached {where} after the others had given up.", missing
@@ -68,32 +68,32 @@ def call(store: Store, place: Environment, where: str, deadline: float, hint: st
     more = f" and {num_hosts - len(hosts)} more" if num_hosts > len(hosts) else ""
     raise MissingRanksError(
         f"{describe_ranks(missing).capitalize()} of {place.world_size} did not reach {where} in time; "
-        f"{describe_ranks(come)} did ({', '.join(hosts)}{more}).{hint}",
+        f"{describe_ranks(arrived)} did ({', '.join(hosts)}{more}).{hint}",
         missing,
     )
 
 
-def waiting(place: Environment, whom: str) -> str:
-    """The warning that this rank still waits for ``whom``."""
-    return f"Rank {place.rank} of {place.world_size} ({socket.gethostname()}) is still waiting for {whom}."
+def waiting_message(place: Environment, awaited: str) -> str:
+    """The warning that this rank still waits for ``awaited``."""
+    return f"Rank {place.rank} of {place.world_size} ({socket.gethostname()}) is still waiting for {awaited}."
 
 
 def _await(store: Store, place: Environment, keys: list[str], where: str, deadline: float) -> bool:
     """Wait for ``keys``, and log a long wait. False if the deadline passes or the roll call is cancelled."""
-    if _wait(store, keys, min(connections.SECONDS_WITHOUT_A_WORD, deadline - time.monotonic())):
+    if _wait(store, keys, min(connections.LONG_WAIT_SECONDS, deadline - time.monotonic())):
         return True
     period = max(_POLL_SECONDS, place.world_size / _POLLS_PER_SECOND)
-    is_told = False
+    is_logged = False
     while (left := deadline - time.monotonic()) > 0:
         if store.check(keys):
             return True
         if store.check(["outcome"]):
             return False
-        if not is_told:
-            # Only rank 0 checks every rank: a thousand ranks would send too many requests.
-            whom = describe_ranks(_missing(store, place)) if place.rank == 0 else "all others"
-            _logger.warning("%s", waiting(place, f"{whom} at {where}"))
-            is_told = True
+        if not is_logged:
+            # Only rank 0 looks for each rank: a thousand such ranks would send too many requests.
+            missing = describe_ranks(_missing(store, place)) if place.rank == 0 else "all others"
+            _logger.warning("%s", waiting_message(place, f"{missing} at {where}"))
+            is_logged = True
         time.sleep(min(period, left))
     return False
 
@@ -107,16 +107,16 @@ def _wait(store: Store, keys: list[str], seconds: float) -> bool:
     return True
 
 
-def _call_off(store: Store, place: Environment) -> tuple[bool, bytes]:
-    """Cancel the roll call. Returns whether this rank wrote the outcome, and the outcome."""
-    first = store.compare_set("called off by", "", str(place.rank))
-    if first != str(place.rank).encode() and _wait(store, ["outcome"], _ANSWER_SECONDS):
+def _cancel(store: Store, place: Environment) -> tuple[bool, bytes]:
+    """Cancel the roll call. Returns True if this rank wrote the outcome, and the outcome."""
+    canceller = store.compare_set("called off by", "", str(place.rank))
+    if canceller != str(place.rank).encode() and _wait(store, ["outcome"], _ANSWER_SECONDS):
         return False, store.get("outcome")
     missing = _missing(store, place)
-    come = [f"here/{rank}" for rank in range(place.world_size) if rank not in missing]
-    hosts = sorted({host.decode() for host in store.multi_get(come)})
-    wanted = json.dumps([missing, hosts[:_MAX_HOSTS], len(hosts)] if missing else [])
-    outcome = store.compare_set("outcome", "", wanted)
+    arrived = [f"here/{rank}" for rank in range(place.world_size) if rank not in missing]
+    hosts = sorted({host.decode() for host in store.multi_get(arrived)})
+    own_outcome = json.dumps([missing, hosts[:_MAX_HOSTS], len(hosts)] if missing else [])
+    outcome = store.compare_set("outcome", "", own_outcome)
     for rank in missing:  # ends the wait of rank 0
         store.set(f"here/{rank}", "")
     return True, outcome
@@ -126,20 +126,20 @@ def _missing(store: Store, place: Environment) -> list[int]:
     return [rank for rank in range(place.world_size) if not store.check([f"here/{rank}"])]
 
 
-def _leave(
-    store: Store, place: Environment, missing: list[int], come: list[int], has_called_off: bool
+def _delete_keys(
+    store: Store, place: Environment, missing: list[int], arrived: list[int], has_cancelled: bool
 ) -> None:
     """Delete the keys of a cancelled roll call, after all ranks have read the outcome."""
     store.delete_key(f"here/{place.rank}")
-    if place.rank in come:
+    if place.rank in arrived:
         store.set(f"told/{place.rank}", "")
-    if has_called_off:
-        told = [f"told/{rank}" for rank in come]
-        _wait(store, told, _ANSWER_SECONDS)
+    if has_cancelled:
+        readers = [f"told/{rank}" for rank in arrived]
+        _wait(store, readers, _ANSWER_SECONDS)
         with suppress(RuntimeError):  # the store is gone
-            for name in (*told, *(f"here/{rank}" for rank in missing), "called off by", "outcome"):
+            for name in (*readers, *(f"here/{rank}" for rank in missing), "called off by", "outcome"):
                 store.delete_key(name)
     elif place.rank == 0:  # the store may end with rank 0
-        patience = time.monotonic() + 2 * _ANSWER_SECONDS
-        while store.check(["outcome"]) and time.monotonic() < patience:
-            time.sleep(_LOOK_SECONDS)
+        limit = time.monotonic() + 2 * _ANSWER_SECONDS
+        while store.check(["outcome"]) and time.monotonic() < limit:
+            time.sleep(_CANCEL_POLL_SECONDS)

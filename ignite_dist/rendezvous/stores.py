@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -23,21 +23,21 @@ from ignite_dist.errors import EnvironmentVariablesError, LaunchError, MissingRa
 from ignite_dist.rendezvous import connections, network_interfaces, roll_call
 
 __all__ = [
-    "ASK_ONCE",
+    "GLOO_VARIABLES",
+    "count_context",
     "find_place",
-    "interfaces",
+    "interface_variables",
+    "is_on_one_machine",
     "join_store",
     "join_variables",
     "launchers_store",
-    "loopback_only",
-    "note_meeting",
-    "on_one_machine",
+    "loopback_variables",
     "serve_launchers_store",
     "serve_store",
     "set_missing",
 ]
 
-# Number of contexts at each meeting place, equal on all ranks that met there.
+# Number of contexts made at each rendezvous address or file, equal on all ranks of the rendezvous.
 _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
 
 _SECOND = timedelta(seconds=1)
@@ -47,7 +47,7 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
     """Rank, world size and address from the arguments, else from the environment, else a world of one.
 
     Raises:
-        ValueError: arguments and environment contradict each other, or an ``init_method`` has no rank.
+        ValueError: arguments and environment contradict each other, or ``init_method`` needs a rank.
         EnvironmentVariablesError: a variable is missing, for example the address of rank 0.
     """
     environ = variables.given()
@@ -108,115 +108,119 @@ def set_missing(place: Environment, more: Mapping[str, str]) -> None:
 def join_store(place: Environment, init_method: str | None, timeout: timedelta | None) -> Store:
     """The store of all ranks, for ``init_process_group``. Returns when all ranks have reached the store.
 
-    Each key starts with the number of earlier contexts at this address, because a store may outlive a
-    context. Examples are torchrun's store, a file, and rank 0's store while peers start the next context.
+    Each key starts with the number of earlier contexts at this address, because some stores outlive a
+    context: torchrun's store, a file, and rank 0's store while peers start the next context.
 
     Raises:
         LaunchError: the port of rank 0's store is in use.
         MissingRanksError: a rank is missing at the timeout.
-        DistStoreError: the same under torchrun on several nodes.
+        DistStoreError: a rank is missing at the timeout, under torchrun on several nodes.
     """
     if place.world_size == 1 and init_method in (None, "env://"):
         return HashStore()  # one rank needs no port
     timeout = timeout or default_pg_timeout
     init_method = init_method or "env://"
-    num_contexts = _num_contexts[_meeting_place(place, init_method)]
-    init_method = _one_file_each(init_method, num_contexts)
+    num_contexts = _num_contexts[_rendezvous_key(place, init_method)]
+    init_method = _with_own_file(init_method, num_contexts)
     has_agents = place.launcher == "torchrun" and (place.nnodes or 1) > 1
     start = "agents" if has_agents else os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    prefix, where = f"ignite_dist/{start}/{num_contexts}", _where(place, init_method)
+    prefix, where = f"ignite_dist/{start}/{num_contexts}", _address_text(place, init_method)
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            with connections.wait_told(lambda: roll_call.waiting(place, f"{_who_serves(place)} at {where}")):
-                served = _connect(place, init_method, max(deadline - time.monotonic(), 1.0))
-            served.set_timeout(timeout)
-            store: Store = PrefixStore(prefix, served)
+            with _logging_wait(place, f"{_store_server(place)} at {where}"):
+                root = _connect(place, init_method, max(deadline - time.monotonic(), 1.0))
+            root.set_timeout(timeout)
+            store: Store = PrefixStore(prefix, root)
             if has_agents:
-                with connections.wait_told(lambda: roll_call.waiting(place, f"all others at {where}")):
+                with _logging_wait(place, f"all others at {where}"):
                     return _store_of_this_start(store, place, deadline)
-            roll_call.call(store, place, where, deadline, _about_loopback(place, init_method))
+            roll_call.call(store, place, where, deadline, _loopback_hint(place, init_method))
             return store
         except DistNetworkError as error:
             if place.rank > 0 and time.monotonic() < deadline:
-                continue  # perhaps the previous context's store, which rank 0 has closed
+                continue  # perhaps this was the previous context's store, which rank 0 has closed
             if place.rank == 0 or _is_served_by_agent():
                 raise
-            here = socket.gethostname()
+            host = socket.gethostname()
             raise MissingRanksError(
-                f"Rank 0 of {place.world_size} did not reach {where} in time, or {here} cannot connect to "
-                f"rank 0.{_about_loopback(place, init_method)}",
+                f"Rank 0 of {place.world_size} did not reach {where} in time, or {host} cannot connect to "
+                f"rank 0.{_loopback_hint(place, init_method)}",
                 [0],
             ) from error
+
+
+def _logging_wait(place: Environment, awaited: str) -> AbstractContextManager[None]:
+    return connections.log_long_wait(lambda: roll_call.waiting_message(place, awaited))
 
 
 def _store_of_this_start(store: Store, place: Environment, deadline: float) -> Store:
     """The part of ``store`` for the ranks that torchrun's agents have started together.
 
-    Each agent counts only the failures on its own node, so restart counts may differ between nodes, and the
-    store still has the addresses of ranks that are gone. Therefore rank 0 chooses a random name for each
-    start, and confirms every rank that has answered with this name.
+    Restart counts may differ between nodes, because each agent counts only the failures on its own node. The
+    store still has the addresses of ranks that are gone. So rank 0 chooses a random name for each start. Each
+    other rank writes its own random name under the name of the start, and rank 0 confirms these names.
     """
-    mine = uuid.uuid4().hex
+    own_name = uuid.uuid4().hex
     if place.rank == 0:
-        store.set("start", mine)
-        others = store.multi_get([f"{mine}/{rank}" for rank in range(1, place.world_size)])
-        store.set(f"{mine}/met", b" ".join(others).decode())
-        return PrefixStore(mine, store)
+        store.set("start", own_name)
+        others = store.multi_get([f"{own_name}/{rank}" for rank in range(1, place.world_size)])
+        store.set(f"{own_name}/met", b" ".join(others).decode())
+        return PrefixStore(own_name, store)
     while True:
         start = store.get("start").decode()
-        store.set(f"{start}/{place.rank}", mine)
+        store.set(f"{start}/{place.rank}", own_name)
         try:
             store.wait([f"{start}/met"], _SECOND)
         except DistStoreError:  # rank 0 of this start is gone, or waits for others
             if time.monotonic() > deadline:
                 raise
         else:
-            if mine.encode() in store.get(f"{start}/met").split():
+            if own_name.encode() in store.get(f"{start}/met").split():
                 return PrefixStore(start, store)
-            time.sleep(0.05)  # an earlier start; the new rank 0 has not set its name yet
+            time.sleep(0.05)  # this is an earlier start: the new rank 0 has not set its name yet
 
 
-def _where(place: Environment, init_method: str) -> str:
-    """The meeting place of the ranks, for messages."""
+def _address_text(place: Environment, init_method: str) -> str:
+    """The address or file of the rendezvous, for messages."""
     address, port = _main_address(place, init_method)
     if address is None:
         return init_method
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _who_serves(place: Environment) -> str:
-    """The store that a rank waits for, for messages."""
+def _store_server(place: Environment) -> str:
+    """The process whose store a rank waits for, for messages."""
     if _is_served_by_agent():
         return "the launcher's store"
     return "rank 0" if place.rank > 0 else "its own store (is this an address of this machine?)"
 
 
-def _about_loopback(place: Environment, init_method: str) -> str:
-    """A hint for errors about missing ranks, if the meeting place is a loopback address."""
+def _loopback_hint(place: Environment, init_method: str) -> str:
+    """A hint for errors about missing ranks, if the rendezvous has a loopback address."""
     address, _ = _main_address(place, init_method)
     if address is None or _is_served_by_agent() or not network_interfaces.is_loopback(address):
         return ""
     return (
-        f" Only processes on its own machine reach {address}. If ranks run on other machines, give every "
-        "rank, rank 0 too, the network address of rank 0's machine."
+        f" Only processes on rank 0's machine reach {address}. If ranks run on other machines, give every "
+        "rank, rank 0 too, the network address of that machine."
     )
 
 
-def note_meeting(place: Environment, init_method: str | None) -> None:
-    """Record that all ranks have met at this place. The next context there uses other keys of the store."""
-    _num_contexts[_meeting_place(place, init_method or "env://")] += 1
+def count_context(place: Environment, init_method: str | None) -> None:
+    """Count a context at this address or file. The next context there uses other keys of the store."""
+    _num_contexts[_rendezvous_key(place, init_method or "env://")] += 1
 
 
-def _meeting_place(place: Environment, init_method: str) -> tuple[str, str | None, int | None]:
+def _rendezvous_key(place: Environment, init_method: str) -> tuple[str, str | None, int | None]:
     return init_method, place.main_address, place.main_port
 
 
-def _one_file_each(init_method: str, num_contexts: int) -> str:
+def _with_own_file(init_method: str, num_contexts: int) -> str:
     """``init_method`` with a file of its own for each context after the first.
 
-    The last rank to close a ``FileStore`` deletes the file, but only after it has released the file's lock.
-    If a peer writes for the next context in between, the deletion loses the data and the other ranks hang.
+    The last rank to close a ``FileStore`` releases the file's lock and then deletes the file. If a peer
+    writes data of the next context in between, the deletion loses these data, and the other ranks hang.
     """
     parts = urlsplit(init_method)
     if parts.scheme != "file" or num_contexts == 0:
@@ -228,19 +232,19 @@ def _connect(place: Environment, init_method: str, seconds: float) -> Store:
     address, port = _main_address(place, init_method)
     timeout = timedelta(seconds=seconds)
     try:
-        # torch parses the options behind a question mark.
+        # If init_method has options after a question mark, torch parses them.
         if address is None or port is None or "?" in init_method or _is_served_by_agent():
-            found = dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout)
-            store: Store = next(found)[0]
+            candidates = dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout)
+            store: Store = next(candidates)[0]
             return store
-        return _rank_0s_store(place, address, port, timeout)
+        return _store_of_rank_0(place, address, port, timeout)
     except DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        remedy = "set MASTER_PORT to" if init_method == "env://" else "name"
+        remedy = "Set MASTER_PORT to" if init_method == "env://" else "Choose"
         raise LaunchError(
-            f"Rank 0 cannot serve the rendezvous at {_where(place, init_method)}: the port is in use. "
-            f"Another job may still be running there; {remedy} a free port."
+            f"Rank 0 cannot serve the rendezvous at {_address_text(place, init_method)}: the port is in use. "
+            f"Another job may still be running there. {remedy} a free port."
         ) from error
 
 
@@ -248,19 +252,19 @@ def _connect(place: Environment, init_method: str, seconds: float) -> Store:
 
 
 def _is_served_by_agent() -> bool:
-    """True if torchrun's agent or the launcher of ``spawn`` serves the store, and not rank 0."""
+    """True if torchrun's agent or the launcher of ``spawn`` serves the store; False if rank 0 serves it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _rank_0s_store(place: Environment, address: str, port: int, timeout: timedelta) -> Store:
-    """The store of rank 0, compatible with torch's own: other libraries may use the same address.
+def _store_of_rank_0(place: Environment, address: str, port: int, timeout: timedelta) -> Store:
+    """The store of rank 0. It is compatible with torch's own: other libraries may use the same address.
 
-    torch's rendezvous is not used, because it listens on all interfaces even for a loopback address, and only
-    counts the ranks.
+    torch's rendezvous is not used, for two reasons: it listens on all interfaces even for a loopback address,
+    and it counts the ranks without naming them.
     """
     listen_fd = None
     if place.rank == 0 and network_interfaces.is_loopback(address):
-        # If the port is in use, TCPStore shares this process's own store there (multi_tenant), or raises.
+        # If the port is in use, TCPStore shares this process's store at the port (multi_tenant), or raises.
         with suppress(OSError):
             listener = connections.listen(address, port)
             port, listen_fd = listener.getsockname()[1], listener.detach()
@@ -278,7 +282,7 @@ def _rank_0s_store(place: Environment, address: str, port: int, timeout: timedel
 
 
 def _main_address(place: Environment, init_method: str | None) -> tuple[str | None, int | None]:
-    """Address and port of rank 0's store; None if ``init_method`` has none."""
+    """Address and port of rank 0's store; ``(None, None)`` if ``init_method`` has no address."""
     if init_method in (None, "env://"):
         return place.main_address, place.main_port
     parts = urlsplit(init_method)
@@ -286,7 +290,7 @@ def _main_address(place: Environment, init_method: str | None) -> tuple[str | No
 
 
 def join_variables(address: str, port: int) -> dict[str, str]:
-    """The environment variables with which a worker's ``env://`` joins a store and serves none."""
+    """The environment variables with which a worker's ``env://`` joins a store and does not serve one."""
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
@@ -337,13 +341,13 @@ def launchers_store() -> Store | None:
 
 # Without this variable each rank sends three requests to the store for every other rank: 3 million requests
 # for 1,000 ranks. https://github.com/pytorch/gloo, gloo/rendezvous/context.cc
-ASK_ONCE = {"GLOO_ENABLE_STORE_V2_API": "1"}
+GLOO_VARIABLES = {"GLOO_ENABLE_STORE_V2_API": "1"}
 
 
 # --- network interfaces --------------------------------------------------------------------------------
 
 
-def on_one_machine(place: Environment, init_method: str | None) -> bool:
+def is_on_one_machine(place: Environment, init_method: str | None) -> bool:
     """True if the launcher or the address implies that all ranks run on this machine."""
     if place.nnodes is not None:
         return place.nnodes == 1
@@ -353,19 +357,19 @@ def on_one_machine(place: Environment, init_method: str | None) -> bool:
     return place.world_size == 1 or (address is not None and network_interfaces.is_loopback(address))
 
 
-def interfaces(place: Environment, init_method: str | None) -> dict[str, str]:
+def interface_variables(place: Environment, init_method: str | None) -> dict[str, str]:
     """The variables that set the network interface of gloo, and of NCCL if all ranks run on this machine.
 
-    Between machines NCCL chooses by itself: it skips loopback and Docker, and may have a faster interface.
+    Between machines NCCL chooses an interface itself: not loopback or Docker, and perhaps a faster one.
     """
-    if on_one_machine(place, init_method):
-        return loopback_only()
+    if is_on_one_machine(place, init_method):
+        return loopback_variables()
     address, _ = _main_address(place, init_method)
     interface = None if address is None else network_interfaces.interface_towards(address)
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
-def loopback_only() -> dict[str, str]:
+def loopback_variables() -> dict[str, str]:
     """The variables that keep gloo and NCCL on the loopback interface."""
     loopback = network_interfaces.loopback_interface()
     return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.gradients import scale_gradients
-from ignite_dist.training.gradient_sync import DDPSyncStrategy, check_whole, grad_sync, optimizers_of
+from ignite_dist.training.gradient_sync import DDPSyncStrategy, check_not_sharded, grad_sync, optimizers_of
 
 __all__ = ["Microbatch", "accumulate"]
 
@@ -23,9 +23,9 @@ class Microbatch:
     """Context manager around the forward and backward pass of one microbatch of :func:`accumulate`.
 
     Attributes:
-        is_final: whether a step comes next.
+        is_final: True if a step comes next.
         number: position in the step, from 0.
-        was_entered: whether the block has been entered.
+        was_entered: True if the block has been entered.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ def accumulate(
 ) -> Iterator[tuple[Any, Microbatch]]:
     """Pair each batch with a context manager that accumulates gradients over ``steps`` microbatches.
 
-    Before the step the gradient is that of the mean loss over all microbatches of all ranks. The last step of
-    a pass may have fewer than ``steps`` microbatches. Every rank makes the same number of steps. If the
-    number of microbatches in a step differs between ranks, pass ``weight=lambda batch: 1``; with
+    At the step, the gradient is the gradient of the mean loss over all microbatches of all ranks. The last
+    step of a pass may have fewer than ``steps`` microbatches. Every rank makes the same number of steps. If
+    the number of microbatches in a step differs between ranks, pass ``weight=lambda batch: 1``; with
     MULTI_AUTO_SYNC, and for a model with buffers, the numbers must be equal. Gradients must be None or zero
     when a step begins, because existing values count as part of the sum. A rank may skip the passes in a
     block; the microbatch then counts with a zero gradient. Every rank enters the block of the last
@@ -72,10 +72,10 @@ def accumulate(
         model: the result of :func:`auto_model`, or a module that contains it; not with ``strategy="fsdp"``.
             If the model has a ``process_group``, "all ranks" means the ranks of this group.
         steps: microbatches per step.
-        weight: returns the number of samples or tokens over which a batch's loss is the mean. The gradient is
-            then that of the mean over all samples or tokens, for any sizes of microbatches. The ranks
-            exchange one number per step. Until the step gradients are weighted sums: in float16 large
-            weights overflow.
+        weight: returns the number of samples or tokens over which a batch's loss is the mean. The gradient
+            is then the gradient of the mean over all samples or tokens, for any sizes of microbatches. The
+            ranks exchange one number per step. Until the step, gradients are weighted sums, so large weights
+            overflow in float16.
         strategy: see :class:`DDPSyncStrategy`.
         optimizers: as in :func:`grad_sync`.
 
@@ -98,10 +98,10 @@ def accumulate(
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive int, got {steps!r}.")
-    check_whole(model, "accumulate")
+    check_not_sharded(model, "accumulate")
     current_model().groups.check_not_joining()
-    synced = partial(grad_sync, model, optimizers, strategy=DDPSyncStrategy(strategy))
-    return _accumulate(loader, model, steps, weight, synced, optimizers)
+    make_sync = partial(grad_sync, model, optimizers, strategy=DDPSyncStrategy(strategy))
+    return _accumulate(loader, model, steps, weight, make_sync, optimizers)
 
 
 def _accumulate(
@@ -109,20 +109,20 @@ def _accumulate(
     model: Module,
     steps: int,
     weight: Callable[[Any], float] | None,
-    synced: Callable[..., AbstractContextManager[None]],
+    make_sync: Callable[..., AbstractContextManager[None]],
     optimizers: Optimizer | Sequence[Optimizer] | None,
 ) -> Iterator[tuple[Any, Microbatch]]:
     batches, end = iter(loader), object()
-    ahead = next(batches, end)
+    next_batch = next(batches, end)
     weights: list[float] = []
-    while ahead is not end:
-        batch, ahead = ahead, next(batches, end)
-        weights.append(1.0 if weight is None else _checked(weight(batch)))
-        is_final = len(weights) == steps or ahead is end
+    while next_batch is not end:
+        batch, next_batch = next_batch, next(batches, end)
+        weights.append(1.0 if weight is None else _checked_weight(weight(batch)))
+        is_final = len(weights) == steps or next_batch is end
 
         mean = None if weight is None else partial(_mean_over_ranks, model, optimizers)
-        weighed = partial(_weighed, model, tuple(weights), is_final, mean, synced)
-        microbatch = Microbatch(len(weights) - 1, is_final, weighed)
+        context = partial(_weighted_microbatch, model, tuple(weights), is_final, mean, make_sync)
+        microbatch = Microbatch(len(weights) - 1, is_final, context)
         yield batch, microbatch
         if is_final:
             if not microbatch.was_entered:
@@ -134,14 +134,14 @@ def _accumulate(
 
 
 @contextmanager
-def _weighed(
+def _weighted_microbatch(
     model: Module,
     weights: Sequence[float],
     is_final: bool,
     mean: Callable[[float], float] | None,
-    synced: Callable[..., AbstractContextManager[None]],
+    make_sync: Callable[..., AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """The block of one microbatch. ``weights`` are those of the step so far, with its own at the end.
+    """The block of one microbatch, whose weight is ``weights[-1]``; the others are of earlier microbatches.
 
     Gradients are summed by weight until the last microbatch, which divides the sum by the total weight. The
     division is linear, so the average over the ranks may come before or after the division.
@@ -155,11 +155,11 @@ def _weighed(
             if parameter.grad is not None:
                 parameter.grad.div_(total)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with scale_gradients(trained, factor), synced(is_final_microbatch=is_final):
+    with scale_gradients(trained, factor), make_sync(is_final_microbatch=is_final):
         yield
 
 
-def _checked(weight: Any) -> float:
+def _checked_weight(weight: Any) -> float:
     value = float(weight)
     if not 0 <= value < inf:
         raise ValueError(f"The weight of a batch must be a finite number >= 0, got {weight!r}.")
@@ -172,7 +172,7 @@ def _mean_over_ranks(
     live = current_model()
     group = live.training.gradient_group(model, optimizers_of(live, model, optimizers))
     # Not all_reduce: with FORCED_SYNC a rank whose block raised calls exchange_outcomes too.
-    everyones: list[float] = exchange_outcomes(live, group, None, weight)
-    if not any(everyones):
+    weight_by_rank: list[float] = exchange_outcomes(live, group, None, weight)
+    if not any(weight_by_rank):
         raise ValueError("The weights of all microbatches of this step are zero on all ranks.")
-    return sum(everyones) / len(everyones)
+    return sum(weight_by_rank) / len(weight_by_rank)

@@ -29,7 +29,7 @@ from ignite_dist.errors import CollectiveMismatchError
 __all__ = ["check_pass", "group_of_parameters", "remember_model", "share_buffers"]
 
 
-class _Adapted(NamedTuple):
+class _AdaptedModel(NamedTuple):
     """A model without its wrapper. ``number`` is the same on every rank of the group."""
 
     number: int
@@ -38,53 +38,56 @@ class _Adapted(NamedTuple):
 
 
 @dataclass
-class _OfGroup:
+class _GroupModels:
     """The models that ``auto_model`` adapted for one group. ``count`` must be the same on its ranks."""
 
     group: Group
     count: int = 0
     had_buffers: bool = False
-    models: list[_Adapted] = field(default_factory=list)
+    models: list[_AdaptedModel] = field(default_factory=list)
 
 
-# Keyed by context, then by rank (replicas of XLA share a context), then by the ranks of the group.
-_known: weakref.WeakKeyDictionary[ComputationModel, dict[int, dict[tuple[int, ...], _OfGroup]]]
-_known = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # guards the outer two levels; only one rank uses each innermost level
+_ModelsByGroup = dict[tuple[int, ...], _GroupModels]  # keyed by the ranks of the group
+
+# Keyed by context, then by rank, because replicas of XLA share a context.
+_models_by_context: weakref.WeakKeyDictionary[ComputationModel, dict[int, _ModelsByGroup]]
+_models_by_context = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # guards both levels; only one rank uses each _ModelsByGroup
 
 
-def _of_this_rank(live: ComputationModel) -> dict[tuple[int, ...], _OfGroup]:
+def _models_by_group(live: ComputationModel) -> _ModelsByGroup:
+    """The models of this rank."""
     with _lock:
-        return _known.setdefault(live, {}).setdefault(live.get_rank(), {})
+        return _models_by_context.setdefault(live, {}).setdefault(live.get_rank(), {})
 
 
 def remember_model(live: ComputationModel, module: Module, group: Group, shares_buffers: bool) -> None:
-    """Note that the ranks of ``group`` train ``module``. All ranks of ``group`` call this.
+    """Remember that the ranks of ``group`` train ``module``. All ranks of ``group`` call this.
 
     Args:
         live: the context.
         module: the module without its wrapper. A later call for the same module replaces this one.
         group: the group over which gradients are averaged.
-        shares_buffers: whether all ranks evaluate with the buffers of the group's first rank.
+        shares_buffers: True if all ranks evaluate with the buffers of the group's first rank.
     """
-    known = _of_this_rank(live)
-    own = known.setdefault(group.ranks, _OfGroup(group))
-    own.group = group  # an earlier group of the same ranks may have been destroyed
-    for other in known.values():
-        other.models = [one for one in other.models if one.module() not in (None, module)]
-    own.models.append(_Adapted(own.count, weakref.ref(module), shares_buffers))
-    own.count += 1
-    own.had_buffers |= shares_buffers and bool(_shared_buffers(module))
+    by_group = _models_by_group(live)
+    adapted = by_group.setdefault(group.ranks, _GroupModels(group))
+    adapted.group = group  # an earlier group of the same ranks may have been destroyed
+    for group_models in by_group.values():
+        group_models.models = [one for one in group_models.models if one.module() not in (None, module)]
+    adapted.models.append(_AdaptedModel(adapted.count, weakref.ref(module), shares_buffers))
+    adapted.count += 1
+    adapted.had_buffers |= shares_buffers and bool(_shared_buffers(module))
 
 
 def group_of_parameters(live: ComputationModel, parameters: Iterable[Tensor]) -> Group:
     """The group of the ``auto_model`` model that has any of ``parameters``; the world if there is none."""
-    own = {id(parameter) for parameter in parameters}
-    for known in _of_this_rank(live).values():
-        for one in known.models:
-            module = one.module()
-            if module is not None and any(id(parameter) in own for parameter in module.parameters()):
-                return known.group
+    ids = {id(parameter) for parameter in parameters}
+    for adapted in _models_by_group(live).values():
+        for model in adapted.models:
+            module = model.module()
+            if module is not None and any(id(parameter) in ids for parameter in module.parameters()):
+                return adapted.group
     return live.groups.world
 
 
@@ -105,27 +108,29 @@ def share_buffers() -> None:
         RuntimeError: called inside of ``join()``.
     """
     live = current_model()
-    known = _of_this_rank(live)
-    for ranks in sorted(known):  # the same order on all ranks: a rank may be in several groups
-        if known[ranks].had_buffers:
+    by_group = _models_by_group(live)
+    for ranks in sorted(by_group):  # the same order on all ranks, because a rank may be in several groups
+        if by_group[ranks].had_buffers:
             live.groups.check_not_joining()
-            _share(live, known[ranks])
+            _share(live, by_group[ranks])
 
 
-def _share(live: ComputationModel, known: _OfGroup) -> None:
-    perform(live, "exact pass", known.group, lambda: Steps(lambda: _share_now(live, known)), outside=None)
+def _share(live: ComputationModel, adapted: _GroupModels) -> None:
+    perform(
+        live, "exact pass", adapted.group, lambda _: Steps(lambda: _share_now(live, adapted)), outside=None
+    )
 
 
-def _share_now(live: ComputationModel, known: _OfGroup) -> None:
-    group = known.group
-    found, different = _compare(live, known)
+def _share_now(live: ComputationModel, adapted: _GroupModels) -> None:
+    group = adapted.group
+    found, different = _compare(live, adapted)
     if different:
-        # A deleted model may still await garbage collection on one rank. All ranks see that and retry.
+        # A deleted model may still await garbage collection on one rank. All ranks find this out and retry.
         del found
         gc.collect()
-        found, different = _compare(live, known)
+        found, different = _compare(live, adapted)
     if different:
-        _raise_for_buffers(live, group, *found[different[0]])
+        _raise_buffer_mismatch(live, group, *found[different[0]])
     buffers = {id(buffer): buffer for _, named in found.values() for _, buffer in named}
     broadcast_tensors(live, buffers.values(), group.ranks[0], group)
 
@@ -133,12 +138,12 @@ def _share_now(live: ComputationModel, known: _OfGroup) -> None:
 _Found = dict[int, tuple[Module, list[tuple[str, Tensor]]]]
 
 
-def _compare(live: ComputationModel, known: _OfGroup) -> tuple[_Found, list[int]]:
+def _compare(live: ComputationModel, adapted: _GroupModels) -> tuple[_Found, list[int]]:
     """The models that every rank still has, with their buffers, and the ``number`` of those that differ."""
-    alive = [(one.number, one.module()) for one in known.models if one.shares_buffers]
+    alive = [(model.number, model.module()) for model in adapted.models if model.shares_buffers]
     found = {number: (module, _shared_buffers(module)) for number, module in alive if module is not None}
     digests = [(number, _digest(buffers)) for number, (_, buffers) in found.items()]
-    rows = live.objects.gather((_KIND, known.count, digests), known.group)
+    rows = live.objects.gather((_KIND, adapted.count, digests), adapted.group)
     if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
         raise CollectiveMismatchError(
             "Some ranks begin a pass over a loader of auto_dataloader(exact=...), and other ranks make "
@@ -147,16 +152,17 @@ def _compare(live: ComputationModel, known: _OfGroup) -> tuple[_Found, list[int]
     counts = [count for _, count, _ in rows]
     if len(set(counts)) > 1:
         raise CollectiveMismatchError(
-            f"auto_model was called {counts} times on the ranks. Every rank must call it equally often."
+            f"The ranks have called auto_model different numbers of times (by rank: {counts}). Every rank "
+            "must call auto_model equally often."
         )
-    everyones = [dict(one) for *_, one in rows]
-    numbers = sorted(set(found).intersection(*everyones))
-    different = [number for number in numbers if len({one[number] for one in everyones}) > 1]
+    digests_by_rank = [dict(sent) for *_, sent in rows]
+    numbers = sorted(set(found).intersection(*digests_by_rank))
+    different = [number for number in numbers if len({sent[number] for sent in digests_by_rank}) > 1]
     return {number: found[number] for number in numbers}, different
 
 
 def _shared_buffers(module: Module) -> list[tuple[str, Tensor]]:
-    """The buffers of ``module`` by name, without sharded ones and those that DDP is told to ignore."""
+    """The buffers of ``module`` by name, without sharded buffers and without those that DDP must ignore."""
     ignored = _torch.ignored_by_ddp(module)
     return [
         (name, buffer)
@@ -173,16 +179,17 @@ def _digest(buffers: Sequence[tuple[str, Tensor]]) -> str:
     return hashlib.sha1(repr(_described(buffers)).encode(), usedforsecurity=False).hexdigest()
 
 
-def _raise_for_buffers(
+def _raise_buffer_mismatch(
     live: ComputationModel, group: Group, module: Module, buffers: Sequence[tuple[str, Tensor]]
 ) -> None:
     """Raise with the name of the first buffer that differs. Every rank of ``group`` calls this."""
-    everyones: list[dict[str, str]] = live.objects.gather(_described(buffers), group)
-    names = dict.fromkeys(name for one in everyones for name in one)
-    differing = (name for name in names if len({one.get(name) for one in everyones}) > 1)
+    gathered: list[dict[str, str]] = live.objects.gather(_described(buffers), group)
+    names = dict.fromkeys(name for described in gathered for name in described)
+    differing = (name for name in names if len({described.get(name) for described in gathered}) > 1)
     first = next(differing, None)
     by_rank = [
-        f"rank {rank}: {one.get(first or '')}" for rank, one in zip(group.ranks, everyones, strict=True)
+        f"rank {rank}: {described.get(first or '')}"
+        for rank, described in zip(group.ranks, gathered, strict=True)
     ]
     raise CollectiveMismatchError(
         f"The ranks have different buffers in a {type(module).__name__} and cannot all take the buffers of "
@@ -202,7 +209,7 @@ def check_pass(rows: Sequence[object]) -> None:
         rows: the objects that ``gather_in_order`` has gathered.
 
     Raises:
-        CollectiveMismatchError: some ranks begin a pass, others do not; raised on all ranks.
+        CollectiveMismatchError: some ranks begin a pass and others do not; raised on all ranks.
     """
     if any(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
         raise CollectiveMismatchError(

@@ -33,23 +33,24 @@ def agree_on_gradients(
 ) -> list[Parameter]:
     """The parameters that have a gradient on any rank of ``group``. All ranks of ``group`` call this.
 
-    On return each of these parameters has a gradient on every rank: zeros on a rank without a gradient. The
+    On return each of these parameters has a gradient on every rank: a rank without a gradient gets zeros. The
     gradient is sparse if no rank has a dense one.
 
     Raises:
         RankFailedError: another rank raised; see :func:`~ignite_dist.coordination.exchange_outcomes`.
         CollectiveMismatchError: the ranks have different numbers of parameters.
     """
-    own = bytes(_kind(parameter.grad) for parameter in parameters)
-    everyones: list[bytes] = exchange_outcomes(live, group, None, own)
-    if len({len(one) for one in everyones}) > 1:
+    kinds = bytes(_kind(parameter.grad) for parameter in parameters)
+    kinds_by_rank: list[bytes] = exchange_outcomes(live, group, None, kinds)
+    counts = [len(sent) for sent in kinds_by_rank]
+    if len(set(counts)) > 1:
         raise CollectiveMismatchError(
-            f"The ranks average the gradients of {[len(one) for one in everyones]} parameters. Their models "
-            "or their frozen parameters differ."
+            f"The ranks average different numbers of gradients (by rank: {counts}). Their models or their "
+            "frozen parameters differ."
         )
     used = []
-    for parameter, *kinds in zip(parameters, *everyones, strict=True):
-        found = set(kinds) - {_NONE}
+    for parameter, *rank_kinds in zip(parameters, *kinds_by_rank, strict=True):
+        found = set(rank_kinds) - {_NONE}
         if found:
             _make_gradient(parameter, found.pop() if len(found) == 1 else _DENSE)
             used.append(parameter)
@@ -92,15 +93,16 @@ def average_gradients(live: ComputationModel, parameters: Iterable[Parameter], g
 
 
 def _average_sparse(live: ComputationModel, parameters: Sequence[Parameter], group: Group) -> None:
-    """Average gradients that are sparse on every rank: gather the entries, keep the results sparse."""
-    named = None if group.handle is None else group.handle
-    own = [parameter.grad.coalesce() for parameter in parameters if parameter.grad is not None]
-    counts = live.objects.gather([len(gradient.values()) for gradient in own], group)
-    for parameter, gradient, lengths in zip(parameters, own, zip(*counts, strict=True), strict=True):
+    """Average gradients that are sparse on every rank. The entries are gathered; results stay sparse."""
+    handle = group.handle
+    own_gradients = [parameter.grad.coalesce() for parameter in parameters if parameter.grad is not None]
+    counts = live.objects.gather([len(gradient.values()) for gradient in own_gradients], group)
+    by_parameter = zip(parameters, own_gradients, zip(*counts, strict=True), strict=True)
+    for parameter, gradient, lengths in by_parameter:
         positions, values = gradient.indices().t().contiguous(), gradient.values().contiguous()
         all_positions, all_values = (
-            torch.cat(all_gather_tensors_with_shapes(one, [(n, *one.shape[1:]) for n in lengths], named))
-            for one in (positions, values)
+            torch.cat(all_gather_tensors_with_shapes(part, [(n, *part.shape[1:]) for n in lengths], handle))
+            for part in (positions, values)
         )
         if values.dtype in (torch.float16, torch.bfloat16):
             all_values = all_values.float()  # one rounding, after the sum
@@ -118,8 +120,8 @@ def _average_sparse(live: ComputationModel, parameters: Sequence[Parameter], gro
 
 def average_in_step(optimizer: Optimizer) -> None:
     """Make ``optimizer`` average its gradients before each step. Further calls change nothing."""
-    if _average_first not in _torch.step_pre_hooks(optimizer).values():
-        optimizer.register_step_pre_hook(_average_first)
+    if _average_before_step not in _torch.step_pre_hooks(optimizer).values():
+        optimizer.register_step_pre_hook(_average_before_step)
 
 
 def average_now(live: ComputationModel, optimizer: Optimizer) -> None:
@@ -132,7 +134,7 @@ def average_now(live: ComputationModel, optimizer: Optimizer) -> None:
     mark_averaged(optimizer)
 
 
-def _average_first(
+def _average_before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Step hook: average the gradients before the step, or after each call of the closure."""
@@ -208,14 +210,13 @@ def _mean_loss(loss: Any, group: Group) -> Any:
     """
     if len(group.ranks) == 1:
         return loss
-    named = None if group.handle is None else group.handle
     if isinstance(loss, Tensor) and loss.numel() > 1:
         return loss
     if isinstance(loss, (Tensor, Number)):
-        return all_reduce(loss, "AVERAGE", named, inplace=False)
+        return all_reduce(loss, "AVERAGE", group.handle, inplace=False)
     values, _ = pytree.flatten(loss)
     losses = [value for value in values if _is_loss(value)]
-    means = iter(all_reduce(losses, "AVERAGE", named) if losses else [])
+    means = iter(all_reduce(losses, "AVERAGE", group.handle) if losses else [])
     return pytree.rebuild(loss, iter([next(means) if _is_loss(value) else value for value in values]))
 
 

@@ -1,4 +1,4 @@
-"""When gradients are averaged: strategies, clipping.
+"""Choose when gradients are averaged, and clip averaged gradients.
 
 ``DistributedDataParallel`` and Horovod average in the backward pass (Horovod at the end of :func:`grad_sync`
 or in the step, if a rank made no backward pass). The hook of ``auto_optim`` averages in the step.
@@ -26,7 +26,7 @@ from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.gradients import mark_averaged, parameters_of
 from ignite_dist.training.gradient_averaging import agree_on_gradients, average_gradients, average_now
 
-__all__ = ["DDPSyncStrategy", "check_whole", "clip_grad_norm", "grad_sync", "no_sync", "optimizers_of"]
+__all__ = ["DDPSyncStrategy", "check_not_sharded", "clip_grad_norm", "grad_sync", "no_sync", "optimizers_of"]
 
 
 class DDPSyncStrategy(Enum):
@@ -34,8 +34,8 @@ class DDPSyncStrategy(Enum):
 
     Attributes:
         SINGLE_AUTO_SYNC: once, in the last microbatch's backward pass (XLA: in the step). The fastest.
-            A rank may skip that backward pass or some parameters, with ``DistributedDataParallel`` too: at
-            the end of the block the rank contributes its accumulated gradients. Without
+            A rank may skip that backward pass or some parameters, with ``DistributedDataParallel`` too.
+            At the end of the block the rank then contributes its accumulated gradients. Without
             ``find_unused_parameters=True`` a parameter that no rank used in the whole step then has a
             gradient of zeros, not None.
         MULTI_AUTO_SYNC: in each microbatch's backward pass. With ``find_unused_parameters=True`` the
@@ -64,7 +64,7 @@ class DDPSyncStrategy(Enum):
 def no_sync(model: Module) -> Iterator[None]:
     """Context manager: backward passes in the block accumulate gradients and average nothing.
 
-    The next average is over the accumulated sums. Run the forward and the backward pass in the block. Where
+    The next average is over the accumulated sums. Run the forward and the backward pass in the block. If
     gradients are averaged in the step, or never, ``no_sync`` changes nothing.
 
     Args:
@@ -73,6 +73,7 @@ def no_sync(model: Module) -> Iterator[None]:
 
     Raises:
         ValueError: no optimizer of :func:`auto_optim` has the parameters (Horovod).
+
     Example::
 
         with idist.no_sync(model):
@@ -94,17 +95,17 @@ def grad_sync(
     """Context manager around a microbatch's forward and backward pass.
 
     After the block of the final microbatch, the gradients are summed over the microbatches and averaged over
-    the ranks. On XLA, and with Horovod's own optimizers, the step averages. Every rank must enter that block.
-    A rank may skip all passes in that block and then contributes its accumulated gradients; otherwise the
-    rank makes as many passes as the other ranks. Under ``torch.no_grad()`` nothing is averaged. With
-    FSDP2 no rank can skip a pass, because the other ranks need its shards. If all ranks skip the last pass,
-    the sums stay local until the next backward pass.
+    the ranks. On XLA, and with Horovod's own optimizers, the step averages the gradients. Every rank must
+    enter the final block. A rank may skip all passes in that block and then contributes its accumulated
+    gradients; otherwise the rank makes as many passes as the other ranks. Under ``torch.no_grad()`` nothing
+    is averaged. With FSDP2 no rank can skip a pass, because the other ranks need its shards. If all ranks
+    skip the last pass, the sums stay local until the next backward pass.
 
     Args:
         model: the result of :func:`auto_model`, or a module that contains it.
         optimizers: the optimizers of the model's parameters; None finds those that :func:`auto_optim`
             returned.
-        is_final_microbatch: whether a step comes next. The same on every rank.
+        is_final_microbatch: True if a step comes next. It must be the same on every rank.
         strategy: see :class:`DDPSyncStrategy`.
 
     Raises:
@@ -118,8 +119,8 @@ def grad_sync(
     strategy = DDPSyncStrategy(strategy)
     found = optimizers_of(live, model, optimizers)
     if strategy is DDPSyncStrategy.FORCED_SYNC:
-        check_whole(model, "FORCED_SYNC")
-        with _forced(live, model, found, is_final_microbatch):
+        check_not_sharded(model, "FORCED_SYNC")
+        with _forced_sync(live, model, found, is_final_microbatch):
             yield
     elif is_final_microbatch or (
         strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and live.training.averages_in_backward
@@ -132,7 +133,7 @@ def grad_sync(
 
 
 @contextmanager
-def _forced(
+def _forced_sync(
     live: ComputationModel, model: Module, optimizers: Sequence[Optimizer], is_final: bool
 ) -> Iterator[None]:
     live.groups.check_not_joining()
@@ -149,7 +150,7 @@ def _forced(
         raise
     if is_final:
         parameters = dict.fromkeys(model.parameters())
-        if not live.training.averages_in_backward:  # the step will not average these again
+        if not live.training.averages_in_backward:  # the step will not average these gradients again
             parameters.update(dict.fromkeys(parameters_of(*optimizers)))
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         average_gradients(live, agree_on_gradients(live, trained, group), group)
@@ -168,7 +169,7 @@ def clip_grad_norm(
     """Scale the averaged gradients so that their global norm is at most ``max_norm``.
 
     Call this on every rank, between the last backward pass and the step. Gradients that are not averaged
-    yet (XLA; Horovod, if this rank made no backward pass) are averaged here, and not again in the step.
+    yet (XLA; Horovod, if this rank made no backward pass) are averaged in this call, not again in the step.
 
     Args:
         model: the result of :func:`auto_model`, or a module that contains it.
@@ -185,22 +186,22 @@ def clip_grad_norm(
     """
     live = current_model()
     optimizers = optimizers_of(live, model, None)
-    in_step = not live.training.averages_in_backward and live.get_world_size() > 1
+    averages_in_step = not live.training.averages_in_backward and live.get_world_size() > 1
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if in_step and trained and not optimizers:
+    if averages_in_step and trained and not optimizers:
         raise ValueError(NO_OPTIMIZER)
-    if in_step:
+    if averages_in_step:
         for optimizer in optimizers:
             average_now(live, optimizer)
         owned = set(parameters_of(*optimizers))
-        others = [parameter for parameter in trained if parameter not in owned]  # no step averages these
+        others = [parameter for parameter in trained if parameter not in owned]  # no step averages them
         if others:
             group = live.training.gradient_group(model, optimizers)
             average_gradients(live, agree_on_gradients(live, others, group), group)
     total = torch.nn.utils.clip_grad_norm_(
         model.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
     )
-    for optimizer in optimizers if in_step else ():
+    for optimizer in optimizers if averages_in_step else ():
         mark_averaged(optimizer)
     return total.full_tensor() if is_sharded(total) else total  # type: ignore[attr-defined]
 
@@ -216,13 +217,14 @@ def optimizers_of(
         return [given] if isinstance(given, Optimizer) else list(given)
     if live.training.averages_in_backward:  # the optimizers are not needed
         return []
-    own = set(model.parameters())
-    # Not values(): another replica in this process may add an optimizer during the iteration.
+    parameters = set(model.parameters())
+    # Not values(), because another replica in this process may add an optimizer during the iteration.
     adapted = [reference() for reference in live.training.optimizers.valuerefs()]
-    return [one for one in adapted if one is not None and not own.isdisjoint(parameters_of(one))]
+    alive = [optimizer for optimizer in adapted if optimizer is not None]
+    return [optimizer for optimizer in alive if not parameters.isdisjoint(parameters_of(optimizer))]
 
 
-def check_whole(model: Module, function: str) -> None:
+def check_not_sharded(model: Module, function: str) -> None:
     """Raise a ValueError if the parameters of ``model`` are sharded (FSDP2)."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     # FSDP2 keeps the outermost module's parameters unsharded after a forward pass without a backward pass.

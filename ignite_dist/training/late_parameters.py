@@ -15,8 +15,8 @@ from ignite_dist.comp_models import ComputationModel
 
 __all__ = ["watch_frozen"]
 
-# Hook handles, keyed by parameter.
-_watched: Any = WeakTensorKeyDictionary()
+# Keyed by parameter.
+_hook_handles: Any = WeakTensorKeyDictionary()
 
 
 def watch_frozen(live: ComputationModel, module: Module, wrapped: Module, is_averaged_later: bool) -> None:
@@ -28,13 +28,13 @@ def watch_frozen(live: ComputationModel, module: Module, wrapped: Module, is_ave
         live: the context.
         module: the module without its wrapper.
         wrapped: the module with its wrapper.
-        is_averaged_later: whether a parameter that is unfrozen later has equal values on all ranks, and its
+        is_averaged_later: True if a parameter that is unfrozen later has equal values on all ranks and its
             gradient is averaged.
     """
     ignored = _torch.ignored_by_ddp(module)
     wrapper = wrapped if isinstance(wrapped, DistributedDataParallel) else None
     for name, parameter in module.named_parameters():
-        handle = _watched.pop(parameter, None)
+        handle = _hook_handles.pop(parameter, None)
         if handle is not None:
             handle.remove()
         can_be_trained = parameter.is_floating_point() or parameter.is_complex()
@@ -42,17 +42,16 @@ def watch_frozen(live: ComputationModel, module: Module, wrapped: Module, is_ave
             continue
         if is_averaged_later or name in ignored:
             continue
-        refusal = _Refusal(live, f"{name!r} of {type(module).__name__}", wrapper)
-        parameter.requires_grad_(True)  # torch refuses the hook otherwise
+        hook = _RaisingHook(live, f"{name!r} of {type(module).__name__}", wrapper)
+        parameter.requires_grad_(True)  # torch accepts such a hook only then
         try:
-            _watched[parameter] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                refusal
-            )
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            _hook_handles[parameter] = handle
         finally:
             parameter.requires_grad_(False)
 
 
-class _Refusal:
+class _RaisingHook:
     """A hook that raises if no rank will average the computed gradient."""
 
     def __init__(self, live: ComputationModel, name: str, wrapper: DistributedDataParallel | None) -> None:
@@ -66,7 +65,7 @@ class _Refusal:
             return
         if self._wrapper is not None:
             wrapper = self._wrapper()
-            # In no_sync() local gradients are intended. FORCED_SYNC averages all gradients itself.
+            # In no_sync() gradients are meant to be local. FORCED_SYNC averages all gradients itself.
             if wrapper is None or not wrapper.require_backward_grad_sync:
                 return
         raise RuntimeError(

@@ -22,8 +22,8 @@ _SHARED_BITS = 32
 def shared_seed() -> int:
     """A new random seed in [0, 2**32), the same on every rank. Every rank calls this.
 
-    Rank 0 reads the seed from the operating system, so no generator's state changes. 32 bits is the most
-    that ``numpy.random.seed`` accepts.
+    Rank 0 reads the seed from the operating system, so no generator's state changes. ``numpy.random.seed``
+    accepts at most 32 bits.
     """
     model = current_model()
     world = model.groups.resolve(None)
@@ -31,7 +31,7 @@ def shared_seed() -> int:
     def draw() -> int:
         return model.objects.broadcast(secrets.randbits(_SHARED_BITS), 0, world)  # type: ignore[no-any-return]
 
-    seed: int = perform(model, "shared_seed", world, lambda: Steps(draw), outside=None)
+    seed: int = perform(model, "shared_seed", world, lambda _: Steps(draw), outside=None)
     return seed
 
 
@@ -47,7 +47,7 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
         per_rank: False makes all ranks draw the same numbers, to initialise a model for example.
 
     Returns:
-        The seed, for logs: passing it as ``seed`` repeats the run.
+        The seed. A run with this value as ``seed`` draws the same numbers.
 
     Raises:
         ValueError: ``seed`` is out of range.
@@ -56,33 +56,33 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
     """
     model = current_model()
     if seed is not None:
-        seed = _checked(seed)
-    together = model.ranks_in_process() > 1
-    if per_rank and together:
+        seed = _checked_seed(seed)
+    shares_state = model.ranks_in_process() > 1
+    if per_rank and shares_state:
         raise RuntimeError(
             f"This process runs {model.ranks_in_process()} ranks as threads, which share one random state. "
             "Draw from torch.Generator().manual_seed(seed + idist.get_rank()) where ranks should differ, and "
-            "call seed_everything(seed, per_rank=False) for the rest."
+            "call seed_everything(seed, per_rank=False) for all other random numbers."
         )
     if seed is None:
         seed = shared_seed()
-    own = _mixed(seed, model.get_rank()) if per_rank else seed
-    random.seed(own)
+    rank_seed = _seed_of_rank(seed, model.get_rank()) if per_rank else seed
+    random.seed(rank_seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(own % (1 << 32))
-    model.training.seed(own)
-    if together:  # no rank may draw before the last rank has seeded the shared state
+        sys.modules["numpy"].random.seed(rank_seed % (1 << 32))
+    model.training.seed(rank_seed)
+    if shares_state:  # no rank may draw before the last rank has seeded the shared state
         model.transport.barrier(model.groups.world).wait()
     return seed
 
 
-def _checked(seed: Any) -> int:
+def _checked_seed(seed: Any) -> int:
     if not isinstance(seed, bool) and hasattr(seed, "__index__") and 0 <= index(seed) < 1 << _SEED_BITS:
         return index(seed)
     raise ValueError(f"seed must be an int in [0, 2**{_SEED_BITS}), got {seed!r}.")
 
 
-def _mixed(seed: int, rank: int) -> int:
+def _seed_of_rank(seed: int, rank: int) -> int:
     """A seed for ``rank``. With ``seed + rank`` the runs of two neighbouring seeds would share numbers."""
     if rank == 0:
         return seed

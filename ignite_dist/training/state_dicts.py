@@ -41,7 +41,7 @@ def model_state(model: Module) -> dict[str, Any]:
 
 
 def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
-    """Load the state that rank 0 has into the model of every rank. Every rank calls this.
+    """Load rank 0's ``state`` into the model of every rank. Every rank calls this.
 
     Args:
         model: the result of :func:`auto_model`.
@@ -50,34 +50,35 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
 
     Raises:
         RuntimeError: keys or shapes differ from the module's; raised on rank 0. Nothing was changed.
-        RankFailedError: rank 0 raised that or any other error; raised on the other ranks.
+        RankFailedError: rank 0 raised this or any other error; raised on the other ranks.
     """
     live, inner = current_model(), unwrap_model(model)
     world = live.groups.resolve(None)
-    own = inner.state_dict()  # FSDP2 also reshards what a forward pass has gathered
-    shards = any(map(is_sharded, own.values()))
-    _on_rank_0(lambda: _check_state(inner, state) if shards else _load_whole(inner, state))
+    own_state = inner.state_dict()  # FSDP2 also reshards parameters that a forward pass has gathered
+    has_shards = any(map(is_sharded, own_state.values()))
+    _on_rank_0(lambda: _check_state(inner, state) if has_shards else _load_whole(inner, state))
     if live.get_world_size() == 1:
         return
     named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
-    extra = own.keys() - {name for name, _ in named}  # from get_extra_state()
+    extra = own_state.keys() - {name for name, _ in named}  # from get_extra_state()
     values = (state or {}) if live.get_rank() == 0 else {}
-    if shards:
-        _fill_shards(live, {name: one for name, one in own.items() if name not in extra}, values, world)
+    if has_shards:
+        tensors = {name: value for name, value in own_state.items() if name not in extra}
+        _fill_shards(live, tensors, values, world)
     else:
         broadcast_tensors(live, [*inner.parameters(), *inner.buffers()], 0, world)
     if extra:
         sent = {name: value for name, value in values.items() if name in extra}
         received = live.objects.broadcast(sent, 0, world)
-        if shards or live.get_rank() != 0:
+        if has_shards or live.get_rank() != 0:
             inner.load_state_dict(received, strict=False)
 
 
 def _fill_shards(
-    live: ComputationModel, own: Mapping[str, Tensor], state: Mapping[str, Tensor], group: Group
+    live: ComputationModel, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], group: Group
 ) -> None:
-    """Fill the possibly sharded tensors ``own`` from the ``state`` of rank 0, one tensor at a time."""
-    for name, tensor in own.items():
+    """Fill the possibly sharded ``tensors`` from the ``state`` of rank 0, one tensor at a time."""
+    for name, tensor in tensors.items():
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if state:
             whole.copy_(state[name])
@@ -93,16 +94,16 @@ def _load_whole(inner: Module, state: Mapping[str, Any] | None) -> None:
 def _check_state(inner: Module, state: Mapping[str, Any] | None) -> None:
     own = inner.state_dict()
     given = {} if state is None else state
-    wrong = [f"missing {name}" for name in own if name not in given]
-    wrong += [f"unexpected {name}" for name in given if name not in own]
-    wrong += [f"{name} is a shard, not the whole tensor" for name in own if is_sharded(given.get(name))]
-    wrong += [
+    faults = [f"missing {name}" for name in own if name not in given]
+    faults += [f"unexpected {name}" for name in given if name not in own]
+    faults += [f"{name} is a shard, not the whole tensor" for name in own if is_sharded(given.get(name))]
+    faults += [
         f"{name} of shape {tuple(given[name].shape)} for {tuple(value.shape)}"
         for name, value in own.items()
         if isinstance(value, Tensor) and name in given and given[name].shape != value.shape
     ]
-    if wrong:
-        raise RuntimeError(f"The state does not fit a {type(inner).__name__}: {'; '.join(wrong[:10])}.")
+    if faults:
+        raise RuntimeError(f"The state does not fit a {type(inner).__name__}: {'; '.join(faults[:10])}.")
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def _load(saved: bytes | memoryview) -> Any:
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> None:
-    """Load the state that rank 0 has into the optimizer of every rank. Every rank calls this.
+    """Load rank 0's ``state`` into the optimizer of every rank. Every rank calls this.
 
     Args:
         optimizer: the result of :func:`auto_optim`.
@@ -144,15 +145,15 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> 
     saved: list[bytes] = []
     _on_rank_0(lambda: saved.append(safe_objects.save(state)))
     received = live.objects.broadcast_bytes(b"".join(saved), 0, live.groups.resolve(None))
-    everyones: dict[str, Any] = safe_objects.load(received, 0) if safe_objects.is_safe() else _load(received)
-    _check_optimizer_state(optimizer, everyones)
+    rank_0_state: Any = safe_objects.load(received, 0) if safe_objects.is_safe() else _load(received)
+    _check_optimizer_state(optimizer, rank_0_state)
     for number, parameter in enumerate(parameters_of(optimizer)):
-        own = everyones["state"].get(number, {})
+        values = rank_0_state["state"].get(number, {})
         if is_sharded(parameter):
-            own.update({name: _as_sharded(value, parameter) for name, value in own.items()})
+            values.update({name: _as_sharded(value, parameter) for name, value in values.items()})
     if hasattr(optimizer, "consolidate_state_dict"):  # ZeRO keeps entries that the new state does not have
         optimizer.optim.state.clear()  # type: ignore[attr-defined]
-    optimizer.load_state_dict(everyones)
+    optimizer.load_state_dict(rank_0_state)
 
 
 def _check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
@@ -162,11 +163,11 @@ def _check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
     given = [len(group["params"]) for group in state["param_groups"]]
     if own != given:
         raise ValueError(
-            f"The state does not fit this optimizer: its parameter groups have {given} parameters, those of "
-            f"the optimizer have {own}."
+            f"The state does not fit this optimizer: its parameter groups have {given} parameters, and "
+            f"the groups of the optimizer have {own}."
         )
-    if strange := [key for key in state["state"] if isinstance(key, int) and not 0 <= key < sum(own)]:
-        raise ValueError(f"The state has parameters that the optimizer does not have: {strange}.")
+    if unknown := [key for key in state["state"] if isinstance(key, int) and not 0 <= key < sum(own)]:
+        raise ValueError(f"The state has parameters that the optimizer does not have: {unknown}.")
 
 
 # --- shared ------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ def unwrap_model(model: Module) -> Module:
     Outer ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile`` wrappers are removed, nested in
     any order. A model without a wrapper is returned unchanged. FSDP2 adds no wrapper: it changes the model in
     place. Use the unwrapped module to save it, to evaluate it without collectives, or to call its own
-    methods. Never communicates, so a single rank may call this. After training the buffers are those of this
-    rank, until a pass over a loader of ``auto_dataloader(exact=...)`` begins.
+    methods. This function never communicates, so a single rank may call it. After training the buffers are
+    those of this rank, until a pass over a loader of ``auto_dataloader(exact=...)`` begins.
     """
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
@@ -62,22 +62,22 @@ def mark_forward_method(model: Module, name: str) -> None:
             "torch.compile would still run its old forward, and DataParallel is not supported."
         )
 
-    def through_forward(*args: Any, **kwargs: Any) -> Any:
-        own = vars(inner).get("forward")  # other code may have replaced forward
+    def call_as_forward(*args: Any, **kwargs: Any) -> Any:
+        replaced = vars(inner).get("forward")  # other code may have replaced forward
 
         def restore() -> None:
             vars(inner).pop("forward", None)
-            if own is not None:
-                inner.forward = own
+            if replaced is not None:
+                inner.forward = replaced
 
-        def instead(*args: Any, **kwargs: Any) -> Any:
+        def temporary_forward(*args: Any, **kwargs: Any) -> Any:
             restore()  # the method may call forward
             return method(*args, **kwargs)
 
-        inner.forward = instead
+        inner.forward = temporary_forward
         try:
             return model(*args, **kwargs)
         finally:
             restore()
 
-    setattr(model, name, through_forward)
+    setattr(model, name, call_as_forward)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ignite_dist.values.reduce_ops import NARROW_FLOATS, is_rounded, reduce_rows, rounded_to_odd
+from ignite_dist.values.reduce_ops import NARROW_FLOATS, is_rounded, reduce_rows, round_to_odd
 
 __all__ = ["Carrier", "as_itself", "find_carrier", "reduce_gathered"]
 
@@ -18,8 +18,8 @@ class Carrier(NamedTuple):
     """A reduction that replaces another one, with conversions before and after it.
 
     Attributes:
-        op: the operation that is sent; SUM instead of AVERAGE.
-        dtype: the dtype that is sent.
+        op: the operation that the backend runs; SUM instead of AVERAGE.
+        dtype: the dtype that the backend reduces.
         encode: converts a tensor to ``dtype``; the result may share the tensor's memory.
         decode: converts the reduced tensor to the caller's dtype.
     """
@@ -44,7 +44,7 @@ _WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 }
 
 
-_REAL = {
+_REAL_DTYPES = {
     torch.complex32: torch.float16,
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
@@ -59,7 +59,7 @@ _BOOL_OPS = {"AND": "MIN", "OR": "MAX", "MIN": "MIN", "MAX": "MAX"}
 
 def as_itself(op: str, dtype: torch.dtype) -> Carrier:
     """A :class:`Carrier` without conversions."""
-    return Carrier(op, dtype, _same, _same)
+    return Carrier(op, dtype, _identity, _identity)
 
 
 def find_carrier(
@@ -76,19 +76,19 @@ def find_carrier(
     """
     if op in ("MIN", "MAX") and dtype.is_floating_point:
         return _ordered_carrier(op, dtype, carries)
-    sent = "SUM" if op == "AVERAGE" else op  # the caller divides the sum
+    sent_op = "SUM" if op == "AVERAGE" else op  # the caller divides the sum
     if exact and is_rounded(op, dtype):
-        return _narrow_carrier(sent, dtype, carries)
-    if dtype in _REAL:
+        return _narrow_carrier(sent_op, dtype, carries)
+    if dtype in _REAL_DTYPES:
         return _complex_carrier(op, dtype, carries, exact)
-    if carries(sent, dtype):
-        return as_itself(sent, dtype)
+    if carries(sent_op, dtype):
+        return as_itself(sent_op, dtype)
     if dtype is torch.uint64:
-        return _uint64_carrier(sent, carries)
-    return _widened(_BOOL_OPS[op] if dtype is torch.bool else sent, dtype, carries)
+        return _uint64_carrier(sent_op, carries)
+    return _wider_carrier(_BOOL_OPS[op] if dtype is torch.bool else sent_op, dtype, carries)
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -96,7 +96,9 @@ def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype)
 
 
-def _widened(op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]) -> Carrier | None:
+def _wider_carrier(
+    op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]
+) -> Carrier | None:
     for wider in _WIDER.get(dtype, ()):
         if carries(op, wider):
             return Carrier(op, wider, partial(_cast, wider), partial(_cast, dtype))
@@ -107,27 +109,27 @@ def _narrow_carrier(
     op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]
 ) -> Carrier | None:
     if not carries(op, torch.float64):
-        return _widened(op, dtype, carries)
+        return _wider_carrier(op, dtype, carries)
     return Carrier(
-        op, torch.float64, partial(_cast, torch.float64), lambda total: rounded_to_odd(total).to(dtype)
+        op, torch.float64, partial(_cast, torch.float64), lambda total: round_to_odd(total).to(dtype)
     )
 
 
 def _ordered_carrier(
     op: str, dtype: torch.dtype, carries: Callable[[str, torch.dtype], bool]
 ) -> Carrier | None:
-    """MIN and MAX of floats, sent as ints of the same order. A NaN sorts at the winning end.
+    """MIN and MAX of floats, sent as ints of the same order. A NaN is the least (MIN) or greatest (MAX) int.
 
     Backends compare floats with ``<``, so whether a NaN survives depends on the NaN's rank. With ints the
     result is NaN if any rank has a NaN, as in torch's ``amin`` and ``amax``.
     """
-    exact = dtype if dtype in (torch.float32, torch.float64) else torch.float32
-    integer = torch.int64 if exact is torch.float64 else torch.int32
+    wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    integer = torch.int64 if wide is torch.float64 else torch.int32
     if not carries(op, integer):
         return None
     lowest, nan = torch.iinfo(integer).min, _NAN[integer]
     # The bits of a NaN are above those of all numbers. XLA treats int constants as floats, so
-    # constants here must be exact as floats. Both are.
+    # both constants must be exact as floats. They are.
     nan_key = nan if op == "MAX" else lowest
 
     def flip(bits: Tensor) -> Tensor:
@@ -135,11 +137,11 @@ def _ordered_carrier(
         return torch.where(bits < 0, ~bits ^ lowest, bits)
 
     def encode(tensor: Tensor) -> Tensor:
-        values = tensor.to(exact)
+        values = tensor.to(wide)
         return flip(values.view(integer)).masked_fill_(values.isnan(), nan_key)
 
     def decode(keys: Tensor) -> Tensor:
-        return flip(keys).view(exact).to(dtype)
+        return flip(keys).view(wide).to(dtype)
 
     return Carrier(op, integer, encode, decode)
 
@@ -149,7 +151,7 @@ def _complex_carrier(
 ) -> Carrier | None:
     if op not in ("SUM", "AVERAGE"):
         return None
-    inner = find_carrier(op, _REAL[dtype], carries, exact)
+    inner = find_carrier(op, _REAL_DTYPES[dtype], carries, exact)
     if inner is None:
         return None
 
@@ -175,7 +177,7 @@ def _uint64_carrier(op: str, carries: Callable[[str, torch.dtype], bool]) -> Car
     )
 
 
-_COMPUTED = {
+_COMPUTED_DTYPES = {
     torch.int8,
     torch.uint8,
     torch.int16,
@@ -189,8 +191,8 @@ _COMPUTED = {
 def reduce_gathered(rows: Tensor, op: str) -> Tensor:
     """``(group_size, *S) -> (*S)``: a reduction that the backend does not support, computed locally."""
 
-    def computes(sent: str, dtype: torch.dtype) -> bool:
-        return dtype in _COMPUTED or (dtype is torch.bool and sent in ("AND", "OR"))
+    def computes(sent_op: str, dtype: torch.dtype) -> bool:
+        return dtype in _COMPUTED_DTYPES or (dtype is torch.bool and sent_op in ("AND", "OR"))
 
     if rows.dtype is torch.complex32 and op == "PRODUCT":
         return _product_of_complex_halves(rows)
@@ -205,4 +207,4 @@ def reduce_gathered(rows: Tensor, op: str) -> Tensor:
 def _product_of_complex_halves(rows: Tensor) -> Tensor:
     wide = torch.view_as_complex(torch.view_as_real(rows).double())
     total = reduce_rows(wide.unbind(), "PRODUCT", torch.empty_like(wide[0]))
-    return torch.view_as_complex(rounded_to_odd(torch.view_as_real(total)).half())
+    return torch.view_as_complex(round_to_odd(torch.view_as_real(total)).half())

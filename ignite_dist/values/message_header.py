@@ -1,8 +1,8 @@
 """The header of a message between ranks.
 
-Every message starts with a header of :data:`HEADER_BYTES`: magic bytes, the payload's length and, if it
-fits, the payload. A rank can post its header without information about the other ranks' objects, so a small
-object costs one collective and a large object costs two.
+Every message starts with a header of :data:`HEADER_BYTES`: magic bytes, the payload's length and, if the
+payload fits, the payload. A rank can post its header without information about the other ranks' objects, so a
+small object takes one collective and a large object takes two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["HEADER_BYTES", "INLINE_BYTES", "read_header", "write_header"]
 # gloo and NCCL need the same time for 512 bytes as for 8: latency dominates up to a few KB. 512 bytes hold
 # a dict of twenty numbers. The size is part of the protocol: it must be the same on all ranks.
 HEADER_BYTES = 512
-# Magic bytes with the version, a checksum of the bytes after it, the payload's length.
+# Magic bytes with the version, a checksum of the bytes after the checksum, the payload's length.
 _START = struct.Struct("<4sIq")
 _MAGIC = b"idw1"
 _CHECKED_FROM = 8
@@ -38,7 +38,7 @@ def write_header(payload: bytes) -> bytearray:
 
 
 def read_header(header: memoryview, rank: int) -> tuple[int, memoryview | None]:
-    """``(length of the payload, payload)`` of the global ``rank``. The payload is None if it did not fit.
+    """``(length of the payload, payload)`` of the global ``rank``. The payload is None if it does not fit.
 
     Raises:
         CollectiveMismatchError: the data is not a header: ``rank`` called another kind of collective.

@@ -36,8 +36,8 @@ def plain_number(value: Any) -> Any:
     A ``value`` that is not a number is returned unchanged.
 
     Raises:
-        TypeError: a number without such an equivalent (``longdouble``), or a ``Decimal``, whose
-            rounding is a setting of each rank.
+        TypeError: ``value`` is a number without such an equivalent (``longdouble``), or a ``Decimal``,
+            whose rounding is a setting of each rank.
     """
     if type(value) in (int, float, bool, complex):
         return value
@@ -65,7 +65,7 @@ def check_number_op(op: str, number: Any) -> None:
     """Raise if :func:`reduce_numbers` does not support ``op`` for ``number``, before any communication.
 
     Raises:
-        TypeError: a float or complex number under AND or OR, or a complex number under MIN or MAX.
+        TypeError: AND or OR of a float or complex number, or MIN or MAX of a complex number.
         ValueError: ADASUM, which is defined on tensors only.
     """
     if op == "ADASUM":
@@ -82,14 +82,14 @@ def check_number_op(op: str, number: Any) -> None:
 def reduce_numbers(rows: Sequence[Sequence[Any]], op: str) -> list[Any]:
     """Reduce the rows of numbers of all ranks to one row, in rank order.
 
-    Ints are exact at any size. A bool counts as 0 or 1, except under AND and OR. AVERAGE divides at the end.
+    Ints are exact at any size. A bool counts as 0 or 1, except in AND and OR. AVERAGE divides at the end.
     """
     combine = _NUMBER_OPS[op]
-    totals = list(rows[0])  # if this row is empty, all rows are
+    totals = list(rows[0])  # if this row is empty, all rows are empty
     for row in rows[1:]:
         totals = list(map(combine, totals, row))
     if op == "AVERAGE":
         return [total / len(rows) for total in totals]
-    if op in ("SUM", "PRODUCT"):  # True + True is an int, so the sum in a world of one must be an int too
+    if op in ("SUM", "PRODUCT"):  # True + True is an int, so one rank's sum must be an int too
         return [int(total) if total is True or total is False else total for total in totals]
     return totals

@@ -20,7 +20,7 @@ from ignite_dist.tracing import traced
 
 __all__ = ["flatten", "map_children", "rebuild"]
 
-_Meaning = tuple[str, Any]  # the kind of a key, and a value that sorts keys of the same kind
+_SortKey = tuple[str, Any]  # the kind of a key, and a value that orders keys of the same kind
 
 
 def flatten(value: Any, atom: type | tuple[()] = (), *, is_local: bool = False) -> tuple[list[Any], str]:
@@ -29,11 +29,11 @@ def flatten(value: Any, atom: type | tuple[()] = (), *, is_local: bool = False) 
     Args:
         value: the tree.
         atom: a container type that counts as a leaf.
-        is_local: the leaves are not paired with those of other ranks, so any key is allowed. The text has
-            no meaning then.
+        is_local: True if the leaves are not paired with those of other ranks. Any key is then allowed, and
+            the text has no meaning.
 
     Raises:
-        TypeError: a key that other ranks cannot compare, unless ``is_local``.
+        TypeError: ``is_local`` is False and ranks cannot compare a key.
     """
     leaves: list[Any] = []
     words: list[str] = []
@@ -44,8 +44,8 @@ def flatten(value: Any, atom: type | tuple[()] = (), *, is_local: bool = False) 
 def _flatten(value: Any, atom: type | tuple[()], is_local: bool, leaves: list[Any], words: list[str]) -> None:
     if isinstance(value, dict):
         words.append("{")
-        for key in _ordered(value, is_local):
-            words.append(repr(key) if is_local or type(key) is str else _word(_meaning(key)))
+        for key in _sorted_keys(value, is_local):
+            words.append(repr(key) if is_local or type(key) is str else _key_text(_sort_key(key)))
             _flatten(value[key], atom, is_local, leaves, words)
         words.append("}")
     elif isinstance(value, (list, tuple)) and not isinstance(value, atom):
@@ -72,13 +72,13 @@ def map_children(function: Callable[[Any], Any], value: Any) -> Any:
     The children of a dict are visited in the key order of :func:`flatten`.
     """
     if isinstance(value, dict):
-        children = {key: function(value[key]) for key in _ordered(value)}
+        children = {key: function(value[key]) for key in _sorted_keys(value)}
         if type(value) is dict:
             return {key: children[key] for key in value}
-        new = copy(value)  # keeps the attributes of a subclass, for example a default factory
+        result = copy(value)  # keeps the attributes of a subclass, for example a default factory
         for key, child in children.items():
-            new[key] = child
-        return new
+            result[key] = child
+        return result
     items = [function(child) for child in value]
     if hasattr(value, "_fields"):
         return type(value)(*items)
@@ -88,7 +88,7 @@ def map_children(function: Callable[[Any], Any], value: Any) -> Any:
 # --- the keys of a dict ------------------------------------------------------------------------------
 
 
-def _ordered(keys: Collection[Any], is_local: bool = True) -> list[Any]:
+def _sorted_keys(keys: Collection[Any], is_local: bool = True) -> list[Any]:
     """``keys`` in an order that does not depend on insertion. Keys that ranks cannot compare come last.
 
     Raises:
@@ -96,12 +96,12 @@ def _ordered(keys: Collection[Any], is_local: bool = True) -> list[Any]:
     """
     if all(type(key) is str for key in keys):
         return sorted(keys)
-    known: list[tuple[_Meaning, Any]] = []
+    sortable: list[tuple[_SortKey, Any]] = []
     others: list[Any] = []
     for key in keys:
-        meaning = _meaning(key)
-        if meaning is not None:
-            known.append((meaning, key))
+        sort_key = _sort_key(key)
+        if sort_key is not None:
+            sortable.append((sort_key, key))
         elif is_local:
             others.append(key)
         else:
@@ -109,22 +109,22 @@ def _ordered(keys: Collection[Any], is_local: bool = True) -> list[Any]:
                 f"The key {key!r} of a dict is a {type(key).__name__}. Ranks pair the values of a dict by "
                 "key. Use keys that are str, int, bool, members of an enum, or tuples of these."
             )
-    known.sort(key=itemgetter(0))
+    sortable.sort(key=itemgetter(0))
     if not is_local:
-        _check_distinct(known)
-    return [key for _, key in known] + others
+        _check_distinct(sortable)
+    return [key for _, key in sortable] + others
 
 
-def _check_distinct(known: list[tuple[_Meaning, Any]]) -> None:
-    for (meaning, key), (next_meaning, next_key) in pairwise(known):
-        if meaning == next_meaning:
+def _check_distinct(sortable: list[tuple[_SortKey, Any]]) -> None:
+    for (sort_key, key), (next_sort_key, next_key) in pairwise(sortable):
+        if sort_key == next_sort_key:
             raise TypeError(
                 f"The keys {key!r} and {next_key!r} of a dict have the same name on other ranks. Use other "
                 "keys, or a list."
             )
 
 
-def _meaning(key: Any) -> _Meaning | None:
+def _sort_key(key: Any) -> _SortKey | None:
     """The kind and sort value of a key, the same on all ranks; None if ranks cannot compare the key."""
     if isinstance(key, str):
         text = str.__str__(key)
@@ -135,7 +135,7 @@ def _meaning(key: Any) -> _Meaning | None:
         if type(key) in (int, bool) or _is_same_key(key, number):
             return "int", number
     elif isinstance(key, tuple) and not isinstance(key, Enum):
-        parts = tuple(map(_meaning, key))
+        parts = tuple(map(_sort_key, key))
         if None not in parts and (type(key) is tuple or _is_same_key(key, tuple(key))):
             return "tuple", parts
         return None
@@ -143,15 +143,15 @@ def _meaning(key: Any) -> _Meaning | None:
         kind = type(key)
         name = f"{key._value_:#x}" if isinstance(key, Flag) else key._name_  # combined flags have no name
         return "enum", (kind.__module__, kind.__qualname__, name)
-    return _meaning_to_numpy(key)
+    return _numpy_sort_key(key)
 
 
 def _is_same_key(key: Any, plain: Any) -> bool:
-    """Whether a dict treats ``key``, an instance of a subclass, and ``plain`` as the same key."""
+    """True if a dict treats ``key``, an instance of a subclass, and ``plain`` as the same key."""
     return bool(key == plain) and hash(key) == hash(plain)
 
 
-def _meaning_to_numpy(key: Any) -> _Meaning | None:
+def _numpy_sort_key(key: Any) -> _SortKey | None:
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(key, numpy.generic) or key.dtype.kind not in "biu":
         return None
@@ -159,12 +159,12 @@ def _meaning_to_numpy(key: Any) -> _Meaning | None:
     return ("int", number) if _is_same_key(key, number) else None
 
 
-def _word(meaning: _Meaning | None) -> str:
+def _key_text(sort_key: _SortKey | None) -> str:
     """A text that differs for each key."""
-    assert meaning is not None
-    kind, value = meaning
+    assert sort_key is not None
+    kind, value = sort_key
     if kind == "tuple":
-        return f"({' '.join(map(_word, value))})"
+        return f"({' '.join(map(_key_text, value))})"
     if kind == "int":  # str() raises for ints of more than 4300 digits
         return str(value) if value.bit_length() < 64 else hex(value)
     return f"<{' '.join(map(repr, value))}>" if kind == "enum" else repr(value)

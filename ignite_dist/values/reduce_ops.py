@@ -17,7 +17,7 @@ __all__ = [
     "is_rounded",
     "normalize_op",
     "reduce_rows",
-    "rounded_to_odd",
+    "round_to_odd",
 ]
 
 OPS = ("SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR", "ADASUM")
@@ -32,7 +32,7 @@ NARROW_FLOATS = frozenset(
         torch.float8_e5m2fnuz,
     }
 )
-"""Floats with so few bits that a sum of three is often off by one bit, or overflows needlessly."""
+"""Floats with so few bits that a sum of three often has a wrong last bit, or overflows halfway."""
 
 BYTES = frozenset({torch.float8_e8m0fnu, torch.float4_e2m1fn_x2})
 """Dtypes that torch can copy but not compute with. They are sent as bytes."""
@@ -66,17 +66,17 @@ def normalize_op(op: str) -> str:
     try:
         return _SPELLINGS[op]
     except (KeyError, TypeError):
-        known = _SPELLINGS.get(op.upper()) if isinstance(op, str) else None
-        if known is None:
+        name = _SPELLINGS.get(op.upper()) if isinstance(op, str) else None
+        if name is None:
             raise ValueError(f"Unknown reduction {op!r}. Allowed: {', '.join(map(repr, OPS))}.") from None
-        return known
+        return name
 
 
 def check_reducible(dtype: torch.dtype) -> None:
     """Raise if ``all_reduce`` does not support ``dtype``.
 
     Raises:
-        TypeError: ``op`` does not support ``dtype``. The message names an alternative.
+        TypeError: no operation supports ``dtype``. The message names an alternative.
     """
     if dtype is torch.float8_e8m0fnu:
         raise TypeError(f"all_reduce does not support {dtype}: no sign and no zero. Use tensor.float().")
@@ -85,12 +85,12 @@ def check_reducible(dtype: torch.dtype) -> None:
 
 
 def is_movable(dtype: torch.dtype) -> bool:
-    """Whether tensors of ``dtype`` can be gathered and broadcast."""
+    """True if tensors of ``dtype`` can be gathered and broadcast."""
     return dtype in _REDUCED or dtype in BYTES
 
 
 def is_rounded(op: str, dtype: torch.dtype) -> bool:
-    """Whether ``op`` over ``dtype`` loses bits at each step unless it is computed in a wider dtype."""
+    """True if ``op`` over ``dtype`` loses bits at each step unless it is computed in a wider dtype."""
     return dtype in NARROW_FLOATS and op in ("SUM", "AVERAGE", "PRODUCT")
 
 
@@ -156,10 +156,10 @@ def _reduce_narrow(first: Tensor, others: Sequence[Tensor], op: str) -> Tensor:
 
     float16 and float8 values are multiples of 2**-24 and smaller than 2**16, so their sums are exact in
     float64 for thousands of ranks. bfloat16 covers 2**-133 to 2**128. Its sums in float64 lose only bits
-    below 2**-44 of the largest value, and do not overflow, as sums in float32 would.
+    below 2**-44 of the largest value, and do not overflow, unlike sums in float32.
     """
     if len(others) == 1 and op != "AVERAGE":
-        # float32 has more than twice the bits of a narrow float, so rounding to float32 first is harmless.
+        # float32 has more than twice the bits of a narrow float, so a first rounding to float32 does no harm.
         return _ROW_OPS[op](first.float(), others[0].float())
     combine = torch.mul if op == "PRODUCT" else torch.add
     total = first.float().double()  # direct conversion from float16 to float64 takes twice as long
@@ -167,13 +167,13 @@ def _reduce_narrow(first: Tensor, others: Sequence[Tensor], op: str) -> Tensor:
         combine(total, row.float(), out=total)
     if op == "AVERAGE":
         total /= 1 + len(others)
-    return rounded_to_odd(total)
+    return round_to_odd(total)
 
 
-def rounded_to_odd(wide: Tensor) -> Tensor:
+def round_to_odd(wide: Tensor) -> Tensor:
     """Round ``wide`` (float64) to float32 precision, so that a later rounding to a narrow float is correct.
 
-    torch converts float64 to a narrow float by way of float32. The first rounding may give the midpoint of
+    torch converts float64 to float32, and then to a narrow float. The first rounding may give the midpoint of
     two narrow floats, and the second may then round in the wrong direction. This function rounds to the odd
     one of the two float32 neighbours, which is never a midpoint. (Exception: the smallest bfloat16 numbers,
     below 2**-126.)

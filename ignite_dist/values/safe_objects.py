@@ -27,7 +27,17 @@ from torch import Tensor
 from ignite_dist import _torch
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError
 
-__all__ = ["VARIABLE", "ask_again", "broken", "is_message", "is_safe", "load", "safe", "safe_objects", "save"]
+__all__ = [
+    "VARIABLE",
+    "decoding_error",
+    "forget_mode",
+    "is_message",
+    "is_safe",
+    "load",
+    "register_safe",
+    "safe_objects",
+    "save",
+]
 
 _Type = TypeVar("_Type", bound=type)
 
@@ -76,9 +86,11 @@ def safe_objects(*classes: Callable[..., Any]) -> None:
         if "<" in one.__qualname__:
             raise TypeError(f"safe_objects takes no lambdas and no local classes or functions, got {one!r}.")
         if isinstance(one, type) and issubclass(one, (dict, list)):
-            raise TypeError(f"torch.load leaves subclasses of dict and list empty: send no {one!r}.")
+            raise TypeError(
+                f"torch.load leaves subclasses of dict and list empty, got {one!r}. Send a dict or list."
+            )
         is_error = isinstance(one, type) and issubclass(one, BaseException)
-        if one.__module__.partition(".")[0] in _POWERFUL and not is_error:
+        if one.__module__.partition(".")[0] in _UNSAFE_MODULES and not is_error:
             raise ValueError(
                 f"{one!r} could run code in this process if another rank sends it. Send the data instead."
             )
@@ -89,7 +101,7 @@ def safe_objects(*classes: Callable[..., Any]) -> None:
 
 
 def is_safe() -> bool:
-    """Whether this process decodes objects safely.
+    """True if this process decodes objects safely.
 
     Raises:
         EnvironmentVariablesError: the variable is neither 0 nor 1.
@@ -103,8 +115,8 @@ def is_safe() -> bool:
     return _mode
 
 
-def ask_again() -> None:
-    """Forget the cached variable: a forked process may have another environment."""
+def forget_mode() -> None:
+    """Make :func:`is_safe` read the variable again: a forked process may have another environment."""
     global _mode
     _mode = None
 
@@ -112,8 +124,8 @@ def ask_again() -> None:
 def save(value: Any) -> bytes:
     """``value`` in a format of ``torch.save``.
 
-    A value with tensors becomes a zip file. Other values have torch's legacy format: 185 bytes for a small
-    dict, where a zip file takes 1,260 and exceeds the header. In the legacy format tensor data comes last, so
+    A value with tensors becomes a zip file. Other values have torch's legacy format: a small dict takes 185
+    bytes (1,260 as a zip file, which exceeds the header). In the legacy format tensor data comes last, so
     a tensor that is converted while the object is read (copied to an XLA device) would contain garbage.
 
     Raises:
@@ -122,7 +134,7 @@ def save(value: Any) -> bytes:
     try:
         payload = _save(value, _Pickler)
         if pickle.LONG4 in payload:  # a large int, or other data with this byte
-            payload = _save(value, _SpellingPickler)
+            payload = _save(value, _TextIntPickler)
     except Exception as error:  # a __reduce__ may raise anything
         raise TypeError(
             f"A value of type {type(value).__qualname__} cannot be sent to another process: {error}. "
@@ -131,24 +143,24 @@ def save(value: Any) -> bytes:
     return payload
 
 
-def safe(one: _Type) -> _Type:
+def register_safe(one: _Type) -> _Type:
     """Decorator: register a class of this package as safe."""
-    _ours.add(one)
+    _safe_types.add(one)
     return one
 
 
 def _save(value: Any, pickler: type[Any]) -> bytes:
     for takes_tensors in (False, True):
         file = io.BytesIO()
-        module = _MODULES[pickler, takes_tensors]
-        with suppress(_HoldsTensors):
+        module = _PICKLE_MODULES[pickler, takes_tensors]
+        with suppress(_TensorFound):
             _torch.save(value, file, module, _PROTOCOL, as_zip=takes_tensors)
             break
     return file.getvalue()
 
 
 def is_message(payload: bytes | memoryview) -> bool:
-    """Whether :func:`save` may have made ``payload``."""
+    """True if :func:`save` may have made ``payload``."""
     return bytes(payload[:4]) in _STARTS
 
 
@@ -159,21 +171,21 @@ def load(payload: bytes | memoryview, rank: int) -> Any:
         UnsafeObjectError: the payload could run code. No code was run.
         CollectiveMismatchError: the payload is not a complete message.
     """
-    _tell_torch()
+    _register_with_torch()
     try:
         return torch.load(io.BytesIO(payload), weights_only=True, mmap=False)
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        if named is None:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        if found is None:
             reason = str(error).partition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
             raise UnsafeObjectError(
                 f"Rank {rank} sent an object that torch.load(weights_only=True) refuses: {reason or error}",
                 rank,
             ) from error
-        message = _REFUSED.format(rank=rank, name=named[1], advice=_advice(named[1]))
-        raise UnsafeObjectError(message, rank, named[1]) from None
+        message = _REFUSED.format(rank=rank, name=found[1], advice=_advice(found[1]))
+        raise UnsafeObjectError(message, rank, found[1]) from None
     except Exception as error:  # corrupt data can raise anything
-        raise broken(rank, error) from error
+        raise decoding_error(rank, error) from error
 
 
 _REFUSED = (
@@ -188,7 +200,7 @@ def _advice(name: str) -> str:
         return (
             "pickle uses getattr for bound methods, class methods and nested classes. Send the data instead."
         )
-    if module.partition(".")[0] in _POWERFUL:
+    if module.partition(".")[0] in _UNSAFE_MODULES:
         return "It could run code in this process. Send the data instead."
     return (
         f"If this is your own type and only holds data, call idist.safe_objects({short}) on every rank "
@@ -196,7 +208,7 @@ def _advice(name: str) -> str:
     )
 
 
-def broken(rank: int, error: Exception) -> CollectiveMismatchError:
+def decoding_error(rank: int, error: Exception) -> CollectiveMismatchError:
     """The error for an object that cannot be decoded."""
     return CollectiveMismatchError(
         f"The object of rank {rank} cannot be decoded ({type(error).__name__}: {error}). Unless its own "
@@ -205,23 +217,23 @@ def broken(rank: int, error: Exception) -> CollectiveMismatchError:
     )
 
 
-def _tell_torch() -> None:
-    """Register our safe types with torch again: other code can clear torch's list."""
-    known = torch.serialization.get_safe_globals()
-    if not _ours.issubset(known):
+def _register_with_torch() -> None:
+    """Register ``_safe_types`` with torch again, because other code can clear torch's list."""
+    registered = torch.serialization.get_safe_globals()
+    if not _safe_types.issubset(registered):
         with _lock:
-            torch.serialization.add_safe_globals(list(_ours))
+            torch.serialization.add_safe_globals(list(_safe_types))
 
 
 def _array(dtype: Any, shape: tuple[int, ...], order: Any, data: bytes | Tensor, is_scalar: bool) -> Any:
     """A numpy array or scalar. The array shares the memory of ``data`` if ``data`` is a tensor."""
     import numpy
 
-    known = numpy.lib.format.descr_to_dtype(dtype)
-    if known.hasobject:
+    array_dtype = numpy.lib.format.descr_to_dtype(dtype)
+    if array_dtype.hasobject:
         raise ValueError("an array of Python objects")
     memory = bytearray(data) if isinstance(data, bytes) else data.numpy()
-    array = numpy.ndarray(shape, known, memory, order=order)
+    array = numpy.ndarray(shape, array_dtype, memory, order=order)
     return array[()] if is_scalar else array
 
 
@@ -247,11 +259,11 @@ def _zone(key: str) -> Any:
     return zoneinfo.ZoneInfo(key)
 
 
-class _HoldsTensors(Exception):
+class _TensorFound(Exception):
     pass
 
 
-class _Reducing:
+class _Converting:
     """Mixin for picklers: convert values that ``weights_only`` refuses or leaves empty.
 
     numpy values become bytes or tensors. That is fast, and numpy's constructors need not be registered.
@@ -265,7 +277,7 @@ class _Reducing:
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
         if isinstance(value, Tensor) and not self.takes_tensors:
-            raise _HoldsTensors
+            raise _TensorFound
         if kind is collections.defaultdict:
             return _defaultdict, (value.default_factory, dict(value))
         if kind is collections.deque:
@@ -296,14 +308,14 @@ def _reduce_array(value: Any, numpy: Any) -> Any:
     return _array, (dtype, value.shape, order, data, isinstance(value, numpy.generic))
 
 
-class _Pickler(_Reducing, pickle.Pickler):
+class _Pickler(_Converting, pickle.Pickler):
     pass
 
 
-class _SpellingPickler(_Reducing, pickle._Pickler):
+class _TextIntPickler(_Converting, pickle._Pickler):
     """A pickler in Python that writes large ints as text: ``weights_only`` cannot read their usual opcode.
 
-    Slower than the C pickler, which cannot change how ints are written.
+    This class is slower than the C pickler, which cannot change how ints are written.
     """
 
     def save(self, value: Any, save_persistent_id: bool = True) -> None:
@@ -313,28 +325,28 @@ class _SpellingPickler(_Reducing, pickle._Pickler):
             super().save(value, save_persistent_id)  # type: ignore[misc]
 
 
-def _module(pickler: type[Any], takes_tensors: bool) -> SimpleNamespace:
+def _pickle_module(pickler: type[Any], takes_tensors: bool) -> SimpleNamespace:
     """A replacement for the ``pickle`` module. torch.save derives its own pickler from ``Pickler``."""
     kind = type(pickler.__name__, (pickler,), {"takes_tensors": takes_tensors})
     return SimpleNamespace(__name__="pickle", Pickler=kind, dump=pickle.dump)
 
 
-_MODULES = {
-    (pickler, takes_tensors): _module(pickler, takes_tensors)
-    for pickler in (_Pickler, _SpellingPickler)
+_PICKLE_MODULES = {
+    (pickler, takes_tensors): _pickle_module(pickler, takes_tensors)
+    for pickler in (_Pickler, _TextIntPickler)
     for takes_tensors in (False, True)
 }
 _PROTOCOL = 2  # the protocol that weights_only reads
 _LARGE_BITS = 255 * 8  # weights_only reads ints with fewer bits
-# No name of these modules may be registered: with getattr alone a message could call anything.
-_POWERFUL = ("__builtin__", "builtins", "ctypes", "importlib", "nt", "os", "posix", "subprocess", "sys")
-# The first bytes of torch.save's formats: a zip file, and a pickled number. encode() uses a later protocol.
+# No name of these modules may be registered. With getattr alone, a message could call any function.
+_UNSAFE_MODULES = ("__builtin__", "builtins", "ctypes", "importlib", "nt", "os", "posix", "subprocess", "sys")
+# The first bytes of torch.save's formats (zip file, pickled number). encode() starts with other bytes.
 _STARTS = frozenset([b"PK\x03\x04", pickle.dumps(torch.serialization.MAGIC_NUMBER, _PROTOCOL)[:4]])
 # Larger arrays are sent as tensors in a zip file. Protocol 2 makes bytes 1.5 times as large.
 _SMALL_BYTES = 256
 
 # Types that only hold data, in addition to those that weights_only accepts by itself.
-_ours: set[Any] = {
+_safe_types: set[Any] = {
     *(_array, _defaultdict, bool, bytes, dict, float, frozenset, int, list, range, slice, str, tuple),
     *(collections.deque, _decimal, _fraction, uuid.UUID, _zone),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),

@@ -91,7 +91,7 @@ def unpack(payload: bytes | memoryview, rank: int) -> Any:
         return safe_objects.load(payload, rank)
     if safe_objects.is_safe():
         raise UnsafeObjectError(
-            f"Rank {rank} sent a plain pickle, which could run any code here. It was not decoded, because "
+            f"Rank {rank} sent a plain pickle, which could run any code in this process. It was not decoded: "
             "this rank accepts only safe objects. Call idist.safe_objects() on every rank, or set "
             f"{safe_objects.VARIABLE}=1 for all ranks.",
             rank,
@@ -99,7 +99,7 @@ def unpack(payload: bytes | memoryview, rank: int) -> Any:
     try:
         return decode(payload)
     except (pickle.UnpicklingError, EOFError) as error:
-        raise safe_objects.broken(rank, error) from error
+        raise safe_objects.decoding_error(rank, error) from error
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

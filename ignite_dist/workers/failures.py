@@ -26,25 +26,25 @@ from ignite_dist.rendezvous import connections
 from ignite_dist.values import serialization
 
 __all__ = [
-    "Failed",
+    "FailedRank",
     "Failure",
     "count_oom_kills",
     "error_of",
     "failure_of",
-    "in_a_line",
     "is_cause_known",
     "is_consequence",
     "outcome_of",
+    "sigkill_reason",
     "silent_failure",
-    "users_part",
-    "why_killed",
+    "summary_line",
+    "user_traceback",
 ]
 
 
 # Longer texts are shortened to this many characters. A message may contain a whole tensor.
 _LONGEST_TEXT = 100_000
-# The launcher may notice a worker's death this much later, because the fork server reports it.
-_NOTICE_SECONDS = 1.0
+# The launcher may detect a worker's death this much later, because the fork server reports the death.
+_DETECTION_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Failure:
         return self.exit_code == 0 and bool(self.error_type)
 
 
-class Failed(NamedTuple):
-    """A failure and its place. ``pid``: 0 if unknown. ``started``: False if the rank never reported."""
+class FailedRank(NamedTuple):
+    """A rank and its failure. ``pid`` is 0 if unknown. ``started`` is False if the rank never reported."""
 
     rank: int
     local_rank: int
@@ -87,10 +87,10 @@ class Failed(NamedTuple):
 # --- in the worker -----------------------------------------------------------------------------------
 
 
-def outcome_of(sent: bytes | Callable[..., Any], local_rank: int) -> bytes | Failure:
-    """Decode and make the call ``sent``. Returns the encoded result, or the failure."""
+def outcome_of(sent_call: bytes | Callable[..., Any], local_rank: int) -> bytes | Failure:
+    """Decode ``sent_call`` and make the call. Returns the encoded result, or the failure."""
     try:
-        call = serialization.decode(sent) if isinstance(sent, bytes) else sent
+        call = serialization.decode(sent_call) if isinstance(sent_call, bytes) else sent_call
         return serialization.encode(call(local_rank))
     except SystemExit as exit_:
         code = exit_.code & 0xFF if isinstance(exit_.code, int) else int(exit_.code is not None)
@@ -102,36 +102,36 @@ def outcome_of(sent: bytes | Callable[..., Any], local_rank: int) -> bytes | Fai
 def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
     """The report of an exception to the launcher."""
     now = time.time()
-    trace, error = error.__traceback__, connections.explained(error)
+    trace, error = error.__traceback__, connections.with_cause(error)
     if error.__cause__ is not None:  # the cause has the traceback
         trace = error.__traceback__
     summary = connections.last_lines(error).strip()
     try:
-        text = "".join(traceback.format_exception(type(error), error, users_part(trace)))
+        text = "".join(traceback.format_exception(type(error), error, user_traceback(trace)))
     except Exception:  # raised by code of this exception, or of its cause
-        where = "".join(traceback.format_tb(users_part(trace)))
+        where = "".join(traceback.format_tb(user_traceback(trace)))
         text = f"Traceback (most recent call last):\n{where}{summary}\n"
     return Failure(now, type(error).__name__, _cut(summary), _cut(text), exit_code, is_consequence(error))
 
 
-def users_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the user's function on, without this package's frames before."""
-    rest = trace
-    while rest is not None and is_package_path(rest.tb_frame.f_code.co_filename):
-        rest = rest.tb_next
-    return rest or trace
+def user_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that starts at the user's function, without this package's frames."""
+    entry = trace
+    while entry is not None and is_package_path(entry.tb_frame.f_code.co_filename):
+        entry = entry.tb_next
+    return entry or trace
 
 
 def _cut(text: str) -> str:
-    left_out = len(text) - _LONGEST_TEXT
-    if left_out <= 0:
+    num_left_out = len(text) - _LONGEST_TEXT
+    if num_left_out <= 0:
         return text
     half = _LONGEST_TEXT // 2
-    return f"{text[:half]}\n... {left_out:,} characters ...\n{text[-half:]}"
+    return f"{text[:half]}\n... {num_left_out:,} characters left out ...\n{text[-half:]}"
 
 
 # Messages of gloo, NCCL and torch's store about a peer that is gone.
-_LOST = re.compile(
+_LOST_PEER = re.compile(
     r"connection (was )?(closed|reset) by peer|connection refused|connection was likely closed|broken pipe"
     r"|remote peer closed|remote process exited|communicator was aborted"
     r"|connection timed out|no route to host|network is unreachable",
@@ -141,10 +141,10 @@ _LOST = re.compile(
 
 def is_consequence(error: BaseException) -> bool:
     """True if ``error``, or an error in its chain, says that another rank failed or is gone."""
-    return any(map(_tells_of_another, _chain(error)))
+    return any(map(_is_about_other_rank, _chain(error)))
 
 
-def _tells_of_another(error: BaseException) -> bool:
+def _is_about_other_rank(error: BaseException) -> bool:
     """True if ``error`` itself says that another rank failed or is gone.
 
     Never true for an ``OSError``: the user's own connection, to a database for example, may be the cause.
@@ -154,8 +154,8 @@ def _tells_of_another(error: BaseException) -> bool:
     if isinstance(error, (RankFailedError, HostLostError)) or type(error).__name__ == "HorovodInternalError":
         return True
     text = connections.last_lines(error)
-    of_torch = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in text)
-    return of_torch and _LOST.search(text) is not None
+    is_torch = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in text)
+    return is_torch and _LOST_PEER.search(text) is not None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -184,28 +184,28 @@ def silent_failure(exit_code: int, fault: str) -> Failure:
     now = time.time()
     if exit_code < 0 and exit_code != -signal.SIGABRT:
         # A fatal signal is never a reaction to a peer's failure, but peers may report first.
-        now -= _NOTICE_SECONDS
-    return Failure(now, "", "", _without_plumbing(fault), exit_code)
+        now -= _DETECTION_SECONDS
+    return Failure(now, "", "", _without_library_frames(fault), exit_code)
 
 
 # One frame in the fault handler's output.
 _FAULT_LINE = re.compile(r'File "([^"]+)", line \d+ in ')
 
 
-def _without_plumbing(fault: str) -> str:
+def _without_library_frames(fault: str) -> str:
     """The fault handler's output without library threads and the callers of the user's function."""
     blocks = []
     for block in fault.split("\n\n"):
         if block.startswith("Extension modules:"):
             continue
         lines = block.splitlines()
-        users = [number for number, line in enumerate(lines) if _is_users(line)]
+        users = [number for number, line in enumerate(lines) if _is_users_frame(line)]
         if users or block.startswith(("Current thread", "Fatal Python error")):
             blocks.append("\n".join(lines[: users[-1] + 1] if users else lines))
     return "\n\n".join(blocks).strip()
 
 
-def _is_users(line: str) -> bool:
+def _is_users_frame(line: str) -> bool:
     found = _FAULT_LINE.search(line)
     # "<string>" is the command of the `python -c` that multiprocessing starts.
     return found is not None and not found[1].startswith("<") and not is_library_path(found[1])
@@ -242,43 +242,43 @@ def count_oom_kills() -> int | None:
     return None
 
 
-def why_killed(oom_kills_before: int | None) -> str:
+def sigkill_reason(oom_kills_before: int | None) -> str:
     """The likely reason for a SIGKILL, given the number of out-of-memory kills at the workers' start."""
     now = count_oom_kills()
     if now is None or oom_kills_before is None:
-        return _BY_THE_KERNEL
+        return _SIGKILL_HINT
     if now <= oom_kills_before:
         return " (the control group of this launch has counted no out-of-memory kill)"
     return " (by the kernel: memory has run out in the control group of this launch)"
 
 
-_BY_THE_KERNEL = " (the kernel sends SIGKILL when memory runs out)"
+_SIGKILL_HINT = " (the kernel sends SIGKILL when memory runs out)"
 
 
-def is_cause_known(failed: Sequence[Failed]) -> bool:
+def is_cause_known(failed: Sequence[FailedRank]) -> bool:
     """True if a failure is not a consequence. Until then the root cause may still be reported."""
-    return not all(one.failure.is_consequence for one in failed)
+    return not all(rank.failure.is_consequence for rank in failed)
 
 
-def error_of(failed: Sequence[Failed], about_sigkill: str = _BY_THE_KERNEL) -> RankFailedError:
+def error_of(failed: Sequence[FailedRank], about_sigkill: str = _SIGKILL_HINT) -> RankFailedError:
     """The error of a failed launch. It describes the worker that failed first.
 
     Args:
         failed: the workers that failed or called ``sys.exit(0)``.
-        about_sigkill: text about a SIGKILL; see :func:`why_killed`.
+        about_sigkill: text about a SIGKILL; see :func:`sigkill_reason`.
     """
-    first, *others = sorted(_failed_or_needed(failed), key=_order)
+    first, *others = sorted(_possible_causes(failed), key=_order)
     failure = first.failure
     names = str(first.rank)
     if first.pid and not failure.error_type:
         # XLA replicas may share a process. The replica that ended the process is unknown.
-        names = " or ".join(str(one.rank) for one in failed if one.pid == first.pid)
+        names = " or ".join(str(other.rank) for other in failed if other.pid == first.pid)
         others = [other for other in others if other.pid != first.pid]
     place = f"Rank {names}" + (f" (pid {first.pid} on {first.host})" if first.pid else "")
-    after = "".join(f"\nRank {other.rank} failed after it: {in_a_line(other.failure)}" for other in others)
+    after = "".join(f"\nRank {other.rank} failed after it: {summary_line(other.failure)}" for other in others)
     if failure.exit_code is None:
-        told = "; its error says that another rank failed or is gone" if failure.is_consequence else ""
-        message = f"{place} failed first{told}. Its traceback:\n\n{failure.traceback}{after}"
+        hint = "; its error says that another rank failed or is gone" if failure.is_consequence else ""
+        message = f"{place} failed first{hint}. Its traceback:\n\n{failure.traceback}{after}"
         return WorkerRaisedError(
             first.rank,
             failure.error_type,
@@ -289,7 +289,7 @@ def error_of(failed: Sequence[Failed], about_sigkill: str = _BY_THE_KERNEL) -> R
             first.host,
         )
     trace = f" Its traceback:\n\n{failure.traceback.rstrip()}\n" if failure.traceback else ""
-    message = f"{place} {_ending(first, about_sigkill)}.{trace}{after}"
+    message = f"{place} {_describe_end(first, about_sigkill)}.{trace}{after}"
     return WorkerExitedError(
         first.rank,
         message,
@@ -302,40 +302,41 @@ def error_of(failed: Sequence[Failed], about_sigkill: str = _BY_THE_KERNEL) -> R
     )
 
 
-def _order(one: Failed) -> tuple[bool, float]:
-    return one.failure.is_consequence, one.failure.time
+def _order(rank: FailedRank) -> tuple[bool, float]:
+    return rank.failure.is_consequence, rank.failure.time
 
 
-def _failed_or_needed(failed: Sequence[Failed]) -> list[Failed]:
-    """The failed workers. If all are consequences, also workers that called ``sys.exit(0)`` before."""
-    real = [one for one in failed if not one.failure.is_exit_0]
-    if not real:
+def _possible_causes(failed: Sequence[FailedRank]) -> list[FailedRank]:
+    """The failed workers. If all are consequences, also the workers that called ``sys.exit(0)`` earlier."""
+    errors = [rank for rank in failed if not rank.failure.is_exit_0]
+    if not errors:
         return list(failed)
-    if is_cause_known(real):
-        return real
-    began = min(one.failure.time for one in real)
-    left = [one for one in failed if one.failure.is_exit_0 and not one.failure.is_consequence]
-    return [*real, *(one for one in left if one.failure.time <= began)]
+    if is_cause_known(errors):
+        return errors
+    start = min(rank.failure.time for rank in errors)
+    exits = [rank for rank in failed if rank.failure.is_exit_0 and not rank.failure.is_consequence]
+    return [*errors, *(rank for rank in exits if rank.failure.time <= start)]
 
 
-def _ending(one: Failed, about_sigkill: str) -> str:
-    failure = one.failure
-    ending = _manner(failure.exit_code or 0)
+def _describe_end(rank: FailedRank, about_sigkill: str) -> str:
+    failure = rank.failure
+    text = _exit_text(failure.exit_code or 0)
     if failure.summary:
-        ending += f" ({_first_line(failure.summary)})"
+        text += f" ({_first_line(failure.summary)})"
     if failure.is_exit_0:
-        ending += " while others still needed it"
-    if not one.started:
+        text += " while others still needed it"
+    if not rank.started:
         return (
-            f"{ending} before it called the function; the worker's output says why. Workers import the "
+            f"{text} before it called the function; the worker's output says why. Workers import the "
             "script, so the script must start its work under if __name__ == '__main__'"
         )
-    if failure.exit_code == -signal.SIGABRT and "comp_models" in failure.traceback:
-        ending += " (gloo aborts if the ranks call different collectives: idist.debug() names them)"
-    return ending + (about_sigkill if failure.exit_code == -signal.SIGKILL else "")
+    paths = _FAULT_LINE.findall(failure.traceback)
+    if failure.exit_code == -signal.SIGABRT and any(map(is_package_path, paths)):
+        text += " (gloo aborts if the ranks call different collectives: idist.debug() names them)"
+    return text + (about_sigkill if failure.exit_code == -signal.SIGKILL else "")
 
 
-def _manner(exit_code: int) -> str:
+def _exit_text(exit_code: int) -> str:
     signal_name = _signal_name(exit_code)
     return f"was ended by {signal_name}" if signal_name else f"ended with exit code {exit_code}"
 
@@ -347,9 +348,9 @@ def _signal_name(exit_code: int) -> str | None:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-def in_a_line(failure: Failure) -> str:
-    """The failure in one line: its summary, or how the worker ended."""
-    return _first_line(failure.summary) if failure.summary else f"it {_manner(failure.exit_code or 0)}"
+def summary_line(failure: Failure) -> str:
+    """The failure in one line: the first line of its summary, or how the worker ended."""
+    return _first_line(failure.summary) if failure.summary else f"it {_exit_text(failure.exit_code or 0)}"
 
 
 def _first_line(text: str) -> str:

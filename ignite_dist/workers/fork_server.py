@@ -14,13 +14,13 @@ from multiprocessing.context import BaseContext, get_spawning_popen
 from typing import Any
 
 from ignite_dist.values import serialization
-from ignite_dist.workers.worker import take_over
+from ignite_dist.workers.worker import apply_launch
 
 __all__ = ["Launch", "context_of", "encode_call", "hidden_main"]
 
 
 def encode_call(call: Callable[..., Any]) -> bytes:
-    """``call`` as bytes; pickled by value if the workers cannot import this process's main module."""
+    """``call`` as bytes. Pickled by value if the workers cannot import this process's main module."""
     try:
         return serialization.encode(call) if _main_is_importable() else serialization.encode_by_value(call)
     except TypeError as error:
@@ -67,8 +67,8 @@ def context_of(start_method: str | None) -> BaseContext:
         # The preload list omits "__main__", which Python preloads by default: each worker imports the main
         # module with its launch's environment. A server that already runs ignores the list.
         server = multiprocessing.forkserver._forkserver
-        wanted = [name for name in server._preload_modules if name != "__main__"]  # type: ignore[attr-defined]
-        context.set_forkserver_preload(list(dict.fromkeys([*wanted, "torch", "ignite_dist"])))
+        modules = [name for name in server._preload_modules if name != "__main__"]  # type: ignore[attr-defined]
+        context.set_forkserver_preload(list(dict.fromkeys([*modules, "torch", "ignite_dist"])))
         with _server_lock:
             if server._forkserver_pid is None:  # type: ignore[attr-defined]
                 _start_server(server)
@@ -83,17 +83,17 @@ def _start_server(server: Any) -> None:
 
     Before Python 3.13 the server does not get ``sys.path``, and would preload the installed package.
     """
-    before = os.environ.get("PYTHONPATH")
+    previous = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         folder for folder in sys.path if folder and isinstance(folder, str)
     )
     try:
         server.ensure_running()
     finally:
-        if before is None:
+        if previous is None:
             del os.environ["PYTHONPATH"]
         else:
-            os.environ["PYTHONPATH"] = before
+            os.environ["PYTHONPATH"] = previous
 
 
 class Launch(str):
@@ -118,11 +118,11 @@ class Launch(str):
         popen = get_spawning_popen()
         outputs = {}
         if popen is not None and popen.method == "forkserver":
-            # The fork server has the first launch's stdout and stderr. pytest, for example, replaces them.
+            # The fork server has the first launch's stdout and stderr. Later launches may have other files.
             outputs = {fd: reduction.DupFd(fd) for fd in (1, 2) if _is_open(fd)}
         # The name is pickled again with the process, but the pipe can be sent only once.
         fault_writer, self.fault_writer = self.fault_writer, None
-        return take_over, (str(self), self.environ, fault_writer, outputs)
+        return apply_launch, (str(self), self.environ, fault_writer, outputs)
 
 
 def _is_open(fd: int) -> bool:

@@ -13,7 +13,7 @@ from ignite_dist.rendezvous import connections
 __all__ = ["Link", "Node"]
 
 
-_SECONDS_TO_SEND = 30.0
+_SEND_SECONDS = 30.0
 
 
 class Node(NamedTuple):
@@ -33,7 +33,7 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         # Shorter than the workers' keepalive timeout: the launchers report a lost node first.
-        connections.watch(sock, max(connections.seconds_of_silence() * 2 // 3, 3))
+        connections.enable_keepalive(sock, max(connections.keepalive_seconds() * 2 // 3, 3))
         self.sock = sock
         self._received = b""
 
@@ -44,7 +44,7 @@ class Link:
     def send(self, **message: Any) -> None:
         """Send a message. Errors are ignored: :meth:`receive` raises them after the peer's last messages."""
         with suppress(OSError):
-            self.sock.settimeout(_SECONDS_TO_SEND)
+            self.sock.settimeout(_SEND_SECONDS)
             self.sock.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, seconds: float | None = None) -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ class Link:
         if not received:
             raise ConnectionResetError("its launcher has ended")
         *lines, self._received = (self._received + received).split(b"\n")
-        return [_decoded(line) for line in lines]
+        return [_decode(line) for line in lines]
 
     def receive_some(self, deadline: float) -> list[dict[str, Any]]:
         """Wait for at least one message; see :meth:`receive`."""
@@ -69,11 +69,11 @@ class Link:
                 return messages
 
 
-def _decoded(line: bytes) -> dict[str, Any]:
+def _decode(line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
     except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+        raise ValueError("the message is nested too deeply") from error
     if not isinstance(message, dict):
         raise ValueError(f"not a message: {message!r:.100}")
     return message

@@ -26,17 +26,17 @@ from typing import Any
 from ignite_dist.errors import RankFailedError
 from ignite_dist.values import serialization
 from ignite_dist.workers.failures import (
-    Failed,
+    FailedRank,
     Failure,
     count_oom_kills,
     failure_of,
     is_cause_known,
+    sigkill_reason,
     silent_failure,
-    why_killed,
 )
 from ignite_dist.workers.fork_server import Launch, context_of, encode_call, hidden_main
 from ignite_dist.workers.nodes import ALONE, Nodes
-from ignite_dist.workers.worker import TERMINATE_SECONDS, Post, Sent, run_alone, work
+from ignite_dist.workers.worker import TERMINATE_SECONDS, ReportPipe, SentCall, run_alone, worker_main
 
 __all__ = ["Workers", "start"]
 
@@ -47,7 +47,7 @@ _NONE = serialization.encode(None)
 # After the first failure, the other workers have this long to report their own failures.
 _GRACE_SECONDS = 1.0
 # Longer while every reported failure is a consequence: the root cause may still be cleaning up.
-_PATIENCE_SECONDS = 4.0
+_LONG_GRACE_SECONDS = 4.0
 
 
 # --- starting ----------------------------------------------------------------------------------------
@@ -58,11 +58,11 @@ def start(
     entry_kwargs: Mapping[str, Any],
     environs: Sequence[Mapping[str, str]],
     *,
-    serving: object,
+    store: object,
     start_method: str | None,
     daemon: bool,
     ranks_per_process: int = 1,
-    run: Callable[[Sent, Sequence[Post]], Failure | None] | None = None,
+    run: Callable[[SentCall, Sequence[ReportPipe]], Failure | None] | None = None,
     nodes: Nodes = ALONE,
 ) -> Workers:
     """Start a process per environment; local rank ``i`` runs ``entry(i, **entry_kwargs)``.
@@ -71,11 +71,11 @@ def start(
         entry: a function that pickle or cloudpickle can encode; any function if ``start_method`` is "fork".
         entry_kwargs: arguments of ``entry``, with the same limit.
         environs: for each process, the variables to add to the launcher's environment.
-        serving: the workers' store; kept alive until the workers end.
+        store: the workers' store; kept alive until the workers end.
         start_method: a start method of ``multiprocessing``. Default: see ``fork_server.context_of``.
         daemon: True for daemonic processes.
         ranks_per_process: number of ranks in each process.
-        run: runs all ranks of a process, given their call and a :class:`Post` for each rank; returns a
+        run: runs all ranks of a process, given their call and a :class:`ReportPipe` for each rank; returns a
             failure if a rank failed. By default a process runs the single rank ``RANK``.
         nodes: connections to the launchers on other machines.
 
@@ -86,25 +86,25 @@ def start(
     try:
         context = context_of(start_method)
         call = partial(entry, **entry_kwargs)
-        sent = call if context.get_start_method() == "fork" else encode_call(call)
+        sent_call = call if context.get_start_method() == "fork" else encode_call(call)
         oom_kills = count_oom_kills()
         for position, environ in enumerate(environs):
             first = position * ranks_per_process
             ranks = range(first, first + ranks_per_process)
-            workers += _start_process(context, run or run_alone, sent, ranks, environ, daemon)
+            workers += _start_process(context, run or run_alone, sent_call, ranks, environ, daemon)
     except BaseException:
-        _end(Workers(workers, serving, None, nodes).processes)
-        nodes.leave()  # a stored traceback would keep the connections open
+        _end(Workers(workers, store, None, nodes).processes)
+        nodes.close()  # a stored traceback would keep the connections open
         raise
-    _kept[:] = [kept for kept in _kept if kept.may_run()]
-    _kept.append(Workers(workers, serving, oom_kills, nodes))
-    return _kept[-1]
+    _launches[:] = [launch for launch in _launches if launch.may_run()]
+    _launches.append(Workers(workers, store, oom_kills, nodes))
+    return _launches[-1]
 
 
 def _start_process(
     context: BaseContext,
-    run: Callable[[Sent, Sequence[Post]], Failure | None],
-    sent: Sent,
+    run: Callable[[SentCall, Sequence[ReportPipe]], Failure | None],
+    sent_call: SentCall,
     local_ranks: Sequence[int],
     environ: Mapping[str, str],
     daemon: bool,
@@ -116,11 +116,11 @@ def _start_process(
     complete = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
     complete.update(environ)
     process = context.Process(  # type: ignore[attr-defined]
-        target=work,
+        target=worker_main,
         args=(
             run,
-            sent,
-            [Post(local_rank, sender) for local_rank, (_, sender) in pipes.items()],
+            sent_call,
+            [ReportPipe(local_rank, sender) for local_rank, (_, sender) in pipes.items()],
             (complete, fault_writer) if context.get_start_method() == "fork" else None,
             multiprocessing.get_start_method(allow_none=True),
         ),
@@ -140,14 +140,14 @@ def _start_process(
 
 
 # Running launches: a script may drop the result of spawn(join=False), but the workers need the store.
-_kept: list[Workers] = []
+_launches: list[Workers] = []
 
 
 @atexit.register
-def _join_kept() -> None:
+def _join_launches() -> None:
     """At exit: wait for the workers that the script did not join, and log failures."""
     is_interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
-    for workers in [kept for kept in _kept if kept.are_ours()]:
+    for workers in [launch for launch in _launches if launch.belong_to_this_process()]:
         if is_interrupted or any(process.daemon for process in workers.processes):
             workers.terminate()
             continue
@@ -204,7 +204,7 @@ class _Worker:
                 else:
                     self.result = message
         except (EOFError, OSError):
-            pass  # the worker has closed the pipe; its exit code says why
+            pass  # the worker has closed the pipe; the exit code gives the reason
 
     def take_result(self) -> Any:
         """Decode the worker's result and free its bytes. A decoding error is a failure."""
@@ -229,24 +229,24 @@ class _Worker:
         """True if the worker failed. ``sys.exit(0)`` does not count."""
         return self.failure is not None and not self.failure.is_exit_0
 
-    def failed(self) -> Failed | None:
-        """The failure and its place; None if the worker has not failed."""
+    def failed_rank(self) -> FailedRank | None:
+        """The rank and its failure; None if the worker has not failed."""
         if self.failure is None:
             return None
         pid = int(self.process.pid or 0)
-        return Failed(self.rank, self.local_rank, pid, socket.gethostname(), self.failure, self.started)
+        return FailedRank(self.rank, self.local_rank, pid, socket.gethostname(), self.failure, self.started)
 
 
 class Workers:
     """The running workers of one launch, in the order of their local ranks."""
 
-    def __init__(self, workers: list[_Worker], serving: object, oom_kills: int | None, nodes: Nodes) -> None:
+    def __init__(self, workers: list[_Worker], store: object, oom_kills: int | None, nodes: Nodes) -> None:
         self._workers = workers
         self._nodes = nodes
-        self._serving = serving  # in the launcher, so that the store outlives every worker
+        self._store = store  # kept in the launcher, so that the store outlives every worker
         self._oom_kills = oom_kills  # the count before the workers started
         self._launcher_pid = os.getpid()
-        self._is_ended_here = False
+        self._was_terminated = False
         self._results: list[Any] | None = None
         # Each join makes a new error: a stored one would keep this object and its frames alive.
         self._error: Callable[[], RankFailedError] | None = None
@@ -256,16 +256,16 @@ class Workers:
         """The processes, in the order of their local ranks."""
         return list(dict.fromkeys(worker.process for worker in self._workers))
 
-    def are_ours(self) -> bool:
+    def belong_to_this_process(self) -> bool:
         """True if this process started the workers. False in a fork of the launcher."""
         return self._launcher_pid == os.getpid()
 
     def may_run(self) -> bool:
         """True if a worker of the job may still run, on this machine or another one."""
         # A fork lacks the store's threads, so it must not destroy the store.
-        if not self.are_ours():
+        if not self.belong_to_this_process():
             return True
-        return any(process.is_alive() for process in self.processes) or self._nodes.are_awaited()
+        return any(process.is_alive() for process in self.processes) or self._nodes.has_unfinished_peers()
 
     def pids(self) -> list[int]:
         """The process ids, by local rank. XLA replicas may share a process."""
@@ -291,18 +291,18 @@ class Workers:
 
     def terminate(self) -> None:
         """End the running workers: SIGTERM, then SIGKILL for workers that ignore SIGTERM."""
-        self._is_ended_here = True
+        self._was_terminated = True
         _end(self.processes)
-        self._nodes.leave()
-        self._serving = None
-        if self in _kept:
-            _kept.remove(self)
+        self._nodes.close()
+        self._store = None
+        if self in _launches:
+            _launches.remove(self)
 
     def _wait(self, timeout: float | None) -> bool:
-        """Wait until all workers end, or a failure's grace period is over. False at the timeout."""
+        """Wait until all workers end, or a failure's grace period is over. Returns False at the timeout."""
         deadline = None if timeout is None else time.monotonic() + timeout
         failed_at: float | None = None
-        while (running := self._running()) or self._nodes.are_awaited():
+        while (running := self._running()) or self._nodes.has_unfinished_peers():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             waited_for: set[Any] = {worker.process.sentinel for worker in running}
             waited_for |= {
@@ -317,34 +317,36 @@ class Workers:
                 if worker.process.sentinel in ready:
                     worker.reap()
             self._nodes.read(ready)
-            self._nodes.tell(self._failed_here(), is_done=not self._running())
+            self._nodes.report(self._local_failures(), is_done=not self._running())
             if self._has_failed():
                 failed_at = failed_at or time.monotonic()
-                deadline = failed_at + (_GRACE_SECONDS if self._is_cause_known() else _PATIENCE_SECONDS)
+                deadline = failed_at + (_GRACE_SECONDS if self._is_cause_known() else _LONG_GRACE_SECONDS)
         return True
 
     def _running(self) -> list[_Worker]:
         return [worker for worker in self._workers if not worker.done]
 
-    def _failed_here(self) -> list[Failed]:
-        return [one for worker in self._workers if (one := worker.failed()) is not None]
+    def _local_failures(self) -> list[FailedRank]:
+        return [failed for worker in self._workers if (failed := worker.failed_rank()) is not None]
 
     def _has_failed(self) -> bool:
-        return any(worker.has_failed for worker in self._workers) or self._nodes.have_failed()
+        return any(worker.has_failed for worker in self._workers) or self._nodes.has_failure()
 
     def _is_cause_known(self) -> bool:
-        return self._nodes.is_one_lost() or is_cause_known([*self._failed_here(), *self._nodes.failed()])
+        return self._nodes.has_lost_node() or is_cause_known(
+            [*self._local_failures(), *self._nodes.failed_ranks()]
+        )
 
     def _conclude(self) -> None:
         """Collect the results or the failures, and end the launch."""
         if not self._has_failed():
             results = [worker.take_result() for worker in self._workers]
-        failed, has_failed = [*self._failed_here(), *self._nodes.failed()], self._has_failed()
-        about_sigkill = "" if self._is_ended_here else why_killed(self._oom_kills)
-        if self._is_ended_here:  # a worker ended by terminate() may not have started yet
-            failed = [one._replace(started=True) for one in failed]
-        self._nodes.tell(self._failed_here(), is_done=True)
-        self._nodes.leave()
+        failed, has_failed = [*self._local_failures(), *self._nodes.failed_ranks()], self._has_failed()
+        about_sigkill = "" if self._was_terminated else sigkill_reason(self._oom_kills)
+        if self._was_terminated:  # a worker ended by terminate() may not have started yet
+            failed = [rank._replace(started=True) for rank in failed]
+        self._nodes.report(self._local_failures(), is_done=True)
+        self._nodes.close()
         if has_failed:
             self.terminate()
             self._error = partial(self._nodes.error_of, failed, about_sigkill)
@@ -353,9 +355,9 @@ class Workers:
         for worker in self._workers:
             worker.receiver.close()
             worker.fault.reader.close()
-        self._serving = None
-        if self in _kept:
-            _kept.remove(self)
+        self._store = None
+        if self in _launches:
+            _launches.remove(self)
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:

@@ -16,38 +16,38 @@ from contextlib import contextmanager
 from ignite_dist.rendezvous import connections
 from ignite_dist.workers.failures import is_consequence
 
-__all__ = ["recorded"]
+__all__ = ["report_to_torchrun"]
 
 _logger = logging.getLogger(__name__)
 
 # torchrun polls its workers every 0.1 s (--monitor-interval).
-_SECONDS_TO_BE_ENDED = 3.0
+_SECONDS_UNTIL_ENDED = 3.0
 
 
 @contextmanager
-def recorded(error: BaseException | None) -> Iterator[None]:
+def report_to_torchrun(error: BaseException | None) -> Iterator[None]:
     """Report ``error`` to torchrun. The block ends this rank's context.
 
     No effect without torchrun, or if the error file exists already (``@record`` has written it, for example).
 
     A root cause is reported before the ``with`` block runs, a consequence some seconds after the block.
     torchrun ends all ranks at the first failure. If this rank still runs then, the root cause is not a
-    failure on this node: a rank left too early, or failed on another node.
+    failure on this node: a rank ended too early, or a rank failed on another node.
     """
-    if error is None or not _is_awaited():
+    if error is None or not _is_report_needed():
         yield
     elif is_consequence(error):
         yield
-        error = connections.explained(error)
-        _logger.error("Another rank has failed or gone. torchrun will end this rank.", exc_info=error)
-        time.sleep(_SECONDS_TO_BE_ENDED)
+        error = connections.with_cause(error)
+        _logger.error("Another rank has failed or is gone. torchrun will end this rank.", exc_info=error)
+        time.sleep(_SECONDS_UNTIL_ENDED)
         _record(error)
     else:
         _record(error)  # before the connections close and the peers notice
         yield
 
 
-def _is_awaited() -> bool:
+def _is_report_needed() -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return path != "" and not os.path.exists(path)
 

@@ -20,28 +20,24 @@ import torch
 
 from ignite_dist.devices import num_cores
 from ignite_dist.values import safe_objects
-from ignite_dist.workers.failures import (
-    Failure,
-    failure_of,
-    outcome_of,
-)
+from ignite_dist.workers.failures import Failure, failure_of, outcome_of
 
-__all__ = ["TERMINATE_SECONDS", "Post", "Sent", "run_alone", "take_over", "work"]
+__all__ = ["TERMINATE_SECONDS", "ReportPipe", "SentCall", "apply_launch", "run_alone", "worker_main"]
 
 TERMINATE_SECONDS = 3.0
 """Time for a worker to end after SIGTERM."""
 
-Sent = bytes | Callable[..., Any]  # a rank's call; bytes unless the worker is a fork of the launcher
+SentCall = bytes | Callable[..., Any]  # a rank's call, as bytes unless the worker is a fork of the launcher
 
 
-def take_over(
+def apply_launch(
     name: str,
     environ: Mapping[str, str],
     fault_writer: connection.Connection | None,
     outputs: Mapping[int, Any],
 ) -> str:
-    """In the worker: take over the environment and the output files of the launch."""
-    if fault_writer is not None and not faulthandler.is_enabled():  # the user's handler stays
+    """Use the environment and the output files of the launch in this worker. Returns ``name``."""
+    if fault_writer is not None and not faulthandler.is_enabled():  # keep the user's handler
         faulthandler.enable(fault_writer)  # keeps the pipe open
     os.environ.clear()
     os.environ.update(environ)
@@ -53,16 +49,16 @@ def take_over(
 
 
 @dataclass(frozen=True)
-class Post:
+class ReportPipe:
     """The pipe through which a rank reports to the launcher."""
 
     local_rank: int
     sender: connection.Connection
 
-    def run(self, sent: Sent, rank: int) -> Failure | None:
+    def run(self, sent_call: SentCall, rank: int) -> Failure | None:
         """Make the call as the global ``rank``, and report its outcome. Returns the failure, if any."""
         self.report(rank)
-        outcome = outcome_of(sent, self.local_rank)
+        outcome = outcome_of(sent_call, self.local_rank)
         self.report(outcome)
         return outcome if isinstance(outcome, Failure) and not outcome.is_exit_0 else None
 
@@ -74,10 +70,10 @@ class Post:
             sys.exit(1)  # the launcher is gone
 
 
-def work(
-    run: Callable[[Sent, Sequence[Post]], Failure | None],
-    sent: Sent,
-    posts: Sequence[Post],
+def worker_main(
+    run: Callable[[SentCall, Sequence[ReportPipe]], Failure | None],
+    sent_call: SentCall,
+    pipes: Sequence[ReportPipe],
     launch: tuple[Mapping[str, str], connection.Connection] | None,
     default_method: str | None,
 ) -> None:
@@ -85,8 +81,8 @@ def work(
 
     Args:
         run: makes the call on each rank of this process.
-        sent: the call.
-        posts: a pipe to the launcher for each rank.
+        sent_call: the call.
+        pipes: a pipe to the launcher for each rank.
         launch: the environment and the fault pipe of this launch, if this process is a fork of the launcher.
         default_method: the launcher's default start method.
     """
@@ -94,43 +90,43 @@ def work(
     # seconds to start from a fork server.
     multiprocessing.set_start_method(default_method, force=True)
     if launch is not None:  # a fork has not decoded a Launch
-        take_over("", *launch, {})
-        safe_objects.ask_again()  # the environment has changed
-    _let_go_of_server()
+        apply_launch("", *launch, {})
+        safe_objects.forget_mode()  # the environment has changed
+    _release_fork_server()
     _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     _seed()
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     try:
-        failure = run(sent, posts)
+        failure = run(sent_call, pipes)
     except BaseException as error:  # no rank has started
         failure = failure_of(error)
-        for post in posts:
-            post.report(failure)
+        for pipe in pipes:
+            pipe.report(failure)
     if failure is not None:
         # Exit closes this process's connections, so the peers' waits end. The launcher ends other workers.
         sys.exit(failure.exit_code or 1)
 
 
-def _let_go_of_server() -> None:
+def _release_fork_server() -> None:
     """Release the fork server, which otherwise lives as long as this worker or its data loaders."""
     server: Any = multiprocessing.forkserver._forkserver
     keeps_alive, server._forkserver_alive_fd = server._forkserver_alive_fd, None
     if keeps_alive is not None:
         os.close(keeps_alive)
-    server._forkserver_pid = server._forkserver_address = None  # a fork inherits both from the launcher
+    server._forkserver_pid = server._forkserver_address = None  # a fork of the launcher inherits both values
 
 
-def run_alone(sent: Sent, posts: Sequence[Post]) -> Failure | None:
+def run_alone(sent_call: SentCall, pipes: Sequence[ReportPipe]) -> Failure | None:
     """Make the call in a process of one rank."""
-    (post,) = posts
-    return post.run(sent, int(os.environ["RANK"]))
+    (pipe,) = pipes
+    return pipe.run(sent_call, int(os.environ["RANK"]))
 
 
 def _set_num_threads(nproc_per_node: int) -> None:
-    """Apply ``OMP_NUM_THREADS`` (torch read it in the fork server); by default share the cores."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    """Apply ``OMP_NUM_THREADS``, which torch read in the fork server. By default, workers share the cores."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(
-        int(wanted) if wanted.isdecimal() and int(wanted) else max(1, num_cores() // nproc_per_node)
+        int(text) if text.isdecimal() and int(text) else max(1, num_cores() // nproc_per_node)
     )
 
 

@@ -112,7 +112,7 @@ def test_which_interface_gloo_takes() -> None:
 def test_env_tells_the_interface_that_initialize_takes(main_address: str | None) -> None:
     """Towards another machine, also where this host's own name stands for a loopback address."""
     far_away = Environment("none", 0, 2, nnodes=2, main_address="192.0.2.1", main_port=1)
-    taken = stores.interfaces(far_away, None).get("GLOO_SOCKET_IFNAME", "")
+    taken = stores.interface_variables(far_away, None).get("GLOO_SOCKET_IFNAME", "")
     assert interfaces.choice_of_gloo({}, network_interfaces.by_interface(), main_address)[0] == taken
 
 
@@ -221,7 +221,7 @@ def test_check_names_what_is_wrong_and_where(tmp_path: Path) -> None:
 
 def _missed(way: str) -> None:
     idist.initialize("gloo", timeout=timedelta(seconds=60))
-    store = current_model().transport.worlds_store()
+    store = current_model().transport.world_store()
     assert store is not None
     steps = jobs.Steps(timedelta(seconds=60))
     jobs._GRACE_SECONDS = 2.0

@@ -187,6 +187,18 @@ def test_an_entry_point_that_is_no_model_is_named(value: str, tmp_path: Path) ->
     assert "AttributeError" not in output.splitlines()[-1]
 
 
+def test_an_entry_point_that_is_no_model_is_named_at_every_call(tmp_path: Path) -> None:
+    """Who catches the first error would else run without the backend, and without a word."""
+    source = (
+        "import contextlib, ignite_dist as idist\n"
+        "with contextlib.suppress(ImportError):\n    idist.get_rank()\n"
+        "idist.get_rank()"
+    )
+    code, output = _run_with_entry_point(tmp_path, "no_such_module:Model", source)
+    assert code != 0
+    assert "Entry point anything = no_such_module:Model: " in output.splitlines()[-1]
+
+
 def test_the_interface_cannot_be_instantiated_half_done() -> None:
     class Half(ComputationModel):
         name = "half"

@@ -149,7 +149,7 @@ def test_threads_of_a_rank_have_one_log() -> None:
                 record.record(0, "barrier", ())
 
         together(*[call] * 4)
-        assert record.logs[0].num_calls == record.logs[0].by_group[""] == 20
+        assert record.logs[0].num_calls == record.logs[0].num_by_group[""] == 20
         assert sorted(one.number for one in record.logs[0].calls) == list(range(1, 21))
 
 

@@ -234,11 +234,11 @@ def test_shares_do_not_overlap_though_replicas_share_a_random_state() -> None:
         (
             4,
             {},
-            "has 2 XLA device(s) (PJRT_DEVICE=CPU), and PJRT runs one replica or one on each device. Set CPU",
+            "has 2 XLA device(s) (PJRT_DEVICE=CPU), and PJRT runs one replica, or one replica per device.",
         ),
-        (2, {"CPU_NUM_DEVICES": "two"}, "CPU_NUM_DEVICES is a number of devices, got 'two'"),
+        (2, {"CPU_NUM_DEVICES": "two"}, "CPU_NUM_DEVICES must be a positive number of devices, got 'two'"),
         (2, {"PJRT_DEVICE": "cpu"}, "PJRT_DEVICE is 'cpu', not one of 'CPU', "),
-        (2, {"PJRT_DEVICE": "TPU"}, "PJRT_DEVICE is 'TPU', and torch_xla finds no TPU here"),
+        (2, {"PJRT_DEVICE": "TPU"}, "PJRT_DEVICE is 'TPU', but torch_xla finds no TPU on this host"),
         (0, {}, "nproc_per_node must be a positive int"),
     ],
 )
@@ -375,7 +375,7 @@ def test_torch_xla_of_another_torch(tmp_path: Path) -> None:
         torch.__version__ = "2.13.0"
         import ignite_dist as idist
         assert not idist.has_xla_support and "xla-tpu" not in idist.available_backends()
-        with pytest.raises(ValueError, match="torch_xla needs torch 2.9, and this is 2.13.0"):
+        with pytest.raises(ValueError, match="torch_xla needs torch 2.9, but torch 2.13.0 is installed"):
             idist.initialize("xla-tpu")
         """,
     )

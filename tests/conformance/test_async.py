@@ -167,9 +167,31 @@ def test_an_error_comes_out_of_wait_on_every_rank() -> None:
     else:
         work = idist.all_reduce(value, async_op=True)
         for _ in range(2):
-            with raises(idist.CollectiveMismatchError, "different values"):
+            with raises(idist.CollectiveMismatchError, "different operations"):
                 work.wait()
     assert idist.all_reduce(1) == idist.get_world_size()
+
+
+@on_every_rank
+def test_collectives_of_other_libraries_come_between() -> None:
+    """A thread runs collectives while the backward pass of DDP, or the script itself, begins others."""
+    if not torch.distributed.is_initialized() or idist.get_world_size() == 1:
+        return
+    rank, world_size = idist.get_rank(), idist.get_world_size()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(30, 30, bias=False).to(idist.device()))
+    tensor = torch.empty(1, device=idist.device())
+    for number in range(20):
+        lengths = idist.all_gather("z" * 700 * (rank + 1), async_op=True)
+        total = idist.all_reduce({"n": number, "t": torch.ones(200)}, async_op=True)
+        model(torch.ones(2, 30, device=idist.device())).sum().backward()
+        torch.distributed.all_reduce(tensor.fill_(rank))
+        own = idist.all_reduce(torch.full((50,), float(rank)), async_op=True)
+        assert tensor.item() == sum(range(world_size))
+        assert model.module.weight.grad is not None
+        assert abs(model.module.weight.grad[0, 0].item() - 2 * (number + 1)) < 1e-3  # divided by 3
+        assert own.wait().tolist() == [sum(range(world_size))] * 50
+        assert [len(one) for one in lengths.wait()] == [700 * (r + 1) for r in range(world_size)]
+        assert total.wait()["n"] == number * world_size
 
 
 @on_every_rank
@@ -217,3 +239,12 @@ def test_it_goes_on_while_the_caller_computes() -> None:
         assert time.monotonic() < deadline
         torch.ones(100).sum()
     assert len(work.wait()) == idist.get_world_size()
+
+
+@on_every_rank
+def test_transports_support_no_unknown_kind() -> None:
+    for kind in ("reduce_scatter", "", "ALL_REDUCE"):
+        assert not current_model().transport.supports(kind, None, torch.float32, idist.device())  # type: ignore[arg-type]
+    assert not current_model().transport.supports("all_reduce", None, torch.int16, idist.device()) or (
+        idist.get_world_size() == 1
+    )

@@ -60,8 +60,8 @@ def buffers(model: Module) -> dict[str, Any]:
 
 def assert_different(model: Module) -> None:
     if idist.get_world_size() > 1:
-        everyones = idist.all_gather(buffers(model))
-        assert any(one != everyones[0] for one in everyones), "the case is none"
+        buffers_by_rank = idist.all_gather(buffers(model))
+        assert any(one != buffers_by_rank[0] for one in buffers_by_rank), "the case is none"
 
 
 def loader_of(data: Any, exact: bool | str = True) -> Any:

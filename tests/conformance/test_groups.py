@@ -64,7 +64,7 @@ def test_ranks_that_made_different_groups_before_do_not_wait_for_each_other() ->
         for _ in range(rank):
             idist.new_group([rank])
     for pair in pairs * 3:
-        if rank not in pair and current_model().transport.groups_need_everyone:
+        if rank not in pair and current_model().transport.groups_need_all_ranks:
             idist.all_reduce(1, group=pair)
             idist.all_gather(torch.tensor(rank, device=idist.device()), pair)
         if rank in pair:

@@ -48,7 +48,7 @@ def adapted(seed: int = 0, make: Any = SGD, **kwargs: Any) -> tuple[Module, Opti
     return model, idist.auto_optim(make(model.parameters(), lr=0.5), **kwargs)
 
 
-def everyones() -> list[Tensor]:
+def samples_by_rank() -> list[Tensor]:
     return [samples(rank) for rank in range(idist.get_world_size())]
 
 
@@ -64,7 +64,7 @@ def assert_same(model: Module, other: Module) -> None:
 def of_one_process(*losses: Any) -> Net:
     """A net after one step of the mean over the ranks of these losses of (net, samples)."""
     net = Net()
-    sum(loss(net, x) for x in everyones() for loss in losses).div(len(everyones())).backward()
+    sum(loss(net, x) for x in samples_by_rank() for loss in losses).div(len(samples_by_rank())).backward()
     SGD(net.parameters(), lr=0.5).step()
     return net
 
@@ -115,12 +115,12 @@ def test_two_models_and_two_optimizers_that_see_each_other_s_gradients() -> None
         steps[1].zero_grad()
         losses = [
             alone_judge(x).mean() - alone_judge(narrow(alone_generator, x).detach()).mean()
-            for x in everyones()
+            for x in samples_by_rank()
         ]
         (sum(losses) / len(losses)).backward()
         steps[1].step()
         steps[0].zero_grad()
-        losses = [alone_judge(narrow(alone_generator, x)).mean() for x in everyones()]
+        losses = [alone_judge(narrow(alone_generator, x)).mean() for x in samples_by_rank()]
         (sum(losses) / len(losses)).backward()
         steps[0].step()
     assert_same(generator, alone_generator)
@@ -218,7 +218,7 @@ def test_a_state_of_any_world_goes_on_alone_and_back(zero: bool) -> None:
 
     def step_alone() -> None:
         adam.zero_grad()
-        (sum(alone(x).pow(2).mean() for x in everyones()) / len(everyones())).backward()
+        (sum(alone(x).pow(2).mean() for x in samples_by_rank()) / len(samples_by_rank())).backward()
         adam.step()
 
     step()
@@ -337,7 +337,7 @@ def test_ranks_with_different_numbers_of_steps() -> None:
     sgd = SGD(alone.parameters(), lr=0.5)
     for number in range(world_size):
         sgd.zero_grad()
-        losses = [alone(x).pow(2).mean() for rank, x in enumerate(everyones()) if rank >= number]
+        losses = [alone(x).pow(2).mean() for rank, x in enumerate(samples_by_rank()) if rank >= number]
         (sum(losses) / world_size).backward()
         sgd.step()
     assert_same(model, alone)
@@ -367,7 +367,7 @@ def test_the_ways_to_join() -> None:
     sgd = SGD(alone.parameters(), lr=0.5)
     for number in range(idist.get_world_size()):
         sgd.zero_grad()
-        losses = [alone(x).mean() for x in everyones()[number:]]
+        losses = [alone(x).mean() for x in samples_by_rank()[number:]]
         (sum(losses) / len(losses)).backward()
         sgd.step()
     assert_same(model, alone)

@@ -91,12 +91,12 @@ def test_trees_of_tensors_with_different_keys_shapes_or_dtypes_raise_on_every_ra
         {"a": 1.0, "b": 1.0},
     ]
     for other in others:
-        with raises(CollectiveMismatchError, "different values or operations"):
+        with raises(CollectiveMismatchError, "different operations"):
             idist.all_reduce(other if last else same)
-    with raises(CollectiveMismatchError, "different values or operations"):
+    with raises(CollectiveMismatchError, "different operations"):
         idist.all_reduce(same, "MIN" if last else "MAX")
     for one, another in ((Split.TEST, Other.Split.TEST), (1, "1"), (Split.TEST, "Split.TEST"), ((1,), 1)):
-        with raises(CollectiveMismatchError, "different values or operations"):
+        with raises(CollectiveMismatchError, "different operations"):
             idist.all_reduce({(another if last else one): ones})
     assert (
         idist.all_reduce(same)["b"].tolist() == [2.0 * idist.get_world_size()] * size

@@ -516,7 +516,7 @@ LAST_STATEMENT = """
     import ignite_dist as idist
     from ignite_dist.comp_models.native import gloo
 
-    gloo._TIDY_SECONDS = 60  # a busy machine may give its thread no time for a while
+    gloo._EXIT_SECONDS = 60  # a busy machine may give its thread no time for a while
     sys.setswitchinterval(1000)  # a thread gets the interpreter only when it is given up
     dist.init_process_group("gloo")
     for _ in range(3):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import helpers
 import ignite_dist as idist
 from contexts import SHORT, by_test_rank, messages_of, my_rank, topology
-from ignite_dist.comp_models.topology import PLACE_BYTES, Place, Topology, read_places, write_place
+from ignite_dist.comp_models.topology import PLACE_BYTES, Place, Topology, decode_places, encode_place
 from ignite_dist.context import live
 from ignite_dist.environments import Environment
 
@@ -123,7 +123,7 @@ def test_two_nodes_on_one_host(known: bool) -> None:
 def test_topology_from_host_names(
     hosts: list[tuple[str, int | None]], expected: list[tuple[int, ...]]
 ) -> None:
-    places = read_places(bytearray().join(write_place(*host) for host in hosts))
+    places = decode_places(bytearray().join(encode_place(*host) for host in hosts))
     found = [Topology.from_places(rank, places) for rank in range(len(hosts))]
     assert [tuple(place) for place, _ in found] == expected
     for rank, (place, node_ranks) in enumerate(found):
@@ -133,7 +133,7 @@ def test_topology_from_host_names(
 
 def test_places_are_told_from_what_other_calls_send() -> None:
     with pytest.raises(idist.errors.CollectiveMismatchError, match="Rank 1"):
-        read_places(write_place("a", 0) + bytearray(PLACE_BYTES))
+        decode_places(encode_place("a", 0) + bytearray(PLACE_BYTES))
 
 
 def test_topology_of_many_ranks_takes_linear_time() -> None:

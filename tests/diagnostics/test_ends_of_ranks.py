@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import ignite_dist as idist
 
 # Longer than a watchdog takes to be sure that a wait cannot end.
 A_WHILE = 8.0
+TIMEOUT = timedelta(minutes=4)
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +46,7 @@ WAITS = {
     "barrier": lambda: idist.barrier(),
     "one_rank_first": run_a_first_block,
     "all_reduce begun": lambda: idist.all_reduce(ones(), async_op=True).wait(),
+    "all_reduce begun with a timeout": lambda: idist.all_reduce(ones(), async_op=True).wait(TIMEOUT),
     "all_reduce begun with a dict": lambda: idist.all_reduce({"a": ones(), "b": 1}, async_op=True).wait(),
 }
 

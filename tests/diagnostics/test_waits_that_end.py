@@ -73,7 +73,7 @@ def goes_on_in_a_second_context(local_rank: int) -> str:
     idist.initialize("gloo")
     idist.barrier()
     assert kept is not None
-    return str(connections.explained(RuntimeError(LOST)))
+    return str(connections.with_cause(RuntimeError(LOST)))
 
 
 def test_a_later_context_has_nothing_to_do_with_who_left_the_first() -> None:
@@ -176,20 +176,20 @@ class Heard(logging.Handler):
 
 
 def has_a_bug(local_rank: int) -> None:
-    """``waited_for`` raises, as that of a third-party backend may."""
+    """``find_wait`` raises, as that of a third-party backend may."""
     model, heard, num_raised = current_model(), Heard(), 0
-    waited_for = model.transport.waited_for
+    find_wait = model.transport.find_wait
 
     def raises_at_first(frame: Any) -> Any:
         nonlocal num_raised
         num_raised += 1
         if num_raised < 3:
             raise LookupError("not yet known")
-        return waited_for(frame)
+        return find_wait(frame)
 
     idist.barrier()
     if idist.get_rank() == 0:
-        model.transport.waited_for = raises_at_first  # type: ignore[method-assign]
+        model.transport.find_wait = raises_at_first  # type: ignore[method-assign]
         with pytest.raises(idist.MissingRanksError) as info:
             idist.barrier()
         assert num_raised >= 3

@@ -442,7 +442,7 @@ def test_a_context_ends_though_a_rank_is_gone() -> None:
 @pytest.mark.parametrize("value", ["true", "yes", "2"])
 def test_the_environment_says_yes_or_no(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IGNITE_DIST_DEBUG", value)
-    with pytest.raises(idist.EnvironmentVariablesError, match="IGNITE_DIST_DEBUG is 0 or 1"):
+    with pytest.raises(idist.EnvironmentVariablesError, match="IGNITE_DIST_DEBUG must be 0 or 1"):
         announcing.recorder_of(SerialModel())
 
 

@@ -227,7 +227,7 @@ def test_what_somebody_has_changed_since_is_not_given_back(monkeypatch: pytest.M
     given = variables.given()
     assert "IGNITE_DIST_TEST_A" not in given
     assert given["IGNITE_DIST_TEST_C"] == "mine"
-    variables.give_back()
+    variables.restore()
     assert "IGNITE_DIST_TEST_A" not in os.environ
     assert os.environ["IGNITE_DIST_TEST_B"] == ""
     assert os.environ["IGNITE_DIST_TEST_C"] == "mine"

@@ -61,10 +61,10 @@ SCRIPT = """
             entered = time.monotonic()
             time.sleep(0.1)
             left = time.monotonic()  # all machines are this one, and so are their clocks
-        everyones = idist.all_gather((idist.get_node_rank(), idist.get_local_rank(), entered, left))
-        for node, local, when, _ in everyones:
-            (of_first,) = [end for other, first, _, end in everyones if (other, first) == (node, 0)]
-            assert local == 0 or when >= of_first, everyones
+        gathered = idist.all_gather((idist.get_node_rank(), idist.get_local_rank(), entered, left))
+        for node, local, when, _ in gathered:
+            (of_first,) = [end for other, first, _, end in gathered if (other, first) == (node, 0)]
+            assert local == 0 or when >= of_first, gathered
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0", os.environ["GLOO_SOCKET_IFNAME"]
 
     if __name__ == "__main__":
@@ -219,7 +219,9 @@ def test_a_host_that_never_comes(three: list[Host], script: Path) -> None:
     ]
     (code, first), (code_of_third, third) = (job.end() for job in jobs)
     assert (code, code_of_third) == (1, 1)
-    said = "LaunchError, None: Node 1 of 3 did not connect in time; node 0 (hosta), node 2 (hostc) did"
+    said = (
+        "LaunchError, None: Node 1 of 3 did not connect in time. Connected: node 0 (hosta), node 2 (hostc)."
+    )
     assert said in first
     assert "LaunchError" in third and ("Node 1 of 3" in third or "waits for other nodes" in third), third
 

@@ -190,7 +190,7 @@ def test_when_all_ranks_are_known_to_run_on_this_machine(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     place = stores.find_place(init_method, None, None)
-    assert (stores.interfaces(place, init_method) == stores.loopback_only()) == expected
+    assert (stores.interface_variables(place, init_method) == stores.loopback_variables()) == expected
 
 
 def _waits_in_vain(seconds: int = 2) -> None:
@@ -202,7 +202,7 @@ def test_a_rank_0_that_calls_itself_localhost_is_told_that_others_do_not_reach_i
     port = helpers.free_port()
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     (ended,) = helpers.end_of_ranks(_waits_in_vain, environs=[environ])
-    for text in ("MissingRanksError", f"localhost:{port}", "Only processes on its own machine", "network"):
+    for text in ("MissingRanksError", f"localhost:{port}", "Only processes on rank 0's machine", "network"):
         assert text in ended.error
 
 
@@ -412,7 +412,7 @@ def test_a_rank_that_waits_for_others_says_so(
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(connections, "SECONDS_WITHOUT_A_WORD", 0.05)
+    monkeypatch.setattr(connections, "LONG_WAIT_SECONDS", 0.05)
     with pytest.raises(idist.MissingRanksError):
         idist.initialize("gloo", timeout=timedelta(seconds=1))
     waits_for = f"waiting for rank 1 at 127.0.0.1:{port}."
@@ -427,7 +427,7 @@ def test_a_rank_that_waits_for_those_of_other_agents_says_so(
     place = helpers.torchrun_environs(2, agent.port, nproc_per_node=1)[0]
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(connections, "SECONDS_WITHOUT_A_WORD", 0.05)
+    monkeypatch.setattr(connections, "LONG_WAIT_SECONDS", 0.05)
     with pytest.raises(dist.DistStoreError):
         idist.initialize("gloo", timeout=timedelta(seconds=1))
     assert any("waiting for all others at 127.0.0.1" in message for message in caplog.messages)

@@ -69,8 +69,8 @@ def _weighed(rank: int, strategy: str) -> str:
             with sync:
                 model(batch).mean().backward()
         alone = make()
-        everyones = torch.cat([sample(other, number) for other in MEMBERS for number in range(2)])
-        alone(everyones).mean().backward()
+        all_samples = torch.cat([sample(other, number) for other in MEMBERS for number in range(2)])
+        alone(all_samples).mean().backward()
         torch.testing.assert_close(gradients(model), gradients(alone))
     idist.barrier()
     return "done"
@@ -98,9 +98,9 @@ def test_parts_that_are_averaged_over_different_ranks_are_refused() -> None:
 
 def _evaluated(rank: int, strategy: str) -> str:
     group: Any = idist.new_group(MEMBERS)
-    everyones = idist.auto_model(Sequential(BatchNorm1d(3), Linear(3, 1)))
-    everyones(torch.randn(4, 3))
-    own = everyones.module[0].running_mean.tolist()
+    world_model = idist.auto_model(Sequential(BatchNorm1d(3), Linear(3, 1)))
+    world_model(torch.randn(4, 3))
+    own = world_model.module[0].running_mean.tolist()
     model: Any = None
     if rank in MEMBERS:
         options: Any = {"process_group": group}
@@ -116,7 +116,7 @@ def _evaluated(rank: int, strategy: str) -> str:
     before = idist.unwrap_model(model)[0].running_mean.tolist() if model else []
     for _ in idist.auto_dataloader(list(range(5)), exact=True, batch_size=3):
         pass
-    assert everyones.module[0].running_mean.tolist() == idist.broadcast(own)
+    assert world_model.module[0].running_mean.tolist() == idist.broadcast(own)
     of_first = idist.broadcast(before, src=MEMBERS[0])
     if model:
         assert idist.unwrap_model(model)[0].running_mean.tolist() == of_first

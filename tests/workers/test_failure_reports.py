@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import ignite_dist as idist
 from ignite_dist.workers import failures, nodes
-from ignite_dist.workers.failures import Failed, Failure, error_of, failure_of, silent_failure
+from ignite_dist.workers.failures import FailedRank, Failure, error_of, failure_of, silent_failure
 
 
 class Unprintable(RuntimeError):
@@ -114,17 +114,17 @@ TIMES = st.sampled_from([0.0, 1.0, 1.0, 2.0, 1e9])
 
 
 @st.composite
-def failed_ranks(draw: st.DrawFn) -> list[Failed]:
+def failed_ranks(draw: st.DrawFn) -> list[FailedRank]:
     """Some of the ranks of a job, each with its end; replicas of XLA share a process."""
     found = []
     for rank in draw(st.lists(st.integers(0, 7), max_size=6, unique=True)):
         failure = Failure(**{**vars(draw(ENDS)), "time": draw(TIMES)})
         pid = draw(st.sampled_from([0, 100, 100 + rank]))
-        found.append(Failed(rank, rank % 4, pid, f"host{rank // 4}", failure, draw(st.booleans())))
+        found.append(FailedRank(rank, rank % 4, pid, f"host{rank // 4}", failure, draw(st.booleans())))
     return found
 
 
-def _is_a_report(error: idist.RankFailedError, failed: list[Failed]) -> None:
+def _is_a_report(error: idist.RankFailedError, failed: list[FailedRank]) -> None:
     assert isinstance(error, idist.RankFailedError)
     assert str(error).strip() and error.rank >= 0
     again = pickle.loads(pickle.dumps(error))
@@ -137,7 +137,7 @@ def _is_a_report(error: idist.RankFailedError, failed: list[Failed]) -> None:
 
 @settings(deadline=None, max_examples=400)
 @given(failed=failed_ranks(), about=st.sampled_from(["", " (memory)"]))
-def test_every_end_of_ranks_has_a_report(failed: list[Failed], about: str) -> None:
+def test_every_end_of_ranks_has_a_report(failed: list[FailedRank], about: str) -> None:
     failures.is_cause_known(failed)
     if failed:
         _is_a_report(error_of(failed, about), failed)
@@ -152,20 +152,20 @@ def test_every_end_of_ranks_has_a_report(failed: list[Failed], about: str) -> No
     is_done=st.booleans(),
 )
 def test_every_end_of_ranks_and_nodes_has_a_report(
-    failed: list[Failed], lost: list[tuple[int, str]], is_done: bool
+    failed: list[FailedRank], lost: list[tuple[int, str]], is_done: bool
 ) -> None:
     """As the launcher of each node sees it: with its own ranks' ends, and what others have told."""
-    job = nodes.assumed(0, 2, 4)
+    job = nodes.assumed_nodes(0, 2, 4)
     for one in failed:
         if one.rank >= 4:
             told = {**one._asdict(), "failure": vars(one.failure)}
-            job._note({"node": 1, "failed": told}, 1)
+            job._record({"node": 1, "failed": told}, 1)
     for node, why in lost:
-        job._note({"node": node, "lost": why}, 1)
+        job._record({"node": node, "lost": why}, 1)
     if is_done:
-        job._note({"node": 1, "done": True}, 1)
+        job._record({"node": 1, "done": True}, 1)
     here = [one for one in failed if one.rank < 4]
     everybody = [*here, *job.failed()]
-    has_failed = job.have_failed() or any(not one.failure.is_exit_0 for one in here)
+    has_failed = job.has_failure() or any(not one.failure.is_exit_0 for one in here)
     if has_failed:
         _is_a_report(job.error_of(everybody, ""), everybody)

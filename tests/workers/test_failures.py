@@ -25,7 +25,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 import helpers
 import ignite_dist as idist
 from ignite_dist.workers import failures
-from ignite_dist.workers.failures import Failed, Failure, error_of, failure_of
+from ignite_dist.workers.failures import FailedRank, Failure, error_of, failure_of
 
 FAILURE_SECONDS = 30  # on a busy machine
 
@@ -352,10 +352,10 @@ def test_the_cause_is_found_behind_its_consequences(
     assert found == expected, str(info.value)
 
 
-def _failed(rank: int, error: BaseException | Failure, seconds: float = 0.0) -> Failed:
+def _failed(rank: int, error: BaseException | Failure, seconds: float = 0.0) -> FailedRank:
     failure = error if isinstance(error, Failure) else failure_of(error)
     moved = Failure(**{**vars(failure), "time": seconds})
-    return Failed(rank, rank, 100 + rank, "here", moved)
+    return FailedRank(rank, rank, 100 + rank, "here", moved)
 
 
 GLOO = RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:7")
@@ -421,7 +421,8 @@ def test_a_silent_death_comes_before_what_was_told_while_it_was_not_noticed_yet(
     told = Failure(time.time() - 0.5, "ValueError", "ValueError", "the traceback")
     killed, aborted = (failures.silent_failure(-number, "") for number in (signal.SIGKILL, signal.SIGABRT))
     for silent, first in ((killed, 1), (aborted, 0)):
-        assert error_of([Failed(0, 0, 100, "here", told), Failed(1, 1, 101, "here", silent)]).rank == first
+        failed = [FailedRank(0, 0, 100, "here", told), FailedRank(1, 1, 101, "here", silent)]
+        assert error_of(failed).rank == first
 
 
 def _shout(_: int) -> None:

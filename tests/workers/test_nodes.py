@@ -19,7 +19,7 @@ import ignite_dist as idist
 from helpers import free_port
 from ignite_dist.rendezvous import connections, network_interfaces, stores
 from ignite_dist.workers import nodes, processes
-from ignite_dist.workers.failures import Failed, Failure
+from ignite_dist.workers.failures import FailedRank, Failure
 
 ADDRESS = "127.0.0.1"
 
@@ -62,7 +62,7 @@ def pair() -> Any:
     here, there = meeting(hello(0, nproc=2), hello(1))
     yield here, there
     for job in (here, there):
-        job.leave()
+        job.close()
 
 
 def read(job: nodes.Nodes, until: Callable[[], bool]) -> None:
@@ -73,9 +73,9 @@ def read(job: nodes.Nodes, until: Callable[[], bool]) -> None:
         job.read(ready)
 
 
-def failed(rank: int, is_consequence: bool = False) -> Failed:
+def failed(rank: int, is_consequence: bool = False) -> FailedRank:
     failure = Failure(1.0 + rank, "LookupError", "no data", "its traceback", None, is_consequence)
-    return Failed(rank, 0, 4242, "hostx", failure)
+    return FailedRank(rank, 0, 4242, "hostx", failure)
 
 
 # --- meeting -------------------------------------------------------------------------------------------
@@ -95,16 +95,16 @@ def test_ranks_are_counted_over_nodes_of_all_sizes() -> None:
     store = dist.TCPStore(ADDRESS, jobs[2].port, wait_for_workers=False)
     store.set("from", "node 1")
     for job in jobs:
-        job.leave()
+        job.close()
 
 
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (hello(1, nnodes=3), "nnodes is 2 on host0 (node 0), 3 on host1"),
-        (hello(1, backend="nccl"), "backend is 'gloo' on host0 (node 0), 'nccl' on host1"),
+        (hello(1, nnodes=3), "nnodes is 2 on host0 (node 0), and 3 on host1"),
+        (hello(1, backend="nccl"), "backend is 'gloo' on host0 (node 0), and 'nccl' on host1"),
         (hello(2), "node_rank=2 on host2 is not in [0, 2)"),
-        (hello(0, host="hostb"), "node_rank=0 on both host0 and hostb"),
+        (hello(0, host="hostb"), "node_rank is 0 on both host0 and hostb"),
     ],
 )
 def test_launchers_that_want_different_jobs(other: nodes.Hello, said: str) -> None:
@@ -120,12 +120,12 @@ def test_launchers_that_want_different_jobs(other: nodes.Hello, said: str) -> No
 
 def test_two_launchers_with_one_node_rank() -> None:
     results = meeting(hello(0, 3), hello(1, 3), hello(1, 3, host="hostx"))
-    assert all("node_rank=1 on both host" in str(error) for error in results), results
+    assert all("node_rank is 1 on both host" in str(error) for error in results), results
 
 
 def test_who_did_not_come_is_said_to_those_who_did() -> None:
     results = meeting(hello(0, 4), hello(2, 4), seconds=5)
-    said = "Nodes 1, 3 of 4 did not connect in time; node 0 (host0), node 2 (host2) did"
+    said = "Nodes 1, 3 of 4 did not connect in time. Connected: node 0 (host0), node 2 (host2)."
     assert said in str(results[0])
     assert said in str(results[1]) or "waits for other nodes" in str(results[1])
 
@@ -141,7 +141,7 @@ def test_a_port_that_is_in_use() -> None:
     [b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b'{"node_rank": 1}\n', b"{}\n" * 3, b"[" * 100_000 + b"\n", b""],
 )
 def test_strangers_are_not_taken_for_launchers(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "_SECONDS_TO_GREET", 0.3)
+    monkeypatch.setattr(nodes, "_HELLO_SECONDS", 0.3)
     port = free_port()
     results: list[Any] = []
     first = threading.Thread(target=lambda: results.extend(meeting(hello(0), port=port)))
@@ -152,7 +152,7 @@ def test_strangers_are_not_taken_for_launchers(sent: bytes, monkeypatch: pytest.
         first.join(30)
     assert [len(job.nodes) for job in (*results, there)] == [2, 2]
     for job in (*results, there):
-        job.leave()
+        job.close()
 
 
 @pytest.mark.parametrize("sent", [b"HTTP/1.0 400\r\n\r\n", b"{}\n", b"[]\n", b"[" * 100_000 + b"\n", b""])
@@ -204,7 +204,7 @@ def test_a_launcher_that_was_started_again_before_the_others_came() -> None:
     second.join(30)
     assert [node.host for node in results[0].nodes] == ["host0", "host1", "host2"]
     for job in (*results, *others):
-        job.leave()
+        job.close()
 
 
 # --- while the job goes on -------------------------------------------------------------------------------
@@ -212,37 +212,37 @@ def test_a_launcher_that_was_started_again_before_the_others_came() -> None:
 
 def test_the_end_of_a_job(pair: tuple[nodes.Nodes, nodes.Nodes]) -> None:
     here, there = pair
-    assert here.are_awaited() and there.are_awaited()
-    there.tell([], is_done=False)
-    there.tell([], is_done=True)
-    read(here, lambda: not here.are_awaited())
-    assert there.are_awaited()
-    here.tell([], is_done=True)
-    read(there, lambda: not there.are_awaited())
-    there.leave()
-    assert not here.have_failed()
+    assert here.has_unfinished_peers() and there.has_unfinished_peers()
+    there.report([], is_done=False)
+    there.report([], is_done=True)
+    read(here, lambda: not here.has_unfinished_peers())
+    assert there.has_unfinished_peers()
+    here.report([], is_done=True)
+    read(there, lambda: not there.has_unfinished_peers())
+    there.close()
+    assert not here.has_failure()
     read(here, lambda: here._links == {})
-    assert not here.have_failed()  # it had said that it was through
+    assert not here.has_failure()  # it had said that it was through
 
 
 def test_a_failure_is_told_to_all_and_once() -> None:
     jobs = meeting(hello(0, 3), hello(1, 3), hello(2, 3))
     for _ in range(2):
-        jobs[1].tell([failed(1)], is_done=False)
-    jobs[1].tell([failed(1)], is_done=True)
+        jobs[1].report([failed(1)], is_done=False)
+    jobs[1].report([failed(1)], is_done=True)
     for job in (jobs[0], jobs[2]):
         read(job, lambda job=job: 1 in job._done)
-        assert job.failed() == [failed(1)] and job.have_failed()
+        assert job.failed_ranks() == [failed(1)] and job.has_failure()
         with pytest.raises(idist.WorkerRaisedError, match=r"Rank 1 \(pid 4242 on hostx\) failed first"):
-            raise job.error_of(job.failed(), "")
+            raise job.error_of(job.failed_ranks(), "")
     for job in jobs:
-        job.leave()
+        job.close()
 
 
 def test_a_launcher_that_goes_without_a_word(pair: tuple[nodes.Nodes, nodes.Nodes]) -> None:
     here, there = pair
-    there.leave()
-    read(here, here.have_failed)
+    there.close()
+    read(here, here.has_failure)
     consequence, cause = failed(0, is_consequence=True), failed(1)
     error = here.error_of([consequence], "")
     assert (error.rank, error.host) == (2, "host1")
@@ -254,9 +254,9 @@ def test_a_launcher_that_goes_without_a_word(pair: tuple[nodes.Nodes, nodes.Node
 def test_a_machine_is_lost_when_a_rank_has_left(pair: tuple[nodes.Nodes, nodes.Nodes]) -> None:
     """By ``sys.exit(0)``, which is no failure: the machine is what the others failed of."""
     here, there = pair
-    there.leave()
-    read(here, here.have_failed)
-    left = Failed(1, 1, 4242, "hostx", Failure(1.0, "SystemExit", "SystemExit: 0", "its traceback", 0))
+    there.close()
+    read(here, here.has_failure)
+    left = FailedRank(1, 1, 4242, "hostx", Failure(1.0, "SystemExit", "SystemExit: 0", "its traceback", 0))
     for known in ([left], [left, failed(0, is_consequence=True)]):
         error = here.error_of(known, "")
         assert (error.rank, error.host) == (2, "host1")
@@ -267,13 +267,13 @@ def test_a_machine_is_lost_when_a_rank_has_left(pair: tuple[nodes.Nodes, nodes.N
 
 def test_node_0_goes_when_it_is_through_but_others_are_not() -> None:
     jobs = meeting(hello(0, 3), hello(1, 3), hello(2, 3))
-    jobs[0].tell([], is_done=True)
-    jobs[0].leave()
-    read(jobs[1], jobs[1].have_failed)  # what node 2 says cannot come any more
+    jobs[0].report([], is_done=True)
+    jobs[0].close()
+    read(jobs[1], jobs[1].has_failure)  # what node 2 says cannot come any more
     with pytest.raises(idist.RankFailedError, match=r"Node 0 .* cannot be reached: its launcher has ended"):
         raise jobs[1].error_of([], "")
     for job in jobs:
-        job.leave()
+        job.close()
 
 
 @pytest.mark.parametrize(("argument", "start_method"), [(threading.Lock(), None), (1, "no such method")])
@@ -286,20 +286,20 @@ def test_what_cannot_be_started_keeps_nobody_waiting(
             print,
             {"end": argument},
             here.environs(),
-            serving=None,
+            store=None,
             start_method=start_method,
             daemon=False,
             nodes=here,
         )
-    read(there, there.have_failed)
+    read(there, there.has_failure)
 
 
 def test_a_launch_goes_on_while_its_ranks_elsewhere_do(pair: tuple[nodes.Nodes, nodes.Nodes]) -> None:
     here, there = pair
     workers = processes.Workers([], None, None, here)  # whose processes have ended
     assert workers.may_run()
-    there.tell([], is_done=True)
-    read(here, lambda: not here.are_awaited())
+    there.report([], is_done=True)
+    read(here, lambda: not here.has_unfinished_peers())
     assert not workers.may_run()
 
 
@@ -309,7 +309,7 @@ def test_what_is_no_message_is_a_launcher_that_is_gone(
 ) -> None:
     here, there = pair
     there._links[0].sock.sendall(line)
-    read(here, here.have_failed)
+    read(here, here.has_failure)
     assert here._links == {}
 
 
@@ -349,7 +349,7 @@ def test_what_a_block_opens_is_watched_and_nothing_else(
         socket.create_server((ADDRESS, 0)) as server,
         socket.create_connection(server.getsockname()) as before,
     ):
-        with connections.watched():
+        with connections.keepalive():
             after = socket.create_connection(server.getsockname())
             unconnected = socket.socket()
             socket.setdefaulttimeout(default_timeout)
@@ -364,11 +364,11 @@ def test_what_a_block_opens_is_watched_and_nothing_else(
 
 def test_how_long_a_machine_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("IGNITE_DIST_SILENCE_SECONDS", raising=False)
-    assert connections.seconds_of_silence() == 30
+    assert connections.keepalive_seconds() == 30
     for wrong in ("2", "soon", "-1"):
         monkeypatch.setenv("IGNITE_DIST_SILENCE_SECONDS", wrong)
         with pytest.raises(idist.EnvironmentVariablesError, match="IGNITE_DIST_SILENCE_SECONDS"):
-            connections.seconds_of_silence()
+            connections.keepalive_seconds()
 
 
 SILENT = "[/gloo/pair.cc:537] Read error [{}]:64721: Connection timed out. This is typically caused by"
@@ -376,11 +376,11 @@ SILENT = "[/gloo/pair.cc:537] Read error [{}]:64721: Connection timed out. This 
 
 def test_a_silent_machine_is_named() -> None:
     cause = RuntimeError(SILENT.format("127.0.0.1"))
-    lost = connections.explained(cause)
+    lost = connections.with_cause(cause)
     assert isinstance(lost, idist.HostLostError) and lost.__cause__ is cause
     assert (lost.host, lost.address) == (socket.gethostbyaddr("127.0.0.1")[0], "127.0.0.1")
-    assert connections.explained(lost) is lost
-    mapped = connections.explained(RuntimeError(SILENT.format("::ffff:127.0.0.1")))
+    assert connections.with_cause(lost) is lost
+    mapped = connections.with_cause(RuntimeError(SILENT.format("::ffff:127.0.0.1")))
     assert isinstance(mapped, idist.HostLostError) and mapped.address == "127.0.0.1"
 
 
@@ -394,14 +394,14 @@ def test_a_silent_machine_is_named() -> None:
     ids=repr,
 )
 def test_other_errors_stay_what_they_are(error: BaseException) -> None:
-    assert connections.explained(error) is error
+    assert connections.with_cause(error) is error
 
 
 def test_a_name_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
-    monkeypatch.setattr(connections, "_SECONDS_TO_FIND_NAME", 0.1)
+    monkeypatch.setattr(connections, "_DNS_SECONDS", 0.1)
     monkeypatch.setattr(socket, "gethostbyaddr", lambda address: ("late",) * answered.wait(60))
-    lost = connections.explained(RuntimeError(SILENT.format("10.1.2.3")))
+    lost = connections.with_cause(RuntimeError(SILENT.format("10.1.2.3")))
     answered.set()
     assert isinstance(lost, idist.HostLostError) and (lost.host, lost.address) == ("", "10.1.2.3")
     assert str(lost).startswith("10.1.2.3 does not answer any more")
@@ -419,7 +419,7 @@ def test_the_interface_towards_another_machine() -> None:
 def test_a_wait_for_other_nodes_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "SECONDS_WITHOUT_A_WORD", 0.05)
+    monkeypatch.setattr(connections, "LONG_WAIT_SECONDS", 0.05)
     port = free_port()
     (error,) = meeting(hello(0, 3), port=port, seconds=1)
     assert isinstance(error, idist.LaunchError)

@@ -177,11 +177,11 @@ def test_record_may_come_after_it(path: Path) -> None:
 def test_a_consequence_is_recorded_when_nobody_has_ended_the_rank(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torchelastic, "_SECONDS_TO_BE_ENDED", 0.2)
+    monkeypatch.setattr(torchelastic, "_SECONDS_UNTIL_ENDED", 0.2)
     started = time.monotonic()
     _end_with(idist.RankFailedError(1, "LookupError", "its traceback"))
     assert time.monotonic() - started >= 0.2
-    assert "Another rank has failed or gone" in caplog.text
+    assert "Another rank has failed or is gone" in caplog.text
     assert "Rank 1 raised LookupError" in path.read_text()
 
 
@@ -201,7 +201,7 @@ def test_an_end_without_error_is_not_recorded(path: Path, error: SystemExit) -> 
 
 
 def test_without_torchrun_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchelastic, "_SECONDS_TO_BE_ENDED", 600.0)  # more than the test's timeout
+    monkeypatch.setattr(torchelastic, "_SECONDS_UNTIL_ENDED", 600.0)  # more than the test's timeout
     _end_with(idist.RankFailedError(1, "LookupError", ""))
 
 

@@ -20,7 +20,7 @@ __all__ = [
     "init_mark_of",
     "known_process_sets",
     "native_process_set_ranks",
-    "noted_calls",
+    "recorded_calls",
     "passes_until_sent",
     "stop_waiting_at_exit",
 ]
@@ -30,14 +30,15 @@ _LAST = "0.28.1"  # the last release of Horovod; the package is not tested with 
 _NAMES = (
     (
         "horovod.torch.mpi_ops._handle_map",
-        "Each hvd.init() makes a new object. No public function tells that Horovod was shut down and "
+        "Each hvd.init() makes a new object. No public function shows that Horovod was shut down and "
         "initialized again.",
         "none: a Horovod context raises AttributeError",
     ),
     (
         "horovod.torch.mpi_ops._basics",
-        "Gives Horovod's C library, which tells without the GIL if Horovod is running: a public function may "
-        "wait for a lock that needs the GIL. A forked child removes its shutdown() from the atexit handlers.",
+        "Access to Horovod's C library. The library answers without the GIL if Horovod is running. A public "
+        "function keeps the GIL while it waits for a lock whose owner may need the GIL. Also, a forked child "
+        "removes the shutdown() of this object from the atexit handlers.",
         "none: a Horovod context raises AttributeError",
     ),
     (
@@ -47,8 +48,8 @@ _NAMES = (
     ),
     (
         "horovod.torch.mpi_ops._basics._add_process_set_impl",
-        "Raises on this rank if the process set cannot be added. hvd.add_process_set() first waits for all "
-        "ranks.",
+        "Raises on this rank, without waiting, if the process set cannot be added. hvd.add_process_set() "
+        "first waits for all ranks.",
         "none: a new group raises AttributeError",
     ),
     *(
@@ -59,7 +60,7 @@ _NAMES = (
         )
         for optimizer in ("_DistributedOptimizer", "_DistributedAdasumOptimizer")
         for name, fallback in (
-            ("_allreduce_delay", "accumulation with Horovod's own optimizer is refused with a ValueError"),
+            ("_allreduce_delay", "accumulation with Horovod's own optimizer raises ValueError"),
             ("_handles", "none: accumulation with Horovod's own optimizer raises AttributeError"),
         )
     ),
@@ -77,7 +78,7 @@ init_mark_of: Callable[[Any], object] = attrgetter("_handle_map")
 
 
 def native_process_set_ranks(mpi_ops: Any) -> Callable[..., int]:
-    """Horovod's C function that writes the ranks of a process set. A negative result is an error."""
+    """Return Horovod's C function that writes the ranks of a process set. A negative result is an error."""
     function: Callable[..., int] = mpi_ops._basics.MPI_LIB_CTYPES.horovod_process_set_ranks
     return function
 
@@ -109,7 +110,7 @@ def passes_until_sent(optimizer: Any) -> MutableMapping[Any, int]:
     return left
 
 
-def noted_calls(optimizer: Any) -> MutableMapping[Any, tuple[Any, Any]]:
+def recorded_calls(optimizer: Any) -> MutableMapping[Any, tuple[Any, Any]]:
     """Pairs (handle, context) by parameter. The handle is None until the optimizer sends the gradient."""
-    noted: MutableMapping[Any, tuple[Any, Any]] = optimizer._handles
-    return noted
+    recorded: MutableMapping[Any, tuple[Any, Any]] = optimizer._handles
+    return recorded

@@ -27,7 +27,7 @@ from ignite_dist.comp_models.horovod.units import Unit, Units
 
 __all__ = ["Gradients"]
 
-# The state of a gradient that a rank reports in a round. The greatest value over all ranks counts.
+# The kind of a gradient, which a rank reports in a round. The ranks agree on the greatest of their values.
 _NOTHING, _SPARSE, _DENSE = range(3)
 
 _NOT_LINEAR = (
@@ -53,12 +53,12 @@ class Gradients:
 
     The parameters' hooks reference this object; this object does not reference the parameters. So this object
     lives as long as any of the parameters, even without the optimizer. Otherwise garbage collection, which
-    runs at different times on each rank, would decide which gradients are averaged.
+    runs at different times on different ranks, would decide which gradients are averaged.
 
     Args:
         exchange: the context's exchange.
         name: equal on every rank, and different from other optimizers' names.
-        reduction: how the gradients are reduced.
+        reduction: reduces the gradients.
         groups: the gradients to reduce together, see ``hvd.DistributedOptimizer``.
         passes: the number of backward passes that add to a gradient before the gradient is averaged.
     """
@@ -80,24 +80,24 @@ class Gradients:
         self._hooks: list[Any] = []
         self._counts: dict[int, int] = {}  # backward passes since the last average, by gradient
         self._latest: int | None = None
-        self._needs: Call = (0, "")
-        self._agreed: list[int] = []  # by gradient: _NOTHING, _SPARSE or _DENSE
-        self._sent_again: list[int] = []  # by gradient: 1 if any rank sends the gradient again
+        self._kinds_call: Call = (0, "")
+        self._agreed_kinds: list[int] = []  # by gradient
+        self._must_resend: list[int] = []  # by gradient: 1 if any rank must send the gradient again
         self._has_results = False  # True if a round has run since the last step
         # Averaged gradients, with their versions at the end of the step (None before the step).
         self._averaged: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
 
-    # --- which parameters ------------------------------------------------------------------------------
+    # --- the parameters --------------------------------------------------------------------------------
 
     def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Average the gradients of these parameters from now on. No other object averages them any more."""
+        """Begin to average the gradients of these parameters. Other objects stop averaging them."""
         self._exchange.hand_over((parameter for _, parameter in named), self)
         for index, (_, parameter) in enumerate(named, len(self._units)):
             self._new_owners.pop(id(parameter), None)
             self._hooks.append(self._watch(index, parameter))
         self._units.add(named)
 
-    def leave(self, parameters: set[int], new_owner: Gradients) -> None:
+    def stop_averaging(self, parameters: set[int], new_owner: Gradients) -> None:
         """Stop averaging ``parameters``, given by ``id``: ``new_owner`` averages their gradients now."""
         for index in range(len(self._units)):
             parameter = self._units.parameter(index)
@@ -110,7 +110,7 @@ class Gradients:
                 self._new_owners[id(parameter)] = weakref.ref(parameter), new_owner
 
     def _owners(self) -> list[Gradients]:
-        """Return the objects that average the parameters' gradients now: this object and its heirs."""
+        """Return this object and the new owners: the objects that average the parameters' gradients now."""
         found = {id(self): self}
         for reference, new_owner in self._new_owners.values():
             parameter = reference()
@@ -120,21 +120,21 @@ class Gradients:
         return list(found.values())
 
     def _owner_of(self, parameter: Tensor) -> Gradients:
-        one = self
-        while (known := one._new_owners.get(id(parameter))) is not None and known[0]() is parameter:
-            one = known[1]
-        return one
+        owner = self
+        while (entry := owner._new_owners.get(id(parameter))) is not None and entry[0]() is parameter:
+            owner = entry[1]
+        return owner
 
-    def check_heirs(self) -> None:
-        """Check that later optimizers reduce the gradients over the same ranks and by the same operation.
+    def check_new_owners(self) -> None:
+        """Check that the new owners use the same ranks and the same operation as this object.
 
         Raises:
-            RuntimeError: a later optimizer reduces over other ranks, or by another operation.
+            RuntimeError: a new owner reduces over other ranks, or by another operation.
         """
-        for one in self._owners():
-            if one.rounds.ranks() != self.rounds.ranks():
-                raise RuntimeError(_OF_OTHER_RANKS % (list(self.rounds.ranks()), list(one.rounds.ranks())))
-            if one._op != self._op:
+        for owner in self._owners():
+            if owner.rounds.ranks() != self.rounds.ranks():
+                raise RuntimeError(_OF_OTHER_RANKS % (list(self.rounds.ranks()), list(owner.rounds.ranks())))
+            if owner._op != self._op:
                 raise RuntimeError(_OF_ANOTHER_OP)
 
     def _watch(self, index: int, parameter: Tensor) -> Any:
@@ -167,14 +167,14 @@ class Gradients:
         if count < self.passes:
             return
         self.rounds.run_after_pass(self)
-        # Submit the previous gradient: the user's hooks may still change the current gradient.
+        # Submit the previous gradient, because the user's hooks may still change the current gradient.
         latest, self._latest = self._latest, index
         if latest is not None:
-            with self.rounds.explaining():
+            with self.rounds.errors_with_cause():
                 self._submit_if_complete(self._units.unit_of(latest))
 
     def _submit_if_complete(self, unit: Unit) -> None:
-        if self._units.is_under_way(unit):
+        if self._units.is_pending(unit):
             return
         for index in unit:
             parameter = self._units.parameter(index)
@@ -184,33 +184,34 @@ class Gradients:
                 return
             gradient = parameter.grad
             if gradient.is_sparse if gradient is not None else parameter.requires_grad:
-                return  # the round shows whether other ranks have a dense gradient or None
+                return  # a round must first show if other ranks have a dense gradient or None
         self._units.submit(unit)
 
     # --- a round ---------------------------------------------------------------------------------------
 
-    def submit_needs(self) -> None:
+    def submit_kinds(self) -> None:
         """Begin to exchange which gradients have changed on each rank."""
         if self._latest is not None:
             self._submit_if_complete(self._units.unit_of(self._latest))
             self._latest = None
         # A nested backward pass, or a pass after a failed pass, may change gradients that were already sent.
         changed = self._units.changed()
-        again = [int(index in changed) for index in range(len(self._units))]
-        self._needs = self.rounds.exchange_greatest([*self._own_needs(), *again], f"{self._name}.needs")
+        must_resend = [int(index in changed) for index in range(len(self._units))]
+        values = [*self._own_kinds(), *must_resend]
+        self._kinds_call = self.rounds.begin_maximum(values, f"{self._name}.kinds")
 
-    def _own_needs(self) -> list[int]:
-        needs = []
+    def _own_kinds(self) -> list[int]:
+        kinds = []
         for index in range(len(self._units)):
             parameter = self._units.parameter(index)
             gradient = None if parameter is None else parameter.grad
             if gradient is None or parameter is None:
-                needs.append(_NOTHING)
+                kinds.append(_NOTHING)
             elif index in self._counts or self._is_new(index, parameter):
-                needs.append(_SPARSE if gradient.is_sparse else _DENSE)
+                kinds.append(_SPARSE if gradient.is_sparse else _DENSE)
             else:
-                needs.append(_NOTHING)
-        return needs
+                kinds.append(_NOTHING)
+        return kinds
 
     def _is_new(self, index: int, parameter: Parameter) -> bool:
         """True if other code has assigned or changed this gradient since the last round."""
@@ -223,68 +224,68 @@ class Gradients:
         return version is not None and version != version_of(gradient)
 
     def submit_missing(self) -> None:
-        """Begin to average the gradients that have changed on any rank, unless already submitted."""
-        agreed = self.rounds.result(self._needs).tolist()
-        self._agreed, self._sent_again = agreed[: len(self._units)], agreed[len(self._units) :]
+        """Begin to average the gradients that have changed on any rank and are not submitted yet."""
+        greatest = self.rounds.result(self._kinds_call).tolist()
+        self._agreed_kinds, self._must_resend = greatest[: len(self._units)], greatest[len(self._units) :]
         if not self._is_average:
-            self._check_no_result_is_reduced_again()
+            self._check_results_are_not_reduced_again()
         for unit in self._units:
-            if self._units.is_under_way(unit):
+            if self._units.is_pending(unit):
                 continue
-            if any(self._sent_again[index] for index in unit):
+            if any(self._must_resend[index] for index in unit):
                 self._units.submit(unit)
-            elif any(self._agreed[index] for index in unit):
+            elif any(self._agreed_kinds[index] for index in unit):
                 self._units.submit(unit, self._sparse())
 
     def submit_changed(self) -> None:
         """Average again the gradients that have changed on any rank after they were sent."""
         for unit in self._units:
-            if any(self._sent_again[index] for index in unit):
+            if any(self._must_resend[index] for index in unit):
                 self._units.results(unit, self.rounds.result)
                 self._units.submit(unit, self._sparse())
 
     def _sparse(self) -> set[int]:
-        return {index for index, kind in enumerate(self._agreed) if kind == _SPARSE}
+        return {index for index, kind in enumerate(self._agreed_kinds) if kind == _SPARSE}
 
     def receive(self) -> None:
         """Write the averages into the gradients. A gradient that is None on all ranks stays None."""
         with torch.no_grad():
             for unit in self._units:
-                if self._units.is_under_way(unit):
+                if self._units.is_pending(unit):
                     for index, average in self._units.results(unit, self.rounds.result):
                         self._write(index, average)
         self._counts.clear()
         self._has_results = True
 
     def _write(self, index: int, average: Tensor) -> None:
-        if self._agreed[index] == _NOTHING:
+        if self._agreed_kinds[index] == _NOTHING:
             return
-        self._units.write(index, average, is_sparse=self._agreed[index] == _SPARSE)
+        self._units.write(index, average, is_sparse=self._agreed_kinds[index] == _SPARSE)
         gradient = self._units.gradient(index)
         if gradient is not None:
             self._averaged[index] = weakref.ref(gradient), None
 
-    def _check_no_result_is_reduced_again(self) -> None:
+    def _check_results_are_not_reduced_again(self) -> None:
         for index, (_, version) in self._averaged.items():
-            if self._agreed[index] and version is None and self._is_there(index):
+            if self._agreed_kinds[index] and version is None and self._has_average(index):
                 raise RuntimeError(_NOT_LINEAR)
 
     # --- the optimizer ---------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Average the gradients that have not been averaged. Each step has at least one round."""
-        owners = self._owners()
-        self._exchange.run(one for one in owners if one._needs_round() and one.rounds.is_active())
+        """Average the gradients that have not been averaged yet. Each step has at least one round."""
+        owners = [owner for owner in self._owners() if owner._needs_round() and owner.rounds.is_active()]
+        self._exchange.run(owners)
 
     def _needs_round(self) -> bool:
-        if self._units.are_removed():
+        if self._units.is_empty():
             return False
-        if not self._has_results or any(self._own_needs()):
+        if not self._has_results or any(self._own_kinds()):
             return True
         # True if other code has removed the gradients, for example model.zero_grad().
-        return bool(self._averaged) and not any(self._is_there(index) for index in self._averaged)
+        return bool(self._averaged) and not any(self._has_average(index) for index in self._averaged)
 
-    def _is_there(self, index: int) -> bool:
+    def _has_average(self, index: int) -> bool:
         gradient = self._averaged[index][0]()
         return gradient is not None and self._units.gradient(index) is gradient
 

@@ -75,10 +75,10 @@ def distribute(optimizer: Optimizer, name: str, exchange: Exchange, **kwargs: An
     made: Any = type(
         plain.__name__, (plain,), {**namespace, "__module__": hvd.DistributedOptimizer.__module__}
     )
-    own = made.__new__(made)
-    _share(optimizer, own)
-    own._distribute(name, exchange, **kwargs)
-    return own  # type: ignore[no-any-return]
+    distributed = made.__new__(made)
+    _share(optimizer, distributed)
+    distributed._distribute(name, exchange, **kwargs)
+    return distributed  # type: ignore[no-any-return]
 
 
 def _share(optimizer: Optimizer, wrapped: Any) -> None:
@@ -87,7 +87,7 @@ def _share(optimizer: Optimizer, wrapped: Any) -> None:
 
 
 class _Distributed(Optimizer):
-    """Methods that :func:`distribute` adds to an optimizer's class. ``_plain`` is the original class."""
+    """Methods that :func:`distribute` adds to an optimizer's class ``_plain``."""
 
     _plain: ClassVar[Any]
 
@@ -152,7 +152,7 @@ class _Distributed(Optimizer):
                 operation, or the process set was removed.
             MissingRanksError: another rank has ended.
         """
-        self._gradients.check_heirs()
+        self._gradients.check_new_owners()
         self._gradients.finish()
 
     @contextmanager
@@ -165,9 +165,9 @@ class _Distributed(Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step with averaged gradients. Each call of ``closure`` averages gradients and loss."""
+        """Make a step with averaged gradients. Average gradients and loss after each call of ``closure``."""
         if self._should_synchronize:
-            self._gradients.check_heirs()
+            self._gradients.check_new_owners()
         if closure is None:
             is_averaged = take_mark(self)
             if self._should_synchronize and not is_averaged:
@@ -220,14 +220,14 @@ def _checked_names(
         raise ValueError(
             "named_parameters= takes pairs (name, parameter), for example model.named_parameters()."
         )
-    twice = [one for one, count in Counter(its_name for its_name, _ in pairs).items() if count > 1]
-    if twice:
-        raise ValueError(f"named_parameters= has the same name twice: {', '.join(twice)}.")
-    own = {id(parameter) for group in groups for parameter in group["params"]}
-    if missing := len(own - {id(parameter) for _, parameter in pairs}):
+    repeated = [one for one, count in Counter(given for given, _ in pairs).items() if count > 1]
+    if repeated:
+        raise ValueError(f"named_parameters= has the same name twice: {', '.join(repeated)}.")
+    ids = {id(parameter) for group in groups for parameter in group["params"]}
+    if missing := len(ids - {id(parameter) for _, parameter in pairs}):
         raise ValueError(f"named_parameters= has no names for {missing} of the optimizer's parameters.")
-    found = {id(parameter): (f"ignite_dist.{name}.{its_name}", parameter) for its_name, parameter in pairs}
-    return sorted((one for key, one in found.items() if key in own), key=lambda one: one[0])
+    found = {id(parameter): (f"ignite_dist.{name}.{given}", parameter) for given, parameter in pairs}
+    return sorted((one for key, one in found.items() if key in ids), key=lambda one: one[0])
 
 
 def _checked_groups(groups: Any) -> Any:
@@ -255,9 +255,9 @@ def accumulating(optimizers: Sequence[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for optimizer in optimizers:
             if hasattr(optimizer, "_gradients"):
-                stack.enter_context(_is_local(optimizer._gradients))
+                stack.enter_context(_without_averaging(optimizer._gradients))
             elif _horovod.counts_passes(optimizer):
-                stack.enter_context(_out_of_reach(optimizer))
+                stack.enter_context(_without_sending(optimizer))
             else:
                 raise ValueError(
                     f"{type(optimizer).__name__} does not average gradients: use the result of auto_optim."
@@ -272,13 +272,13 @@ def averaging_in_block(optimizers: Sequence[Any]) -> Iterator[None]:
     A rank that makes no backward pass also gets the averages. Horovod's own optimizers are skipped,
     because they average in the step.
     """
-    own = [optimizer._gradients for optimizer in optimizers if hasattr(optimizer, "_gradients")]
+    averaged = [optimizer._gradients for optimizer in optimizers if hasattr(optimizer, "_gradients")]
     if not torch.is_grad_enabled():
-        own = []
-    for gradients in own:
+        averaged = []
+    for gradients in averaged:
         gradients.begin()
     yield
-    for gradients in own:
+    for gradients in averaged:
         gradients.finish()
 
 
@@ -291,16 +291,16 @@ def synchronize(optimizer: Any) -> None:
 
 
 @contextmanager
-def _is_local(gradients: Gradients) -> Iterator[None]:
-    before, gradients.is_local = gradients.is_local, True
+def _without_averaging(gradients: Gradients) -> Iterator[None]:
+    was_local, gradients.is_local = gradients.is_local, True
     try:
         yield
     finally:
-        gradients.is_local = before
+        gradients.is_local = was_local
 
 
 @contextmanager
-def _out_of_reach(optimizer: Any) -> Iterator[None]:
+def _without_sending(optimizer: Any) -> Iterator[None]:
     """Context manager: Horovod's own optimizer sends no gradients in the block."""
     known = dict(_horovod.passes_until_sent(optimizer))
     _horovod.passes_until_sent(optimizer).update(dict.fromkeys(known, _NEVER))
@@ -309,10 +309,10 @@ def _out_of_reach(optimizer: Any) -> Iterator[None]:
     finally:
         _horovod.passes_until_sent(optimizer).update(known)
         # Remove the entries of unsent gradients. synchronize() also sends gradients without an entry.
-        noted = _horovod.noted_calls(optimizer)
-        for parameter, (handle, _) in list(noted.items()):
+        recorded = _horovod.recorded_calls(optimizer)
+        for parameter, (handle, _) in list(recorded.items()):
             if handle is None:
-                del noted[parameter]
+                del recorded[parameter]
 
 
 def _mean(loss: Any, name: str, gradients: Gradients) -> Any:
@@ -325,7 +325,7 @@ def _mean(loss: Any, name: str, gradients: Gradients) -> Any:
     return torch.full_like(value, mean) if isinstance(value, Tensor) else mean
 
 
-# --- the state; hvd.broadcast_optimizer_state() would make a step to create it -------------------------
+# --- the state; hvd.broadcast_optimizer_state() would make a step to create the state ------------------
 
 
 def state_as_bytes(optimizer: Optimizer) -> bytes:

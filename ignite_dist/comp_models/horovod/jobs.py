@@ -23,21 +23,21 @@ from ignite_dist.errors import RankFailedError
 from ignite_dist.rendezvous import network_interfaces, stores
 from ignite_dist.values import serialization
 from ignite_dist.workers import processes
-from ignite_dist.workers.failures import Failed, Failure, error_of, outcome_of
+from ignite_dist.workers.failures import FailedRank, Failure, error_of, outcome_of
 
-__all__ = ["check_hosts", "run_keywords", "run_on_hosts", "start_here"]
+__all__ = ["check_hosts", "run_keywords", "run_on_hosts", "start_local_workers"]
 
 
 # --- on this machine -----------------------------------------------------------------------------------
 
 
-def start_here(
+def start_local_workers(
     entry: Callable[..., Any], nproc_per_node: int, start_method: str | None, daemon: bool
 ) -> processes.Workers:
     """Start workers on this machine, with the environment variables that ``horovodrun`` would set.
 
-    Unlike ``horovod.run``, this function takes less than a second and reports which worker failed first and
-    why. Horovod's rendezvous server checks no credentials, so it listens on loopback only.
+    Unlike ``horovod.run``, this function takes less than a second, and the error shows the root cause.
+    Horovod's rendezvous server checks no credentials, so it listens on loopback only.
     """
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
@@ -60,7 +60,7 @@ def start_here(
     ]
     try:
         return processes.start(
-            entry, {}, environs, serving=(server, store), start_method=start_method, daemon=daemon
+            entry, {}, environs, store=(server, store), start_method=start_method, daemon=daemon
         )
     finally:
         del server, store  # the traceback of an exception would keep both alive
@@ -105,7 +105,7 @@ class _Finished(defaultdict[str, list[str]]):
 # --- through horovod.run -------------------------------------------------------------------------------
 
 # A failed worker writes this report to its standard error, which Horovod's launcher saves in a file. The
-# leading newline ends the line of a progress bar. The token identifies the launch.
+# leading newline ends an unfinished line, for example of a progress bar. The token identifies the launch.
 _REPORT = (
     "\nRank {rank} (local rank {local_rank}, pid {pid} on {host}) failed at {time:.6f} with {error_type} "
     "(exit code {exit_code}{consequence}) in launch {token}. Its traceback:\n"
@@ -144,14 +144,15 @@ def check_hosts(
                 f"'node1:{nproc_per_node},node2:{nproc_per_node}'."
             )
         return
-    places = re.findall(r"(?:^|,)\s*[^\s,:]+:(\d+)\s*(?=,|$)", hosts) if isinstance(hosts, str) else []
-    if not places or len(places) != hosts.count(",") + 1:
+    found = re.findall(r"(?:^|,)\s*[^\s,:]+:(\d+)\s*(?=,|$)", hosts) if isinstance(hosts, str) else []
+    slots = [int(number) for number in found]
+    if not slots or len(slots) != hosts.count(",") + 1:
         raise ValueError(f"hosts is a string such as 'node1:2,node2:2', got {hosts!r}.")
-    wanted = nproc_per_node * (nnodes or len(places))
-    if wanted > sum(map(int, places)):
+    num_proc = nproc_per_node * (nnodes or len(slots))
+    if num_proc > sum(slots):
         raise ValueError(
-            f"hosts={hosts!r} has {sum(map(int, places))} slots for {wanted} processes "
-            f"({nproc_per_node} on each of {nnodes or len(places)} nodes)."
+            f"hosts={hosts!r} has {sum(slots)} slots for {num_proc} processes "
+            f"({nproc_per_node} on each of {nnodes or len(slots)} nodes)."
         )
 
 
@@ -175,19 +176,19 @@ def run_on_hosts(
     num_nodes = nnodes or (hosts.count(",") + 1 if hosts else 1)
     num_proc = nproc_per_node * num_nodes
     if num_proc == 1 and hosts is not None and not filter_local_addresses([hosts.partition(":")[0]]):
-        return list(start_here(entry, 1, None, False).join() or [])
+        return list(start_local_workers(entry, 1, start_method=None, daemon=False).join() or [])
     token = secrets.token_hex(8)
     call = partial(_run_and_report, serialization.encode_by_value(entry), list(sys.path), token)
     options = {"hosts": hosts, **run_options}
-    with tempfile.TemporaryDirectory() as folder, _signals_kept():
+    with tempfile.TemporaryDirectory() as folder, _restore_signals():
         if num_proc > 1:  # Horovod computes a logarithm of num_proc - 1
             options.setdefault("output_filename", folder)
         try:
             outcomes = run(call, num_proc=num_proc, **options)
         except RuntimeError as error:
             raise _error(error, options.get("output_filename"), token) from None
-    here = socket.gethostname()
-    return [serialization.decode(result) for host, result in outcomes if host == here]
+    this_host = socket.gethostname()
+    return [serialization.decode(result) for host, result in outcomes if host == this_host]
 
 
 def _run_and_report(entry: bytes, path: list[str], token: str) -> tuple[str, bytes]:
@@ -212,11 +213,11 @@ def _run_and_report(entry: bytes, path: list[str], token: str) -> tuple[str, byt
 
 
 def _error(error: RuntimeError, folder: str | None, token: str) -> RankFailedError | RuntimeError:
-    """Make the error of a failed job from the workers' standard error and from Horovod's error."""
+    """Make the error of a failed job from the workers' reports and from Horovod's error."""
     files = sorted(Path(folder).rglob("stderr")) if folder else []
     written = "\n".join(_PREFIX.sub("", file.read_text(errors="replace")) for file in files)
     reported = re.compile(_REPORTED.replace("{token}", token), re.MULTILINE | re.DOTALL)
-    failed = [_failed(**report.groupdict()) for report in reported.finditer(written)]
+    failed = [_parse_report(**report.groupdict()) for report in reported.finditer(written)]
     ended = re.search(r"Process name: (\d+)\s+Exit code: (-?\d+)", str(error))
     if ended is not None:
         rank, code = map(int, ended.groups())
@@ -224,11 +225,11 @@ def _error(error: RuntimeError, folder: str | None, token: str) -> RankFailedErr
         if rank not in {one.rank for one in failed}:
             # This rank wrote no report. After a failure, Horovod ends the other workers by SIGTERM.
             ended_by = Failure(inf, "", "", "", code, is_consequence=code == -signal.SIGTERM)
-            failed.append(Failed(rank, rank, 0, "", ended_by))
+            failed.append(FailedRank(rank, rank, 0, "", ended_by))
     return error_of(failed) if failed else error
 
 
-def _failed(
+def _parse_report(
     rank: str,
     local_rank: str,
     pid: str,
@@ -238,21 +239,21 @@ def _failed(
     exit_code: str,
     consequence: str | None,
     traceback: str,
-) -> Failed:
+) -> FailedRank:
     summary = traceback.strip().rpartition("\n")[2]
     code = int(exit_code) if exit_code != "None" else None
     failure = Failure(float(time), error_type, summary, traceback, code, is_consequence=bool(consequence))
-    return Failed(int(rank), int(local_rank), int(pid), host, failure)
+    return FailedRank(int(rank), int(local_rank), int(pid), host, failure)
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
+def _restore_signals() -> Iterator[None]:
     """Restore the signal handlers that ``horovod.run`` replaces, and turn Ctrl-C into KeyboardInterrupt."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer)  # Python writes each signal's number into the pipe
+    previous_fd = signal.set_wakeup_fd(writer)  # Python writes each signal's number into the pipe
     try:
         yield
     except RankFailedError:
@@ -261,7 +262,7 @@ def _signals_kept() -> Iterator[None]:
                 raise KeyboardInterrupt from None
         raise
     finally:
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(previous_fd)
         for number, handler in handlers.items():
             if handler is not None:  # None: the handler is in C, and Python cannot restore it
                 signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""The launcher of Horovod: workers on this machine, or on several machines through ``horovod.run``."""
+"""Horovod's launcher. It starts workers on this machine, or on several machines with ``horovod.run``."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ class HorovodLauncher(Launcher):
         )
         if hosts is not None or run_options:
             return jobs.run_on_hosts(entry, nproc_per_node, nnodes, hosts, run_options)
-        workers = jobs.start_here(entry, nproc_per_node, start_method, daemon)
+        workers = jobs.start_local_workers(entry, nproc_per_node, start_method, daemon)
         return workers.join() if join else workers

@@ -1,6 +1,6 @@
 """The Horovod backend.
 
-Horovod, and the modules that only users of Horovod need, are imported inside methods.
+Methods import Horovod, and the modules that only users of Horovod need.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from ignite_dist import environments
 from ignite_dist.arguments import check_keywords
-from ignite_dist.comp_models.base import ProcessModel, weakly
+from ignite_dist.comp_models.base import ProcessModel, weak_method
 from ignite_dist.comp_models.horovod import _horovod, transport
 from ignite_dist.comp_models.horovod._horovod import init_mark_of
 from ignite_dist.comp_models.horovod.launcher import HorovodLauncher
@@ -63,12 +63,12 @@ class HorovodModel(ProcessModel):
         self._is_initialized = hvd.is_initialized
         # hvd.init() replaces this object. Nothing else shows a shutdown() followed by another init().
         self._mpi_ops = hvd.mpi_ops
-        self._epoch = init_mark_of(hvd.mpi_ops)
+        self._init_mark = init_mark_of(hvd.mpi_ops)
         self._rank: int = hvd.rank()
         self._world_size: int = hvd.size()
         self._local_rank: int = hvd.local_rank()
         self._fixed_device = None if torch.cuda.is_available() else torch.device("cpu")
-        super().__init__(HorovodTransport(hvd, weakly(self.is_current)), undo)
+        super().__init__(HorovodTransport(hvd, weak_method(self.is_current)), undo)
         self.training = HorovodTraining(self, hvd, self.transport)
 
     # --- lifecycle ---------------------------------------------------------------------------------
@@ -98,11 +98,11 @@ class HorovodModel(ProcessModel):
         _check_launcher(hvd)
         _check_comm(hvd, comm)
         with ExitStack() as undo:
-            if _DYNAMIC_SETS not in os.environ:  # read by hvd.init(), needed for new groups
+            if _DYNAMIC_SETS not in os.environ:  # hvd.init() reads this variable; new groups need it
                 os.environ[_DYNAMIC_SETS] = "1"
                 undo.callback(os.environ.pop, _DYNAMIC_SETS, None)
             hvd.init(comm)
-            undo.callback(variables.give_back)
+            undo.callback(variables.restore)
             variables.set_missing(
                 {"RANK": hvd.rank(), "WORLD_SIZE": hvd.size(), "LOCAL_RANK": hvd.local_rank()}
             )
@@ -111,7 +111,7 @@ class HorovodModel(ProcessModel):
             return cls(undo.pop_all().close)
 
     def is_current(self) -> bool:
-        return init_mark_of(self._mpi_ops) is self._epoch and self._is_initialized()
+        return init_mark_of(self._mpi_ops) is self._init_mark and self._is_initialized()
 
     def close(self) -> None:
         self._hvd.shutdown()
@@ -121,10 +121,10 @@ class HorovodModel(ProcessModel):
         self._hvd.shutdown()
 
     def context_mark(self) -> object:
-        return self._epoch
+        return self._init_mark
 
     @classmethod
-    def keep_through_fork(cls) -> object | None:
+    def prepare_forked_child(cls) -> object | None:
         hvd = sys.modules["horovod.torch"]
         is_initialized = getattr(hvd, "is_initialized", None)
         if is_initialized is None or not is_initialized():
@@ -162,8 +162,8 @@ def _check_launcher(hvd: Any) -> None:
     environment = environments.current()
     if environment.world_size > 1:
         raise EnvironmentVariablesError(
-            f"The environment says rank {environment.rank} of {environment.world_size}, but does not set the "
-            "variables that Horovod reads (HOROVOD_RANK, HOROVOD_SIZE, ...). Start the script with "
+            f"The environment variables give rank {environment.rank} of {environment.world_size}, but the "
+            "variables that Horovod reads (HOROVOD_RANK, HOROVOD_SIZE, ...) are missing. Start the script by "
             f"`horovodrun -np {environment.world_size} python script.py`, or use idist.spawn('horovod', ...)."
         )
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Call", "Carried", "Reduction", "Wait"]
+__all__ = ["Call", "Carried", "Reduction", "WaitForCall"]
 
 Call = tuple[int, str]  # Horovod's handle, and the name of the call
 
 # Waits for a call and returns its result.
-Wait = Callable[[Call], Any]
+WaitForCall = Callable[[Call], Any]
 
 
 class Carried:
@@ -35,7 +35,7 @@ class Carried:
 
     @staticmethod
     def decompress(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert the result to the dtype of the gradient."""
+        """Convert the result to ``dtype``, the dtype of the gradient."""
         return torch.view_as_complex(gradient) if dtype.is_complex else gradient.to(dtype)
 
 
@@ -78,7 +78,7 @@ class Reduction:
             self._kwargs["prescale_factor"] = 1.0 / gradient_predivide_factor
             self._kwargs["postscale_factor"] = gradient_predivide_factor
 
-    def begin(self, name: str, gradients: Sequence[Tensor]) -> Callable[[Wait], list[Tensor]]:
+    def begin(self, name: str, gradients: Sequence[Tensor]) -> Callable[[WaitForCall], list[Tensor]]:
         """Begin to reduce dense gradients in one call. The gradients are not changed.
 
         Returns:
@@ -91,7 +91,7 @@ class Reduction:
         else:
             handle = self._hvd.grouped_allreduce_async(sent, name=name, **self._kwargs)
 
-        def finish(wait: Wait) -> list[Tensor]:
+        def finish(wait: WaitForCall) -> list[Tensor]:
             result = wait((handle, name))
             reduced = [result] if len(sent) == 1 else result
             return [
@@ -103,7 +103,7 @@ class Reduction:
 
     def begin_sparse(
         self, name: str, gradient: Tensor | None, parameter: Any
-    ) -> Callable[[Wait], list[Tensor]]:
+    ) -> Callable[[WaitForCall], list[Tensor]]:
         """Begin to reduce a sparse gradient: gather the rows of all ranks, then add the rows on each rank.
 
         Args:
@@ -111,7 +111,7 @@ class Reduction:
             gradient: None if this rank has no gradient and sends no rows.
             parameter: the parameter of the gradient.
         """
-        if gradient is None:  # send an empty gradient with the shape of an embedding's
+        if gradient is None:  # send an empty gradient, with the layout of an embedding's gradient
             shape = (0, *parameter.shape[1:])
             indices, values = torch.empty(1, 0, dtype=torch.int64), parameter.new_empty(shape)
         else:
@@ -121,11 +121,11 @@ class Reduction:
         names = f"{name}.indices", f"{name}.values"
         rows = indices.t().to(sent.device).contiguous()
         handles = [
-            self._hvd.allgather_async(one, name=its_name, process_set=self.process_set)
-            for one, its_name in zip((rows, sent), names, strict=True)
+            self._hvd.allgather_async(one, name=call_name, process_set=self.process_set)
+            for one, call_name in zip((rows, sent), names, strict=True)
         ]
 
-        def finish(wait: Wait) -> list[Tensor]:
+        def finish(wait: WaitForCall) -> list[Tensor]:
             all_rows, all_values = map(wait, zip(handles, names, strict=True))
             shape = (*parameter.shape, *sent.shape[values.dim() :])
             summed = torch.sparse_coo_tensor(all_rows.t(), all_values, shape).coalesce()

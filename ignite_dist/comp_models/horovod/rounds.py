@@ -1,4 +1,4 @@
-"""The rounds in which a process set's ranks average gradients; see :mod:`.gradients`."""
+"""The rounds in which a process set's ranks average gradients; see :mod:`.averaging`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ __all__ = ["Calls", "Exchange", "Member", "Rounds"]
 _LIMIT = 1 << 30
 
 _UNEVEN = (
-    "The ranks have made different numbers of backward passes since the last step: this rank %s. Make the "
-    "same number on all ranks, or on each rank at most N with auto_optim(..., backward_passes_per_step=N)."
+    "The ranks have made different numbers of backward passes since the last step: this rank has made %d. "
+    "Make the same number on all ranks, or at most N on each rank with "
+    "auto_optim(..., backward_passes_per_step=N)."
 )
 _REMOVED = (
     "The process set of the ranks %s, over which auto_optim(..., process_set=...) averages these gradients, "
@@ -29,10 +30,10 @@ _REMOVED = (
 
 
 class Calls(Protocol):
-    """The part of Horovod's transport that rounds use."""
+    """The methods of Horovod's transport that rounds use."""
 
-    def explaining(self) -> AbstractContextManager[None]:
-        """Context manager: raise an explained error if Horovod was shut down before or in the block."""
+    def errors_with_cause(self) -> AbstractContextManager[None]:
+        """Context manager: if Horovod was shut down before or in the block, raise an error with the cause."""
 
     def result(self, call: Call, process_set: Any) -> Any:
         """Wait for a call and return its result."""
@@ -42,16 +43,16 @@ class Calls(Protocol):
 
 
 class Member(Protocol):
-    """One optimizer's gradients. A round calls the methods in the order in which they stand here."""
+    """One optimizer's gradients. A round calls the first four methods, in the order of this class."""
 
     number: int
     rounds: Rounds
 
-    def submit_needs(self) -> None:
+    def submit_kinds(self) -> None:
         """Begin to exchange which gradients have changed on each rank."""
 
     def submit_missing(self) -> None:
-        """Begin to average the gradients that have changed on any rank, unless already submitted."""
+        """Begin to average the gradients that have changed on any rank and are not submitted yet."""
 
     def submit_changed(self) -> None:
         """Average again the gradients that have changed on any rank after they were sent."""
@@ -59,7 +60,7 @@ class Member(Protocol):
     def receive(self) -> None:
         """Write the averages into the gradients."""
 
-    def leave(self, parameters: set[int], new_owner: Any) -> None:
+    def stop_averaging(self, parameters: set[int], new_owner: Any) -> None:
         """Stop averaging ``parameters``, given by ``id``: ``new_owner`` averages their gradients now."""
 
 
@@ -80,18 +81,18 @@ class Exchange:
         if not self._calls.is_alive(process_set):
             raise ValueError(f"process_set= was removed or never added: {process_set}.")
         for rounds in self._rounds:
-            if rounds.are_of(process_set):
+            if rounds.has_process_set(process_set):
                 return rounds
         self._rounds.append(Rounds(process_set, self._calls, self, len(self._rounds)))
         return self._rounds[-1]
 
     def hand_over(self, parameters: Iterable[Tensor], new_owner: Member) -> None:
         """Make ``new_owner`` the only member that averages the gradients of ``parameters``."""
-        wanted = set(map(id, parameters))
+        ids = set(map(id, parameters))
         for rounds in self._rounds:
             for one in rounds.members():
                 if one is not new_owner:
-                    one.leave(wanted, new_owner)
+                    one.stop_averaging(ids, new_owner)
 
     def run_after_pass(self, rounds: Rounds) -> None:
         """Schedule :meth:`Rounds.run_due` at the end of the current backward pass."""
@@ -105,13 +106,13 @@ class Exchange:
         for position in sorted(due):
             self._rounds[position].run_due()
 
-    def run(self, wanted: Iterable[Member]) -> None:
-        """Run a round for each process set of the members in ``wanted``."""
+    def run(self, members: Iterable[Member]) -> None:
+        """Run a round for each process set of ``members``."""
         by_position: dict[int, list[Member]] = {}
-        for one in wanted:
+        for one in members:
             by_position.setdefault(one.rounds.position, []).append(one)
-        for position, members in sorted(by_position.items()):
-            self._rounds[position].run(members)
+        for position, in_process_set in sorted(by_position.items()):
+            self._rounds[position].run(in_process_set)
 
 
 class Rounds:
@@ -130,7 +131,7 @@ class Rounds:
         self.hvd = hvd
         self.process_set = process_set
         self.position = position
-        self.explaining = calls.explaining
+        self.errors_with_cause = calls.errors_with_cause
         self._calls = calls
         self._exchange = exchange
         self._name = f"ignite_dist.gradients.{process_set.process_set_id}"
@@ -139,12 +140,12 @@ class Rounds:
         self._num_since_step = 0
         self._due: dict[int, Member] = {}
 
-    def are_of(self, process_set: Any) -> bool:
-        """True if ``process_set`` is a handle of these rounds' process set."""
-        own = self.process_set
-        is_same = own.process_set_id == process_set.process_set_id
+    def has_process_set(self, process_set: Any) -> bool:
+        """True if ``process_set`` is a handle of the same process set as these rounds' handle."""
+        known = self.process_set
+        is_same = known.process_set_id == process_set.process_set_id
         # Horovod reuses the id of a removed process set. Id 0 always means all ranks.
-        return bool(is_same and (own.process_set_id == 0 or own.ranks == process_set.ranks))
+        return bool(is_same and (known.process_set_id == 0 or known.ranks == process_set.ranks))
 
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the process set."""
@@ -164,8 +165,8 @@ class Rounds:
 
     def members(self) -> list[Member]:
         """The members that still exist, oldest first."""
-        known = sorted(self._members.items())
-        return [one for _, one in known]
+        by_number = sorted(self._members.items())
+        return [one for _, one in by_number]
 
     def add(self, member: Member) -> int:
         """Add a member and return its number. Each rank adds the same members in the same order."""
@@ -189,35 +190,34 @@ class Rounds:
             due, self._due = self._due, {}
             self.run(due.values())
 
-    def run(self, wanted: Iterable[Member]) -> None:
-        """Average the gradients of ``wanted``, and of the optimizers that other ranks want.
+    def run(self, requested: Iterable[Member]) -> None:
+        """Average the gradients of ``requested``, and of the optimizers that other ranks request.
 
         Raises:
             CollectiveMismatchError: the ranks made different numbers of backward passes since the last step,
-                or this rank has no parameters of an optimizer that another rank wants.
+                or this rank has no parameters of an optimizer that another rank requests.
             MissingRanksError: another rank has ended.
         """
-        with self.explaining():
-            self._run(wanted)
+        with self.errors_with_cause():
+            self._run({one.number: one for one in requested})
 
-    def _run(self, wanted: Iterable[Member]) -> None:
-        own = {one.number: one for one in wanted}
-        for number in own:
+    def _run(self, requested: dict[int, Member]) -> None:
+        for number in requested:
             self._due.pop(number, None)
-        for one in own.values():
-            one.submit_needs()
+        for one in requested.values():
+            one.submit_kinds()
         count = self._num_since_step + 1
-        said = [count, _LIMIT - count, *(number in own for number in range(self._num_members))]
-        call = self.exchange_greatest(said, self._name)
+        report = [count, _LIMIT - count, *(number in requested for number in range(self._num_members))]
+        call = self.begin_maximum(report, self._name)
         most, least, *flags = self.result(call).tolist()
         # A rank inside hvd.join() contributes zeros, which are never the maximum.
         if most != _LIMIT - least:
-            raise CollectiveMismatchError(_UNEVEN % f"has made {self._num_since_step}")
+            raise CollectiveMismatchError(_UNEVEN % self._num_since_step)
         self._num_since_step += 1
         members = [self._member(number) for number, flag in enumerate(flags) if flag]
         for one in members:
-            if one.number not in own:
-                one.submit_needs()
+            if one.number not in requested:
+                one.submit_kinds()
         for one in members:
             one.submit_missing()
         for one in members:
@@ -234,7 +234,7 @@ class Rounds:
             )
         return member
 
-    def exchange_greatest(self, values: list[int], name: str) -> Call:
+    def begin_maximum(self, values: list[int], name: str) -> Call:
         """Begin an element-wise maximum over the ranks. :meth:`result` returns the maximum."""
         tensor = torch.tensor(values, dtype=torch.int32)
         call = self.hvd.allreduce_async(tensor, name=name, op=self.hvd.Max, process_set=self.process_set)
@@ -247,7 +247,7 @@ class Rounds:
     def mean(self, value: float, name: str) -> float:
         """Mean of ``value`` over the ranks."""
         tensor = torch.tensor([value], dtype=torch.float64)
-        with self.explaining():
+        with self.errors_with_cause():
             handle = self.hvd.allreduce_async(
                 tensor, name=name, op=self.hvd.Average, process_set=self.process_set
             )

@@ -61,7 +61,7 @@ class HorovodTraining(Training):
             if self.context.get_rank() == 0:
                 try:
                     sent = distributed_optimizer.state_as_bytes(wrapped)
-                except Exception as error:  # rank 0 sends no bytes, and all ranks raise
+                except Exception as error:  # rank 0 then sends no bytes, and all ranks raise
                     failure = error
             received = self.context.objects.broadcast_bytes(sent, 0, self.context.groups.world)
             if failure is not None:
@@ -98,12 +98,10 @@ class HorovodTraining(Training):
                 "The model's optimizers average over different ranks, "
                 f"{[list(ranks) for ranks in groups]}: give all optimizers the same process_set=."
             )
-        for ranks, process_set in groups.items():
-            return (
-                self.context.groups.world
-                if len(ranks) == self.context.get_world_size()
-                else Group(process_set, ranks)
-            )
+        if groups:
+            ranks, process_set = next(iter(groups.items()))
+            if len(ranks) < self.context.get_world_size():
+                return Group(process_set, ranks)
         return self.context.groups.world
 
     def check_forced(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
@@ -133,9 +131,9 @@ class HorovodTraining(Training):
             < self.context.get_world_size()
         ):
             raise ValueError("Horovod's join() needs all ranks, but this optimizer has a process_set=.")
-        last: list[int] = []
-        yield last
-        last.append(self._hvd.join())
+        sources: list[int] = []  # after the block: the rank that joined last
+        yield sources
+        sources.append(self._hvd.join())
 
     def reduce_gradients(self, optimizer: Optimizer) -> None:
         from ignite_dist.comp_models.horovod import distributed_optimizer

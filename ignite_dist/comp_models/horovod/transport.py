@@ -30,7 +30,7 @@ from ignite_dist.comp_models.transport import (
     CollectiveKind,
     Group,
     Transport,
-    WaitedFor,
+    Wait,
 )
 from ignite_dist.comp_models.work import Completed, Work, waits_for_ranks, work_of
 from ignite_dist.rendezvous import connections, stores
@@ -62,7 +62,7 @@ _SHUT_DOWN = (
 )
 _REMOVED = (
     "This ProcessSet was removed or never added: %s. hvd.remove_process_set() removes all groups of the same "
-    "ranks: make a new group."
+    "ranks. Make a new group."
 )
 _MOST_RANKS = 1 << 14
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
@@ -82,14 +82,14 @@ class HorovodTransport(Transport):
         self._hvd = hvd
         self._is_current = is_current
         self._mpi_ops = hvd.mpi_ops
-        self._process_set_ranks = _horovod.native_process_set_ranks(hvd.mpi_ops)
+        self._read_process_set_ranks = _horovod.native_process_set_ranks(hvd.mpi_ops)
         self._rank: int = hvd.rank()
         self._world_size: int = hvd.size()
         self._world = Group(None, tuple(range(self._world_size)))
         # Output buffer of _is_running(). No code reads the buffer, so threads share it. An optimizer may
         # outlive this context and be used in a larger world, so the buffer has a minimum size.
-        self._found_ranks = (ctypes.c_int * max(self._world_size, _MOST_RANKS))()
-        self._ranks_of_set = ctypes.c_int * (self._world_size + 1)
+        self._ranks_buffer = (ctypes.c_int * max(self._world_size, _MOST_RANKS))()
+        self._ranks_array_type = ctypes.c_int * (self._world_size + 1)
         self._spin_seconds = _SPIN_SECONDS if hvd.local_size() <= devices.num_cores() else 0.0
         self._ops = {"SUM": hvd.Sum, "PRODUCT": hvd.Product, "MIN": hvd.Min, "MAX": hvd.Max}
         if hvd.mpi_built():
@@ -99,8 +99,8 @@ class HorovodTransport(Transport):
         self._once = Once()
         # Guards Horovod's table of process sets. Horovod reads the table in several steps. Each rank assigns
         # ids in the order of its own calls, but a process set needs the same id on all ranks.
-        self._changing_sets = threading.RLock()
-        self._takes_gpu = hvd.cuda_built() or hvd.rocm_built()
+        self._sets_lock = threading.RLock()
+        self._supports_gpu = hvd.cuda_built() or hvd.rocm_built()
 
     # --- groups: every rank of the world creates each process set --------------------------------------
 
@@ -126,42 +126,43 @@ class HorovodTransport(Transport):
     def _known_process_set(self, ranks: tuple[int, ...]) -> int | None:
         if len(ranks) == self._world_size:
             return 0
-        with self._changing_sets:
+        with self._sets_lock:
             known = _horovod.known_process_sets(self._mpi_ops)
         return next((number for number, members in known.items() if tuple(members) == ranks), None)
 
     def _new_process_set(self, ranks: tuple[int, ...]) -> Any:
         hvd = self._hvd
-        patience = threading.Timer(
+        late_warning = threading.Timer(
             _PATIENCE_SECONDS, _logger.warning, (_WAITING_FOR_GROUP, self._rank, list(ranks))
         )
-        patience.daemon = True
-        patience.start()
+        late_warning.daemon = True
+        late_warning.start()
         try:
-            # Raises, without communication, if Horovod takes no new sets. This set already exists.
+            # Raises, without communication, if Horovod takes no new sets. The set of all ranks exists, so
+            # adding this set has no effect.
             _horovod.add_process_set(self._mpi_ops, range(self._world_size))
             # Other threads may add other sets. When all ranks have arrived, rank 0 decides which set is next.
-            self._tell_all("come", ranks)
-            with self._changing_sets if self._rank == 0 else nullcontext():
-                self._tell_all("next", ranks)
-                with self._changing_sets:
+            self._run_barrier("arrived", ranks)
+            with self._sets_lock if self._rank == 0 else nullcontext():
+                self._run_barrier("next", ranks)
+                with self._sets_lock:
                     return hvd.add_process_set(list(ranks))
         except ValueError as error:
             if DYNAMIC_SETS not in str(error):
                 raise RuntimeError(f"The group {list(ranks)} was not made: {error}") from error
             raise RuntimeError(
-                f"Horovod was initialized without {DYNAMIC_SETS}=1 and takes no new groups. Set it before "
-                "hvd.init(), name the groups there (process_sets=...), or call idist.initialize('horovod'), "
-                "which sets it."
+                f"Horovod was initialized without {DYNAMIC_SETS}=1 and takes no new groups. Set the "
+                "variable before hvd.init(), pass the groups as hvd.init(process_sets=...), or call "
+                "idist.initialize('horovod'), which sets the variable."
             ) from error
         finally:
-            patience.cancel()
+            late_warning.cancel()
 
-    def _tell_all(self, what: str, ranks: tuple[int, ...]) -> None:
-        """Run a barrier of the world for this process set. The caller logs the warning about a long wait."""
+    def _run_barrier(self, step: str, ranks: tuple[int, ...]) -> None:
+        """Run a barrier of the world for a new process set. The caller logs the warning about a long wait."""
         tensor = torch.zeros(1)
         submit = partial(self._hvd.allreduce_async_, tensor, op=self._hvd.Sum)
-        self._begin(submit, f"new_group.{ranks}.{what}", tensor, self._world, is_told=True).wait()
+        self._begin(submit, f"new_group.{ranks}.{step}", tensor, self._world, warns_if_late=False).wait()
 
     def group_key(self, group: Group) -> str:
         number = self._number_of(group)
@@ -170,7 +171,7 @@ class HorovodTransport(Transport):
         return f"{super().group_key(group)}/{number}"
 
     def _tag(self, group: Group) -> str:
-        """Prefix of the names of the group's calls, equal on all members."""
+        """Return the prefix of the names of the group's calls. It is equal on all members."""
         process_set_id = 0 if group.handle is None else group.handle.process_set_id
         return f"{process_set_id}.{self._number_of(group)}"
 
@@ -193,19 +194,19 @@ class HorovodTransport(Transport):
         if number is None or not self._is_current():
             return False
         # The user may have removed this set through another handle. Horovod may reuse the id for other ranks.
-        found = self._ranks_of_set(*[-1] * (self._world_size + 1))
-        self._process_set_ranks(number, found)
+        found = self._ranks_array_type(*[-1] * (self._world_size + 1))
+        self._read_process_set_ranks(number, found)
         ranks = [*handle.ranks, -1]
         return bool(found[: len(ranks)] == ranks)
 
     @contextmanager
-    def explaining(self) -> Iterator[None]:
+    def errors_with_cause(self) -> Iterator[None]:
         try:
             if not self._is_running():
                 raise self._mpi_ops.HorovodInternalError(_SHUT_DOWN)
             yield
         except self._mpi_ops.HorovodInternalError as error:
-            connections.raise_explained(error)
+            connections.raise_with_cause(error)
 
     @waits_for_ranks
     def result(self, call: tuple[int, str], process_set: Any) -> Any:
@@ -219,7 +220,7 @@ class HorovodTransport(Transport):
     def supports(
         self, kind: CollectiveKind, op: str | None, dtype: torch.dtype, device: torch.device
     ) -> bool:
-        on_gpu = device.type == "cuda" and self._takes_gpu
+        on_gpu = device.type == "cuda" and self._supports_gpu
         if device.type != "cpu" and not on_gpu:
             return False
         if kind == "all_reduce":
@@ -253,55 +254,62 @@ class HorovodTransport(Transport):
         )
 
     def barrier(self, group: Group) -> Work:
-        # hvd.barrier() would spin, see _wait.
+        # Not hvd.barrier(), which would spin: see _wait.
         tensor = torch.zeros(1)
         return self._begin(
             partial(self._hvd.allreduce_async_, tensor, op=self._hvd.Sum), "barrier", tensor, group
         )
 
     def _begin(
-        self, submit: Callable[..., int], name: str, tensor: Tensor, group: Group, is_told: bool = False
+        self,
+        submit: Callable[..., int],
+        name: str,
+        tensor: Tensor,
+        group: Group,
+        warns_if_late: bool = True,
     ) -> Work:
         """Submit a call under a name that is equal on all ranks."""
         if not self._is_running():
-            connections.raise_explained(self._mpi_ops.HorovodInternalError(_SHUT_DOWN))
+            connections.raise_with_cause(self._mpi_ops.HorovodInternalError(_SHUT_DOWN))
         process_set = self._hvd.global_process_set if group.handle is None else group.handle
         if process_set.process_set_id == 0:  # ADASUM rejects other handles of the world
             process_set = self._hvd.global_process_set
         layout = f"{tensor.dtype}.{tuple(tensor.shape)}"
         tag = self._tag(group)
         full_name = f"ignite_dist.{tag}.{name}.{layout}"
-        with self._refused_explained():
+        with self._clearer_errors():
             handle = submit(name=full_name, process_set=process_set)
         self._num_begun[tag] = self._num_begun.get(tag, 0) + 1
-        return _HorovodWork(self, handle, full_name, inf if is_told else _PATIENCE_SECONDS, tag, group.ranks)
+        patience = _PATIENCE_SECONDS if warns_if_late else inf
+        return _HorovodWork(self, handle, full_name, patience, tag, group.ranks)
 
     @contextmanager
-    def _refused_explained(self) -> Iterator[None]:
+    def _clearer_errors(self) -> Iterator[None]:
+        """Context manager: replace Horovod's errors with errors that name the cause."""
         try:
             yield
-        except ValueError as error:  # arguments were checked before: the name is in use
+        except ValueError as error:  # the name is in use: the other arguments have been checked
             raise RuntimeError(
-                "The same call is already pending in this process: another thread has made it, or it was "
-                "interrupted before its end. Call the collectives of a group one after the other, or make a "
-                f"group for each thread with new_group. ({error})"
+                "The same call is already pending in this process: another thread has made the call, or "
+                "it was interrupted before its end. Call the collectives of a group one after the other, or "
+                f"make a group for each thread with new_group. ({error})"
             ) from error
         except self._mpi_ops.HorovodInternalError as error:
-            connections.raise_explained(error)
+            connections.raise_with_cause(error)
 
     def finish(self, handle: int, name: str, patience: float) -> Any:
         """Wait for a call and return its result."""
-        with self._refused_explained():
+        with self._clearer_errors():
             self._wait(handle, name, patience)
             return self._hvd.synchronize(handle)
 
     def is_finished(self, handle: int) -> bool:
-        """True if :meth:`finish` would not wait."""
+        """True if :meth:`finish` would return or raise without waiting."""
         return bool(self._hvd.poll(handle)) or not self._is_running()
 
     def _wait(self, handle: int, name: str, patience: float) -> None:
-        # hvd.synchronize() alone would spin until the end. The spinning takes a core from Horovod's thread
-        # (three ranks on two cores: 9 ms instead of 2 ms for 4 bytes), and blocks Ctrl-C.
+        # hvd.synchronize() alone would spin until the call ends. Spinning takes a core from Horovod's thread
+        # (with three ranks on two cores, 4 bytes take 9 ms instead of 2 ms), and blocks Ctrl-C.
         start = time.perf_counter()
         while not self._hvd.poll(handle):
             waited = time.perf_counter() - start
@@ -318,9 +326,9 @@ class HorovodTransport(Transport):
     def _is_running(self) -> bool:
         # After another rank's shutdown, Horovod's thread aborts the pending calls. The thread holds a lock
         # and may need the GIL. A new call would keep the GIL and wait for the lock (deadlock), or never
-        # return if the thread ends. This check waits for the lock without the GIL. The result is negative
-        # after the thread has ended. A shutdown between this check and the call remains possible.
-        return self._process_set_ranks(0, self._found_ranks) >= 0
+        # return if the thread ends. This check waits for the lock without the GIL. Its result is negative
+        # after the thread has ended. A shutdown between this check and the next call remains possible.
+        return self._read_process_set_ranks(0, self._ranks_buffer) >= 0
 
     # --- for the watchdog ------------------------------------------------------------------------------
 
@@ -330,25 +338,25 @@ class HorovodTransport(Transport):
     def calls_begun(self) -> dict[str, int | None]:
         return dict(self._num_begun)
 
-    def waited_for(self, frame: FrameType) -> WaitedFor:
+    def find_wait(self, frame: FrameType) -> Wait:
         # Horovod begins an operation, even a broadcast, only after all ranks of the set have submitted it.
         work = work_of(frame)
         if work is not None:  # a call of this package
-            return WaitedFor(work.ranks, work.group_name, is_known=True, needs_all=True)
+            return Wait(work.ranks, work.group_name, is_known=True, needs_all=True)
         process_set = local_of(frame, "process_set")
         if isinstance(process_set, self._hvd.ProcessSet) and process_set.ranks:  # a call of an optimizer
-            return WaitedFor(tuple(process_set.ranks), is_known=True, needs_all=True)
-        if frame.f_globals.get("__name__") == "torch.autograd.graph":  # a backward pass: this rank computes
-            return WaitedFor()
-        if not self._changing_sets.acquire(timeout=_LOCK_SECONDS):  # a pending new_group may hold the lock
-            return WaitedFor()
+            return Wait(tuple(process_set.ranks), is_known=True, needs_all=True)
+        if frame.f_globals.get("__name__") == "torch.autograd.graph":  # this rank computes a backward pass
+            return Wait()
+        if not self._sets_lock.acquire(timeout=_LOCK_SECONDS):  # a pending new_group may hold the lock
+            return Wait()
         try:
             sets = _horovod.known_process_sets(self._mpi_ops).values()
         finally:
-            self._changing_sets.release()
+            self._sets_lock.release()
         members = [ranks for ranks in sets if self._rank in ranks and len(ranks) > 1]
-        in_each = set(range(self._world_size)).intersection(*members)
-        return WaitedFor(tuple(in_each), is_known=True, needs_all=True)
+        in_all_sets = set(range(self._world_size)).intersection(*members)
+        return Wait(tuple(in_all_sets), is_known=True, needs_all=True)
 
     def is_broken(self) -> bool | None:
         return not self._is_running()

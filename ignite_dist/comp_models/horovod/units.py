@@ -1,6 +1,6 @@
 """The parameters of a Horovod optimizer, and the pending reductions of their gradients.
 
-A unit is one parameter, or several parameters with ``groups=``, whose gradients are reduced together.
+The gradients of a *unit* are reduced together. A unit is one parameter, or several with ``groups=``.
 Parameters are identified by numbers, which are equal on every rank.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ignite_dist._torch import version_of
-from ignite_dist.comp_models.horovod.reduction import Reduction, Wait
+from ignite_dist.comp_models.horovod.reduction import Reduction, WaitForCall
 
 __all__ = ["Unit", "Units"]
 
@@ -28,7 +28,7 @@ Unit = tuple[int, ...]
 class _Submitted:
     """The pending calls of a unit, and its gradients with their versions at submission."""
 
-    calls: list[tuple[list[int], Callable[[Wait], list[Tensor]]]]
+    calls: list[tuple[list[int], Callable[[WaitForCall], list[Tensor]]]]
     sent: list[tuple[Tensor | None, int]]
 
 
@@ -36,7 +36,7 @@ class Units:
     """The units of an optimizer, with weak references to the parameters.
 
     Args:
-        reduction: how gradients are reduced.
+        reduction: reduces the gradients.
         groups: the number of units, or lists of parameters; see ``hvd.DistributedOptimizer``. A parameter
             outside the lists gets its own unit.
     """
@@ -67,8 +67,8 @@ class Units:
         """Remove this parameter. The other parameters keep their numbers."""
         self._parameters[number] = None
 
-    def are_removed(self) -> bool:
-        """True if all parameters have been removed."""
+    def is_empty(self) -> bool:
+        """True if no parameters are left: all were removed."""
         return all(one is None for one in self._parameters)
 
     def parameter(self, number: int) -> Parameter | None:
@@ -82,10 +82,10 @@ class Units:
         return None if parameter is None else parameter.grad
 
     def unit_of(self, number: int) -> Unit:
-        """The unit that the parameter belongs to."""
+        """The unit of the parameter."""
         return self._units[number]
 
-    def is_under_way(self, unit: Unit) -> bool:
+    def is_pending(self, unit: Unit) -> bool:
         """True if the unit has been submitted and :meth:`results` has not been called."""
         return unit in self._submitted
 
@@ -108,11 +108,11 @@ class Units:
             unit: a unit that is not pending.
             sparse: the parameters with a sparse gradient on some rank and a dense gradient on no rank.
         """
-        here = [number for number in unit if self.parameter(number) is not None]
-        alone = [number for number in here if number in sparse and not self._reduction.sparse_as_dense]
-        dense = [number for number in here if number not in alone]
-        calls: list[tuple[list[int], Callable[[Wait], list[Tensor]]]] = []
-        for number in alone:
+        existing = [number for number in unit if self.parameter(number) is not None]
+        gathered = [number for number in existing if number in sparse and not self._reduction.sparse_as_dense]
+        dense = [number for number in existing if number not in gathered]
+        calls: list[tuple[list[int], Callable[[WaitForCall], list[Tensor]]]] = []
+        for number in gathered:
             gradient, parameter = self.gradient(number), self.parameter(number)
             calls.append(([number], self._reduction.begin_sparse(self._names[number], gradient, parameter)))
         if dense:
@@ -127,7 +127,7 @@ class Units:
             return torch.zeros_like(self.parameter(number))  # type: ignore[arg-type]
         return gradient.to_dense() if gradient.is_sparse else gradient.detach()
 
-    def results(self, unit: Unit, wait: Wait) -> list[tuple[int, Tensor]]:
+    def results(self, unit: Unit, wait: WaitForCall) -> list[tuple[int, Tensor]]:
         """Wait for a unit. Return its results with the numbers of their parameters."""
         found: list[tuple[int, Tensor]] = []
         for numbers, finish in self._submitted.pop(unit).calls:
@@ -165,10 +165,10 @@ def _make_units(groups: Any, parameters: Sequence[Tensor], first: int) -> list[U
         parts = [[trained[id(one)] for one in group if id(one) in trained] for group in groups]
     units: dict[int, Unit] = {number: (number,) for number in range(first, first + len(parameters))}
     for part in parts:
-        alike: dict[Any, list[int]] = {}  # one call of Horovod takes one dtype and one device
+        by_type: dict[Any, list[int]] = {}  # one call of Horovod takes one dtype and one device
         for number in part:
             one = parameters[number - first]
-            alike.setdefault((one.dtype, one.device), []).append(number)
-        for together in alike.values():
-            units.update(dict.fromkeys(together, tuple(together)))
+            by_type.setdefault((one.dtype, one.device), []).append(number)
+        for members in by_type.values():
+            units.update(dict.fromkeys(members, tuple(members)))
     return list(units.values())

@@ -17,40 +17,44 @@ from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_dist.gradients import accumulation_node, add_gradients, empty_gradient, note_arrival
+from ignite_dist.gradients import accumulation_node, add_gradients, empty_gradient, record_arrival
 
-__all__ = ["completing"]
+__all__ = ["complete_in_block"]
 
 _REDUCTION = "_ignite_dist_reduction"  # attribute of a DistributedDataParallel: its _Reduction
 
 
 @contextmanager
-def completing(model: Module) -> Iterator[None]:
+def complete_in_block(model: Module) -> Iterator[None]:
     """After the block each ``DistributedDataParallel`` in ``model`` has reduced its gradients.
 
-    If ``model`` contains several, which may be trained in turn, this function skips those that have no
-    gradients and were not called in the block.
+    If ``model`` contains several of them, which may be trained in turn, this function skips each module that
+    has no gradients and was not called in the block.
 
     Raises:
-        RuntimeError: DDP waits for the gradient of a parameter that was frozen after the model was wrapped;
-            or this rank cannot know which of several wrapped models the other ranks have used.
+        RuntimeError: DDP waits for the gradient of a parameter that was frozen after the model was wrapped.
+            Or this rank cannot know which of several wrapped models the other ranks have used.
     """
     wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     with ExitStack() as stack:
-        reductions = {module: stack.enter_context(_watching(module)) for module in wrapped}
+        reductions = {module: stack.enter_context(_record_arrivals(module)) for module in wrapped}
         yield
     if not torch.is_grad_enabled():  # an evaluation
         return
     if len(reductions) > 1:
-        reductions = _those_in_use(reductions)
+        reductions = _used_reductions(reductions)
     for module, reduction in reductions.items():
         reduction.complete(module)
 
 
-def _those_in_use(
+def _used_reductions(
     reductions: dict[DistributedDataParallel, _Reduction],
 ) -> dict[DistributedDataParallel, _Reduction]:
-    used = {module: one for module, one in reductions.items() if one.was_prepared or one.holds_gradients()}
+    used = {
+        module: reduction
+        for module, reduction in reductions.items()
+        if reduction.was_prepared or reduction.has_gradients()
+    }
     if not used:
         raise RuntimeError(
             f"The model contains {len(reductions)} DistributedDataParallel modules. This rank has used none "
@@ -70,23 +74,26 @@ class _Reduction:
 
     def __init__(self, module: DistributedDataParallel) -> None:
         ignored = module.parameters_to_ignore
-        named = module.module.named_parameters()
-        trained = {name: one for name, one in named if one.requires_grad and name not in ignored}
+        trained = {
+            name: parameter
+            for name, parameter in module.module.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        }
         self.names = list(trained)
         self.parameters = list(trained.values())
         self.sparse = _sparse_parameters(module)
         self.was_prepared = False
         self.arrived: set[int] = set()
-        self.usual: set[int] = set()  # the indices that the user's last backward pass reached
+        self.last_arrived: set[int] = set()  # the indices that the user's last backward pass reached
         # DDP references the same autograd nodes. Making the hooks takes 10 us per parameter, so do it once.
         self.nodes = [accumulation_node(parameter) for parameter in self.parameters]
         for number, node in enumerate(self.nodes):
-            note_arrival(node, number, self.arrived)
+            record_arrival(node, number, self.arrived)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the module has other nodes and makes its own _Reduction
 
-    def holds_gradients(self) -> bool:
+    def has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def note_call(self, module: DistributedDataParallel, *_: Any) -> None:
@@ -99,12 +106,12 @@ class _Reduction:
         """Complete the reduction on this rank."""
         if not self.parameters or not module.require_backward_grad_sync:  # within no_sync()
             return
-        # After a call before the block, DDP's require_forward_param_sync says if DDP expects a backward pass.
+        # For a call before the block: require_forward_param_sync is True if DDP expects a backward pass.
         is_prepared = self.was_prepared or module.require_forward_param_sync
         if not (is_prepared and self.arrived):
-            _backward_of_zeros(module, self)
+            _run_zero_pass(module, self)
         elif module.find_unused_parameters or module.static_graph:
-            self.usual = set(self.arrived)  # DDP's reducer finds unused parameters itself
+            self.last_arrived = set(self.arrived)  # DDP's reducer finds unused parameters itself
         elif len(self.arrived) < len(self.parameters):
             self._add_missing()
 
@@ -128,7 +135,7 @@ class _Reduction:
 
 
 @contextmanager
-def _watching(module: DistributedDataParallel) -> Iterator[_Reduction]:
+def _record_arrivals(module: DistributedDataParallel) -> Iterator[_Reduction]:
     """Context manager: record the parameters of ``module`` that backward passes reach in the block."""
     reduction: _Reduction | None = vars(module).get(_REDUCTION)
     if reduction is None:
@@ -158,7 +165,7 @@ class _Standin(Module):
         return self.output
 
 
-def _backward_of_zeros(module: DistributedDataParallel, reduction: _Reduction) -> None:
+def _run_zero_pass(module: DistributedDataParallel, reduction: _Reduction) -> None:
     """Make a forward and a backward pass of ``module`` that add zeros to its gradients.
 
     DDP's forward pass prepares the backward pass and broadcasts buffers, as on the ranks that call the model.
@@ -166,40 +173,35 @@ def _backward_of_zeros(module: DistributedDataParallel, reduction: _Reduction) -
     """
     if reduction.was_prepared:  # this rank has taken part in the broadcast of the buffers already
         module.require_forward_param_sync = False
-    parameters, gradients = _through_which(module, reduction)
-    inside = module.module
-    module.module = _Standin(add_gradients(parameters, lambda: gradients), inside)
+    parameters, gradients = _gradients_of_zero_pass(module, reduction)
+    model = module.module
+    module.module = _Standin(add_gradients(parameters, lambda: gradients), model)
     try:
         with torch.enable_grad():
             # DDP needs an argument, because on a GPU DDP moves the first argument to the device.
             output = DistributedDataParallel.forward(module, None)  # type: ignore[no-untyped-call]
     finally:
-        module.module = inside
+        module.module = model
     output.backward()
 
 
-def _through_which(
+def _gradients_of_zero_pass(
     module: DistributedDataParallel, reduction: _Reduction
 ) -> tuple[list[Parameter], list[Tensor | None]]:
-    """The parameters of a backward pass of zeros, and the gradients that it adds."""
+    """The parameters that a backward pass of zeros must reach, and the gradients that the pass adds."""
     trained = [parameter for parameter in reduction.parameters if parameter.requires_grad]
     if module.static_graph:  # every backward pass must reach the same parameters
-        usual = [
-            parameter for number, parameter in enumerate(reduction.parameters) if number in reduction.usual
-        ]
-        through = usual or trained
+        reached = [reduction.parameters[number] for number in sorted(reduction.last_arrived)] or trained
     elif module.find_unused_parameters:
-        through = [parameter for parameter in trained if parameter.grad is not None]
-        if not through:  # DDP needs one parameter to start; without gradient, it counts as unused
+        reached = [parameter for parameter in trained if parameter.grad is not None]
+        if not reached:  # DDP needs one parameter to start. It counts as unused, because it has no gradient.
             return trained[:1], [None]
     else:
-        through = trained
-    return through, [reduction.zeros(parameter) for parameter in through]
+        reached = trained
+    return reached, [reduction.zeros(parameter) for parameter in reached]
 
 
 def _sparse_parameters(module: Module) -> set[int]:
     """The ids of the parameters for which DDP expects sparse gradients."""
-    embeddings = [
-        one for one in module.modules() if isinstance(one, (Embedding, EmbeddingBag)) and one.sparse
-    ]
-    return {id(one.weight) for one in embeddings}
+    embeddings = [part for part in module.modules() if isinstance(part, (Embedding, EmbeddingBag))]
+    return {id(embedding.weight) for embedding in embeddings if embedding.sparse}

@@ -1,11 +1,12 @@
-"""Faster replacements for gloo's own collectives, for tensors on the CPU; and gloo's cleanup at exit.
+"""Faster replacements for gloo's collectives of CPU tensors, and a wait for gloo's threads at exit.
 
-gloo gathers in a ring of ``group_size - 1`` steps and reduces in a ring of twice as many steps. Below some
-size the steps dominate the cost; above it the copies do. ``benchmarks/one_round.py`` measures both.
+gloo gathers in a ring of ``group_size - 1`` steps and reduces in a ring of twice as many steps. Most of
+the cost is that of the steps for small tensors, and that of the copies for large tensors.
+``benchmarks/one_round.py`` measures both.
 
 gloo's threads release a collective's tensors after the collective has returned, and need Python's GIL to
-do so. If the process ends earlier, with an open context, such a thread aborts the process: in raw torch 2.13,
-3 of 24 processes whose last statement was a collective. So this module waits for gloo's threads at exit.
+do so. If the process ends earlier, with an open context, such a thread aborts the process. Raw torch 2.13
+aborted 3 of 24 processes whose last statement was a collective. So this module waits for them at exit.
 https://github.com/pytorch/pytorch/issues/190489
 """
 
@@ -28,20 +29,20 @@ from ignite_dist.values.reduce_ops import reduce_rows
 
 __all__ = [
     "ScratchBuffers",
+    "begin_broadcasts",
+    "broadcast_options",
     "exchange",
+    "fits_one_round",
     "forget_lent",
-    "from_root",
-    "in_one_round",
     "lend",
-    "stream",
-    "tidy_at_exit",
+    "wait_for_threads_at_exit",
 ]
 
 # An all-to-all exchange is one step. Up to this total size over all ranks the exchange is 2 to 5 times faster
 # than both rings.
 _ONE_ROUND_BYTES = 1 << 20
 # The largest group in which all ranks broadcast at once: gloo then makes no copy. Measured with 8 ranks.
-_MAX_STREAMS = 32
+_MAX_BROADCASTS = 32
 # Up to this size, allocating the buffers costs more than exchanging them.
 _SCRATCH_BYTES = 8 << 10
 _MAX_LAYOUTS = 64
@@ -50,29 +51,29 @@ _MAX_FREE = 16
 
 _EXCHANGE = AllToAllOptions()  # gloo only reads it, so calls share it
 
-# The tensor to send, the tensor to receive into, and the rows of the latter.
+# The tensor to send, the tensor that receives, and the rows of the second tensor.
 _Buffer = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 # Tensors that gloo's threads may still reference. Older ones have been released.
-_lent: deque[weakref.ref[Tensor]] = deque(maxlen=4 * _MAX_STREAMS)
+_lent: deque[weakref.ref[Tensor]] = deque(maxlen=4 * _MAX_BROADCASTS)
 _POLL_SECONDS = 1e-4
 # Long enough to schedule each thread on a busy machine. A thread that takes longer is considered stuck.
-_TIDY_SECONDS = 0.5
+_EXIT_SECONDS = 0.5
 
 
-def tidy_at_exit() -> None:
+def wait_for_threads_at_exit() -> None:
     """Register an exit handler that waits until gloo's threads have released all lent tensors."""
-    atexit.unregister(_tidy)  # an earlier context may have registered the handler
-    atexit.register(_tidy)
+    atexit.unregister(_wait_for_threads)  # an earlier context may have registered the handler
+    atexit.register(_wait_for_threads)
 
 
-def _tidy() -> None:
-    until = time.monotonic() + _TIDY_SECONDS
-    while _holds_some() and time.monotonic() < until:
+def _wait_for_threads() -> None:
+    deadline = time.monotonic() + _EXIT_SECONDS
+    while _has_lent_tensors() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)  # releases the GIL for gloo's threads
 
 
-def _holds_some() -> bool:
+def _has_lent_tensors() -> bool:
     try:
         return any(lent() is not None for lent in tuple(_lent))
     except RuntimeError:  # a daemon thread has lent another tensor during the iteration
@@ -91,7 +92,7 @@ def lend(tensor: Tensor) -> Tensor:
     return lent
 
 
-def in_one_round(nbytes: int, group_size: int) -> bool:
+def fits_one_round(nbytes: int, group_size: int) -> bool:
     """True if ``nbytes`` from each rank are few enough to be sent to all other ranks in one step."""
     return nbytes * group_size <= _ONE_ROUND_BYTES
 
@@ -101,15 +102,18 @@ def exchange(group: ProcessGroup, sent: Tensor, received: Tensor) -> Work:
     return group.alltoall_base(lend(received), lend(sent), [], [], _EXCHANGE)
 
 
-def stream(group: ProcessGroup, rows: Tensor) -> list[Work] | None:
-    """Fill ``rows`` from all ranks at once, given this rank's own row; None if there are too many ranks."""
-    if len(rows) > _MAX_STREAMS:
+def begin_broadcasts(group: ProcessGroup, rows: Tensor) -> list[Work] | None:
+    """Broadcast row ``i`` of ``rows`` from rank ``i``, all rows at once; None if there are too many ranks."""
+    if len(rows) > _MAX_BROADCASTS:
         return None
-    return [group.broadcast([lend(row)], from_root(root, True)) for root, row in enumerate(rows.unbind())]
+    return [
+        group.broadcast([lend(row)], broadcast_options(root, is_async=True))
+        for root, row in enumerate(rows.unbind())
+    ]
 
 
-@lru_cache(maxsize=4 * _MAX_STREAMS)
-def from_root(root: int, is_async: bool) -> BroadcastOptions:
+@lru_cache(maxsize=4 * _MAX_BROADCASTS)
+def broadcast_options(root: int, is_async: bool) -> BroadcastOptions:
     """The options of a broadcast from the rank at ``root`` in the group. Do not modify them."""
     options = BroadcastOptions()
     options.rootRank = root
@@ -135,15 +139,15 @@ class ScratchBuffers:
         """Prepare to reduce the contiguous ``tensor`` in place.
 
         Returns:
-            A function that begins the exchange of all ranks' values, and one to call after the exchange,
-            which returns ``tensor``.
+            A function that begins the exchange of all ranks' values, and a function to call after that, which
+            reduces the values and returns ``tensor``.
         """
         # A buffer holds no data between calls, so groups of one size share buffers.
         key = (group_size, tensor.dtype, tensor.shape)
         free = self._free.get(key)
         try:
             buffer = free.pop() if free else _new_buffer(tensor, group_size)
-        except IndexError:  # another thread has taken the last one
+        except IndexError:  # another thread has taken the last buffer
             buffer = _new_buffer(tensor, group_size)
         sent, received, rows = buffer
         sent.copy_(tensor)

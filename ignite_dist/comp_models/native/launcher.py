@@ -38,7 +38,7 @@ class NativeLauncher(Launcher):
         check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
 
     @classmethod
-    def start(  # type: ignore[override]  # the keywords are each backend's own
+    def start(  # type: ignore[override]  # each backend has its own keywords
         cls,
         entry: Callable[..., Any],
         *,
@@ -59,8 +59,8 @@ class NativeLauncher(Launcher):
         if timeout is not None:
             check_timeout("timeout", timeout)
         devices.check_devices(backend, nproc_per_node)
-        store, environ = None, stores.loopback_only() if nnodes == 1 else {}
-        job = nodes.assumed(node_rank, nnodes, nproc_per_node)
+        store, environ = None, stores.loopback_variables() if nnodes == 1 else {}
+        job = nodes.assumed_nodes(node_rank, nnodes, nproc_per_node)
         if init_method in (None, "env://"):
             hello = nodes.Hello(node_rank, nnodes, nproc_per_node, backend, socket.gethostname())
             address, port = master_addr or "127.0.0.1", master_port or 0
@@ -71,7 +71,7 @@ class NativeLauncher(Launcher):
             entry,
             {"init_method": init_method, "timeout": timeout},
             [{**environ, **ranks} for ranks in job.environs()],
-            serving=store,
+            store=store,
             start_method=start_method,
             daemon=daemon,
             nodes=job,
@@ -86,10 +86,10 @@ def _rendezvous(
     """Serve a store for one node, or wait for the launchers of all nodes.
 
     Returns:
-        The store of a single node, the nodes, and the workers' environment variables.
+        The store (None for several nodes), the nodes, and the workers' environment variables.
     """
     if hello.nnodes == 1:
         store, port = stores.serve_store(address, port)
-        return store, nodes.assumed(0, 1, hello.nproc_per_node), stores.join_variables(address, port)
+        return store, nodes.assumed_nodes(0, 1, hello.nproc_per_node), stores.join_variables(address, port)
     job = nodes.meet(hello, address, port, timeout, stores.serve_store)
     return None, job, stores.join_variables(job.nodes[0].address, job.port)

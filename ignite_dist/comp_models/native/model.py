@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from ignite_dist import _torch, devices, environments
 from ignite_dist._torch import WORLD_STATE
 from ignite_dist.arguments import as_int, check_keywords, check_timeout
-from ignite_dist.comp_models.base import ProcessModel, weakly
+from ignite_dist.comp_models.base import ProcessModel, weak_method
 from ignite_dist.comp_models.native import gloo
 from ignite_dist.comp_models.native.launcher import NativeLauncher
 from ignite_dist.comp_models.native.training import NativeTraining
@@ -36,7 +36,7 @@ __all__ = ["NativeModel"]
 
 
 _FROM_SOURCE = "To get it, install the library and build torch from source."
-_BUILDS_WITH = {
+_BUILD_HINTS = {
     "nccl": "torch's builds for CUDA have it: https://pytorch.org/get-started/locally/.",
     "xccl": "torch's builds for Intel GPUs have it: https://pytorch.org/get-started/locally/.",
     "mpi": _FROM_SOURCE,
@@ -54,8 +54,8 @@ class NativeModel(ProcessModel):
 
     Args:
         world: the default process group.
-        undo: reverts what :meth:`open` has changed in this process; None if other code has made the group.
-        environment: the launcher's environment; by default read from variables with this rank and world size.
+        undo: reverts the changes by :meth:`open` in this process; None if other code has made the group.
+        environment: the launcher's environment; None to read it from variables with this rank and world size.
         connecting: makes a context manager for code that opens connections between the ranks.
     """
 
@@ -80,15 +80,20 @@ class NativeModel(ProcessModel):
         self._backends = _by_device(dist.get_backend_config())
         self._fixed_device = None if devices.accelerator_in(self._backends) else torch.device("cpu")
         self._environment = environment or _environment_of(self._rank, self._world_size)
-        self._local_rank = self._environment.local_rank if self._environment else _local_rank_alone()
+        self._local_rank = self._environment.local_rank if self._environment else _local_rank_without_rank()
         super().__init__(
             NativeTransport(
-                world, self._rank, self._backends, weakly(self.device), connecting, own_store=undo is not None
+                world,
+                self._rank,
+                self._backends,
+                weak_method(self.device),
+                connecting,
+                own_store=undo is not None,
             ),
             undo,
         )
         self.training = NativeTraining(self)
-        gloo.tidy_at_exit()
+        gloo.wait_for_threads_at_exit()
 
     # --- lifecycle ---------------------------------------------------------------------------------
 
@@ -99,7 +104,8 @@ class NativeModel(ProcessModel):
 
     @classmethod
     def can_run(cls, backend: str) -> bool:
-        # One backend per device ("cpu:gloo,cuda:nccl"), or one registered with torch after our import.
+        # A name may give one backend per device ("cpu:gloo,cuda:nccl"). Look up the backends again, because a
+        # backend may have been registered with torch after the import of this package.
         names = [part.rpartition(":")[2] for part in backend.split(",")]
         return all(name in _available_backends() for name in names)
 
@@ -113,7 +119,7 @@ class NativeModel(ProcessModel):
         if backend not in dist.Backend.backend_list:
             return None
         return (
-            f"torch {torch.__version__} was built without {backend}. {_BUILDS_WITH.get(backend, '')}".rstrip()
+            f"torch {torch.__version__} was built without {backend}. {_BUILD_HINTS.get(backend, '')}".rstrip()
         )
 
     @classmethod
@@ -131,28 +137,30 @@ class NativeModel(ProcessModel):
         world_size, rank = as_int(world_size), as_int(rank)
         _check_initialize(backend, init_method, world_size, rank, timeout, kwargs)
         place = stores.find_place(init_method, rank, world_size)
-        brings_ranks = backend == dist.Backend.MPI  # MPI needs no store
-        # These variables stay set for the life of the context: every new group opens listening sockets.
-        more = {} if brings_ranks else {**stores.interfaces(place, init_method), **stores.ASK_ONCE}
-        stores.set_missing(place, more)
-        connecting = nullcontext if stores.on_one_machine(place, init_method) else connections.watched
-        excepthook, to_all = sys.excepthook, connections.Connections()
+        is_mpi = backend == dist.Backend.MPI  # MPI assigns the ranks and needs no store
+        # These variables stay set until the context ends, because every new group opens listening sockets.
+        socket_variables = (
+            {} if is_mpi else stores.interface_variables(place, init_method) | stores.GLOO_VARIABLES
+        )
+        stores.set_missing(place, socket_variables)
+        connecting = nullcontext if stores.is_on_one_machine(place, init_method) else connections.keepalive
+        excepthook, world_connections = sys.excepthook, connections.Connections()
         try:
             devices.select_device(backend, place)
             if timeout is not None:
                 kwargs["timeout"] = timeout
             with connecting():
-                if not brings_ranks:
+                if not is_mpi:
                     store = stores.join_store(place, init_method, timeout)
                     kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
-                _init_process_group(backend, place, to_all, kwargs)
+                _init_process_group(backend, place, world_connections, kwargs)
         except BaseException:
-            variables.give_back()
+            variables.restore()
             raise
-        stores.note_meeting(place, init_method)
-        model = cls(_world(), _undo(excepthook), place, connecting)
+        stores.count_context(place, init_method)
+        model = cls(_world(), _make_undo(excepthook), place, connecting)
         if "gloo" in model._backends.values():
-            model.transport.to_all = to_all
+            model.transport.world_connections = world_connections
         if model.device().type != "cpu":
             # The barrier makes the communicator now, on the selected device.
             model.transport.barrier(model.groups.world).wait()
@@ -183,11 +191,11 @@ class NativeModel(ProcessModel):
         return self._world
 
     @classmethod
-    def keep_through_fork(cls) -> object | None:
+    def prepare_forked_child(cls) -> object | None:
         gloo.forget_lent()
         groups = _torch.groups_and_stores()
-        for one in groups:  # never freed: their destructors would wait for threads that the child lacks
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+        for group_and_store in groups:  # their destructors would wait for threads that the child lacks
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group_and_store))  # never freed
         return dist.group.WORLD
 
     # --- identity ------------------------------------------------------------------------------------
@@ -218,7 +226,7 @@ class NativeModel(ProcessModel):
         cls._local_rank_hint = local_rank
 
     def set_local_rank(self, local_rank: int) -> None:
-        known = self._environment.local_rank if self._environment else _local_rank_alone()
+        known = self._environment.local_rank if self._environment else _local_rank_without_rank()
         if known is None:
             self._local_rank = local_rank
 
@@ -241,12 +249,12 @@ def _world() -> ProcessGroup:
     return world
 
 
-def _undo(excepthook: Callable[..., Any]) -> Callable[[], None]:
+def _make_undo(excepthook: Callable[..., Any]) -> Callable[[], None]:
     """A function that restores the environment variables and ``excepthook``, which torch has replaced."""
     installed = sys.excepthook
 
     def undo() -> None:
-        variables.give_back()
+        variables.restore()
         if sys.excepthook is installed:  # torch chains a new hook at every init_process_group
             sys.excepthook = excepthook
 
@@ -254,11 +262,12 @@ def _undo(excepthook: Callable[..., Any]) -> Callable[[], None]:
 
 
 def _init_process_group(
-    backend: str, place: Environment, to_all: connections.Connections, kwargs: Mapping[str, Any]
+    backend: str, place: Environment, world_connections: connections.Connections, kwargs: Mapping[str, Any]
 ) -> None:
     """Make the default process group; log a warning if this takes long."""
-    waiting = connections.wait_told(lambda: roll_call.waiting(place, "connections to the other ranks"))
-    with to_all.noted(), waiting:
+    awaited = "connections to the other ranks"
+    waiting = connections.log_long_wait(lambda: roll_call.waiting_message(place, awaited))
+    with world_connections.recording(), waiting:
         dist.init_process_group(backend, **kwargs)
 
 
@@ -267,7 +276,7 @@ def _by_device(backends: dist.BackendConfig | str) -> dict[str, str]:
     return dict(part.split(":") for part in str(backends).split(","))
 
 
-def _local_rank_alone() -> int | None:
+def _local_rank_without_rank() -> int | None:
     """``LOCAL_RANK`` if ``RANK`` is not set, else None."""
     value = os.environ.get("LOCAL_RANK", "")
     is_number = value.isdecimal() and len(value) <= 10

@@ -1,9 +1,10 @@
 """All-reduce of narrow floats with one rounding, which sends narrow floats only.
 
-A library's all-reduce computes in the dtype that it sends. To round only once it would have to send float64,
-four times the bytes of float16. Here each rank receives the values of one part from all ranks, reduces them,
-and sends the narrow result to the other ranks. A ring all-reduce of narrow floats would send as many bytes.
-Each reduction and its rounding is :func:`ignite_dist.values.reduce_ops.reduce_rows`.
+A library's all-reduce computes in the dtype that it sends. For only one rounding it would have to send
+float64, four times the bytes of float16. In this module each rank receives the values of one part from all
+ranks, reduces them, and sends the narrow result to the other ranks. A ring
+all-reduce of narrow floats would send as many bytes. Each reduction and its rounding is
+:func:`ignite_dist.values.reduce_ops.reduce_rows`.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def reduce_in_parts(
     exchange: Callable[[Tensor, Tensor], object],
     gather: Callable[[Tensor, Tensor], object],
 ) -> Tensor:
-    """Reduce a large ``tensor`` in place: every rank reduces a part of it and gathers the others' parts.
+    """Reduce a large ``tensor`` in place: every rank reduces a part of it and gathers the other ranks' parts.
 
     Args:
-        tensor: contiguous.
+        tensor: a contiguous tensor.
         op: "SUM", "AVERAGE" or "PRODUCT".
         group_size: number of ranks.
         exchange: ``exchange(sent, received)``, an all-to-all of flat bytes in equal parts, in rank order.
@@ -47,8 +48,8 @@ def reduce_in_parts(
             parts[: piece.numel()].copy_(piece)
         received = torch.empty_like(parts)
         exchange(as_bytes(parts), as_bytes(received))
-        own = reduce_rows(torch.split(received, part_numel), op, out=piece.new_empty(part_numel))
-        gather(as_bytes(own), as_bytes(parts))
+        reduced_part = reduce_rows(torch.split(received, part_numel), op, out=piece.new_empty(part_numel))
+        gather(as_bytes(reduced_part), as_bytes(parts))
         if parts is not piece:
             piece.copy_(parts[: piece.numel()])
     return tensor

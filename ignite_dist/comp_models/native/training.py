@@ -80,14 +80,12 @@ class NativeTraining(Training):
         if len(groups) > 1:
             raise ValueError(
                 "The parts of the model have process groups with different ranks: "
-                f"{[list(one) for one in groups]}. Call this function for each part."
+                f"{[list(ranks) for ranks in groups]}. Call this function for each part."
             )
-        for ranks, handle in groups.items():
-            return (
-                self.context.groups.world
-                if len(ranks) == self.context.get_world_size()
-                else Group(handle, ranks)
-            )
+        if groups:
+            ranks, handle = next(iter(groups.items()))
+            if len(ranks) < self.context.get_world_size():
+                return Group(handle, ranks)
         return self.context.groups.world
 
     def mark_averaged(self, model: Module) -> None:
@@ -99,7 +97,7 @@ class NativeTraining(Training):
     def average_in_block(
         self, model: Module, optimizers: Sequence[Optimizer]
     ) -> AbstractContextManager[None]:
-        return ddp_reduction.completing(model)
+        return ddp_reduction.complete_in_block(model)
 
     def join(
         self, model: Module, optimizer: Optimizer | None, **kwargs: Any
@@ -191,7 +189,7 @@ def _mesh_of(parameter: Parameter) -> Any:
 
 
 def _mark_averaged(model: Module) -> None:
-    """Make the next forward pass broadcast rank 0's buffers, as after a backward pass that averages."""
+    """Make the next forward pass broadcast rank 0's buffers. DDP does so only after an averaging pass."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             module.require_forward_param_sync = True
@@ -212,7 +210,9 @@ def _joined(model: Module, optimizer: Optimizer | None, kwargs: dict[str, Any]) 
         )
     joinables: list[Any] = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if not joinables:
-        raise ValueError("join() needs a model from auto_model; this one has no DistributedDataParallel.")
+        raise ValueError(
+            "join() needs a model from auto_model, and this model has no DistributedDataParallel."
+        )
     if isinstance(optimizer, Joinable):  # a ZeroRedundancyOptimizer
         joinables.append(optimizer)  # type: ignore[unreachable]
     with Join(joinables, **kwargs):
@@ -228,23 +228,23 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         _check_separable(optimizer, "strategy='fsdp' shards its parameters")
 
 
-def _check_separable(optimizer: Optimizer, how: str) -> None:
+def _check_separable(optimizer: Optimizer, sharding: str) -> None:
     """Raise if the optimizer's step on some parameters depends on its other parameters.
 
-    No attribute tells this. Refused are optimizers that need a closure, because their line search calls the
-    closure a number of times that depends on all parameters.
+    No attribute shows this. This function refuses optimizers that need a closure, because their line search
+    calls the closure a number of times that depends on all parameters.
     """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
             f"{type(optimizer).__name__} needs a closure and computes a step from all parameters together, "
-            f"but {how} over the ranks. Omit this option, or use an optimizer that updates each parameter "
-            "separately."
+            f"but {sharding} over the ranks. Omit this option, or use an optimizer that updates each "
+            "parameter separately."
         )
 
 
 def _shard_model(model: Module, device: torch.device, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
-    """Shard ``model`` with FSDP2 in place: first its modules of the classes ``wrap``, then the rest."""
+    """Shard ``model`` with FSDP2 in place: first its modules of the classes ``wrap``, then the model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import count
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,12 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ignite_dist import _torch
 from ignite_dist.comp_models.native import gloo, narrow_floats, waits
-from ignite_dist.comp_models.native.works import TorchWork, TorchWorks
-from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, WaitedFor
+from ignite_dist.comp_models.native.works import Arrival, TorchWork, TorchWorks
+from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.rendezvous import connections
 from ignite_dist.values.ranks import describe_ranks
-from ignite_dist.values.reduce_ops import reduce_rows
+from ignite_dist.values.reduce_ops import is_rounded, reduce_rows
 from ignite_dist.values.serialization import as_bytes, as_tensor
 
 __all__ = ["NativeTransport"]
@@ -59,14 +59,14 @@ _ALL_GATHER = {is_async: _all_gather_options(is_async) for is_async in (False, T
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _ARITHMETIC = frozenset({"SUM", "PRODUCT", "MIN", "MAX"})
-# What a backend supports: tested for gloo, from torch's documentation for MPI. Any other one is like NCCL.
+# Supported dtypes and ops. For gloo: tested. For MPI: from torch's documentation. Other backends: like NCCL.
 _CARRIED_DTYPES = {
     "gloo": _FLOATS | _INTS | {torch.bool},
     "mpi": (_INTS - {torch.int8}) | {torch.float32, torch.float64},
 }
 _CARRIED_OPS = {"gloo": _ARITHMETIC | {"AND", "OR"}}
 
-# gloo does not split so few elements into segments. Then one exchange is not faster than gloo's all-reduce.
+# gloo does not split so small a tensor into segments, so one exchange is not faster than gloo's all-reduce.
 _UNCUT_NUMEL = 2
 
 
@@ -81,8 +81,6 @@ class NativeTransport(Transport):
         connecting: makes a context manager for code that opens connections between the ranks.
         own_store: True if only this package uses the context's store.
     """
-
-    overlap: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -99,14 +97,16 @@ class NativeTransport(Transport):
         self._device = device
         self._connecting = connecting
         self._own_store = own_store
+        self.overlap = backends.get("cpu", "gloo") == "gloo"  # the only one on CPUs with separate_group()
         self._world_ranks = tuple(range(world.size()))
-        # For each tuple of ranks, a counter of the groups made of them; and the store connections that no
-        # thread is using. No lock is needed, because next(), pop() and append() are atomic.
+        # A counter of the groups made of each tuple of ranks, and the connections to the store that no thread
+        # is using. No lock is needed, because next(), pop() and append() are atomic.
         self._generations: dict[tuple[int, ...], Iterator[int]] = {}
         self._free_connections: list[Store] = []
         self._scratch = gloo.ScratchBuffers()
+        self._waits_have_ended = False
         # gloo's connections in the world and in groups; recorded only if open() has made the context
-        self.to_all, self._to_groups = connections.Connections(), connections.Connections()
+        self.world_connections, self._group_connections = connections.Connections(), connections.Connections()
 
     # --- groups ---
 
@@ -117,32 +117,44 @@ class NativeTransport(Transport):
         if not ranks:  # torch treats an empty list as all ranks
             inspect.signature(dist.new_group).bind([], **options)
             return GroupMember.NON_GROUP_MEMBER
-        with self._connecting(), self._to_groups.noted():
-            return dist.new_group(list(ranks), **options) if options else self._make_group_by_name(ranks)
-
-    def _make_group_by_name(self, ranks: tuple[int, ...]) -> Any:
+        if options:
+            with self._connecting(), self._group_connections.recording():
+                return dist.new_group(list(ranks), **options)
         # torch names a group by the number of groups that this rank has made, so ranks with different numbers
-        # would wait for each other forever. A name made of the ranks needs calls from the members only.
+        # would wait for each other forever. With a name made of the ranks, only members must call.
         generation = next(self._generations.setdefault(ranks, count(1)))
         digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
-        backend, worlds_store = _torch.backend_and_store(self._world)
-        store = self._connection(worlds_store) if self._rank in ranks else worlds_store
-        handle = _torch.new_group_by_name(
-            f"ignite_dist:{digest}:{generation}",
-            ranks,
-            self._rank,
-            backend,
-            store,
-            # torch would not pass the world's timeout on to the group.
-            timeout=_torch.timeout_of(self._world, self._device()),
-            description=f"ignite_dist:{describe_ranks(ranks)}",
-        )
+        return self._make_named_group(f"ignite_dist:{digest}:{generation}", ranks)
+
+    def separate_group(self, group: Group) -> Group:
+        if not self.overlap or len(group.ranks) == 1:
+            return group
+        name = f"ignite_dist:asynchronous:{self.group_key(group)}"
+        store = self._take_connection(_torch.backend_and_store(self._world)[1])
+        Arrival(store, name, group.ranks, lambda: self._waits_have_ended).wait()
+        self._free_connections.append(store)
+        return group._replace(handle=self._make_named_group(name, group.ranks))
+
+    def _make_named_group(self, name: str, ranks: tuple[int, ...]) -> Any:
+        backend, world_store = _torch.backend_and_store(self._world)
+        store = self._take_connection(world_store) if self._rank in ranks else world_store
+        with self._connecting(), self._group_connections.recording():
+            handle = _torch.new_group_by_name(
+                name,
+                ranks,
+                self._rank,
+                backend,
+                store,
+                # torch would not pass the world's timeout on to the group.
+                timeout=_torch.timeout_of(self._world, self._device()),
+                description=f"ignite_dist:{describe_ranks(ranks)}",
+            )
         if handle is not GroupMember.NON_GROUP_MEMBER:
             self._free_connections.append(store)  # not after an error: a reply may still be unread
         return handle
 
-    def _connection(self, worlds_store: Any) -> Any:
-        """A connection to the store that no other thread is using.
+    def _take_connection(self, world_store: Any) -> Any:
+        """Take or make a connection to the store that no other thread is using.
 
         A thread keeps its connection while it waits for the other members. Two threads with one connection
         would deadlock if two ranks made their groups in opposite orders.
@@ -150,7 +162,7 @@ class NativeTransport(Transport):
         try:
             return self._free_connections.pop()
         except IndexError:
-            return _connected_again(worlds_store)
+            return _new_connection(world_store)
 
     def is_alive(self, handle: Any) -> bool:
         return _torch.is_live(handle) or handle == GroupMember.NON_GROUP_MEMBER
@@ -183,12 +195,12 @@ class NativeTransport(Transport):
         backend = self._backends.get(device.type)
         if kind == "reduce_narrow":
             # Tested with gloo only. For large jobs on GPUs, NCCL's tree algorithm uses the network better.
-            return self._is_gloo_on_cpu(device)
-        if kind not in ("all_reduce", "all_gather", "broadcast") or backend is None:
+            return self._is_gloo_on_cpu(device) and is_rounded(str(op), dtype)
+        if backend is None or dtype not in _CARRIED_DTYPES.get(backend, _FLOATS | _INTS):
             return False
-        if dtype not in _CARRIED_DTYPES.get(backend, _FLOATS | _INTS):
-            return False
-        return op is None or op in _CARRIED_OPS.get(backend, _ARITHMETIC)
+        if kind == "all_reduce":
+            return op in _CARRIED_OPS.get(backend, _ARITHMETIC)
+        return kind in ("all_gather", "broadcast")
 
     # The primitives call the process group's methods. torch.distributed's functions also log and count calls,
     # which takes 15-25 us per call if the CPU's caches are cold after waiting for other ranks.
@@ -199,7 +211,7 @@ class NativeTransport(Transport):
         if (
             tensor.numel() > _UNCUT_NUMEL
             and self._is_gloo_on_cpu(tensor.device)
-            and gloo.in_one_round(tensor.nbytes, group_size)
+            and gloo.fits_one_round(tensor.nbytes, group_size)
         ):
             exchange, reduce = self._scratch.all_reduce(handle, tensor, op, group_size)
             return TorchWork(exchange, None, handle, group.ranks).then(reduce)
@@ -212,10 +224,10 @@ class NativeTransport(Transport):
         group_size = len(group.ranks)
         if group_size == 1 or not tensor.numel():
             return Completed(tensor)
-        if not gloo.in_one_round(tensor.nbytes, group_size):
+        if not gloo.fits_one_round(tensor.nbytes, group_size):
             return Steps(lambda: self._reduce_in_parts(tensor, op, group))
         if tensor.numel() > _UNCUT_NUMEL and tensor.dtype in _FLOATS:
-            return self.all_reduce(tensor, op, group)  # at this size it gathers and reduces, too
+            return self.all_reduce(tensor, op, group)  # which also gathers and reduces at this size
         rows = tensor.new_empty((group_size, *tensor.shape))
         gathered = self.all_gather(as_bytes(tensor), group, out=as_bytes(rows).view(group_size, -1))
         return gathered.then(lambda _: reduce_rows(rows.unbind(), op, out=tensor))
@@ -239,16 +251,16 @@ class NativeTransport(Transport):
         if tensor.numel() == 0:
             return Completed(out)
         if self._is_gloo_on_cpu(tensor.device):
-            if gloo.in_one_round(tensor.nbytes, group_size):
+            if gloo.fits_one_round(tensor.nbytes, group_size):
                 sent = tensor.expand(out.shape).contiguous()
                 return TorchWork(lambda _: gloo.exchange(handle, sent, out), out, handle, group.ranks)
             out[group.position(self._rank)].copy_(tensor)
-            works = gloo.stream(handle, out)
+            works = gloo.begin_broadcasts(handle, out)
             if works is not None:
                 return TorchWorks(works, out, handle, group.ranks)
-        into, lent = gloo.lend(out.view(-1)), gloo.lend(tensor.view(-1))
+        lent_out, lent = gloo.lend(out.view(-1)), gloo.lend(tensor.view(-1))
         return TorchWork(
-            lambda is_async: _torch.all_gather_into(handle, into, lent, _ALL_GATHER[is_async]),
+            lambda is_async: _torch.all_gather_into(handle, lent_out, lent, _ALL_GATHER[is_async]),
             out,
             handle,
             group.ranks,
@@ -256,7 +268,7 @@ class NativeTransport(Transport):
 
     def gather_bytes(self, buffer: bytearray, group: Group) -> bytearray:
         group_size = len(group.ranks)
-        if self._backends.get("cpu") != "gloo" or not gloo.in_one_round(len(buffer), group_size):
+        if self._backends.get("cpu") != "gloo" or not gloo.fits_one_round(len(buffer), group_size):
             return super().gather_bytes(buffer, group)
         handle, gathered = self._handle(group), bytearray(group_size * len(buffer))
         # Copies of bytes take less time than torch's operators on tensors.
@@ -270,7 +282,7 @@ class NativeTransport(Transport):
         handle = self._handle(group)
         lent, is_src = [gloo.lend(tensor)], src == self._rank
         return TorchWork(
-            lambda is_async: handle.broadcast(lent, gloo.from_root(root, is_async)),
+            lambda is_async: handle.broadcast(lent, gloo.broadcast_options(root, is_async)),
             tensor,
             handle,
             group.ranks if is_src else (src,),
@@ -298,9 +310,9 @@ class NativeTransport(Transport):
     # --- for the watchdog ---
 
     def store(self) -> Store | None:
-        return self.worlds_store() if self._own_store else None
+        return self.world_store() if self._own_store else None
 
-    def worlds_store(self) -> Store | None:
+    def world_store(self) -> Store | None:
         """The store of the default process group, even if other code has made the group."""
         _, store = _torch.backend_and_store(self._world)
         return store if isinstance(store, Store) else None
@@ -312,18 +324,19 @@ class NativeTransport(Transport):
     def calls_begun(self) -> dict[str, int | None]:
         return waits.calls_begun()
 
-    def waited_for(self, frame: FrameType) -> WaitedFor:
-        return waits.waited_for(frame, self._world, self._rank, self._device())
+    def find_wait(self, frame: FrameType) -> Wait:
+        return waits.find_wait(frame, self._world, self._rank, self._device())
 
     def is_broken(self) -> bool | None:
-        return self.to_all.one_is_gone() if "gloo" in self._backends.values() else None
+        return self.world_connections.has_closed() if "gloo" in self._backends.values() else None
 
     def end_waits(self) -> None:
-        self.to_all.cut()
-        self._to_groups.cut()
+        self._waits_have_ended = True
+        self.world_connections.shut_down()
+        self._group_connections.shut_down()
 
 
-def _connected_again(store: Any) -> Any:
+def _new_connection(store: Any) -> Any:
     """A new connection to ``store``, or ``store`` if it cannot be cloned; None without a store (MPI)."""
     if store is None:
         return None

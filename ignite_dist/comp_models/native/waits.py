@@ -10,10 +10,10 @@ from torch.distributed import ProcessGroup
 
 from ignite_dist import _torch
 from ignite_dist.call_sites import is_library, local_of
-from ignite_dist.comp_models.transport import WaitedFor
+from ignite_dist.comp_models.transport import Wait
 from ignite_dist.comp_models.work import work_of
 
-__all__ = ["calls_begun", "waited_for"]
+__all__ = ["calls_begun", "find_wait"]
 
 # gloo counts messages as calls of the group. So a rank with a lower count does not always lack a collective.
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
@@ -26,9 +26,9 @@ _NEEDS_ALL = frozenset(
     }
 )
 _BROADCASTS = frozenset({"broadcast", "broadcast_object_list"})
-# Modules of torch whose frames show the group of the wait. In other modules a rank waits for collectives that
-# it has begun earlier, for example in the backward pass of a DistributedDataParallel.
-_WHERE_SEEN = ("torch.distributed.distributed_c10d", "torch.nn.parallel.distributed")
+# Modules of torch in which a frame shows the group that the rank waits for. In other modules a rank waits for
+# collectives that it has begun earlier, for example in the backward pass of a DistributedDataParallel.
+_MODULES_WITH_GROUP = ("torch.distributed.distributed_c10d", "torch.nn.parallel.distributed")
 
 
 def calls_begun() -> dict[str, int | None]:
@@ -36,31 +36,31 @@ def calls_begun() -> dict[str, int | None]:
     return {group.group_name: _torch.sequence_number(group) for group, _ in _torch.groups_and_stores()}
 
 
-def waited_for(frame: FrameType, world: ProcessGroup, rank: int, device: torch.device) -> WaitedFor:
-    """See :meth:`Transport.waited_for`. ``rank`` and ``device`` are this rank's."""
+def find_wait(frame: FrameType, world: ProcessGroup, rank: int, device: torch.device) -> Wait:
+    """See :meth:`Transport.find_wait`. ``rank`` and ``device`` are this rank's."""
     work = work_of(frame)
     if work is not None:
-        return WaitedFor(work.ranks, work.group_name, is_known=True, needs_all=work.needs_all)
-    if frame.f_globals.get("__name__") not in _WHERE_SEEN:
+        return Wait(work.ranks, work.group_name, is_known=True, needs_all=work.needs_all)
+    if frame.f_globals.get("__name__") not in _MODULES_WITH_GROUP:
         # On a GPU, a thread that computes cannot be distinguished from a thread that waits.
-        return WaitedFor(_in_each_group() if device.type == "cpu" else ())
-    names = _names(frame)
+        return Wait(_ranks_in_all_groups() if device.type == "cpu" else ())
+    names = _function_names(frame)
     if names & _MESSAGES:
-        other = _rank_named(frame, "dst", "src")
-        return WaitedFor(() if other is None else (other,), is_known=True, is_message=True)
-    being_made = local_of(frame, "group_name")
-    if isinstance(being_made, str) and being_made:
+        peer = _rank_argument(frame, "dst", "src")
+        return Wait(() if peer is None else (peer,), is_known=True, is_message=True)
+    new_group_name = local_of(frame, "group_name")
+    if isinstance(new_group_name, str) and new_group_name:
         ranks = local_of(frame, "global_ranks_in_group") or ()
-        return WaitedFor(tuple(ranks), being_made, is_known=True, needs_all=True)
+        return Wait(tuple(ranks), new_group_name, is_known=True, needs_all=True)
     handle = local_of(frame, "group", "process_group")
     if handle is None:
         handle = getattr(local_of(frame, "self"), "process_group", None) or world
     if not isinstance(handle, ProcessGroup):
-        return WaitedFor()
-    source = _rank_named(frame, "src") if names & _BROADCASTS else None
+        return Wait()
+    source = _rank_argument(frame, "src") if names & _BROADCASTS else None
     if source is not None and source != rank:
-        return WaitedFor((source,), handle.group_name, is_known=True, needs_all=True)
-    return WaitedFor(_ranks_of(handle), handle.group_name, is_known=True, needs_all=bool(names & _NEEDS_ALL))
+        return Wait((source,), handle.group_name, is_known=True, needs_all=True)
+    return Wait(_ranks_of(handle), handle.group_name, is_known=True, needs_all=bool(names & _NEEDS_ALL))
 
 
 def _ranks_of(group: ProcessGroup) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def _ranks_of(group: ProcessGroup) -> tuple[int, ...]:
         return ()
 
 
-def _names(frame: FrameType | None) -> set[str]:
+def _function_names(frame: FrameType | None) -> set[str]:
     """The names of the library functions on the stack, from ``frame`` to the user's code."""
     names = set()
     while frame is not None and is_library(frame):
@@ -79,8 +79,8 @@ def _names(frame: FrameType | None) -> set[str]:
     return names
 
 
-def _rank_named(frame: FrameType, *names: str) -> int | None:
-    """The global rank from an argument in ``names`` (a global rank) or ``group_<name>`` (a group rank)."""
+def _rank_argument(frame: FrameType, *names: str) -> int | None:
+    """The global rank in an argument of ``names`` (a global rank) or ``group_<name>`` (a group rank)."""
     rank = local_of(frame, *names)
     if rank is None and (position := local_of(frame, *(f"group_{name}" for name in names))) is not None:
         try:
@@ -90,7 +90,7 @@ def _rank_named(frame: FrameType, *names: str) -> int | None:
     return None if rank is None else int(rank)
 
 
-def _in_each_group() -> tuple[int, ...]:
-    """The ranks in all groups of this rank. This rank waits for them, whichever group it waits in."""
+def _ranks_in_all_groups() -> tuple[int, ...]:
+    """The ranks that are in all groups of this rank. In any of these groups, this rank waits for them."""
     members = [ranks for ranks in _torch.ranks_of_groups() if len(ranks) > 1]
     return tuple(set.intersection(*members)) if members else ()

@@ -40,7 +40,7 @@ _NAMES = (
     ),
     (
         f"{_IN_C}._xla_set_default_device",
-        "No public function sets the device of a thread. The device tells which replica the thread runs.",
+        "No public function sets the device of a thread. The device decides which replica the thread runs.",
         "none: spawn and loaders raise AttributeError",
     ),
     (
@@ -67,9 +67,9 @@ _NAMES = (
         (
             f"torch_xla._internal.{name}",
             "torch_xla.launch() starts processes and threads by itself and returns no results.",
-            f"none: {what} raises ImportError or AttributeError",
+            f"none: {feature} raises ImportError or AttributeError",
         )
-        for name, what in (
+        for name, feature in (
             ("pjrt.initialize_singleprocess", "spawn of one replica"),
             ("pjrt.initialize_multiprocess", "spawn"),
             ("tpu.num_available_chips", "spawn on TPUs"),
@@ -84,7 +84,7 @@ _NAMES = (
         "replicas of torch_xla's own launcher do not count as running",
     ),
 )
-PRIVATE_NAMES = tuple(PrivateName(*one, since=_LAST) for one in _NAMES)
+PRIVATE_NAMES = tuple(PrivateName(*fields, since=_LAST) for fields in _NAMES)
 
 
 def check() -> list[PrivateName]:

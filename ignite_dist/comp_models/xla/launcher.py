@@ -26,19 +26,19 @@ class XlaLauncher(Launcher):
                 "This process has used an XLA device, and only one process at a time can use a host's "
                 "devices. Start the replicas before this process uses an XLA device, or from another process."
             )
-        num_processes, num_replicas = replicas.counts_here()
-        count = num_processes * num_replicas
-        if nproc_per_node in (1, count):
+        num_processes, num_replicas = replicas.num_processes_and_replicas()
+        num_devices = num_processes * num_replicas
+        if nproc_per_node in (1, num_devices):
             return
         device_type = os.environ["PJRT_DEVICE"]
         hint = f" Set CPU_NUM_DEVICES={nproc_per_node}." if device_type == "CPU" else ""
         raise ValueError(
-            f"nproc_per_node={nproc_per_node}, but this host has {count} XLA device(s) "
-            f"(PJRT_DEVICE={device_type}), and PJRT runs one replica or one on each device.{hint}"
+            f"nproc_per_node={nproc_per_node}, but this host has {num_devices} XLA device(s) "
+            f"(PJRT_DEVICE={device_type}), and PJRT runs one replica, or one replica per device.{hint}"
         )
 
     @classmethod
-    def start(  # type: ignore[override]  # the keywords are each backend's own
+    def start(  # type: ignore[override]  # each backend has its own keywords
         cls,
         entry: Callable[..., Any],
         *,
@@ -58,13 +58,13 @@ class XlaLauncher(Launcher):
 def check_pjrt_device() -> None:
     """Raise if PJRT's device is missing, or if torch_xla would use the CPU without ``PJRT_DEVICE=CPU``."""
     if "PJRT_DEVICE" in os.environ:
-        replicas.counts_here()
+        replicas.num_processes_and_replicas()
         return
     import torch_xla  # noqa: F401  # looks for a TPU or a plugin's device, and sets PJRT_DEVICE
 
     if os.environ.get("PJRT_DEVICE", "CPU") == "CPU":
         os.environ.pop("PJRT_DEVICE", None)
         raise EnvironmentVariablesError(
-            "PJRT_DEVICE is not set, and torch_xla finds no TPU here. Set PJRT_DEVICE=CPU to run on the CPU "
-            "(and CPU_NUM_DEVICES=2 for two replicas)."
+            "PJRT_DEVICE is not set, and torch_xla finds no TPU on this host. Set PJRT_DEVICE=CPU to run on "
+            "the CPU (and CPU_NUM_DEVICES=2 for two replicas)."
         )

@@ -22,17 +22,17 @@ class DeviceLoader(MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no ty
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
-        self._batches_from, self._batches_on = loader, device
+        self._host_loader, self._batch_device = loader, device
         super().__init__(loader, device)
 
     def __iter__(self) -> Pass:
         # Batches are prefetched, so the pass over the inner loader ends before this pass.
-        return Pass(_DeviceBatches(self._batches_from, self._batches_on), self.sampler)
+        return Pass(_DeviceBatches(self._host_loader, self._batch_device), self.sampler)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # not set before __init__, or private names of torch
+        if name.startswith("_"):  # an attribute that __init__ has not set yet, or a private name of torch
             raise AttributeError(name)
-        return getattr(self._batches_from, name)
+        return getattr(self._host_loader, name)
 
 
 class _DeviceBatches:

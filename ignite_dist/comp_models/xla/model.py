@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 __all__ = ["XlaModel"]
 
-_GET = (
+_HOW_TO_INSTALL = (
     "torch_xla is no longer developed and has wheels for Python 3.10 to 3.13: "
     "`pip install torch==2.9.0 torch_xla==2.9.0` in an environment of its own, or `make xla` in a checkout."
 )
 
 
-def _installed_for() -> str | None:
-    """The torch release that the installed torch_xla was built for ("2.9"); None if it is not installed."""
+def _required_torch() -> str | None:
+    """The torch release that the installed torch_xla was built for ("2.9"); None without torch_xla."""
     try:
         return ".".join(metadata.version("torch_xla").split(".")[:2]) if find_spec("torch_xla") else None
     except metadata.PackageNotFoundError:
@@ -45,7 +45,7 @@ def _installed_for() -> str | None:
 
 
 def _available_backends() -> tuple[str, ...]:
-    version = _installed_for()
+    version = _required_torch()
     return ("xla-tpu",) if version is not None and torch.__version__.startswith(f"{version}.") else ()
 
 
@@ -62,8 +62,8 @@ class XlaModel(ComputationModel):
     launcher: ClassVar[type[XlaLauncher]] = XlaLauncher
     finds_early_ends: ClassVar[bool] = True
 
-    _of_this_process: ClassVar[XlaModel | None] = None
-    _making: ClassVar[threading.Lock] = threading.Lock()
+    _instance: ClassVar[XlaModel | None] = None
+    _instance_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
         import torch_xla
@@ -71,7 +71,7 @@ class XlaModel(ComputationModel):
 
         self._xla, self._runtime = torch_xla, runtime
         self._world_size: int = runtime.world_size()
-        self._meeting = replicas.meeting_here()
+        self._meeting = replicas.get_meeting()
         self._devices: dict[int, torch.device] = {}
         self._topologies: dict[int, Topology] = {}
         self._initialized: set[int] = set()
@@ -80,8 +80,9 @@ class XlaModel(ComputationModel):
         self.training = XlaTraining(self)
         if len(torch_xla.devices()) > 1:
             # torch_xla counts CPU fallbacks, such as item(), in a table without a lock. If two replicas make
-            # their first item() at the same time, SIGSEGV ends the process. So the first item() is made here
-            # (torch_xla/csrc/aten_fallback.cpp). It copies data to the device and back, without a graph.
+            # their first item() at the same time, SIGSEGV ends the process. So make the first item() in this
+            # constructor (torch_xla/csrc/aten_fallback.cpp). It copies data to the device and back, without a
+            # graph.
             torch.tensor(0).to(torch_xla.device()).item()
 
     # --- lifecycle ---------------------------------------------------------------------------------
@@ -90,24 +91,27 @@ class XlaModel(ComputationModel):
     def find(cls) -> Self | None:
         if not _torch_xla.is_runtime_initialized():
             return None
-        model = cls._live()
+        model = cls._get_or_create()
         return None if model.get_rank() in model._meeting.ended else model
 
     @classmethod
-    def _live(cls) -> Self:
-        with cls._making:
-            if cls._of_this_process is None:
-                cls._of_this_process = cls()
-            return cls._of_this_process  # type: ignore[return-value]
+    def _get_or_create(cls) -> Self:
+        with cls._instance_lock:
+            if cls._instance is None:
+                cls._instance = cls()
+            return cls._instance  # type: ignore[return-value]
 
     @classmethod
     def unavailable_reason(cls, backend: str) -> str | None:
         if backend != "xla-tpu":
             return None
-        version = _installed_for()
+        version = _required_torch()
         if version is None:
-            return f"torch_xla is not installed. {_GET}"
-        return f"the installed torch_xla needs torch {version}, and this is {torch.__version__}. {_GET}"
+            return f"torch_xla is not installed. {_HOW_TO_INSTALL}"
+        mismatch = (
+            f"the installed torch_xla needs torch {version}, but torch {torch.__version__} is installed"
+        )
+        return f"{mismatch}. {_HOW_TO_INSTALL}"
 
     @classmethod
     def open(cls, backend: str, **kwargs: Any) -> Self:
@@ -116,7 +120,7 @@ class XlaModel(ComputationModel):
         import torch_xla
 
         torch_xla.device()  # initializes the runtime
-        model = cls._live()
+        model = cls._get_or_create()
         rank = model.get_rank()
         model._initialized.add(rank)
         model._meeting.enter(rank)
@@ -129,7 +133,7 @@ class XlaModel(ComputationModel):
         # A process that only uses an XLA device may still make a context of another backend.
         return self._world_size > 1 or WORLD_STATE.default_pg is None or bool(self._initialized)
 
-    def gives_way_to(self, model: type[ComputationModel]) -> bool:
+    def can_be_replaced_by(self, model: type[ComputationModel]) -> bool:
         if self.get_rank() in self._initialized:
             return False
         return isinstance(self, model) or self._world_size == 1
@@ -141,22 +145,22 @@ class XlaModel(ComputationModel):
             warnings.warn(f"Not every rank reached finalize(): {error}", stacklevel=4)
 
     def close(self) -> None:
-        self._end()
+        self._mark_ended()
 
     def context_mark(self) -> object:
         return XlaModel
 
     @classmethod
-    def keep_through_fork(cls) -> object | None:
+    def prepare_forked_child(cls) -> object | None:
         return XlaModel if _torch_xla.is_runtime_initialized() else None
 
     def abort(self) -> None:
         kind, error, _ = sys.exc_info()
         text = "".join(traceback.format_exception(error)) if error else ""
         self._meeting.fail(self.get_rank(), kind.__name__ if kind else "nothing", text)
-        self._end()
+        self._mark_ended()
 
-    def _end(self) -> None:
+    def _mark_ended(self) -> None:
         rank = self.get_rank()
         self._meeting.ended.add(rank)
         self._initialized.discard(rank)
@@ -192,9 +196,9 @@ class XlaModel(ComputationModel):
             if self._world_size == 1:
                 found = Topology(local_rank=0, nproc_per_node=1, nnodes=1, node_rank=0)
             else:
-                runtime, on_node = self._runtime, self._runtime.local_device_count()
-                nnodes = self._world_size // on_node
-                found = Topology(runtime.local_ordinal(), on_node, nnodes, runtime.host_index())
+                runtime, nproc_per_node = self._runtime, self._runtime.local_device_count()
+                nnodes = self._world_size // nproc_per_node
+                found = Topology(runtime.local_ordinal(), nproc_per_node, nnodes, runtime.host_index())
             self._topologies[rank] = found
         return found
 

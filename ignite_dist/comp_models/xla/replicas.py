@@ -1,4 +1,4 @@
-"""XLA replicas that are threads of one process: how they are started, and how they synchronise.
+"""Starts and synchronises XLA replicas, which may be threads of one process.
 
 ``spawn`` does not use torch_xla's launcher, which returns no results, and reports a failure only after all
 replicas have ended.
@@ -27,9 +27,9 @@ from ignite_dist.values import pytree, serialization
 from ignite_dist.values.ranks import describe_ranks
 from ignite_dist.workers import processes
 from ignite_dist.workers.failures import Failure
-from ignite_dist.workers.worker import Post
+from ignite_dist.workers.worker import ReportPipe
 
-__all__ = ["END", "Meeting", "counts_here", "meeting_here", "start"]
+__all__ = ["END", "Meeting", "get_meeting", "num_processes_and_replicas", "start"]
 
 _logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _RULE = (
 _WAITING = f"Rank %d has waited %.0f s in %s. Only ranks %s of this process have made this call. {_RULE}"
 _ENDED = (
     "Another replica of this process has returned or failed, and will not reach {call}. (torch_xla.launch "
-    "reports its exception only after all replicas have ended; idist.spawn reports it at once.)"
+    "reports an exception only after all replicas have ended. idist.spawn reports an exception at once.)"
 )
 
 
@@ -72,7 +72,8 @@ class Meeting:
     """Synchronises the replicas of this process before each collective.
 
     PJRT ends the whole process if a replica waits for others for ten seconds, or if replicas make different
-    calls. Here a replica waits without a limit and logs a long wait, and different calls raise an exception.
+    calls. In this class a replica waits without a limit and logs a long wait. Different calls raise an
+    exception.
 
     Args:
         size: number of replicas in this process.
@@ -96,38 +97,38 @@ class Meeting:
             DistributedError: another replica has ended without :meth:`fail`.
         """
         with self._changed:
-            here = self._round
-            if here.failure is None and rank in here.calls:
+            joined = self._round
+            if joined.failure is None and rank in joined.calls:
                 raise RuntimeError(
                     f"Another thread of rank {rank} is in a collective. A rank must finish one "
                     "collective before it calls the next."
                 )
-            here.calls[rank] = call
-            if here.ended() or (len(here.calls) == self.size and here.failure is None):
+            joined.calls[rank] = call
+            if joined.ended() or (len(joined.calls) == self.size and joined.failure is None):
                 self._round = _Round()
                 self._changed.notify_all()
             warn_at = time.monotonic() + _PATIENCE_SECONDS
-            while len(here.calls) < self.size and here.failure is None and not here.ended():
-                if self._changed.wait(_LOOK_SECONDS) or self._round is not here:
+            while len(joined.calls) < self.size and joined.failure is None and not joined.ended():
+                if self._changed.wait(_LOOK_SECONDS) or self._round is not joined:
                     continue
                 if 0 < _num_running() < self.size:  # 0: other code has started the replicas
-                    del here.calls[rank]
+                    del joined.calls[rank]
                     raise DistributedError(_ENDED.format(call=call))
                 if time.monotonic() > warn_at:
                     warn_at = inf
-                    _logger.warning(_WAITING, rank, _PATIENCE_SECONDS, call, sorted(here.calls))
-        if here.failure is not None:
-            raise RankFailedError(*here.failure)
-        if ended := here.ended():
-            others = sorted(set(here.calls) - set(ended))
-            waiting = "; ".join(f"rank {one}: {here.calls[one]}" for one in others)
+                    _logger.warning(_WAITING, rank, _PATIENCE_SECONDS, call, sorted(joined.calls))
+        if joined.failure is not None:
+            raise RankFailedError(*joined.failure)
+        if ended := joined.ended():
+            others = sorted(set(joined.calls) - set(ended))
+            waiting = "; ".join(f"rank {one}: {joined.calls[one]}" for one in others)
             raise MissingRanksError(
                 f"{describe_ranks(ended).capitalize()} reached {END}, but other ranks wait: {waiting}.",
                 ended,
                 dict.fromkeys(ended, END),
             )
-        if len(set(here.calls.values())) > 1:
-            described = "; ".join(f"rank {rank}: {call}" for rank, call in sorted(here.calls.items()))
+        if len(set(joined.calls.values())) > 1:
+            described = "; ".join(f"rank {rank}: {call}" for rank, call in sorted(joined.calls.items()))
             raise CollectiveMismatchError(f"The ranks made different calls. {described}. {_RULE}")
 
     def enter(self, rank: int) -> None:
@@ -139,7 +140,7 @@ class Meeting:
                     self._round = _Round()
 
     def fail(self, rank: int, error_type: str, traceback: str) -> None:
-        """Mark ``rank`` as failed: replicas that wait now or call later raise this error."""
+        """Mark ``rank`` as failed. Replicas that wait in :meth:`meet`, or call it later, raise this error."""
         with self._changed:
             if self._round.failure is None:
                 self._round.failure = (rank, error_type, traceback)
@@ -149,29 +150,32 @@ class Meeting:
 def _num_running() -> int:
     """Number of this process's threads that run a replica, whichever code has started them.
 
-    The threads of torch_xla's launcher outlive their replicas, so only the stack of a thread tells if it runs
-    a replica.
+    The threads of torch_xla's launcher outlive their replicas, so only the stack of a thread shows if the
+    thread runs a replica.
     """
     num_running = 0
     for frame in sys._current_frames().values():
         stack: FrameType | None = frame
-        while stack is not None and stack.f_code.co_name not in _STARTERS:
+        while stack is not None and not _runs_replica(stack):
             stack = stack.f_back
         num_running += stack is not None
     return num_running
 
 
-# The functions that run a replica: torch_xla's, and our own below.
-_STARTERS = (_torch_xla.REPLICA_OF_TORCH_XLA, "_run_replica")
+def _runs_replica(frame: FrameType) -> bool:
+    """True for a frame of the function that runs a whole replica: torch_xla's, or the one of this module."""
+    code = frame.f_code
+    return code is _run_replica.__code__ or code.co_name == _torch_xla.REPLICA_OF_TORCH_XLA
+
 
 _meeting: Meeting | None = None
-_making = threading.Lock()
+_meeting_lock = threading.Lock()
 
 
-def meeting_here() -> Meeting:
+def get_meeting() -> Meeting:
     """The only :class:`Meeting` of this process. The XLA runtime must be initialized."""
     global _meeting
-    with _making:
+    with _meeting_lock:
         if _meeting is None:
             from torch_xla import runtime
 
@@ -183,7 +187,7 @@ def meeting_here() -> Meeting:
 # --- starting ----------------------------------------------------------------------------------------
 
 
-def counts_here() -> tuple[int, int]:
+def num_processes_and_replicas() -> tuple[int, int]:
     """Number of processes that PJRT needs on this host, and of replicas in each process.
 
     This initializes no device, and imports torch_xla only if ``PJRT_DEVICE`` is not the CPU.
@@ -195,7 +199,7 @@ def counts_here() -> tuple[int, int]:
     if device_type == "CPU":
         text = os.environ.get("CPU_NUM_DEVICES", "1")
         if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"CPU_NUM_DEVICES is a number of devices, got {text!r}.")
+            raise ValueError(f"CPU_NUM_DEVICES must be a positive number of devices, got {text!r}.")
         return 1, int(text)
     from torch_xla.experimental import plugins
 
@@ -203,7 +207,10 @@ def counts_here() -> tuple[int, int]:
     if device_type not in known:
         raise ValueError(f"PJRT_DEVICE is {device_type!r}, not one of {', '.join(map(repr, sorted(known)))}.")
     if device_type == "TPU" and not _torch_xla.num_tpu_chips():
-        raise ValueError("PJRT_DEVICE is 'TPU', and torch_xla finds no TPU here. 'CPU' runs on the CPU.")
+        raise ValueError(
+            "PJRT_DEVICE is 'TPU', but torch_xla finds no TPU on this host. To use the CPU, set "
+            "PJRT_DEVICE=CPU."
+        )
     num_processes = 1
     if plugins.using_dynamic_plugins():
         num_processes = plugins.default().physical_chip_count()
@@ -218,7 +225,7 @@ def start(
     entry: Callable[..., Any], nproc_per_node: int, start_method: str | None, daemon: bool
 ) -> processes.Workers:
     """Start processes with one thread per replica. Each replica calls ``entry(local_rank)``."""
-    num_processes, num_replicas = (1, 1) if nproc_per_node == 1 else counts_here()
+    num_processes, num_replicas = (1, 1) if nproc_per_node == 1 else num_processes_and_replicas()
     environs = []
     for local_process in range(num_processes):
         environ = {
@@ -234,7 +241,7 @@ def start(
         entry,
         {},
         environs,
-        serving=None,
+        store=None,
         start_method=start_method,
         daemon=daemon,
         ranks_per_process=num_replicas,
@@ -242,15 +249,15 @@ def start(
     )
 
 
-def _run_alone(sent: Any, posts: Sequence[Post]) -> Failure | None:
+def _run_alone(sent: Any, pipes: Sequence[ReportPipe]) -> Failure | None:
     from torch_xla import runtime
 
     _torch_xla.initialize_alone()
-    (post,) = posts
-    return post.run(partial(_result_on_cpu, sent), runtime.global_ordinal())
+    (pipe,) = pipes
+    return pipe.run(partial(_result_on_cpu, sent), runtime.global_ordinal())
 
 
-def _run_replicas(sent: Any, posts: Sequence[Post]) -> Failure | None:
+def _run_replicas(sent: Any, pipes: Sequence[ReportPipe]) -> Failure | None:
     """Run a replica in one thread for each device of this process, like torch_xla's launcher."""
     import torch_xla
 
@@ -258,17 +265,17 @@ def _run_replicas(sent: Any, posts: Sequence[Post]) -> Failure | None:
         int(os.environ["PJRT_LOCAL_PROCESS_RANK"]), int(os.environ["PJRT_LOCAL_PROCESS_COUNT"])
     )
     devices = torch_xla.devices()
-    if len(devices) != len(posts):
+    if len(devices) != len(pipes):
         raise ValueError(
-            f"PJRT gives this process {len(devices)} devices, for {len(posts)} replicas. Set nproc_per_node "
+            f"PJRT gives this process {len(devices)} devices, for {len(pipes)} replicas. Set nproc_per_node "
             "to the number of devices of this host."
         )
     failures: list[Failure] = []
     threads = [
         threading.Thread(
-            target=_run_replica, args=(sent, post, device, failures), name=f"replica on {device}"
+            target=_run_replica, args=(sent, pipe, device, failures), name=f"replica on {device}"
         )
-        for post, device in zip(posts, devices, strict=True)
+        for pipe, device in zip(pipes, devices, strict=True)
     ]
     for thread in threads:
         thread.start()
@@ -277,27 +284,27 @@ def _run_replicas(sent: Any, posts: Sequence[Post]) -> Failure | None:
     return failures[0] if failures else None
 
 
-def _run_replica(sent: Any, post: Post, device: Any, failures: list[Failure]) -> None:
+def _run_replica(sent: Any, pipe: ReportPipe, device: Any, failures: list[Failure]) -> None:
     from torch_xla import runtime
 
     _torch_xla.use_device(device)
     rank = runtime.global_ordinal()
-    failure = post.run(partial(_result_on_cpu, sent), rank)
+    failure = pipe.run(partial(_result_on_cpu, sent), rank)
     if failure is not None:
         failures.append(failure)
-    meeting = meeting_here()
+    meeting = get_meeting()
     if rank not in meeting.ended:  # the replica has failed, or called sys.exit()
         error_type = failure.error_type if failure else SystemExit.__name__
         meeting.fail(rank, error_type, failure.traceback if failure else "")
 
 
 def _result_on_cpu(sent: Any, local_rank: int) -> Any:
-    """The result of the call, with tensors on the CPU, because the launcher has no XLA device."""
+    """The result of the sent call, with tensors on the CPU, because the launcher has no XLA device."""
     call = serialization.decode(sent) if isinstance(sent, bytes) else sent
     result = call(local_rank)
     leaves, _ = pytree.flatten(result, is_local=True)
-    is_moved = [isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in leaves]
-    if not any(is_moved):
+    on_xla = [isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in leaves]
+    if not any(on_xla):
         return result
-    moved = (leaf.cpu() if moves else leaf for leaf, moves in zip(leaves, is_moved, strict=True))
+    moved = (leaf.cpu() if is_on_xla else leaf for leaf, is_on_xla in zip(leaves, on_xla, strict=True))
     return pytree.rebuild(result, moved)

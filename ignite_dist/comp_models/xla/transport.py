@@ -1,4 +1,4 @@
-"""The transport over torch_xla's collectives: lazy for one replica in the process, else synchronised."""
+"""The transport over torch_xla's collectives. They are lazy if this process has one replica."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["XlaTransport"]
 _OPS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}
 # PJRT's CPU has no all-reduce for bfloat16. TPUs emulate float64 and have no all-reduce for it: "While
 # rewriting computation to not contain X64 element types, XLA encountered ... all-reduce".
-_REDUCED_BY_TPUS = STANDARD_DTYPES - {torch.float64} | {torch.bfloat16}
+_DTYPES_REDUCED_BY_TPUS = STANDARD_DTYPES - {torch.float64} | {torch.bfloat16}
 
 # Replicas of one process must run the same compiled module. Two replicas that compile the same graph at the
 # same time get two modules. With this lock, the second replica finds the first replica's module.
@@ -34,11 +34,11 @@ class XlaTransport(Transport):
     """The collectives of the replicas of this process.
 
     Args:
-        context: knows the rank of the calling replica.
+        context: gives the rank of the calling replica.
         meeting: synchronises the replicas of this process.
     """
 
-    groups_need_everyone: ClassVar[bool] = True
+    groups_need_all_ranks: ClassVar[bool] = True
     is_synchronous: ClassVar[bool] = True
 
     def __init__(self, context: ComputationModel, meeting: replicas.Meeting) -> None:
@@ -51,7 +51,7 @@ class XlaTransport(Transport):
         self._xm = xla_model
         self._world_size: int = runtime.world_size()
         self._real_names = dict(zip(torch_xla.devices(), xla_model.xla_real_devices(), strict=True))
-        self._reduced = _REDUCED_BY_TPUS if runtime.device_type() == "TPU" else STANDARD_DTYPES
+        self._reduced_dtypes = _DTYPES_REDUCED_BY_TPUS if runtime.device_type() == "TPU" else STANDARD_DTYPES
         self._store = HashStore()  # used if this process runs all replicas
 
     def store(self) -> Store | None:
@@ -75,12 +75,12 @@ class XlaTransport(Transport):
             return False
         if device.type != "xla":
             return device.type == "cpu" and self._world_size == 1
-        return kind != "all_reduce" or (op in _OPS and dtype in self._reduced)
+        return kind != "all_reduce" or (op in _OPS and dtype in self._reduced_dtypes)
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
-        if tensor.numel() and tensor.device.type == "xla" and not _is_one_of_more(group):
+        if tensor.numel() and tensor.device.type == "xla" and not _has_one_rank_of_several(group):
             groups = None
-            if group.handle is not None:  # XLA's groups partition the world: other ranks are alone
+            if group.handle is not None:  # XLA's groups partition the world: each other rank forms a group
                 others = set(range(self._world_size)).difference(group.ranks)
                 groups = [list(group.ranks), *([rank] for rank in sorted(others))]
             if self._meeting.size == 1 and not _torch.is_view(tensor) and not tensor.is_inference():
@@ -99,21 +99,21 @@ class XlaTransport(Transport):
         if len(group.ranks) == 1 or not tensor.numel():
             rows = tensor.unsqueeze(0).expand(len(group.ranks), *tensor.shape).clone()
         else:
-            # Gathered from the whole world: XLA's groups would need equal sizes.
-            everyones = self._run(
+            # Gather from the whole world, because XLA's groups would need equal sizes.
+            bits_by_rank = self._run(
                 _describe("all_gather", tensor, group),
                 dtype_views.bits(tensor).unsqueeze(0),
                 lambda sent: self._xm.all_gather(sent, pin_layout=False),
             )
-            bits = everyones if group.handle is None else everyones[list(group.ranks)]
+            bits = bits_by_rank if group.handle is None else bits_by_rank[list(group.ranks)]
             rows = dtype_views.from_bits(bits, tensor.dtype).view(len(group.ranks), *tensor.shape)
         return Completed(rows if out is None else out.copy_(rows))
 
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
         if len(group.ranks) == 1 or not tensor.numel():
             return Completed(tensor)
-        # A sum in which only src's term is not zero; a sum of ints loses no bit. is_src is a tensor, because
-        # with a constant the graphs of the replicas would differ, and a collective needs the same graph.
+        # A sum of ints, which are zero on all ranks but src, loses no bit. is_src is a tensor, because with a
+        # constant the graphs of the replicas would differ, and a collective needs the same graph.
         bits = dtype_views.bits(tensor)
         is_src = torch.tensor([int(self._context.get_rank() == src)], dtype=bits.dtype).to(tensor.device)
         received = self._run(
@@ -124,7 +124,7 @@ class XlaTransport(Transport):
         return Completed(tensor.copy_(dtype_views.from_bits(received, tensor.dtype).view(tensor.shape)))
 
     def barrier(self, group: Group) -> Work:
-        if not _is_one_of_more(group):
+        if not _has_one_rank_of_several(group):
             self.meet(f"barrier of ranks {list(group.ranks)}")
         return Completed(None)
 
@@ -139,7 +139,7 @@ class XlaTransport(Transport):
 
     @waits_for_ranks
     def _run(self, call: str, tensor: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
-        """The result of a collective: lazy if this process has one replica, else computed.
+        """Run a collective and return its result, which is lazy if this process has one replica.
 
         Replicas of one process must execute the same graph. So the input is computed first, all replicas
         synchronise, and the output is computed before user code can add to the graph.
@@ -156,10 +156,10 @@ class XlaTransport(Transport):
         result = collective(tensor)  # not in place: PJRT's CPU hangs if an input is donated
         with _compiling:
             _torch_xla.begin_to_compute(result)
-        # Else the next collective would depend on this one, although this one has been started already.
+        # Otherwise the next collective would depend on this collective, which has already started.
         _torch_xla.forget_order_of_collectives(tensor.device)
         # Running calls occupy threads of a pool; too many of them would block each other. Wait for this
-        # device only, because replicas on other devices may wait for this one.
+        # device only, because replicas on other devices may wait for this replica.
         self._xm.wait_device_ops([self._real_names[tensor.device]])
         return result
 
@@ -167,7 +167,7 @@ class XlaTransport(Transport):
 # --- calls -------------------------------------------------------------------------------------------
 
 
-def _is_one_of_more(group: Group) -> bool:
+def _has_one_rank_of_several(group: Group) -> bool:
     """True if ``group`` has one rank and the world has more. Such a group needs no other rank."""
     return group.handle is not None and len(group.ranks) == 1
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection
 
 import torch
+import torch.distributed as dist
 
 from ignite_dist.environments import Environment
 
@@ -26,6 +27,19 @@ def current_accelerator() -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def auto_backend() -> str:
+    """``"nccl"`` on a machine with a GPU, else ``"gloo"``."""
+    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def auto_nproc_per_node() -> int:
+    """Number of GPUs; without a GPU, number of cores divided by ``OMP_NUM_THREADS`` (1)."""
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    num_threads = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, num_cores() // (int(num_threads) if num_threads.isdecimal() and int(num_threads) else 1))
 
 
 def check_devices(backend: str, nproc_per_node: int) -> None:

@@ -95,7 +95,7 @@ def spawn(
     fn: Callable[..., _Result],
     args: tuple[Any, ...] = ...,
     kwargs_dict: Mapping[str, Any] | None = ...,
-    nproc_per_node: int = ...,
+    nproc_per_node: int | Literal["auto"] = ...,
     *,
     join: Literal[True] = ...,
     **kwargs: Unpack[SpawnOptions],
@@ -108,7 +108,7 @@ def spawn(
     fn: Callable[..., Any],
     args: tuple[Any, ...] = ...,
     kwargs_dict: Mapping[str, Any] | None = ...,
-    nproc_per_node: int = ...,
+    nproc_per_node: int | Literal["auto"] = ...,
     *,
     join: Literal[False],
     **kwargs: Unpack[SpawnOptions],
@@ -120,7 +120,7 @@ def spawn(
     fn: Callable[..., Any],
     args: tuple[Any, ...] = (),
     kwargs_dict: Mapping[str, Any] | None = None,
-    nproc_per_node: int = 1,
+    nproc_per_node: int | Literal["auto"] = 1,
     **kwargs: Any,
 ) -> Any:
     """Run ``fn(local_rank, *args, **kwargs_dict)`` in new processes, in a context of ``backend``.
@@ -140,11 +140,12 @@ def spawn(
     of ``IGNITE_DIST_SILENCE_SECONDS`` (default 30), and ranks give it up after the full time.
 
     Args:
-        backend: one of :func:`available_backends`.
+        backend: one of :func:`available_backends`, or ``"auto"``: NCCL on a machine with a GPU, else gloo.
         fn: any function, also a lambda, a closure or a function of a notebook cell.
         args: arguments of ``fn`` after the local rank. Sent by pickle, or by cloudpickle if pickle fails.
         kwargs_dict: keyword arguments of ``fn``, sent in the same way.
         nproc_per_node: number of processes on this machine; for XLA, 1 or the number of its devices.
+            ``"auto"`` is the number of GPUs, or without a GPU, of cores divided by ``OMP_NUM_THREADS`` (1).
         kwargs: All backends: ``start_method="forkserver"`` (or "spawn", "fork"), ``join=True``,
             ``daemon=False``. gloo and NCCL: ``nnodes=1``, ``node_rank=0``, ``master_addr`` and
             ``master_port`` (needed if ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``),
@@ -166,14 +167,29 @@ def spawn(
             they have a different job. The message names these machines. Nothing was started.
         ValueError, TypeError, RuntimeError: wrong arguments. Nothing was started.
     """
+    _check_call(backend, fn, args)
+    backend = live.resolve_backend(backend)
     model = live.find_model(backend)
-    if not callable(fn):
-        raise TypeError(f"spawn calls a function in each worker, got {type(fn).__name__}.")
     check_keywords("spawn", kwargs, model.launcher.options() | {"nproc_per_node"})
+    if nproc_per_node == "auto":
+        nproc_per_node = model.launcher.auto_nproc_per_node()
     entry = _Entry(backend, fn, tuple(args), dict(kwargs_dict or {}))
     return model.launcher.start(
         entry, backend=backend, **_with_python_ints({"nproc_per_node": nproc_per_node, **kwargs})
     )
+
+
+def _check_call(backend: Any, fn: Any, args: Any) -> None:
+    """Raise TypeError for arguments of :func:`spawn` in the wrong order or of a wrong type."""
+    if callable(backend):
+        name = getattr(backend, "__name__", repr(backend))
+        raise TypeError(f"spawn takes the backend first: spawn({fn!r}, {name}, ...).")
+    if not callable(fn):
+        raise TypeError(f"spawn calls a function in each worker, got {type(fn).__name__}.")
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(
+            f"args must be a tuple, got {type(args).__name__}. For one argument write args=(value,)."
+        )
 
 
 def _check_none(**arguments: Any) -> None:
@@ -182,33 +198,44 @@ def _check_none(**arguments: Any) -> None:
             raise ValueError(f"backend=None runs in this process, so {name} must be None too, got {value!r}.")
 
 
-def _compare_with_launcher(nproc_per_node: int | None, nnodes: int) -> None:
-    """Raise if no launcher starts the other nodes. Warn if each process would start its own job."""
+def _joins_launcher(nproc_per_node: int | Literal["auto"] | None, nnodes: int) -> bool:
+    """True if a launcher has started the processes that the arguments ask for; False to start them here.
+
+    Raises:
+        ValueError: a launcher has started a different number of processes, or no launcher starts other nodes.
+    """
     try:
         place = identity.environment()
     except EnvironmentVariablesError:  # initialize() raises it again
-        return
-    if nproc_per_node is None and nnodes > 1 and place.launcher == "none":
-        raise ValueError(
-            f"nnodes={nnodes} without nproc_per_node: no launcher has started any processes. Pass the number "
-            "of processes on this machine as nproc_per_node."
-        )
+        return nproc_per_node is None
+    if nproc_per_node is None:
+        if nnodes > 1 and place.launcher == "none":
+            raise ValueError(
+                f"nnodes={nnodes} without nproc_per_node: no launcher has started any processes. Pass the "
+                "number of processes on this machine as nproc_per_node."
+            )
+        return True
     # Workers of spawn may start more workers. On a TPU pod, the hosts' processes connect by PJRT.
-    may_start_workers = place.launcher in (spawned.LAUNCHER, tpu_pod.LAUNCHER)
-    if nproc_per_node is not None and nnodes == 1 and place.world_size > 1 and not may_start_workers:
-        warnings.warn(
-            f"{place.launcher} has started {place.world_size} processes, and nproc_per_node={nproc_per_node} "
-            "makes each of them start its own job. To join these processes, do not pass nproc_per_node.",
-            stacklevel=3,
-        )
+    if place.launcher in ("none", spawned.LAUNCHER, tpu_pod.LAUNCHER):
+        return False
+    num_here = place.nproc_per_node or place.world_size // nnodes
+    if nproc_per_node in ("auto", num_here):
+        return True
+    if num_here == 1 and place.world_size == nnodes:  # one process per node, which starts the workers
+        return False
+    raise ValueError(
+        f"{place.launcher} has started {num_here} processes on this machine ({place.reason}), but "
+        f"nproc_per_node={nproc_per_node}. Pass nproc_per_node={num_here}, or 'auto' for any number."
+    )
 
 
 class Parallel:
     """Context manager that runs a function in a distributed context, under any launcher or none.
 
-    With ``nproc_per_node``, it starts the processes. Without ``nproc_per_node``, it joins the processes of
-    torchrun, Slurm or another launcher, and ignores ``nnodes``, ``node_rank`` and the address. With
-    ``backend=None``, it runs the function in this process.
+    Under torchrun, Slurm or another launcher, it joins the launcher's processes, and ignores ``nnodes``,
+    ``node_rank`` and the address. Without a launcher, it starts ``nproc_per_node`` processes. If
+    ``nproc_per_node`` is None, the function runs in this process, and so it does with ``backend=None``, but
+    then without a context.
 
     A live context of ``backend`` is used and not ended: :func:`spawn`, Ray Train and Lightning Fabric make
     one before they call the script's function.
@@ -217,8 +244,9 @@ class Parallel:
     summary then shows the traceback of the rank that failed first.
 
     Args:
-        backend: one of :func:`available_backends`, or None for no context.
-        nproc_per_node: number of processes to start on this machine; it may differ between machines.
+        backend: as in :func:`spawn`; or None for no context.
+        nproc_per_node: number of processes on this machine, or ``"auto"`` as in :func:`spawn`; it may differ
+            between machines.
         nnodes: number of machines, default 1.
         node_rank: this machine's number, in [0, nnodes); needed if ``nnodes > 1``.
         master_addr: address of the machine with ``node_rank=0``; needed if ``nnodes > 1``.
@@ -227,7 +255,8 @@ class Parallel:
         spawn_kwargs: further keywords of :func:`spawn`.
 
     Raises:
-        ValueError: the backend is unknown, or arguments contradict each other.
+        ValueError: the backend is unknown, arguments contradict each other, or ``nproc_per_node`` is not the
+            number of processes that a launcher has started on this machine.
         RuntimeError: on entry, a context of another backend is live.
 
     Example::
@@ -239,7 +268,7 @@ class Parallel:
     def __init__(
         self,
         backend: str | None = None,
-        nproc_per_node: int | None = None,
+        nproc_per_node: int | Literal["auto"] | None = None,
         nnodes: int | None = None,
         node_rank: int | None = None,
         master_addr: str | None = None,
@@ -255,7 +284,7 @@ class Parallel:
         }
         node_kwargs = _with_python_ints(node_kwargs)
         nproc_per_node, nnodes = as_int(nproc_per_node), as_int(nnodes)
-        self.backend = backend
+        self.backend = backend = None if backend is None else live.resolve_backend(backend)
         self._initialize_kwargs: dict[str, Any] = {}
         self._spawn_kwargs: dict[str, Any] | None = None
         self._owns_context = False
@@ -268,12 +297,13 @@ class Parallel:
         given = {name: value for name, value in given.items() if value is not None}
         check_keywords("Parallel", given, initialize_names | spawn_names | {"nproc_per_node"})
         self._initialize_kwargs = {name: given[name] for name in given if name in initialize_names}
-        if nproc_per_node is not None:
+        if not _joins_launcher(nproc_per_node, nnodes or 1):
+            if nproc_per_node == "auto":
+                nproc_per_node = model.launcher.auto_nproc_per_node()
             given.update((name, value) for name, value in node_kwargs.items() if value is not None)
             check_keywords("Parallel", given, spawn_names)
             model.launcher.check(nproc_per_node=nproc_per_node, **given)
             self._spawn_kwargs = {"nproc_per_node": nproc_per_node, **given}
-        _compare_with_launcher(nproc_per_node, nnodes or 1)
 
     def __enter__(self) -> Self:
         if self.backend is None or self._spawn_kwargs is not None:

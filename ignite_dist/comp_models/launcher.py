@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ignite_dist import devices
 from ignite_dist.arguments import keywords_of
 
 
@@ -23,6 +24,11 @@ class Launcher:
         Raises:
             ValueError: the arguments are incompatible.
         """
+
+    @classmethod
+    def auto_nproc_per_node(cls) -> int:
+        """Number of workers for ``nproc_per_node="auto"``."""
+        return devices.auto_nproc_per_node()
 
     @classmethod
     def start(cls, entry: Callable[[int], Any], *, backend: str, nproc_per_node: int, **options: Any) -> Any:

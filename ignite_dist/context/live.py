@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ignite_dist import devices
 from ignite_dist.arguments import did_you_mean
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
 from ignite_dist.comp_models.serial import PollingSerialModel
@@ -154,6 +155,13 @@ def available_backends() -> tuple[str, ...]:
     return tuple(backend for model in registered_computation_models for backend in model.available_backends)
 
 
+def resolve_backend(backend: str) -> str:
+    """``backend``, or for ``"auto"`` the backend of the live context, else NCCL with a GPU, else gloo."""
+    if backend != "auto":
+        return backend
+    return current_model().backend() or devices.auto_backend()
+
+
 def find_model(backend: str) -> type[ComputationModel]:
     """The class of the computation model that runs ``backend``.
 
@@ -170,11 +178,16 @@ def find_model(backend: str) -> type[ComputationModel]:
                 raise ValueError(
                     f"Backend {backend!r} cannot run here: {reason} Available: {_backend_names()}."
                 )
-    hint = (
-        did_you_mean(str(backend).lower(), available_backends())
-        or " Is the package of this backend installed?"
-    )
+    hint = _DEVICE_HINTS.get(str(backend)) or did_you_mean(str(backend).lower(), available_backends())
+    hint = hint or " Is the package of this backend installed?"
     raise ValueError(f"Unknown backend {backend!r}. Available: {_backend_names()}.{hint}")
+
+
+_DEVICE_HINTS = {
+    "cuda": " For GPUs use 'nccl' or 'auto'.",
+    "gpu": " For GPUs use 'nccl' or 'auto'.",
+    "cpu": " For CPUs use 'gloo' or 'auto'.",
+}
 
 
 def _backend_names() -> str:
@@ -193,7 +206,8 @@ def initialize(backend: str, **kwargs: Any) -> None:
     are set to the loopback interface. :func:`finalize` removes the variables that ``initialize`` has set.
 
     Args:
-        backend: one of :func:`available_backends`, or one per device: ``"cpu:gloo,cuda:nccl"``.
+        backend: one of :func:`available_backends`, one per device (``"cpu:gloo,cuda:nccl"``), or ``"auto"``:
+            NCCL on a machine with a GPU, else gloo.
         kwargs: for gloo, NCCL and MPI: ``timeout`` (``datetime.timedelta``; torch's default is 30 minutes,
             10 for NCCL), ``init_method`` (``"env://"``, ``"file://..."``, ``"tcp://..."``), ``rank`` and
             ``world_size`` (both, and only with an ``init_method``), ``pg_options``, ``device_id``; see
@@ -210,6 +224,7 @@ def initialize(backend: str, **kwargs: Any) -> None:
         LaunchError: the port of the rendezvous is in use.
         MissingRanksError: ranks are missing after the timeout (torch's backends; others raise other errors).
     """
+    backend = resolve_backend(backend)
     kind = find_model(backend)
     live = current_model()
     if not live.can_be_replaced_by(kind):

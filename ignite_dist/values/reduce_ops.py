@@ -44,6 +44,9 @@ _REDUCED = NARROW_FLOATS | {
 _SPELLINGS = {spelling: op for op in OPS for spelling in (op, op.lower())}
 
 
+_OTHER_NAMES = {"MEAN": "AVERAGE", "AVG": "AVERAGE", "PROD": "PRODUCT", "MUL": "PRODUCT", "ADD": "SUM"}
+
+
 def normalize_op(op: str) -> str:
     """The name of ``op`` in :data:`OPS`.
 
@@ -55,7 +58,11 @@ def normalize_op(op: str) -> str:
     except (KeyError, TypeError):
         name = _SPELLINGS.get(op.upper()) if isinstance(op, str) else None
         if name is None:
-            raise ValueError(f"Unknown reduction {op!r}. Allowed: {', '.join(map(repr, OPS))}.") from None
+            meant = _OTHER_NAMES.get(op.upper()) if isinstance(op, str) else None
+            hint = f" For {op!r} use {meant!r}." if meant else ""
+            raise ValueError(
+                f"Unknown reduction {op!r}. Allowed: {', '.join(map(repr, OPS))}.{hint}"
+            ) from None
         return name
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import ignite_dist as idist
-from helpers import free_port
+from helpers import free_port, plain_environ, run_python, write_script
+from ignite_dist.devices import num_cores
 
 
 def _where(_: int) -> tuple[int, int, str]:
@@ -52,6 +55,75 @@ def test_what_is_none_is_refused_before_anything_is_started(name: str, value: An
         idist.spawn("gloo", _where, **given)
     with pytest.raises(ValueError, match=name):
         idist.Parallel("gloo", **given)
+
+
+def test_arguments_in_the_wrong_order_or_without_their_comma() -> None:
+    with pytest.raises(TypeError, match=r"spawn takes the backend first: spawn\('gloo', _where, ...\)"):
+        idist.spawn(_where, "gloo")  # type: ignore[arg-type]
+    config = {"lr": 0.1}
+    for value in (config, "text", 3):
+        with pytest.raises(TypeError, match=r"args must be a tuple, got .*args=\(value,\)"):
+            idist.spawn("gloo", _where, args=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("backend", "hint"), [("cuda", "'nccl'"), ("gpu", "'nccl'"), ("cpu", "'gloo'")])
+def test_the_name_of_a_device_is_no_backend(backend: str, hint: str) -> None:
+    for start in (idist.Parallel, idist.initialize, lambda name: idist.spawn(name, _where)):
+        with pytest.raises(ValueError, match=f"Unknown backend '{backend}'.*use {hint}"):
+            start(backend)
+
+
+def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker per core where there is no GPU; fewer where each has several threads."""
+    num_workers = torch.cuda.device_count() or num_cores()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = idist.spawn("auto", _world, nproc_per_node="auto")
+    assert found == [("nccl" if torch.cuda.is_available() else "gloo", num_workers)] * num_workers
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("OMP_NUM_THREADS", str(num_cores()))
+        with idist.Parallel("auto", "auto") as parallel:
+            assert parallel.run(_world) == ("gloo", 1)
+
+
+def _world(local_rank: int) -> tuple[str | None, int]:
+    return idist.backend(), idist.get_world_size()
+
+
+SCRIPT = """
+    import sys
+    import ignite_dist as idist
+
+    def work(local_rank):
+        return idist.all_gather(idist.get_rank())
+
+    if __name__ == "__main__":
+        number = sys.argv[1] if sys.argv[1] == "auto" else int(sys.argv[1])
+        with idist.Parallel("auto", nproc_per_node=number) as parallel:
+            ranks = parallel.run(work)
+        sys.stdout.write(f"ranks {ranks}\\n")
+"""
+
+
+@pytest.mark.parametrize("number", ["2", "auto"])
+def test_as_many_processes_as_a_launcher_has_started_are_joined(number: str, tmp_path: Path) -> None:
+    script = write_script(tmp_path, SCRIPT)
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ended = run_python(*run, script, number)
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("ranks [0, 1]\n") == 2
+    alone = run_python(script, number, env=plain_environ(OMP_NUM_THREADS=str(max(1, num_cores() // 2))))
+    assert alone.stdout == "ranks [0, 1]\n"
+
+
+def test_another_number_than_that_of_the_launcher_is_refused(tmp_path: Path) -> None:
+    """Each process would start a job of its own, and all would write the same checkpoint."""
+    environ = plain_environ(
+        RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
+    )
+    ended = run_python(write_script(tmp_path, SCRIPT), "3", env=environ)
+    assert ended.returncode != 0
+    last = ended.stdout.splitlines()[-1]
+    assert "has started 2 processes on this machine" in last and "Pass nproc_per_node=2" in last
 
 
 def test_ranks_of_initialize(tmp_path: Any) -> None:

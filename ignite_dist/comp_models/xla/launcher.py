@@ -36,6 +36,12 @@ class XlaLauncher(Launcher):
         )
 
     @classmethod
+    def auto_nproc_per_node(cls) -> int:
+        check_pjrt_device()
+        num_processes, num_replicas = replicas.num_processes_and_replicas()
+        return num_processes * num_replicas
+
+    @classmethod
     def start(  # type: ignore[override]  # each backend has its own keywords
         cls,
         entry: Callable[..., Any],

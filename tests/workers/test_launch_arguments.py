@@ -111,8 +111,8 @@ def test_as_many_processes_as_a_launcher_has_started_are_joined(number: str, tmp
     ended = run_python(*run, script, number)
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count("ranks [0, 1]\n") == 2
-    alone = run_python(script, number, env=plain_environ(OMP_NUM_THREADS=str(max(1, num_cores() // 2))))
-    assert alone.stdout == "ranks [0, 1]\n"
+    if number == "2":
+        assert run_python(script, number).stdout == "ranks [0, 1]\n"
 
 
 def test_another_number_than_that_of_the_launcher_is_refused(tmp_path: Path) -> None:

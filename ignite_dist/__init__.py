@@ -53,6 +53,7 @@ from ignite_dist.errors import (
     UnsafeObjectError,
     WorkerExitedError,
     WorkerRaisedError,
+    original,
 )
 from ignite_dist.launcher import Parallel, spawn
 from ignite_dist.samplers import DistributedProxySampler, ExactSampler
@@ -134,6 +135,7 @@ __all__ = [
     "no_sync",
     "one_rank_first",
     "one_rank_only",
+    "original",
     "optimizer_state",
     "raise_together",
     "register_computation_model",

@@ -22,7 +22,26 @@ __all__ = [
     "UnsafeObjectError",
     "WorkerExitedError",
     "WorkerRaisedError",
+    "original",
 ]
+
+
+def original(error: BaseException) -> BaseException:
+    """The exception that a worker of :func:`spawn` raised, of its own class; else ``error``.
+
+    The exception is also the ``__cause__`` of the error that ``spawn`` raises. It has no traceback: that is a
+    text in the message of ``error``. If the exception cannot be pickled, ``error`` itself is returned.
+
+    Example::
+
+        try:
+            idist.spawn("gloo", train, nproc_per_node=2)
+        except idist.RankFailedError as error:
+            if isinstance(idist.original(error), torch.cuda.OutOfMemoryError):
+                ...
+    """
+    cause = error.__cause__
+    return cause if isinstance(error, RankFailedError) and cause is not None else error
 
 
 class DistributedError(RuntimeError):

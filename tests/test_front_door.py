@@ -30,7 +30,7 @@ FACADE = names("""
 """)
 ERRORS = names("""
     DistributedError RankFailedError CollectiveMismatchError EnvironmentVariablesError LaunchError
-    WorkerRaisedError WorkerExitedError MissingRanksError UnsafeObjectError HostLostError Work
+    WorkerRaisedError WorkerExitedError MissingRanksError UnsafeObjectError HostLostError Work original
 """)
 
 REQUIRED = inspect.Parameter.empty

@@ -27,6 +27,8 @@ from ignite_dist.values import serialization
 
 # Longer texts are shortened to this many characters. A message may contain a whole tensor.
 _LONGEST_TEXT = 100_000
+# A larger exception is not sent to the launcher.
+_LARGEST_EXCEPTION = 1 << 20
 # The launcher may detect a worker's death this much later, because the fork server reports the death.
 _DETECTION_SECONDS = 1.0
 
@@ -42,6 +44,7 @@ class Failure:
         traceback: the whole traceback.
         exit_code: the process's exit code; None if the worker raised an exception other than SystemExit.
         is_consequence: True if the exception says that another rank failed or is gone.
+        exception: the pickled exception for the launcher on this machine; None if it cannot be sent.
     """
 
     time: float
@@ -50,6 +53,7 @@ class Failure:
     traceback: str
     exit_code: int | None = None
     is_consequence: bool = False
+    exception: bytes | None = None
 
     @property
     def is_exit_0(self) -> bool:
@@ -95,7 +99,34 @@ def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
     except Exception:  # raised by code of this exception, or of its cause
         where = "".join(traceback.format_tb(user_traceback(trace)))
         text = f"Traceback (most recent call last):\n{where}{summary}\n"
-    return Failure(now, type(error).__name__, _cut(summary), _cut(text), exit_code, is_consequence(error))
+    return Failure(
+        now,
+        type(error).__name__,
+        _cut(summary),
+        _cut(text),
+        exit_code,
+        is_consequence(error),
+        _encode_exception(error),
+    )
+
+
+def _encode_exception(error: BaseException) -> bytes | None:
+    """``error`` as bytes, without its traceback. None if it is too large or cannot be pickled."""
+    try:
+        encoded = serialization.encode(error)
+    except Exception:  # raised by the user's class
+        return None
+    return encoded if len(encoded) <= _LARGEST_EXCEPTION else None
+
+
+def _decode_exception(encoded: bytes | None) -> BaseException | None:
+    if encoded is None:
+        return None
+    try:
+        error = serialization.decode(encoded)
+    except Exception:  # the class needs other arguments, or this process cannot import it
+        return None
+    return error if isinstance(error, BaseException) else None
 
 
 def user_traceback(trace: TracebackType | None) -> TracebackType | None:
@@ -149,6 +180,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in seen:
         yield link
         seen.add(id(link))
+        if isinstance(link, (WorkerRaisedError, WorkerExitedError)):  # their causes are of another job
+            return
         if isinstance(link, MissingRanksError) and link.__suppress_context__:
             link = link.__cause__  # the connection was closed because of the missing ranks
         else:
@@ -263,7 +296,7 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = _SIGKILL_HINT) -
     if failure.exit_code is None:
         hint = "; its error says that another rank failed or is gone" if failure.is_consequence else ""
         message = f"{place} failed first{hint}. Its traceback:\n\n{failure.traceback}{after}"
-        return WorkerRaisedError(
+        error = WorkerRaisedError(
             first.rank,
             failure.error_type,
             failure.traceback,
@@ -272,6 +305,8 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = _SIGKILL_HINT) -
             first.pid,
             first.host,
         )
+        error.__cause__ = _decode_exception(failure.exception)
+        return error
     trace = f" Its traceback:\n\n{failure.traceback.rstrip()}\n" if failure.traceback else ""
     message = f"{place} {_describe_end(first, about_sigkill)}.{trace}{after}"
     return WorkerExitedError(

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
@@ -282,7 +282,10 @@ class Nodes:
         for failed_rank in failed:
             if failed_rank.rank not in self._reported:
                 self._reported.add(failed_rank.rank)
-                values = {**failed_rank._asdict(), "failure": asdict(failed_rank.failure)}
+                values = {
+                    **failed_rank._asdict(),
+                    "failure": asdict(replace(failed_rank.failure, exception=None)),
+                }
                 self._send({"node": self.rank, "failed": values})
         if is_done and self.rank not in self._done:
             self._done.add(self.rank)

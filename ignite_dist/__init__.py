@@ -56,6 +56,7 @@ from ignite_dist.errors import (
     original,
 )
 from ignite_dist.launcher import Parallel, spawn
+from ignite_dist.restarts import restart_count
 from ignite_dist.samplers import DistributedProxySampler, ExactSampler
 from ignite_dist.tracing import untrace_package
 from ignite_dist.training.accumulation import accumulate
@@ -138,6 +139,7 @@ __all__ = [
     "original",
     "optimizer_state",
     "raise_together",
+    "restart_count",
     "register_computation_model",
     "registered_computation_models",
     "safe_objects",

@@ -120,7 +120,11 @@ class RankFailedError(DistributedError):
         error_type: the class name of its exception, for example ``"ValueError"``.
         traceback: traceback of the failed rank as text; empty if the rank ended without a traceback.
         host: the host of the failed rank; empty if unknown.
+        is_permanent: True if another attempt would fail in the same way, for example after an
+            ``ImportError``.
     """
+
+    is_permanent = False
 
     def __init__(
         self, rank: int, error_type: str, traceback: str, message: str | None = None, host: str = ""

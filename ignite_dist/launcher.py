@@ -9,9 +9,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, overload
 
+from ignite_dist import restarts
 from ignite_dist.arguments import as_int, as_port, check_keywords, keywords_of
 from ignite_dist.context import identity, live
-from ignite_dist.diagnostics import announcing, watchdog
 from ignite_dist.environments import spawned, tpu_pod
 from ignite_dist.errors import EnvironmentVariablesError
 
@@ -35,27 +35,6 @@ def _with_python_ints(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _AS_INT[name](value) if name in _AS_INT else value for name, value in given.items()}
 
 
-class _Entry:
-    """The entry point of a worker: make the context, call the user's function, end the context."""
-
-    def __init__(
-        self, backend: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.backend = backend
-        self.function = function
-        self.args = args
-        self.kwargs = kwargs
-        self.comparison = announcing.comparison_in_new_contexts()  # set by debug() in the launcher
-
-    def __call__(self, local_rank: int, **initialize_kwargs: Any) -> Any:
-        announcing.set_comparison_in_new_contexts(self.comparison)
-        live.initialize(self.backend, **initialize_kwargs)
-        watchdog.watch_this_rank()
-        result = self.function(local_rank, *self.args, **self.kwargs)
-        live.conclude()
-        return result
-
-
 class SpawnOptions(TypedDict, total=False):
     """The keywords of :func:`spawn`, for editors. Each backend accepts some of them."""
 
@@ -67,6 +46,7 @@ class SpawnOptions(TypedDict, total=False):
     timeout: timedelta | None
     start_method: str | None
     daemon: bool
+    max_restarts: int
     hosts: str | None
     verbose: int | None
     use_mpi: bool | None
@@ -83,6 +63,7 @@ class ParallelOptions(TypedDict, total=False):
     start_method: str | None
     join: bool
     daemon: bool
+    max_restarts: int
     hosts: str | None
     pg_options: Any
     device_id: Any
@@ -147,7 +128,10 @@ def spawn(
         nproc_per_node: number of processes on this machine; for XLA, 1 or the number of its devices.
             ``"auto"`` is the number of GPUs, or without a GPU, of cores divided by ``OMP_NUM_THREADS`` (1).
         kwargs: All backends: ``start_method="forkserver"`` (or "spawn", "fork"), ``join=True``,
-            ``daemon=False``. gloo and NCCL: ``nnodes=1``, ``node_rank=0``, ``master_addr`` and
+            ``daemon=False``, and ``max_restarts=0``: after a failure, all workers start again, up to so many
+            times. The function continues from its own checkpoint; :func:`restart_count` is the number of the
+            attempt. An error that would come again (an ``ImportError``, or a ``TypeError`` before the first
+            collective) is raised at once. gloo and NCCL: ``nnodes=1``, ``node_rank=0``, ``master_addr`` and
             ``master_port`` (needed if ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``),
             ``timeout`` (a ``datetime.timedelta``, for collectives). Horovod: ``hosts="node1:2,node2:2"``,
             ``nnodes`` (the number of hosts) and the options of ``horovod.run``; each of these makes
@@ -170,13 +154,14 @@ def spawn(
     _check_call(backend, fn, args)
     backend = live.resolve_backend(backend)
     model = live.find_model(backend)
-    check_keywords("spawn", kwargs, model.launcher.options() | {"nproc_per_node"})
+    check_keywords("spawn", kwargs, model.launcher.options() | {"nproc_per_node", "max_restarts"})
     if nproc_per_node == "auto":
         nproc_per_node = model.launcher.auto_nproc_per_node()
-    entry = _Entry(backend, fn, tuple(args), dict(kwargs_dict or {}))
-    return model.launcher.start(
-        entry, backend=backend, **_with_python_ints({"nproc_per_node": nproc_per_node, **kwargs})
-    )
+    options = _with_python_ints({"nproc_per_node": nproc_per_node, **kwargs})
+    max_restarts = options.pop("max_restarts", 0)
+    restarts.check_max_restarts(max_restarts, options)
+    entry = restarts.Entry(backend, fn, tuple(args), dict(kwargs_dict or {}))
+    return restarts.start(model.launcher, entry, max_restarts, backend=backend, **options)
 
 
 def _check_call(backend: Any, fn: Any, args: Any) -> None:
@@ -295,6 +280,8 @@ class Parallel:
         initialize_names, spawn_names = keywords_of(model.open), model.launcher.options()
         given = {"init_method": init_method, **spawn_kwargs}
         given = {name: value for name, value in given.items() if value is not None}
+        spawn_names = spawn_names | {"max_restarts"}
+        restarts.check_max_restarts(given.get("max_restarts", 0), {**given, **node_kwargs})
         check_keywords("Parallel", given, initialize_names | spawn_names | {"nproc_per_node"})
         self._initialize_kwargs = {name: given[name] for name in given if name in initialize_names}
         if not _joins_launcher(nproc_per_node, nnodes or 1):
@@ -302,7 +289,8 @@ class Parallel:
                 nproc_per_node = model.launcher.auto_nproc_per_node()
             given.update((name, value) for name, value in node_kwargs.items() if value is not None)
             check_keywords("Parallel", given, spawn_names)
-            model.launcher.check(nproc_per_node=nproc_per_node, **given)
+            checked = {name: value for name, value in given.items() if name != "max_restarts"}
+            model.launcher.check(nproc_per_node=nproc_per_node, **checked)
             self._spawn_kwargs = {"nproc_per_node": nproc_per_node, **given}
 
     def __enter__(self) -> Self:

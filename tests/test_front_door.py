@@ -31,6 +31,7 @@ FACADE = names("""
 ERRORS = names("""
     DistributedError RankFailedError CollectiveMismatchError EnvironmentVariablesError LaunchError
     WorkerRaisedError WorkerExitedError MissingRanksError UnsafeObjectError HostLostError Work original
+    restart_count
 """)
 
 REQUIRED = inspect.Parameter.empty

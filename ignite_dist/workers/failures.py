@@ -44,6 +44,7 @@ class Failure:
         traceback: the whole traceback.
         exit_code: the process's exit code; None if the worker raised an exception other than SystemExit.
         is_consequence: True if the exception says that another rank failed or is gone.
+        is_permanent: True if another attempt would fail in the same way.
         exception: the pickled exception for the launcher on this machine; None if it cannot be sent.
     """
 
@@ -53,6 +54,7 @@ class Failure:
     traceback: str
     exit_code: int | None = None
     is_consequence: bool = False
+    is_permanent: bool = False
     exception: bytes | None = None
 
     @property
@@ -79,7 +81,8 @@ def outcome_of(sent_call: bytes | Callable[..., Any], local_rank: int) -> bytes 
     """Decode ``sent_call`` and make the call. Returns the encoded result, or the failure."""
     try:
         call = serialization.decode(sent_call) if isinstance(sent_call, bytes) else sent_call
-        return serialization.encode(call(local_rank))
+        result = call(local_rank)
+        return result if isinstance(result, Failure) else serialization.encode(result)
     except SystemExit as exit_:
         code = exit_.code & 0xFF if isinstance(exit_.code, int) else int(exit_.code is not None)
         return failure_of(exit_, exit_code=code)
@@ -87,7 +90,7 @@ def outcome_of(sent_call: bytes | Callable[..., Any], local_rank: int) -> bytes 
         return failure_of(error)
 
 
-def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
+def failure_of(error: BaseException, exit_code: int | None = None, is_permanent: bool = False) -> Failure:
     """The report of an exception to the launcher."""
     now = time.time()
     trace, error = error.__traceback__, connections.with_cause(error)
@@ -106,6 +109,7 @@ def failure_of(error: BaseException, exit_code: int | None = None) -> Failure:
         _cut(text),
         exit_code,
         is_consequence(error),
+        is_permanent,
         _encode_exception(error),
     )
 
@@ -305,6 +309,7 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = _SIGKILL_HINT) -
             first.pid,
             first.host,
         )
+        error.is_permanent = failure.is_permanent
         error.__cause__ = _decode_exception(failure.exception)
         return error
     trace = f" Its traceback:\n\n{failure.traceback.rstrip()}\n" if failure.traceback else ""

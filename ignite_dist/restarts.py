@@ -1,0 +1,107 @@
+"""The entry point of a worker, and new attempts after a failure."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ignite_dist.comp_models.launcher import Launcher
+from ignite_dist.context import live
+from ignite_dist.diagnostics import announcing, watchdog
+from ignite_dist.errors import RankFailedError
+from ignite_dist.workers.failures import failure_of
+
+_logger = logging.getLogger(__name__)
+
+_VARIABLE = "IGNITE_DIST_RESTART_COUNT"
+
+
+def restart_count() -> int:
+    """How often this job has been started again after a failure: 0 in the first attempt.
+
+    Under torchrun, the number of torchrun's restarts.
+
+    Example::
+
+        if idist.restart_count() > 0:
+            checkpoint = torch.load("last.pt", weights_only=True)
+    """
+    return int(os.environ.get(_VARIABLE) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+class Entry:
+    """The entry point of a worker: make the context, call the user's function, end the context.
+
+    Attributes:
+        restart_count: the result of :func:`restart_count` in the worker.
+    """
+
+    def __init__(
+        self, backend: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.backend = backend
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.restart_count = 0
+        self.comparison = announcing.comparison_in_new_contexts()  # set by debug() in the launcher
+
+    def __call__(self, local_rank: int, **initialize_kwargs: Any) -> Any:  # noqa: D102
+        os.environ[_VARIABLE] = str(self.restart_count)
+        announcing.set_comparison_in_new_contexts(self.comparison)
+        live.initialize(self.backend, **initialize_kwargs)
+        watchdog.watch_this_rank()
+        num_before = _num_collectives()
+        try:
+            result = self.function(local_rank, *self.args, **self.kwargs)
+        except (ImportError, SyntaxError) as error:
+            return failure_of(error, is_permanent=True)
+        except (TypeError, NameError) as error:
+            return failure_of(error, is_permanent=_num_collectives() == num_before)
+        live.conclude()
+        return result
+
+
+def _num_collectives() -> tuple[int, int]:
+    """Numbers of collectives that the backend has begun, and that this rank has called."""
+    model = live.current_model()
+    recorder = announcing.recorder_of(model)
+    return (
+        model.transport.num_collectives(),
+        0 if recorder is None else recorder.log_of(model.get_rank()).num_calls,
+    )
+
+
+def start(launcher: type[Launcher], entry: Entry, max_restarts: int, **options: Any) -> Any:
+    """Start workers that run ``entry``, and start all of them again after a failure.
+
+    Raises:
+        RankFailedError: the last attempt has failed, or another attempt would fail in the same way.
+    """
+    while True:
+        try:
+            return launcher.start(entry, **options)
+        except RankFailedError as error:
+            if entry.restart_count >= max_restarts or error.is_permanent:
+                raise
+            entry.restart_count += 1
+            _logger.warning(
+                "Restart %d of at most %d, because the job has failed. %s",
+                entry.restart_count,
+                max_restarts,
+                error,
+            )
+
+
+def check_max_restarts(max_restarts: Any, options: dict[str, Any]) -> None:
+    """Raise for a ``max_restarts`` that is not an int >= 0, or that ``options`` do not support."""
+    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+        raise ValueError(f"max_restarts must be an int >= 0, got {max_restarts!r}.")
+    if not max_restarts:
+        return
+    if not options.get("join", True):
+        raise ValueError("max_restarts needs join=True: spawn starts the workers again while it waits.")
+    if (options.get("nnodes") or 1) > 1 or options.get("hosts"):
+        raise ValueError("max_restarts is for one machine. On several machines use torchrun --max-restarts.")

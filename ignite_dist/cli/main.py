@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "torchrun --nproc-per-node 2 -m ignite_dist check",
     )
     parser.add_argument("--version", action="version", version=f"ignite_dist {idist.__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="env | check | bench")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="env | check | bench | run")
     common, ranks = _common_arguments(), _arguments_of_ranks()
     env = commands.add_parser("env", parents=[common], help="versions, backends, devices, the launcher")
     env.set_defaults(command=_env)
@@ -93,7 +93,32 @@ def _parser() -> argparse.ArgumentParser:
         "--save", metavar="FILE", help="draw a chart and save it to FILE, for example chart.png"
     )
     bench.set_defaults(command=_bench)
+    _add_run(commands)
     return parser
+
+
+def _add_run(commands: Any) -> None:
+    run = commands.add_parser(
+        "run", parents=[_arguments_of_nodes()], help="run a script on every rank: run script.py [arguments]"
+    )
+    run.add_argument("--backend", default="auto", help="a backend that `env` shows (%(default)s)")
+    run.add_argument(
+        "--nproc-per-node",
+        type=_int_or_auto,
+        default="auto",
+        metavar="N",
+        help="processes on this machine (%(default)s: one per GPU, else per core)",
+    )
+    run.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="new attempts after a failure (%(default)s)"
+    )
+    run.add_argument("script", help="a Python file; it may use idist without starting a context")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    run.set_defaults(command=_run, json=False)
+
+
+def _int_or_auto(text: str) -> Any:
+    return text if text == "auto" else int(text)
 
 
 def _common_arguments() -> _Parser:
@@ -104,18 +129,23 @@ def _common_arguments() -> _Parser:
 
 def _arguments_of_ranks() -> _Parser:
     """The arguments of the commands that run on several ranks."""
-    parser = _Parser(add_help=False)
+    parser = _Parser(add_help=False, parents=[_arguments_of_nodes()])
     parser.add_argument("--backend", default="gloo", help="a backend that `env` shows (%(default)s)")
     parser.add_argument(
         "--nproc-per-node", type=int, metavar="N", help="processes on this machine, without a launcher (2)"
     )
+    parser.add_argument(
+        "--timeout", type=_seconds, default="60", metavar="S", help="seconds to wait for a rank (%(default)s)"
+    )
+    return parser
+
+
+def _arguments_of_nodes() -> _Parser:
+    parser = _Parser(add_help=False)
     parser.add_argument("--nnodes", type=int, metavar="N", help="machines; run the command on each")
     parser.add_argument("--node-rank", type=int, metavar="I", help="number of this machine, from 0")
     parser.add_argument("--master-addr", metavar="HOST", help="address of machine 0")
     parser.add_argument("--master-port", type=int, metavar="PORT", help="a free port of machine 0")
-    parser.add_argument(
-        "--timeout", type=_seconds, default="60", metavar="S", help="seconds to wait for a rank (%(default)s)"
-    )
     return parser
 
 
@@ -129,11 +159,14 @@ def _seconds(text: str) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def _job(options: argparse.Namespace) -> jobs.Job:
+def _nodes(options: argparse.Namespace) -> dict[str, Any]:
     names = ("nnodes", "node_rank", "master_addr", "master_port")
-    values: dict[str, Any] = {name: getattr(options, name) for name in names}
-    nodes = {name: value for name, value in values.items() if value is not None}
-    return jobs.Job(options.backend, options.timeout, options.nproc_per_node, nodes)
+    given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _job(options: argparse.Namespace) -> jobs.Job:
+    return jobs.Job(options.backend, options.timeout, options.nproc_per_node, _nodes(options))
 
 
 def _log_on_rank_0(output: Output, text: str) -> None:
@@ -179,3 +212,16 @@ def _bench(options: argparse.Namespace, output: Output) -> int:
     log = partial(_log_on_rank_0, output)
     log(bench.announcement)
     return jobs.run(_job(options), bench, partial(show_bench, output=output, save=options.save), log)
+
+
+def _run(options: argparse.Namespace, output: Output) -> int:
+    from ignite_dist.cli.run import run
+
+    return run(
+        options.script,
+        options.arguments,
+        options.backend,
+        options.nproc_per_node,
+        _nodes(options),
+        options.max_restarts,
+    )

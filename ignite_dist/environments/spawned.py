@@ -1,4 +1,4 @@
-"""``idist.spawn``. Its workers have torchrun's variables and a variable that marks them."""
+"""``idist.spawn`` and ``ignite-dist run``: workers have torchrun's variables, and one that marks them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from ignite_dist.environments import plain
 from ignite_dist.environments.base import Environment
 
 _MARK = "IGNITE_DIST_SPAWNED"
+_RUN_MARK = "IGNITE_DIST_RUN"
 
 LAUNCHER = "idist.spawn"
-VARIABLES = (_MARK,)
+RUN_LAUNCHER = "ignite-dist run"
+VARIABLES = (_MARK, _RUN_MARK)
 
 
 def mark(environ: Mapping[str, str]) -> dict[str, str]:
@@ -22,10 +24,17 @@ def mark(environ: Mapping[str, str]) -> dict[str, str]:
     return {_MARK: _rendezvous(environ)}
 
 
+def mark_run(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that marks a worker in which ``ignite-dist run`` runs a script."""
+    return {_RUN_MARK: environ[_MARK]} if _MARK in environ else {}
+
+
 def detect(environ: Mapping[str, str]) -> Environment | None:
     """The environment of a worker of ``spawn``."""
     if environ.get(_MARK) != _rendezvous(environ) or not environ.get("RANK"):
         return None
+    if environ.get(_RUN_MARK) == environ[_MARK]:
+        return plain.read(environ, RUN_LAUNCHER, f"{_RUN_MARK} is set")
     return plain.read(environ, LAUNCHER, f"{_MARK} is set")
 
 

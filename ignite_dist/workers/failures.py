@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import signal
 import textwrap
 import time
@@ -133,10 +134,15 @@ def _decode_exception(encoded: bytes | None) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
+def _is_plumbing(path: str) -> bool:
+    """True for code of this package and for ``runpy``, which runs the script of ``ignite-dist run``."""
+    return is_package_path(path) or path == "<frozen runpy>" or path == runpy.__file__
+
+
 def user_traceback(trace: TracebackType | None) -> TracebackType | None:
     """The part of a traceback that starts at the user's function, without this package's frames."""
     entry = trace
-    while entry is not None and is_package_path(entry.tb_frame.f_code.co_filename):
+    while entry is not None and _is_plumbing(entry.tb_frame.f_code.co_filename):
         entry = entry.tb_next
     return entry or trace
 

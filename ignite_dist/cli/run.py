@@ -1,0 +1,41 @@
+"""Run a script on every rank, in a context that the command has made."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ignite_dist as idist
+from ignite_dist.environments import spawned
+
+
+def run(
+    script: str,
+    arguments: Sequence[str],
+    backend: str,
+    nproc_per_node: Any,
+    nodes: Mapping[str, Any],
+    max_restarts: int,
+) -> int:
+    """Run ``script`` on the ranks of the launcher, or on workers that this function starts.
+
+    Raises:
+        ValueError: there is no such file, or the arguments are incompatible. Nothing was started.
+        RankFailedError: a worker failed.
+    """
+    if not os.path.isfile(script):
+        raise ValueError(f"There is no script {script!r} in {os.getcwd()}.")
+    options: Any = {**nodes, "max_restarts": max_restarts} if max_restarts else dict(nodes)
+    with idist.Parallel(backend, nproc_per_node, **options) as parallel:
+        parallel.run(_run_script, script, list(arguments))
+    return 0
+
+
+def _run_script(local_rank: int, script: str, arguments: list[str]) -> None:
+    os.environ.update(spawned.mark_run(os.environ))
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    runpy.run_path(script, run_name="__main__")

@@ -1,0 +1,78 @@
+"""``ignite-dist run``: a script on every rank, without code of its own for that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import plain_environ, run_python, write_script
+
+SCRIPT = """
+    import sys
+    import beside
+    import ignite_dist as idist
+
+    def work(local_rank):
+        return idist.get_world_size()
+
+    def main():
+        with idist.Parallel("gloo", nproc_per_node=2) as parallel:  # joins the command's processes
+            size = parallel.run(work)
+        ranks, launcher = idist.all_gather(idist.get_rank()), idist.environment().launcher
+        sys.stdout.write(f"{ranks} {size} {beside.NAME} {sys.argv[1:]} {launcher}\\n")
+        if "fail" in sys.argv and idist.restart_count() < 1:
+            raise LookupError("no data")
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
+    return write_script(tmp_path, SCRIPT)
+
+
+def _run(*args: Any, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    environ = plain_environ(OMP_NUM_THREADS="1")
+    return run_python(*launcher, "-m", "ignite_dist", "run", *args, env=environ)
+
+
+def test_a_script_runs_on_every_rank(script: Path) -> None:
+    ended = _run("--nproc-per-node", "2", os.path.relpath(script), "--lr", "0.1")
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout == "[0, 1] 2 beside ['--lr', '0.1'] ignite-dist run\n" * 2
+
+
+def test_it_joins_the_processes_of_a_launcher(script: Path) -> None:
+    ended = _run(script, launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("[0, 1] 2 beside [] torchrun\n") == 2
+
+
+def test_a_failure_shows_the_script_and_nothing_else(script: Path) -> None:
+    ended = _run("--nproc-per-node", "2", script, "fail")
+    assert ended.returncode == 1
+    assert "LookupError: no data" in ended.stdout
+    assert "runpy" not in ended.stdout and "ignite_dist/" not in ended.stdout
+    again = _run("--nproc-per-node", "2", "--max-restarts", "1", script, "fail")
+    assert again.returncode == 0, again.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["missing.py"], "There is no script 'missing.py' in "),
+        (["--nproc-per-node", "many", "missing.py"], "invalid"),
+        ([], "script"),
+    ],
+)
+def test_wrong_arguments(args: list[str], text: str) -> None:
+    ended = _run(*args)
+    assert ended.returncode == 2
+    assert len(ended.stdout.splitlines()) == 1 and text in ended.stdout

@@ -9,17 +9,6 @@ from datetime import timedelta
 from operator import index
 from typing import Any
 
-__all__ = [
-    "as_int",
-    "as_port",
-    "check_counts",
-    "check_keywords",
-    "check_nodes",
-    "check_timeout",
-    "did_you_mean",
-    "keywords_of",
-]
-
 
 def as_int(value: Any) -> Any:
     """``value`` as an int if it has ``__index__`` (a NumPy int). Other values, and bools, are unchanged."""

@@ -10,17 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "add_library",
-    "is_library",
-    "is_library_path",
-    "is_package_path",
-    "local_of",
-    "site_of",
-    "site_of_place",
-    "users_frame",
-]
-
 _MAX_SITE_LENGTH = 90
 
 # The folders of this package, of torch and of Python's standard library.

@@ -26,8 +26,6 @@ from ignite_dist.tracing import untraced
 from ignite_dist.values import serialization
 from ignite_dist.workers.failures import user_traceback
 
-__all__ = ["all_true", "any_true", "exchange_outcomes", "one_rank_first", "one_rank_only", "raise_together"]
-
 _logger = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

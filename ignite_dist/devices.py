@@ -9,8 +9,6 @@ import torch
 
 from ignite_dist.environments import Environment
 
-__all__ = ["accelerator_in", "check_devices", "current_accelerator", "num_cores", "select_device"]
-
 
 def num_cores() -> int:
     """Number of CPU cores that this process may use."""

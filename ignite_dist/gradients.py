@@ -15,18 +15,6 @@ from torch.optim import Optimizer
 
 from ignite_dist._torch import version_of
 
-__all__ = [
-    "accumulation_node",
-    "add_gradients",
-    "empty_gradient",
-    "mark_averaged",
-    "record_arrival",
-    "parameters_of",
-    "scale_gradients",
-    "take_mark",
-]
-
-
 # --- hooks ---
 
 

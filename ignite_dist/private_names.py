@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-__all__ = ["PrivateName", "missing"]
-
 
 class PrivateName(NamedTuple):
     """A private name of a library, which may change in any release."""

@@ -15,18 +15,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = [
-    "DistributedProxySampler",
-    "EpochLoader",
-    "EpochSampler",
-    "ExactSampler",
-    "Pass",
-    "Shard",
-    "loader_class",
-    "part",
-]
-
-
 # The process has one global random state, and replicas of XLA may be threads of the process.
 _random_state_lock = threading.Lock()
 

@@ -19,17 +19,6 @@ from typing import Any, TypeVar
 
 from ignite_dist import _torch
 
-__all__ = [
-    "call_eagerly",
-    "eager_functions",
-    "resolved_while_tracing",
-    "traced",
-    "traced_as",
-    "untrace_class",
-    "untrace_package",
-    "untraced",
-]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 eager_functions: dict[str, Callable[..., Any]] = {}

@@ -23,8 +23,6 @@ import ignite_dist as idist
 from ignite_dist.arguments import did_you_mean
 from ignite_dist.cli.jobs import Steps
 
-__all__ = ["COLLECTIVES", "Bench", "BenchReport", "Figure", "bus_bytes", "parse_collectives", "parse_sizes"]
-
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier")
 
 # Time for our calls and the raw calls of one collective at one size. Slow calls take longer (_MIN_ROUNDS).

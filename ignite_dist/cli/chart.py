@@ -10,8 +10,6 @@ from typing import Any
 from ignite_dist.cli.bench import BenchReport, Figure
 from ignite_dist.cli.jobs import num_processes
 
-__all__ = ["check_file", "draw"]
-
 
 def check_file(path: str) -> None:
     """Raise if the chart cannot be saved. ``bench`` calls this before the measurements.

@@ -16,8 +16,6 @@ from ignite_dist.comp_models.transport import CollectiveKind
 from ignite_dist.context.live import current_model
 from ignite_dist.values import reduce_ops
 
-__all__ = ["PER_DTYPE", "Cell", "CheckReport", "check", "short"]
-
 
 class Cell(NamedTuple):
     """The outcome of one collective with one dtype.

@@ -22,8 +22,6 @@ from ignite_dist.comp_models import registered_computation_models
 from ignite_dist.errors import EnvironmentVariablesError
 from ignite_dist.rendezvous import network_interfaces
 
-__all__ = ["collect", "show_env"]
-
 # Variables that backends read. The modules of `environments` declare the variables of launchers.
 _BACKEND_VARIABLES = re.compile(
     r"GLOO_.*|NCCL_.*|TORCH_NCCL_.*|HOROVOD_.*|PJRT_.*|CPU_NUM_DEVICES|TPU_.*|XLA_.*|CUDA_VISIBLE_DEVICES"

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from ignite_dist.rendezvous import network_interfaces
 
-__all__ = ["choice_of_gloo"]
-
 
 def choice_of_gloo(
     environ: Mapping[str, str], addresses: Mapping[str, list[str]], main_address: str | None

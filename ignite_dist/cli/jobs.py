@@ -19,8 +19,6 @@ from ignite_dist.arguments import keywords_of
 from ignite_dist.context import live
 from ignite_dist.errors import DistributedError, MissingRanksError, RankFailedError
 
-__all__ = ["Job", "Report", "Steps", "error_message", "num_processes", "run"]
-
 # A stuck rank exits this long after the timeout, so the backend can enforce the timeout first.
 _GRACE_SECONDS = 10.0
 

@@ -16,8 +16,6 @@ import ignite_dist as idist
 from ignite_dist.cli import jobs
 from ignite_dist.cli.output import Output, results_on_stdout
 
-__all__ = ["main"]
-
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 
 

@@ -12,8 +12,6 @@ import torch
 
 import ignite_dist as idist
 
-__all__ = ["Link", "measure", "slow_hosts"]
-
 _SLOW_FACTOR = 3.0
 _NUM_BYTES = 1 << 20  # large enough to measure bandwidth; takes 1 s on a link of 10 Mbit/s
 _SMALL_CALLS, _LARGE_CALLS = 10, 3

@@ -12,8 +12,6 @@ from typing import IO, Any
 from ignite_dist.cli.plain_text import PlainPrinter
 from ignite_dist.cli.tables import Printer, Table, Text
 
-__all__ = ["Output", "results_on_stdout"]
-
 
 class Output:
     """The standard output for results, and the standard error for messages.

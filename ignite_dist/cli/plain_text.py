@@ -7,8 +7,6 @@ from typing import IO
 
 from ignite_dist.cli.tables import Table, Text
 
-__all__ = ["PlainPrinter"]
-
 _GAP = "  "
 
 

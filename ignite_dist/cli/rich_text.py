@@ -11,8 +11,6 @@ from rich.console import Console
 
 from ignite_dist.cli.tables import Table, Text
 
-__all__ = ["RichPrinter"]
-
 
 class RichPrinter:
     """Prints to ``stream`` with rich. A stream that is not a terminal gets no colours.

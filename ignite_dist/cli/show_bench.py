@@ -10,8 +10,6 @@ from ignite_dist.cli.jobs import num_processes
 from ignite_dist.cli.output import Output
 from ignite_dist.cli.tables import Column, Table, Text
 
-__all__ = ["show_bench"]
-
 _NOTE = "us: median time of a call. GB/s: bus bandwidth. Sizes and bandwidth as in nccl-tests."
 _NUMBERS = ("size", "ours us", "raw us", "ratio", "ours GB/s", "raw GB/s")
 

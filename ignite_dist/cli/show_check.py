@@ -10,8 +10,6 @@ from ignite_dist.cli.output import Output
 from ignite_dist.cli.tables import Column, Table, Text
 from ignite_dist.cli.values import DTYPES
 
-__all__ = ["show_check"]
-
 _STYLES = {"passed": "green", "carried": "cyan", "refused": "dim", "failed": "bold red"}
 _WORDS = {"passed": "ok", "refused": "-", "failed": "FAIL"}
 # Short, because the table must fit into 80 columns.

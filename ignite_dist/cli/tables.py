@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["Column", "Printer", "Table", "Text", "facts"]
-
 
 class Text:
     """A text of pieces, each with its own style: ``Text(("works", "green"), " (native-dist)")``.

@@ -13,8 +13,6 @@ from operator import add, and_, mul, or_
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "OPS", "contribution", "is_right", "is_same", "own_rows", "reduced"]
-
 OPS = ("SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR")
 DTYPES = (
     torch.float64,

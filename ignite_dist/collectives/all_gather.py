@@ -21,9 +21,6 @@ from ignite_dist.context.live import current_model
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.tracing import traced, traced_as
 
-__all__ = ["all_gather", "all_gather_ragged", "all_gather_tensors_with_shapes"]
-
-
 _Object = TypeVar("_Object")
 
 

@@ -18,8 +18,6 @@ from ignite_dist.context.live import current_model
 from ignite_dist.tracing import traced, traced_as
 from ignite_dist.values import reduce_ops
 
-__all__ = ["all_reduce"]
-
 _Value = TypeVar("_Value")
 
 

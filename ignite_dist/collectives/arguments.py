@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["check_not_async", "copy_of"]
-
 
 def copy_of(value: Any) -> Any:
     """A copy of a tensor, without its autograd graph. Other values are returned unchanged."""

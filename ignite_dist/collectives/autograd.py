@@ -18,8 +18,6 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.diagnostics.announcing import announce
 from ignite_dist.values import reduce_ops
 
-__all__ = ["check_differentiable", "gather_with_grad", "reduce_with_grad"]
-
 
 def check_differentiable(function: str, model: ComputationModel, tensor: Any, group: Group) -> None:
     """Raise if the result of ``function`` cannot have a gradient.

@@ -13,8 +13,6 @@ from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics import out_of_band
 from ignite_dist.tracing import traced, traced_as
 
-__all__ = ["barrier", "new_group"]
-
 
 @traced
 def _barrier_in_a_graph(*args: Any, **kwargs: Any) -> Any:

@@ -17,9 +17,6 @@ from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.context.live import current_model
 from ignite_dist.tracing import traced, traced_as
 
-__all__ = ["broadcast", "broadcast_anything"]
-
-
 _Value = TypeVar("_Value")
 
 

@@ -16,8 +16,6 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.values import serialization
 
-__all__ = ["average_tensors", "broadcast_tensors"]
-
 
 def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: int, group: Group) -> None:
     """Fill ``tensors`` with the tensors of global rank ``src``. Shapes and dtypes must be equal on all ranks.

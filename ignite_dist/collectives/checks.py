@@ -11,8 +11,6 @@ from torch import Tensor
 from ignite_dist import _torch
 from ignite_dist.values import reduce_ops
 
-__all__ = ["check_dense", "check_writable", "is_sharded"]
-
 
 def is_sharded(tensor: Any) -> bool:
     """True if ``tensor`` is a ``DTensor``."""

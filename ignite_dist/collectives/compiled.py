@@ -22,8 +22,6 @@ from ignite_dist.diagnostics.announcing import announce
 from ignite_dist.tracing import call_eagerly, eager_functions
 from ignite_dist.values import reduce_ops
 
-__all__ = ["all_gather", "all_reduce", "barrier", "broadcast"]
-
 # torch.compile caches graphs on disk and finds operators by name only. Increase the number in the name when
 # the arguments of an operator change.
 _ops = torch.ops.ignite_dist_2

@@ -10,8 +10,6 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.diagnostics.announcing import announce
 
-__all__ = ["is_member", "perform"]
-
 
 def perform(
     model: ComputationModel,

@@ -19,8 +19,6 @@ from ignite_dist.context.live import before_end_hooks, end_hooks
 from ignite_dist.diagnostics import pending_calls
 from ignite_dist.errors import MissingRanksError
 
-__all__ = ["begin"]
-
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 50e-6, 5e-3
 
 
@@ -73,11 +71,11 @@ class PendingWork(Work):
         self._pending[id(self)] = self
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # noqa: D102
         return self._group_name
 
     @waits_for_ranks
-    def wait(self, timeout: timedelta | None = None) -> Any:
+    def wait(self, timeout: timedelta | None = None) -> Any:  # noqa: D102
         if timeout is not None:
             self._wait_until_completed(timeout)
         with self._lock:
@@ -105,7 +103,7 @@ class PendingWork(Work):
             time.sleep(min(pause, deadline - now))
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
 
-    def is_completed(self) -> bool:
+    def is_completed(self) -> bool:  # noqa: D102
         inner = self._inner
         return inner is None or inner.is_completed()
 

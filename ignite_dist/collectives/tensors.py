@@ -19,20 +19,6 @@ from ignite_dist.comp_models.transport import CollectiveKind
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.values import carriers, reduce_ops, serialization
 
-__all__ = [
-    "PIECE_BYTES",
-    "broadcast_tensor",
-    "carrying_device",
-    "gather_rows",
-    "plain",
-    "plan_reduction",
-    "reduce_messages",
-    "reduce_tensor",
-    "sent_dtype",
-    "to_message",
-]
-
-
 # Large enough that the latency of a collective does not matter, small enough to copy.
 PIECE_BYTES = 16 << 20
 

@@ -17,8 +17,6 @@ from ignite_dist.comp_models.work import Steps
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.values import number_ops, pytree
 
-__all__ = ["reduce_tree"]
-
 # Tensors of a tree up to this size share a collective: a copy costs less than another collective.
 _PACK_BYTES = 1 << 16
 # Up to this total size, the tensors of a tree are sent in the header that the ranks use to compare trees.

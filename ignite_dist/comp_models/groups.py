@@ -13,8 +13,6 @@ from ignite_dist.comp_models.transport import Group, Transport
 if TYPE_CHECKING:
     from ignite_dist.comp_models.transport import Transport
 
-__all__ = ["Groups", "Once"]
-
 _INTS = frozenset({int})
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from ignite_dist.arguments import keywords_of
 
-__all__ = ["Launcher"]
-
 
 class Launcher:
     """Starts workers on this machine. This default starts none: users start the ranks in another way."""

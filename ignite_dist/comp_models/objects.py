@@ -10,8 +10,6 @@ import torch
 from ignite_dist.comp_models.transport import Group, Transport
 from ignite_dist.values import message_header, serialization
 
-__all__ = ["LocalObjects", "Objects"]
-
 _CPU = torch.device("cpu")
 
 

@@ -8,8 +8,6 @@ from weakref import ref
 
 from ignite_dist.comp_models.base import ComputationModel
 
-__all__ = ["PerContext"]
-
 _Value = TypeVar("_Value")
 
 

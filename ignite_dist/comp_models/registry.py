@@ -9,8 +9,6 @@ from typing import TypeVar, overload
 from ignite_dist.call_sites import add_library
 from ignite_dist.comp_models.base import ComputationModel
 
-__all__ = ["ENTRY_POINT_GROUP", "Registry", "register_computation_model", "registered_computation_models"]
-
 ENTRY_POINT_GROUP = "ignite_dist.computation_models"
 
 _Model = TypeVar("_Model", bound=type[ComputationModel])

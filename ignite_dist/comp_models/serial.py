@@ -28,8 +28,6 @@ from ignite_dist.errors import EnvironmentVariablesError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["PollingSerialModel", "SerialModel"]
-
 
 class SerialModel(ComputationModel):
     """The model of a process without any distributed context.

@@ -13,8 +13,6 @@ from ignite_dist.errors import CollectiveMismatchError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["PLACE_BYTES", "Place", "Topology", "decode_places", "encode_place"]
-
 
 class Place(NamedTuple):
     """The place of one rank: an identifier of its node, and its local rank, or None if it is not known."""

@@ -19,9 +19,6 @@ from ignite_dist.samplers import loader_class
 if TYPE_CHECKING:
     from ignite_dist.comp_models.base import ComputationModel
 
-__all__ = ["NO_OPTIMIZER", "Training"]
-
-
 NO_OPTIMIZER = (
     "No optimizer from auto_optim has parameters of this model. With this backend the optimizer averages the "
     "gradients: call auto_optim first."

@@ -16,8 +16,6 @@ from ignite_dist.comp_models.work import Work
 from ignite_dist.values import serialization
 from ignite_dist.values.ranks import key_of_ranks
 
-__all__ = ["STANDARD_DTYPES", "CollectiveKind", "Group", "Transport", "Wait"]
-
 _INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 STANDARD_DTYPES = frozenset({*_INTS, torch.float16, torch.float32, torch.float64})
 """Dtypes that both torch and numpy have. Most libraries can send these dtypes."""

@@ -8,8 +8,6 @@ from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-__all__ = ["Completed", "Failed", "Steps", "Work", "is_marked_as_waiting", "waits_for_ranks", "work_of"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -15,8 +15,6 @@ from torch.utils.data import get_worker_info
 
 from ignite_dist.comp_models import ComputationModel, registered_computation_models
 
-__all__ = ["after_fork", "disable_if_inherited", "keep_only_getters"]
-
 # For each attribute of a model, the methods of that object that communicate or prepare communication.
 _REFUSED = {
     "groups": ("check_not_joining", "new", "resolve"),

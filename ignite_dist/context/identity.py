@@ -15,25 +15,6 @@ from ignite_dist.context.live import current_model
 from ignite_dist.environments import Environment
 from ignite_dist.tracing import traced
 
-__all__ = [
-    "backend",
-    "device",
-    "environment",
-    "get_local_rank",
-    "get_nnodes",
-    "get_node_rank",
-    "get_nproc_per_node",
-    "get_rank",
-    "get_world_size",
-    "hostname",
-    "is_global_zero",
-    "is_local_zero",
-    "model_name",
-    "set_local_rank",
-    "show_config",
-    "world_group",
-]
-
 _logger = logging.getLogger(__name__)
 
 

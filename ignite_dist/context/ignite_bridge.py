@@ -22,8 +22,6 @@ from typing import Any
 from ignite_dist.comp_models import ComputationModel, HorovodModel, NativeModel
 from ignite_dist.comp_models.topology import Topology
 
-__all__ = ["context_began", "context_ended"]
-
 _UTILS = "ignite.distributed.utils"
 
 

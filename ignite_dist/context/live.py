@@ -15,22 +15,6 @@ from ignite_dist.context import forks, ignite_bridge, loader_workers
 from ignite_dist.tracing import call_eagerly, resolved_while_tracing, traced, traced_as
 from ignite_dist.workers import torchelastic
 
-__all__ = [
-    "abort",
-    "available_backends",
-    "before_end_hooks",
-    "begin_hooks",
-    "conclude",
-    "current_model",
-    "end_hooks",
-    "finalize",
-    "find_model",
-    "initialize",
-    "is_context_of",
-    "model_of_the_graph",
-    "sync",
-]
-
 _model: ComputationModel = SerialModel()
 
 begin_hooks: list[Callable[[ComputationModel], None]] = []

@@ -21,8 +21,6 @@ from ignite_dist.comp_models import ComputationModel, SerialModel
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.context import forks
 
-__all__ = ["WorkerModel", "call_in_new_processes", "model_of_worker", "send_identity"]
-
 _KEY = "ignite_dist"
 
 

@@ -20,8 +20,6 @@ from ignite_dist.training.exact_passes import check_pass
 from ignite_dist.values import pytree
 from ignite_dist.values.safe_objects import register_safe
 
-__all__ = ["gather_in_order"]
-
 
 def gather_in_order(values: Any, loader: Any) -> Any:
     """Gather the results of all ranks for a pass over ``loader``, in data set order.

@@ -14,8 +14,6 @@ from ignite_dist.data.splitting import sampler_kwargs
 from ignite_dist.samplers import DistributedProxySampler, EpochSampler, ExactSampler, Shard
 from ignite_dist.training.exact_passes import share_buffers
 
-__all__ = ["auto_dataloader"]
-
 
 def auto_dataloader(
     dataset: Dataset[Any], *, exact: bool | str = False, shard: bool = False, **kwargs: Any

@@ -7,8 +7,6 @@ from typing import Any
 from ignite_dist.context.live import current_model
 from ignite_dist.samplers import part
 
-__all__ = ["sampler_kwargs", "split"]
-
 
 def sampler_kwargs() -> dict[str, int]:
     """Keywords ``num_replicas`` and ``rank`` of a sampler: ``MySampler(data, **sampler_kwargs())``."""

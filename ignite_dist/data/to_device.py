@@ -15,8 +15,6 @@ from ignite_dist.context.live import current_model
 from ignite_dist.tracing import traced
 from ignite_dist.values import pytree
 
-__all__ = ["to_device"]
-
 
 @traced
 def to_device(batch: Any) -> Any:

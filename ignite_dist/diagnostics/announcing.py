@@ -12,15 +12,6 @@ from ignite_dist.diagnostics import pending_calls
 from ignite_dist.diagnostics.flight_recorder import Comparison, Recorder
 from ignite_dist.errors import EnvironmentVariablesError
 
-__all__ = [
-    "announce",
-    "comparison_in_new_contexts",
-    "get_or_create_recorder",
-    "keeps_calls",
-    "recorder_of",
-    "set_comparison_in_new_contexts",
-]
-
 _VARIABLE = "IGNITE_DIST_DEBUG"
 
 _comparison: Comparison | None = None

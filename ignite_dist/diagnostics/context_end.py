@@ -37,8 +37,6 @@ from ignite_dist.errors import MissingRanksError, RankFailedError
 from ignite_dist.values.ranks import describe_ranks
 from ignite_dist.workers import failures
 
-__all__ = ["Endings"]
-
 _logger = logging.getLogger(__name__)
 
 # The watchdog fails a wait this long after the wait's start and the other rank's end. By then, all data have

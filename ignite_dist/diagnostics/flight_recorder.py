@@ -20,15 +20,6 @@ from ignite_dist.call_sites import site_of_place, users_frame
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.values.ranks import describe_ranks, key_of_ranks, ranges
 
-__all__ = [
-    "END_OF_CONTEXT",
-    "Call",
-    "Comparison",
-    "Log",
-    "Recorder",
-    "table",
-]
-
 _NUM_KEPT = 20  # calls per rank
 
 # Maximum length of a description. A whole call must fit into the header of one message.

@@ -21,21 +21,6 @@ from ignite_dist.errors import MissingRanksError
 from ignite_dist.rendezvous.stores import serve_store
 from ignite_dist.values.ranks import describe_ranks
 
-__all__ = [
-    "END_OUTCOME",
-    "END_REPORT",
-    "NUM_ENDED",
-    "SILENT",
-    "OutOfBandStore",
-    "barrier",
-    "collect_reports",
-    "make_oob_store",
-    "missing_ranks_error",
-    "oob_store_of",
-    "oob_stores_lock",
-    "report_wait",
-]
-
 # Timeout and polling interval for the reports of other ranks.
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.02

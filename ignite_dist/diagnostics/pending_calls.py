@@ -15,8 +15,6 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Steps, Work, waits_for_ranks
 
-__all__ = ["PendingCall", "drain", "queues", "submit"]
-
 
 class PendingCall(Work):
     """A collective that runs in the thread of its group."""

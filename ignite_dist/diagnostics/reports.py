@@ -20,8 +20,6 @@ from ignite_dist.diagnostics.flight_recorder import table
 from ignite_dist.diagnostics.out_of_band import SILENT
 from ignite_dist.values.ranks import describe_ranks
 
-__all__ = ["explanation", "innermost_frames", "place_of", "report_of", "waiting_frames"]
-
 
 def report_of(
     log: flight_recorder.Log, frame: FrameType | None, *, is_waiting: bool, seconds: float

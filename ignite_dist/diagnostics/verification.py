@@ -12,8 +12,6 @@ from ignite_dist.diagnostics.flight_recorder import Comparison
 from ignite_dist.diagnostics.out_of_band import make_oob_store, oob_store_of
 from ignite_dist.diagnostics.watchdog import DEFAULT_THRESHOLD, start
 
-__all__ = ["debug", "watch"]
-
 
 def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
     """Log once, as a warning, where every rank is when a collective has waited for ``threshold``.

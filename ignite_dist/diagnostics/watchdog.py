@@ -40,8 +40,6 @@ from ignite_dist.diagnostics.reports import explanation, innermost_frames, place
 from ignite_dist.errors import DistributedError, RankFailedError
 from ignite_dist.rendezvous import connections
 
-__all__ = ["DEFAULT_THRESHOLD", "start", "watch_this_rank"]
-
 _logger = logging.getLogger(__name__)
 
 DEFAULT_THRESHOLD = timedelta(seconds=60)

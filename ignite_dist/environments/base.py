@@ -10,18 +10,6 @@ from typing import Any, NamedTuple
 from ignite_dist.environments import variables
 from ignite_dist.errors import EnvironmentVariablesError
 
-__all__ = [
-    "LOOPBACK",
-    "Environment",
-    "located",
-    "numbered",
-    "port_of_job",
-    "read_int",
-    "read_port",
-    "require",
-    "require_range",
-]
-
 LOOPBACK = "127.0.0.1"
 
 # Numbers as launchers write them. int() also accepts non-ASCII digits, underscores and any length.

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 
 from ignite_dist.environments.base import Environment, numbered
 
-__all__ = ["LAUNCHER", "VARIABLES", "detect"]
-
 LAUNCHER = "Horovod"
 VARIABLES = (
     "HOROVOD_RANK",

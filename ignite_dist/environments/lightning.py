@@ -9,8 +9,6 @@ from collections.abc import Mapping
 
 from ignite_dist.environments.base import LOOPBACK, Environment, read_int, read_port, require, require_range
 
-__all__ = ["LAUNCHER", "VARIABLES", "detect"]
-
 LAUNCHER = "Lightning"
 VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LT_*")
 

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 
 from ignite_dist.environments.base import Environment, numbered
 
-__all__ = ["LAUNCHER", "VARIABLES", "detect"]
-
 LAUNCHER = "LSF"
 VARIABLES = (
     "JSM_NAMESPACE_RANK",

@@ -11,8 +11,6 @@ from ignite_dist.environments import slurm
 from ignite_dist.environments.base import Environment, numbered
 from ignite_dist.errors import EnvironmentVariablesError
 
-__all__ = ["LAUNCHER", "VARIABLES", "detect", "is_singleton", "missing_size_error"]
-
 LAUNCHER = "Open MPI"
 VARIABLES = (
     "OMPI_COMM_WORLD_RANK",

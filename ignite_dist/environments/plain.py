@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from ignite_dist.environments.base import LOOPBACK, Environment, read_int, read_port, require_range
 from ignite_dist.errors import EnvironmentVariablesError
 
-__all__ = ["LAUNCHER", "VARIABLES", "detect", "incomplete_error", "read"]
-
 LAUNCHER = "RANK and WORLD_SIZE"
 VARIABLES = (
     "RANK",

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from ignite_dist.environments import slurm
 from ignite_dist.environments.base import Environment, numbered, read_int
 
-__all__ = ["LAUNCHER", "VARIABLES", "detect"]
-
 LAUNCHER = "PMI"
 VARIABLES = (
     "PMI_RANK",

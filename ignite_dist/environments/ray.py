@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from ignite_dist.environments import plain
 from ignite_dist.environments.base import Environment
 
-__all__ = ["LAUNCHER", "VARIABLES", "detect"]
-
 LAUNCHER = "Ray Train"
 VARIABLES = ("RAY_JOB_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 

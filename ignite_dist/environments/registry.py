@@ -10,8 +10,6 @@ from typing import Any, Protocol, TypeVar
 
 from ignite_dist.environments.base import Environment
 
-__all__ = ["ENTRY_POINT_GROUP", "Launcher", "LauncherT", "Registry"]
-
 ENTRY_POINT_GROUP = "ignite_dist.environments"
 
 

@@ -20,8 +20,6 @@ from ignite_dist.environments.base import (
 )
 from ignite_dist.errors import EnvironmentVariablesError
 
-__all__ = ["LAUNCHER", "VARIABLES", "detect", "first_host", "first_host_of_job"]
-
 LAUNCHER = "Slurm"
 VARIABLES = (
     "SLURM_JOB_ID",

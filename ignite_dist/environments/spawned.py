@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from ignite_dist.environments import plain
 from ignite_dist.environments.base import Environment
 
-__all__ = ["LAUNCHER", "VARIABLES", "detect", "mark"]
-
 _MARK = "IGNITE_DIST_SPAWNED"
 
 LAUNCHER = "idist.spawn"

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from ignite_dist.environments import plain
 from ignite_dist.environments.base import Environment
 
-__all__ = ["LAUNCHER", "VARIABLES", "detect"]
-
 LAUNCHER = "torchrun"
 VARIABLES = (
     "TORCHELASTIC_RUN_ID",

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 
 from ignite_dist.environments.base import Environment, read_port, require, require_range
 
-__all__ = ["LAUNCHER", "VARIABLES", "detect"]
-
 LAUNCHER = "TPU pod"
 VARIABLES = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["given", "restore", "set_missing"]
-
 # The variables that set_missing has set: the new value, and True if the variable was empty before.
 _set: dict[str, tuple[str, bool]] = {}
 

@@ -23,21 +23,6 @@ from torch.distributed import Work
 from ignite_dist.environments.base import read_int
 from ignite_dist.errors import DistributedError, EnvironmentVariablesError, HostLostError
 
-__all__ = [
-    "LONG_WAIT_SECONDS",
-    "Connections",
-    "cause_finders",
-    "enable_keepalive",
-    "keepalive",
-    "keepalive_seconds",
-    "last_lines",
-    "listen",
-    "log_long_wait",
-    "raise_with_cause",
-    "wait",
-    "with_cause",
-]
-
 _logger = logging.getLogger(__name__)
 
 # Default keepalive timeout; an environment variable overrides the default. A network outage of this length

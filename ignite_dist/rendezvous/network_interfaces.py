@@ -9,8 +9,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["by_interface", "interface_towards", "is_loopback", "is_own_name", "loopback_interface"]
-
 # An address reserved for documentation (RFC 5737). Packets to it take the route to remote machines.
 _REMOTE_ADDRESS = "192.0.2.1"
 

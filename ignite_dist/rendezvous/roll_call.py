@@ -16,8 +16,6 @@ from ignite_dist.errors import MissingRanksError
 from ignite_dist.rendezvous import connections
 from ignite_dist.values.ranks import describe_ranks
 
-__all__ = ["call", "waiting_message"]
-
 _logger = logging.getLogger(__name__)
 
 # Time limit for a rank to write or to read the outcome of the roll call.

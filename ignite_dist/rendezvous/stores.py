@@ -22,21 +22,6 @@ from ignite_dist.environments.base import read_int, read_port
 from ignite_dist.errors import EnvironmentVariablesError, LaunchError, MissingRanksError
 from ignite_dist.rendezvous import connections, network_interfaces, roll_call
 
-__all__ = [
-    "GLOO_VARIABLES",
-    "count_context",
-    "find_place",
-    "interface_variables",
-    "is_on_one_machine",
-    "join_store",
-    "join_variables",
-    "launchers_store",
-    "loopback_variables",
-    "serve_launchers_store",
-    "serve_store",
-    "set_missing",
-]
-
 # Number of contexts made at each rendezvous address or file, equal on all ranks of the rendezvous.
 _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
 

@@ -16,8 +16,6 @@ from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.gradients import scale_gradients
 from ignite_dist.training.gradient_sync import DDPSyncStrategy, check_not_sharded, grad_sync, optimizers_of
 
-__all__ = ["Microbatch", "accumulate"]
-
 
 class Microbatch:
     """Context manager around the forward and backward pass of one microbatch of :func:`accumulate`.

@@ -26,8 +26,6 @@ from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
 from ignite_dist.errors import CollectiveMismatchError
 
-__all__ = ["check_pass", "group_of_parameters", "remember_model", "share_buffers"]
-
 
 class _AdaptedModel(NamedTuple):
     """A model without its wrapper. ``number`` is the same on every rank of the group."""

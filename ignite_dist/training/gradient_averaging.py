@@ -23,8 +23,6 @@ from ignite_dist.gradients import empty_gradient, mark_averaged, parameters_of, 
 from ignite_dist.training.exact_passes import group_of_parameters
 from ignite_dist.values import pytree
 
-__all__ = ["agree_on_gradients", "average_gradients", "average_in_step", "average_losses", "average_now"]
-
 _NONE, _DENSE = 0, 1  # kinds of gradients; a sparse gradient has the kind _DENSE + sparse_dim()
 
 

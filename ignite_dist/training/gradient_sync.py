@@ -26,8 +26,6 @@ from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.gradients import mark_averaged, parameters_of
 from ignite_dist.training.gradient_averaging import agree_on_gradients, average_gradients, average_now
 
-__all__ = ["DDPSyncStrategy", "check_not_sharded", "clip_grad_norm", "grad_sync", "no_sync", "optimizers_of"]
-
 
 class DDPSyncStrategy(Enum):
     """When the gradients of several microbatches are averaged over the ranks.

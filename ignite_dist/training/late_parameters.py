@@ -13,8 +13,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ignite_dist import _torch
 from ignite_dist.comp_models import ComputationModel
 
-__all__ = ["watch_frozen"]
-
 # Keyed by parameter.
 _hook_handles: Any = WeakTensorKeyDictionary()
 

@@ -13,8 +13,6 @@ from ignite_dist.collectives.path import perform
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
 
-__all__ = ["seed_everything", "shared_seed"]
-
 _SEED_BITS = 63
 _SHARED_BITS = 32
 

@@ -21,8 +21,6 @@ from ignite_dist.gradients import parameters_of
 from ignite_dist.training.wrapped_models import unwrap_model
 from ignite_dist.values import pytree, safe_objects
 
-__all__ = ["load_model_state", "load_optimizer_state", "model_state", "optimizer_state"]
-
 
 def model_state(model: Module) -> dict[str, Any]:
     """The state of the unwrapped model on rank 0, for saving; ``{}`` on the other ranks.

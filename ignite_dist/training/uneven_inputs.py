@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.context.live import current_model
 
-__all__ = ["join"]
-
 
 @contextmanager
 def join(

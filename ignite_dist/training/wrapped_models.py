@@ -9,8 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_dist import _torch
 
-__all__ = ["mark_forward_method", "unwrap_model"]
-
 
 def unwrap_model(model: Module) -> Module:
     """The module inside the wrappers of :func:`auto_model` and ``torch.compile``.

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ignite_dist.values.reduce_ops import NARROW_FLOATS, is_rounded, reduce_rows, round_to_odd
 
-__all__ = ["Carrier", "as_itself", "find_carrier", "reduce_gathered"]
-
 
 class Carrier(NamedTuple):
     """A reduction that replaces another one, with conversions before and after it.

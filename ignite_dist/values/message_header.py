@@ -12,8 +12,6 @@ import zlib
 
 from ignite_dist.errors import CollectiveMismatchError
 
-__all__ = ["HEADER_BYTES", "INLINE_BYTES", "read_header", "write_header"]
-
 # gloo and NCCL need the same time for 512 bytes as for 8: latency dominates up to a few KB. 512 bytes hold
 # a dict of twenty numbers. The size is part of the protocol: it must be the same on all ranks.
 HEADER_BYTES = 512

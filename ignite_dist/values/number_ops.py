@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from numbers import Integral, Number, Rational
 from typing import Any
 
-__all__ = ["check_number_op", "plain_number", "reduce_numbers"]
-
 
 def _minimum(a: Any, b: Any) -> Any:
     return a if a != a or a <= b else b  # a NaN wins, as in torch.amin

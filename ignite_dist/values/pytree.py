@@ -18,8 +18,6 @@ from typing import Any
 
 from ignite_dist.tracing import traced
 
-__all__ = ["flatten", "map_children", "rebuild"]
-
 _SortKey = tuple[str, Any]  # the kind of a key, and a value that orders keys of the same kind
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["describe_ranks", "key_of_ranks", "ranges"]
-
 
 def key_of_ranks(ranks: Sequence[int]) -> str:
     """A key for the groups that have ``ranks``."""

@@ -7,19 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "BYTES",
-    "NARROW_FLOATS",
-    "OPS",
-    "check_op",
-    "check_reducible",
-    "is_movable",
-    "is_rounded",
-    "normalize_op",
-    "reduce_rows",
-    "round_to_odd",
-]
-
 OPS = ("SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR", "ADASUM")
 
 NARROW_FLOATS = frozenset(

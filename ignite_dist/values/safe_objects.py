@@ -27,18 +27,6 @@ from torch import Tensor
 from ignite_dist import _torch
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError
 
-__all__ = [
-    "VARIABLE",
-    "decoding_error",
-    "forget_mode",
-    "is_message",
-    "is_safe",
-    "load",
-    "register_safe",
-    "safe_objects",
-    "save",
-]
-
 _Type = TypeVar("_Type", bound=type)
 
 VARIABLE = "IGNITE_DIST_SAFE_OBJECTS"

@@ -17,16 +17,6 @@ from torch import Tensor
 from ignite_dist.errors import UnsafeObjectError
 from ignite_dist.values import safe_objects
 
-__all__ = [
-    "as_bytes",
-    "as_tensor",
-    "decode",
-    "encode",
-    "encode_by_value",
-    "pack",
-    "unpack",
-]
-
 # --- pipes: between a launcher and its workers -------------------------------------------------------
 
 

@@ -25,22 +25,6 @@ from ignite_dist.errors import (
 from ignite_dist.rendezvous import connections
 from ignite_dist.values import serialization
 
-__all__ = [
-    "FailedRank",
-    "Failure",
-    "count_oom_kills",
-    "error_of",
-    "failure_of",
-    "is_cause_known",
-    "is_consequence",
-    "outcome_of",
-    "sigkill_reason",
-    "silent_failure",
-    "summary_line",
-    "user_traceback",
-]
-
-
 # Longer texts are shortened to this many characters. A message may contain a whole tensor.
 _LONGEST_TEXT = 100_000
 # The launcher may detect a worker's death this much later, because the fork server reports the death.

@@ -16,8 +16,6 @@ from typing import Any
 from ignite_dist.values import serialization
 from ignite_dist.workers.worker import apply_launch
 
-__all__ = ["Launch", "context_of", "encode_call", "hidden_main"]
-
 
 def encode_call(call: Callable[..., Any]) -> bytes:
     """``call`` as bytes. Pickled by value if the workers cannot import this process's main module."""

@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 
 from ignite_dist.rendezvous import connections
 
-__all__ = ["Link", "Node"]
-
-
 _SEND_SECONDS = 30.0
 
 

@@ -23,14 +23,6 @@ from ignite_dist.rendezvous import connections, network_interfaces
 from ignite_dist.workers.failures import FailedRank, Failure, error_of, is_cause_known, summary_line
 from ignite_dist.workers.node_links import Link, Node
 
-__all__ = [
-    "ALONE",
-    "Hello",
-    "Nodes",
-    "assumed_nodes",
-    "meet",
-]
-
 _RETRY_SECONDS = 0.1
 # Time limit for a new peer to send its Hello. A port scanner never sends one.
 _HELLO_SECONDS = 5.0

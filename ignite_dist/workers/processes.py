@@ -38,8 +38,6 @@ from ignite_dist.workers.fork_server import Launch, context_of, encode_call, hid
 from ignite_dist.workers.nodes import ALONE, Nodes
 from ignite_dist.workers.worker import TERMINATE_SECONDS, ReportPipe, SentCall, run_alone, worker_main
 
-__all__ = ["Workers", "start"]
-
 _logger = logging.getLogger(__name__)
 
 _NONE = serialization.encode(None)

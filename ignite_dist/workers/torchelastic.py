@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from ignite_dist.rendezvous import connections
 from ignite_dist.workers.failures import is_consequence
 
-__all__ = ["report_to_torchrun"]
-
 _logger = logging.getLogger(__name__)
 
 # torchrun polls its workers every 0.1 s (--monitor-interval).

@@ -22,8 +22,6 @@ from ignite_dist.devices import num_cores
 from ignite_dist.values import safe_objects
 from ignite_dist.workers.failures import Failure, failure_of, outcome_of
 
-__all__ = ["TERMINATE_SECONDS", "ReportPipe", "SentCall", "apply_launch", "run_alone", "worker_main"]
-
 TERMINATE_SECONDS = 3.0
 """Time for a worker to end after SIGTERM."""
 

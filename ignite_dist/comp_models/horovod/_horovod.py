@@ -12,19 +12,6 @@ from typing import Any
 
 from ignite_dist.private_names import PrivateName, missing
 
-__all__ = [
-    "PRIVATE_NAMES",
-    "add_process_set",
-    "check",
-    "counts_passes",
-    "init_mark_of",
-    "known_process_sets",
-    "native_process_set_ranks",
-    "recorded_calls",
-    "passes_until_sent",
-    "stop_waiting_at_exit",
-]
-
 _LAST = "0.28.1"  # the last release of Horovod; the package is not tested with other releases
 
 _NAMES = (

@@ -25,8 +25,6 @@ from ignite_dist.comp_models.horovod.reduction import Call, Reduction
 from ignite_dist.comp_models.horovod.rounds import Exchange
 from ignite_dist.comp_models.horovod.units import Unit, Units
 
-__all__ = ["Gradients"]
-
 # The kind of a gradient, which a rank reports in a round. The ranks agree on the greatest of their values.
 _NOTHING, _SPARSE, _DENSE = range(3)
 

@@ -24,16 +24,6 @@ from ignite_dist.comp_models.horovod.reduction import Carried, Reduction
 from ignite_dist.comp_models.horovod.rounds import Exchange
 from ignite_dist.gradients import parameters_of, take_mark
 
-__all__ = [
-    "Exchange",
-    "accumulating",
-    "averaging_in_block",
-    "distribute",
-    "load_state",
-    "state_as_bytes",
-    "synchronize",
-]
-
 _NEVER = 1 << 60  # more backward passes than any training makes
 
 

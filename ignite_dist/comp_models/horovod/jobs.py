@@ -25,9 +25,6 @@ from ignite_dist.values import serialization
 from ignite_dist.workers import processes
 from ignite_dist.workers.failures import FailedRank, Failure, error_of, outcome_of
 
-__all__ = ["check_hosts", "run_keywords", "run_on_hosts", "start_local_workers"]
-
-
 # --- on this machine -----------------------------------------------------------------------------------
 
 

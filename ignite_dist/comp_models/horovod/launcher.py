@@ -8,8 +8,6 @@ from typing import Any
 from ignite_dist.arguments import check_counts
 from ignite_dist.comp_models.launcher import Launcher
 
-__all__ = ["HorovodLauncher"]
-
 
 class HorovodLauncher(Launcher):
     """Starts workers with the environment variables that Horovod reads."""

@@ -30,8 +30,6 @@ from ignite_dist.errors import EnvironmentVariablesError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["HorovodModel"]
-
 _DYNAMIC_SETS = transport.DYNAMIC_SETS
 
 

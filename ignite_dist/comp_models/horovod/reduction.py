@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Call", "Carried", "Reduction", "WaitForCall"]
-
 Call = tuple[int, str]  # Horovod's handle, and the name of the call
 
 # Waits for a call and returns its result.

@@ -14,8 +14,6 @@ from ignite_dist import _torch
 from ignite_dist.comp_models.horovod.reduction import Call
 from ignite_dist.errors import CollectiveMismatchError
 
-__all__ = ["Calls", "Exchange", "Member", "Rounds"]
-
 _LIMIT = 1 << 30
 
 _UNEVEN = (

@@ -19,8 +19,6 @@ from ignite_dist.comp_models.transport import Group
 if TYPE_CHECKING:
     from ignite_dist.comp_models.horovod.rounds import Calls, Exchange
 
-__all__ = ["HorovodTraining"]
-
 
 class HorovodTraining(Training):
     """Wraps models and optimizers for Horovod.
@@ -50,10 +48,10 @@ class HorovodTraining(Training):
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
-        from ignite_dist.comp_models.horovod import distributed_optimizer
+        from ignite_dist.comp_models.horovod import distributed_optimizer, rounds
 
         if self._exchange is None:
-            self._exchange = distributed_optimizer.Exchange(self._calls)
+            self._exchange = rounds.Exchange(self._calls)
         name = f"optimizer{next(self._optimizer_numbers)}"
         wrapped = distributed_optimizer.distribute(optimizer, name, self._exchange, **kwargs)
         if self.context.get_world_size() > 1:

@@ -35,8 +35,6 @@ from ignite_dist.comp_models.transport import (
 from ignite_dist.comp_models.work import Completed, Work, waits_for_ranks, work_of
 from ignite_dist.rendezvous import connections, stores
 
-__all__ = ["DYNAMIC_SETS", "HorovodTransport"]
-
 _logger = logging.getLogger(__name__)
 
 # Horovod looks for new calls once per cycle, 1 ms by default. A rank that wakes up late misses the next

@@ -19,8 +19,6 @@ from torch.nn import Parameter
 from ignite_dist._torch import version_of
 from ignite_dist.comp_models.horovod.reduction import Reduction, WaitForCall
 
-__all__ = ["Unit", "Units"]
-
 Unit = tuple[int, ...]
 
 

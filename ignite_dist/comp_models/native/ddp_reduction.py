@@ -19,8 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_dist.gradients import accumulation_node, add_gradients, empty_gradient, record_arrival
 
-__all__ = ["complete_in_block"]
-
 _REDUCTION = "_ignite_dist_reduction"  # attribute of a DistributedDataParallel: its _Reduction
 
 

@@ -27,17 +27,6 @@ from torch.distributed.distributed_c10d import AllToAllOptions
 
 from ignite_dist.values.reduce_ops import reduce_rows
 
-__all__ = [
-    "ScratchBuffers",
-    "begin_broadcasts",
-    "broadcast_options",
-    "exchange",
-    "fits_one_round",
-    "forget_lent",
-    "lend",
-    "wait_for_threads_at_exit",
-]
-
 # An all-to-all exchange is one step. Up to this total size over all ranks the exchange is 2 to 5 times faster
 # than both rings.
 _ONE_ROUND_BYTES = 1 << 20

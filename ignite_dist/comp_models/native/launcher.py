@@ -17,8 +17,6 @@ from ignite_dist.environments import spawned
 from ignite_dist.rendezvous import stores
 from ignite_dist.workers import nodes, processes
 
-__all__ = ["NativeLauncher"]
-
 
 class NativeLauncher(Launcher):
     """Starts workers that rendezvous over a store. The launcher of node 0 serves the store."""

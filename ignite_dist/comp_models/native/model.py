@@ -32,9 +32,6 @@ from ignite_dist.rendezvous import connections, roll_call, stores
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["NativeModel"]
-
-
 _FROM_SOURCE = "To get it, install the library and build torch from source."
 _BUILD_HINTS = {
     "nccl": "torch's builds for CUDA have it: https://pytorch.org/get-started/locally/.",

@@ -17,8 +17,6 @@ from torch import Tensor
 from ignite_dist.values.reduce_ops import reduce_rows
 from ignite_dist.values.serialization import as_bytes
 
-__all__ = ["reduce_in_parts"]
-
 # This bounds the extra memory for a large tensor: a copy of one piece, and a part of that piece in float64.
 _PIECE_BYTES = 4 << 20
 

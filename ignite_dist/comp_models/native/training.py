@@ -25,9 +25,6 @@ from ignite_dist.comp_models.training import Training
 from ignite_dist.comp_models.transport import Group
 from ignite_dist.gradients import parameters_of
 
-__all__ = ["NativeTraining"]
-
-
 _LOCAL = "_ignite_dist_local"  # attribute of an FSDP2 module while it does not synchronise gradients
 
 

@@ -26,8 +26,6 @@ from ignite_dist.values.ranks import describe_ranks
 from ignite_dist.values.reduce_ops import is_rounded, reduce_rows
 from ignite_dist.values.serialization import as_bytes, as_tensor
 
-__all__ = ["NativeTransport"]
-
 
 def _all_reduce_options(op: Any, is_async: bool) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()

@@ -13,8 +13,6 @@ from ignite_dist.call_sites import is_library, local_of
 from ignite_dist.comp_models.transport import Wait
 from ignite_dist.comp_models.work import work_of
 
-__all__ = ["calls_begun", "find_wait"]
-
 # gloo counts messages as calls of the group. So a rank with a lower count does not always lack a collective.
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 # No rank can complete one of these collectives before all ranks have begun it.

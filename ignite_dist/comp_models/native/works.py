@@ -13,8 +13,6 @@ from torch.distributed import ProcessGroup, Store
 from ignite_dist.comp_models.work import Work, waits_for_ranks
 from ignite_dist.rendezvous import connections
 
-__all__ = ["Arrival", "TorchWork", "TorchWorks"]
-
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 5e-4, 5e-2
 
 

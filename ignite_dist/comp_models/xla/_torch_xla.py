@@ -12,23 +12,6 @@ from torch import Tensor
 
 from ignite_dist.private_names import PrivateName, missing
 
-__all__ = [
-    "PRIVATE_NAMES",
-    "REPLICA_OF_TORCH_XLA",
-    "begin_to_compute",
-    "check",
-    "device_types_of_plugins",
-    "forget_order_of_collectives",
-    "initialize_alone",
-    "initialize_process",
-    "is_runtime_initialized",
-    "num_neuron_processes",
-    "num_replicas_per_tpu_chip",
-    "num_tpu_chips",
-    "num_tpu_processes",
-    "use_device",
-]
-
 _LAST = "2.9"  # the last release, and the only one that the package supports
 _IN_C = "torch_xla._XLAC"
 

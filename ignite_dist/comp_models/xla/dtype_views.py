@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["bits", "from_bits", "lower_dtype_views"]
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The dtypes that XLA preserves. XLA returns other unsigned ints as signed ints.
 _XLA_NAMES = {

@@ -11,8 +11,6 @@ from ignite_dist.comp_models.launcher import Launcher
 from ignite_dist.comp_models.xla import _torch_xla, replicas
 from ignite_dist.errors import EnvironmentVariablesError
 
-__all__ = ["XlaLauncher", "check_pjrt_device"]
-
 
 class XlaLauncher(Launcher):
     """Starts one process per chip, or per several chips, with one thread per replica."""

@@ -12,8 +12,6 @@ from torch_xla.distributed.parallel_loader import MpDeviceLoader, ParallelLoader
 from ignite_dist.comp_models.xla import _torch_xla
 from ignite_dist.samplers import Pass
 
-__all__ = ["DeviceLoader"]
-
 
 class DeviceLoader(MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no type information
     """An ``MpDeviceLoader`` that prefetches batches to the device, with the attributes of ``DataLoader``.

@@ -28,8 +28,6 @@ from ignite_dist.errors import RankFailedError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["XlaModel"]
-
 _HOW_TO_INSTALL = (
     "torch_xla is no longer developed and has wheels for Python 3.10 to 3.13: "
     "`pip install torch==2.9.0 torch_xla==2.9.0` in an environment of its own, or `make xla` in a checkout."

@@ -29,8 +29,6 @@ from ignite_dist.workers import processes
 from ignite_dist.workers.failures import Failure
 from ignite_dist.workers.worker import ReportPipe
 
-__all__ = ["END", "Meeting", "get_meeting", "num_processes_and_replicas", "start"]
-
 _logger = logging.getLogger(__name__)
 
 # Seconds until a replica that waits for other replicas logs a warning, and the polling interval.

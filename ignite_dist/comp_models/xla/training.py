@@ -15,8 +15,6 @@ from ignite_dist.comp_models.training import Training
 from ignite_dist.gradients import parameters_of
 from ignite_dist.samplers import loader_class
 
-__all__ = ["XlaTraining"]
-
 
 class XlaTraining(Training):
     """The optimizer's step averages gradients; loaders copy their batches to the device."""

@@ -18,8 +18,6 @@ from ignite_dist.comp_models.work import Completed, Work, waits_for_ranks
 from ignite_dist.comp_models.xla import _torch_xla, dtype_views, replicas
 from ignite_dist.values import message_header
 
-__all__ = ["XlaTransport"]
-
 _OPS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}
 # PJRT's CPU has no all-reduce for bfloat16. TPUs emulate float64 and have no all-reduce for it: "While
 # rewriting computation to not contain X64 element types, XLA encountered ... all-reduce".

@@ -6,8 +6,6 @@ In your own script, also started by mpirun::
 
     import mpi4py_backend                      # registers the backend
     idist.initialize("mpi4py")
-    idist.all_reduce(torch.ones(3))
-    idist.finalize()
 
 `ignite_dist/comp_models/base.py` documents what each method must do.
 """
@@ -82,10 +80,7 @@ class MpiModel(ComputationModel):
 
     @classmethod
     def finalize_mpi(cls, pid: int) -> None:
-        """Finalize MPI at the end of the process. MPI_Finalize waits until all ranks have called it.
-
-        So a failed rank ends without MPI_Finalize, and mpirun then ends the other ranks.
-        """
+        # MPI_Finalize waits for all ranks. A failed rank ends without it, and mpirun then ends the others.
         if os.getpid() == pid and not cls.has_failed and not hasattr(sys, "last_type"):
             sys.modules[cls.library].Finalize()
 
@@ -126,11 +121,10 @@ class MpiTransport(Transport):
         self.groups = [self.world]
 
     def supports(self, kind: str, op: str | None, dtype: torch.dtype, device: torch.device) -> bool:
-        is_supported = kind in ("all_gather", "broadcast")  # of any dtype, as bytes
         if kind == "all_reduce":
             ops = ("SUM", "PRODUCT") if dtype.is_floating_point else OPS
-            is_supported = dtype in DTYPES and op in ops
-        return is_supported and device.type == "cpu"
+            return device.type == "cpu" and dtype in DTYPES and op in ops
+        return device.type == "cpu" and kind in ("all_gather", "broadcast")  # of any dtype, as bytes
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
         sent = [self.memory(tensor)[0], getattr(self.mpi, DTYPES[tensor.dtype])]
@@ -161,6 +155,11 @@ class MpiTransport(Transport):
             comm = self.world.comm.Create_group(members, tag)
         self.groups.append(group := MpiGroup(comm, ranks, key))
         return group
+
+    def separate_group(self, group: Group) -> Work:
+        comm, request = self.comm(group).Idup()
+        self.groups.append(handle := MpiGroup(comm, group.ranks, "asynchronous"))
+        return MpiWork(self, request, group._replace(handle=handle))
 
     def ranks_of(self, handle: Any) -> tuple[int, ...]:
         if not isinstance(handle, MpiGroup) or handle not in self.groups:

@@ -38,10 +38,12 @@ def begin(model: ComputationModel, operation: str, group: Group, start: Callable
         work.start()
         if transport.is_synchronous or (isinstance(work, Steps) and model.device().type != "cpu"):
             return Completed(work.wait())
+        if isinstance(work, Steps):  # nothing has been sent yet
+            work = pending_calls.submit(model, group, start, call)
     except RuntimeError as error:
-        return Failed(error)
-    if isinstance(work, Steps):  # nothing has been sent yet
-        work = pending_calls.submit(model, group, start, call)
+        work = Failed(error)
+        if transport.is_synchronous:
+            return work
     return PendingWork(model, call, work)
 
 

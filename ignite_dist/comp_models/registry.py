@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import TypeVar, overload
@@ -23,6 +24,8 @@ class Registry(Sequence[type[ComputationModel]]):
     def __init__(self) -> None:
         self._models: list[type[ComputationModel]] = []
         self._entry_points_loaded = False
+        self._loading = threading.RLock()
+        self._is_loading = False
 
     def register(self, model: _Model) -> _Model:
         """Append ``model``. See :func:`register_computation_model`."""
@@ -43,6 +46,14 @@ class Registry(Sequence[type[ComputationModel]]):
     def _loaded(self) -> list[type[ComputationModel]]:
         """The models. A broken entry point raises at every call, as in ``environments.registry``."""
         if not self._entry_points_loaded:
+            with self._loading:
+                if not self._is_loading:  # an entry point may ask for the models while it is imported
+                    self._load_entry_points()
+        return self._models
+
+    def _load_entry_points(self) -> None:
+        self._is_loading = True
+        try:
             for entry_point in entry_points(group=ENTRY_POINT_GROUP):
                 try:
                     self.register(entry_point.load())
@@ -52,7 +63,8 @@ class Registry(Sequence[type[ComputationModel]]):
                         f"Entry point {entry_point.name} = {entry_point.value}: {error}"
                     ) from error
             self._entry_points_loaded = True
-        return self._models
+        finally:
+            self._is_loading = False
 
     @overload
     def __getitem__(self, position: int) -> type[ComputationModel]: ...

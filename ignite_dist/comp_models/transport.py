@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from ignite_dist import tracing
-from ignite_dist.comp_models.work import Work
+from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.values import serialization
 from ignite_dist.values.ranks import key_of_ranks
 
@@ -77,7 +77,7 @@ class Transport(ABC):
     overlap: bool = False
     """True if a rank may begin a collective of a group before the group's earlier collectives have completed.
 
-    Then :meth:`separate_group` must return another group.
+    Then :meth:`separate_group` must give another group.
 
     If True, a collective that has begun makes progress while any thread of the rank waits for another
     collective. If False, a thread of this package waits for each collective, so that it makes progress.
@@ -159,14 +159,14 @@ class Transport(ABC):
             TypeError: unknown options; raised before any communication.
         """
 
-    def separate_group(self, group: Group) -> Group:
-        """A group of the same ranks, whose collectives have an order of their own.
+    def separate_group(self, group: Group) -> Work:
+        """Begin to make a group of the same ranks, whose collectives have an order of their own.
 
-        Called once per group and context, by a thread of each member, before the first asynchronous
-        collective of several steps. That thread then runs such collectives in the returned group, while other
-        threads begin collectives in ``group``. The default is for libraries without :attr:`overlap`.
+        Called once per group, on each member, at the first asynchronous collective of several steps. A thread
+        of the group waits for the result, a :class:`Group`, and then runs such collectives in it. Meanwhile
+        other threads begin collectives in ``group``. The default is for libraries without :attr:`overlap`.
         """
-        return group
+        return Completed(group)
 
     @abstractmethod
     def ranks_of(self, handle: Any) -> tuple[int, ...]:

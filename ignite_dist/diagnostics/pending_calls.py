@@ -13,7 +13,7 @@ from typing import Any
 
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
-from ignite_dist.comp_models.work import Steps, Work, waits_for_ranks
+from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
 
 
 class PendingCall(Work):
@@ -56,11 +56,11 @@ class _Queue:
     """The pending calls of one group. A thread runs the calls, and ends when no call is left.
 
     Attributes:
-        group: the group in which the thread runs the calls; None before the first one.
+        group: the result is the group in which the thread runs the calls.
     """
 
-    def __init__(self) -> None:
-        self.group: Group | None = None
+    def __init__(self, group: Work) -> None:
+        self.group = group
         self._calls: deque[PendingCall] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -110,12 +110,15 @@ def submit(model: ComputationModel, group: Group, begin: Callable[[Group], Work]
     collectives of ``group`` meanwhile, for example the backward pass of a ``DistributedDataParallel``.
     """
     by_group = queues.setdefault(model, {})
-    queue = by_group.setdefault(model.transport.group_key(group), _Queue())
+    key = model.transport.group_key(group)
+    queue = by_group.get(key)
+    if queue is None:
+        queue = by_group[key] = _Queue(model.transport.separate_group(group))
 
     def run() -> Any:
-        if queue.group is None:
-            queue.group = model.transport.separate_group(group)
-        return begin(queue.group).wait()
+        own_group = queue.group.wait()
+        queue.group = Completed(own_group)
+        return begin(own_group).wait()
 
     return queue.submit(Steps(run), call)
 

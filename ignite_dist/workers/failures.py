@@ -232,6 +232,12 @@ def _without_library_frames(fault: str) -> str:
     return "\n\n".join(blocks).strip()
 
 
+def _is_in_package(fault: str) -> bool:
+    """True if a thread was in code of this package when the process died."""
+    innermost = [_FAULT_LINE.search(block) for block in fault.split("\n\n")]
+    return any(found is not None and is_package_path(found[1]) for found in innermost)
+
+
 def _is_users_frame(line: str) -> bool:
     found = _FAULT_LINE.search(line)
     # "<string>" is the command of the `python -c` that multiprocessing starts.
@@ -360,8 +366,7 @@ def _describe_end(rank: FailedRank, about_sigkill: str) -> str:
             f"{text} before it called the function; the worker's output says why. Workers import the "
             "script, so the script must start its work under if __name__ == '__main__'"
         )
-    paths = _FAULT_LINE.findall(failure.traceback)
-    if failure.exit_code == -signal.SIGABRT and any(map(is_package_path, paths)):
+    if failure.exit_code == -signal.SIGABRT and _is_in_package(failure.traceback):
         text += " (gloo aborts if the ranks call different collectives: idist.debug() names them)"
     return text + (about_sigkill if failure.exit_code == -signal.SIGKILL else "")
 

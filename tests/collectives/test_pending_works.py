@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 import weakref
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import ignite_dist as idist
@@ -45,3 +49,34 @@ def fails_with_a_work(local_rank: int) -> bool:
 def test_a_context_that_has_failed_is_not_kept_by_a_work() -> None:
     """Its connections would stay open, and the other ranks would wait."""
     assert idist.spawn("gloo", fails_with_a_work, nproc_per_node=2) == [True, True]
+
+
+def comes_too_late(local_rank: int, folder: Path) -> bool:
+    group = idist.new_group([0, 1], timeout=timedelta(seconds=2))
+    if local_rank == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            idist.all_reduce({"n": 1}, group=group, async_op=True).wait()
+        (folder / "raised").touch()
+    while not (folder / "raised").exists():
+        time.sleep(0.01)
+    return True
+
+
+def test_the_timeout_of_a_group_is_that_of_its_asynchronous_collectives(tmp_path: Path) -> None:
+    assert idist.spawn("gloo", comes_too_late, (tmp_path,), nproc_per_node=2) == [True, True]
+
+
+def makes_groups_meanwhile(local_rank: int) -> Any:
+    """torch names such a group by the number of groups that this rank has."""
+    from torch.distributed import new_group
+
+    works = [idist.all_reduce({"n": number}, async_op=True) for number in range(5)]
+    if local_rank == 1:
+        works[0].wait()  # on this rank alone the thread has made its group by now
+    group = new_group([0, 1], use_local_synchronization=True)
+    return idist.all_reduce(1, group=group), [work.wait()["n"] for work in works]
+
+
+def test_groups_of_torch_are_made_while_a_thread_makes_its_own() -> None:
+    expected = (2, [2 * number for number in range(5)])
+    assert idist.spawn("gloo", makes_groups_meanwhile, nproc_per_node=2) == [expected, expected]

@@ -199,6 +199,15 @@ def test_an_entry_point_that_is_no_model_is_named_at_every_call(tmp_path: Path) 
     assert "Entry point anything = no_such_module:Model: " in output.splitlines()[-1]
 
 
+def test_an_entry_point_may_ask_for_the_context_while_it_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text(
+        "import ignite_dist as idist\nassert idist.get_rank() == 0\nfrom store_model import StoreModel\n"
+    )
+    source = "import ignite_dist as idist; print(idist.available_backends())"
+    code, output = _run_with_entry_point(tmp_path, "asks:StoreModel", source)
+    assert code == 0 and "'store'" in output, output
+
+
 def test_the_interface_cannot_be_instantiated_half_done() -> None:
     class Half(ComputationModel):
         name = "half"

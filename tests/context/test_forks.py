@@ -23,7 +23,7 @@ from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics.announcing import recorder_of
 
 BACKENDS = ["gloo", pytest.param("horovod", marks=pytest.mark.horovod)]
-REFUSED = "a collective would hang"
+REFUSED = "collective would hang here"
 SECONDS = 60  # far more than a child takes, far less than a test may
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -151,7 +151,7 @@ SCRIPT = """
         try:
             idist.all_reduce(torch.ones(1), group=group)
         except RuntimeError as error:
-            sys.exit(7 if "a collective would hang" in str(error) else 8)
+            sys.exit(7 if "collective would hang here" in str(error) else 8)
         sys.exit(9)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert status == 7, status

@@ -27,6 +27,10 @@ SCRIPT = """
 
     import ignite_dist as idist
 
+    def say(text):  # torchrun runs python -u, where print() writes the end of the line by itself
+        sys.stdout.write(text + "\\n")
+        sys.stdout.flush()
+
     def places():
         return idist.get_local_rank(), idist.get_nproc_per_node(), idist.get_nnodes(), idist.get_node_rank()
 
@@ -36,7 +40,7 @@ SCRIPT = """
             check_collectives(rank, size)
             return f"rank {rank}/{size} on {idist.hostname()}: {local_rank} {places()}"
         idist.barrier()
-        print("at work", flush=True)
+        say("at work")
         if way == "fails" and rank == size - 1:
             raise LookupError("there is no data")
         tensor = torch.ones(1 << 20)
@@ -44,7 +48,7 @@ SCRIPT = """
             while True:
                 idist.all_reduce(tensor, "MAX")
         except idist.HostLostError as error:
-            print(f"lost {error.host} {error.address}", flush=True)
+            say(f"lost {error.host} {error.address}")
             raise
 
     def check_collectives(rank, size):
@@ -84,7 +88,7 @@ SCRIPT = """
             if launch == "torchrun":
                 raise
             sys.exit(f"{type(error).__name__}, {getattr(error, 'rank', None)}: {error}")
-        print("\\n".join(results), flush=True)
+        say("\\n".join(results))
 """
 
 

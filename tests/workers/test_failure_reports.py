@@ -165,7 +165,7 @@ def test_every_end_of_ranks_and_nodes_has_a_report(
     if is_done:
         job._record({"node": 1, "done": True}, 1)
     here = [one for one in failed if one.rank < 4]
-    everybody = [*here, *job.failed()]
+    everybody = [*here, *job.failed_ranks()]
     has_failed = job.has_failure() or any(not one.failure.is_exit_0 for one in here)
     if has_failed:
         _is_a_report(job.error_of(everybody, ""), everybody)

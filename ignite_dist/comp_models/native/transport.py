@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import count
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DistError, GroupMember, ProcessGroup, Store
+from torch.distributed import DistError, GroupMember, PrefixStore, ProcessGroup, Store
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ignite_dist import _torch
 from ignite_dist.comp_models.native import gloo, narrow_floats, waits
-from ignite_dist.comp_models.native.works import Arrival, TorchWork, TorchWorks
+from ignite_dist.comp_models.native.works import TorchWork, TorchWorks
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.rendezvous import connections
@@ -102,7 +103,6 @@ class NativeTransport(Transport):
         self._generations: dict[tuple[int, ...], Iterator[int]] = {}
         self._free_connections: list[Store] = []
         self._scratch = gloo.ScratchBuffers()
-        self._waits_have_ended = False
         # gloo's connections in the world and in groups; recorded only if open() has made the context
         self.world_connections, self._group_connections = connections.Connections(), connections.Connections()
 
@@ -124,14 +124,33 @@ class NativeTransport(Transport):
         digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
         return self._make_named_group(f"ignite_dist:{digest}:{generation}", ranks)
 
-    def separate_group(self, group: Group) -> Group:
+    def separate_group(self, group: Group) -> Work:
         if not self.overlap or len(group.ranks) == 1:
-            return group
-        name = f"ignite_dist:asynchronous:{self.group_key(group)}"
+            return Completed(group)
+        # All members have called when they have each other's tokens. The first token names the new group.
+        tokens = self.all_gather(as_tensor(bytearray(os.urandom(16))), group)
+        tokens.start()
+        return tokens.then(lambda rows: self._connect_again(group, bytes(rows[0].tolist()).hex()))
+
+    def _connect_again(self, group: Group, name: str) -> Group:
+        """``group`` with a handle of its own, which torch's tables of groups do not have.
+
+        The tables differ between the ranks while threads make groups, and torch derives names from them.
+        """
+        from torch.distributed import ProcessGroupGloo  # missing in builds without gloo
+
+        position = group.position(self._rank)
+        assert position is not None
         store = self._take_connection(_torch.backend_and_store(self._world)[1])
-        Arrival(store, name, group.ranks, lambda: self._waits_have_ended).wait()
+        with self._connecting(), self._group_connections.recording():
+            handle = ProcessGroupGloo(
+                PrefixStore(f"ignite_dist:asynchronous:{name}/", store),
+                position,
+                len(group.ranks),
+                _torch.timeout_of(self._handle(group), self._device()),
+            )
         self._free_connections.append(store)
-        return group._replace(handle=self._make_named_group(name, group.ranks))
+        return group._replace(handle=handle)
 
     def _make_named_group(self, name: str, ranks: tuple[int, ...]) -> Any:
         backend, world_store = _torch.backend_and_store(self._world)
@@ -329,7 +348,6 @@ class NativeTransport(Transport):
         return self.world_connections.has_closed() if "gloo" in self._backends.values() else None
 
     def end_waits(self) -> None:
-        self._waits_have_ended = True
         self.world_connections.shut_down()
         self._group_connections.shut_down()
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
 
 from ignite_dist.comp_models.work import Work, waits_for_ranks
 from ignite_dist.rendezvous import connections
 
-_SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 5e-4, 5e-2
-
 
 class TorchWork(Work):
-    """A collective of a process group. ``begin(is_async)`` begins the collective."""
+    """A collective of a process group. ``begin(is_async)`` begins the collective.
+
+    The ranks of a separate group are not given: all of them have made the call, so none is waited for that
+    has ended its context.
+    """
 
     __slots__ = ("_begin", "_group", "_result", "_work", "needs_all", "ranks")
 
@@ -33,12 +34,12 @@ class TorchWork(Work):
         self._work: dist.Work | None = None
         self._result = result
         self._group = group
-        self.ranks = ranks
+        self.ranks = ranks if isinstance(group, ProcessGroup) else ()
         self.needs_all = needs_all
 
     @property
     def group_name(self) -> str:
-        return self._group.group_name
+        return self._group.group_name if isinstance(self._group, ProcessGroup) else ""
 
     def start(self) -> None:
         begin, self._begin = self._begin, None
@@ -83,41 +84,3 @@ class TorchWorks(TorchWork):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
-
-
-class Arrival(Work):
-    """A roll call of ranks through a store, before they make a group. Unlike torch's wait, it can be ended.
-
-    Args:
-        store: a connection that no other thread uses.
-        group_name: the name of the new group.
-        ranks: the members of the new group.
-        has_ended: returns True if this process must not wait any longer.
-    """
-
-    __slots__ = ("_group_name", "_has_ended", "_store", "ranks")
-
-    def __init__(
-        self, store: Store, group_name: str, ranks: tuple[int, ...], has_ended: Callable[[], bool]
-    ) -> None:
-        self._store = store
-        self._group_name = group_name
-        self._has_ended = has_ended
-        self.ranks = ranks
-        store.add(group_name, 1)
-
-    @property
-    def group_name(self) -> str:
-        return self._group_name
-
-    @waits_for_ranks
-    def wait(self, timeout: timedelta | None = None) -> None:
-        pause = _SHORTEST_POLL_SECONDS
-        while not self.is_completed():
-            if self._has_ended():
-                connections.raise_with_cause(dist.DistNetworkError("Connection closed by peer."))
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
-
-    def is_completed(self) -> bool:
-        return self._store.add(self._group_name, 0) >= len(self.ranks)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ignite_dist.call_sites import is_library_path, is_package_path
 from ignite_dist.errors import (
     HostLostError,
+    LaunchError,
     MissingRanksError,
     RankFailedError,
     WorkerExitedError,
@@ -25,6 +26,7 @@ from ignite_dist.errors import (
 )
 from ignite_dist.rendezvous import connections
 from ignite_dist.values import serialization
+from ignite_dist.workers.out_of_memory import SIGKILL_HINT
 
 # Longer texts are shortened to this many characters. A message may contain a whole tensor.
 _LONGEST_TEXT = 100_000
@@ -81,7 +83,7 @@ class FailedRank(NamedTuple):
 def outcome_of(sent_call: bytes | Callable[..., Any], local_rank: int) -> bytes | Failure:
     """Decode ``sent_call`` and make the call. Returns the encoded result, or the failure."""
     try:
-        call = serialization.decode(sent_call) if isinstance(sent_call, bytes) else sent_call
+        call = _decode_call(sent_call) if isinstance(sent_call, bytes) else sent_call
         result = call(local_rank)
         return result if isinstance(result, Failure) else serialization.encode(result)
     except SystemExit as exit_:
@@ -89,6 +91,17 @@ def outcome_of(sent_call: bytes | Callable[..., Any], local_rank: int) -> bytes 
         return failure_of(exit_, exit_code=code)
     except BaseException as error:
         return failure_of(error)
+
+
+def _decode_call(sent_call: bytes) -> Callable[..., Any]:
+    try:
+        call: Callable[..., Any] = serialization.decode(sent_call)
+    except AttributeError as error:
+        raise LaunchError(
+            f"A worker did not find what the launcher has sent: {error}. Workers import the script without its "
+            "part under `if __name__ == '__main__':`. Define functions and classes above that part."
+        ) from None
+    return call
 
 
 def failure_of(error: BaseException, exit_code: int | None = None, is_permanent: bool = False) -> Failure:
@@ -244,56 +257,12 @@ def _is_users_frame(line: str) -> bool:
     return found is not None and not found[1].startswith("<") and not is_library_path(found[1])
 
 
-def count_oom_kills() -> int | None:
-    """Number of out-of-memory kills in this process's control group.
-
-    None if unknown: not on Linux, or no control group has a memory controller.
-    """
-    try:
-        with open("/proc/self/cgroup", encoding="utf-8") as file:
-            groups = [line.rstrip("\n").split(":", 2) for line in file]
-    except OSError:
-        return None
-    paths = []
-    for number, controllers, path in groups:
-        if "memory" in controllers.split(","):  # version 1
-            root, name = "/sys/fs/cgroup/memory", "memory.oom_control"
-        elif number == "0":  # version 2
-            root, name = "/sys/fs/cgroup", "memory.events"
-        else:
-            continue
-        # In a container, the path may be valid on the host only. The root is then the container's group.
-        paths += [f"{root}{path.rstrip('/')}/{name}", f"{root}/{name}"]
-    for path in paths:
-        try:
-            with open(path, encoding="utf-8") as file:
-                found = re.search(r"^oom_kill (\d+)$", file.read(), re.MULTILINE)
-        except OSError:
-            continue
-        if found:
-            return int(found[1])
-    return None
-
-
-def sigkill_reason(oom_kills_before: int | None) -> str:
-    """The likely reason for a SIGKILL, given the number of out-of-memory kills at the workers' start."""
-    now = count_oom_kills()
-    if now is None or oom_kills_before is None:
-        return _SIGKILL_HINT
-    if now <= oom_kills_before:
-        return " (the control group of this launch has counted no out-of-memory kill)"
-    return " (by the kernel: memory has run out in the control group of this launch)"
-
-
-_SIGKILL_HINT = " (the kernel sends SIGKILL when memory runs out)"
-
-
 def is_cause_known(failed: Sequence[FailedRank]) -> bool:
     """True if a failure is not a consequence. Until then the root cause may still be reported."""
     return not all(rank.failure.is_consequence for rank in failed)
 
 
-def error_of(failed: Sequence[FailedRank], about_sigkill: str = _SIGKILL_HINT) -> RankFailedError:
+def error_of(failed: Sequence[FailedRank], about_sigkill: str = SIGKILL_HINT) -> RankFailedError:
     """The error of a failed launch. It describes the worker that failed first.
 
     Args:

@@ -29,10 +29,27 @@ def encode_call(call: Callable[..., Any]) -> bytes:
 
 
 def _main_is_importable() -> bool:
-    """True if workers can import the main module. False in a notebook, with ``-c`` or from a pipe."""
+    """True if workers import the main module. False in a notebook, with ``-c``, from a pipe.
+
+    Nor does ``multiprocessing`` import the ``__main__`` of a package (``python -m package``).
+    """
     main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    return getattr(main, "__spec__", None) is not None or (path is not None and os.path.exists(path))
+    path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if spec is not None:
+        return not str(spec.name).endswith("__main__")
+    return path is not None and os.path.exists(path)
+
+
+def exit_if_main_is_not_guarded() -> None:
+    """End this process if it is a worker that imports a script which starts workers when it is imported."""
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        sys.stderr.write(
+            "The script starts workers when it is imported, and workers import the script. Put this part of "
+            'the script under `if __name__ == "__main__":`.\n'
+        )
+    raise SystemExit(1)
 
 
 @contextmanager

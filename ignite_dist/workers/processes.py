@@ -28,14 +28,19 @@ from ignite_dist.values import serialization
 from ignite_dist.workers.failures import (
     FailedRank,
     Failure,
-    count_oom_kills,
     failure_of,
     is_cause_known,
-    sigkill_reason,
     silent_failure,
 )
-from ignite_dist.workers.fork_server import Launch, context_of, encode_call, hidden_main
+from ignite_dist.workers.fork_server import (
+    Launch,
+    context_of,
+    encode_call,
+    exit_if_main_is_not_guarded,
+    hidden_main,
+)
 from ignite_dist.workers.nodes import ALONE, Nodes
+from ignite_dist.workers.out_of_memory import count_oom_kills, sigkill_reason
 from ignite_dist.workers.worker import TERMINATE_SECONDS, ReportPipe, SentCall, run_alone, worker_main
 
 _logger = logging.getLogger(__name__)
@@ -80,6 +85,7 @@ def start(
     Raises:
         TypeError: ``entry`` cannot be encoded. No process was started.
     """
+    exit_if_main_is_not_guarded()
     workers: list[_Worker] = []
     try:
         context = context_of(start_method)

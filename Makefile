@@ -69,7 +69,7 @@ xla:  ## make .venv-xla: torch 2.9 and torch_xla, 7 GB
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || { \
 	    echo "torch_xla has wheels for Python 3.10 to 3.13, and \`$(PYTHON)\` is: $$($(PYTHON) --version 2>&1)."; \
 	    echo "Name another one: make $(or $(MAKECMDGOALS),xla) PYTHON=python3.12"; exit 1; } >&2
-	+$(IN_XLA) .venv-xla/.has-xla
+	+$(IN_XLA) .venv-xla/.has-xla .venv-xla/.has-examples  # the examples run there too
 
 test-xla: xla  ## run the tests that need torch_xla, and the conformance suite on torch 2.9
 	+$(IN_XLA) other-torch ARGS=  # what is given is for the second suite

@@ -98,7 +98,7 @@ def _decode_call(sent_call: bytes) -> Callable[..., Any]:
         call: Callable[..., Any] = serialization.decode(sent_call)
     except AttributeError as error:
         raise LaunchError(
-            f"A worker did not find what the launcher has sent: {error}. Workers import the script without the "
+            f"A worker did not find what was sent: {error}. Workers import the script without the "
             "part under `if __name__ == '__main__':`. Define functions and classes above that part."
         ) from None
     return call

@@ -39,7 +39,7 @@ def test_a_function_under_the_guard_is_named(tmp_path: Path) -> None:
     )
     ended = run_python(script)
     assert ended.returncode == 1
-    assert "LaunchError: A worker did not find what the launcher has sent: " in ended.stdout
+    assert "LaunchError: A worker did not find what was sent: " in ended.stdout
     assert "'train'" in ended.stdout and "Define functions and classes above that part." in ended.stdout
 
 

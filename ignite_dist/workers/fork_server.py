@@ -5,16 +5,22 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection, reduction
 from multiprocessing.context import BaseContext, get_spawning_popen
 from typing import Any
 
 from ignite_dist.values import serialization
 from ignite_dist.workers.worker import apply_launch
+
+BEGIN_IMPORTS = signal.SIGURG
+"""The signal that starts the imports of ``idle_imports``. Other processes ignore it by default."""
+
+_IDLE_IMPORTS = "ignite_dist.workers.idle_imports"
 
 
 def encode_call(call: Callable[..., Any]) -> bytes:
@@ -66,7 +72,7 @@ def context_of(start_method: str | None) -> BaseContext:
         # module with its launch's environment. A server that already runs ignores the list.
         server = multiprocessing.forkserver._forkserver
         modules = [name for name in server._preload_modules if name != "__main__"]  # type: ignore[attr-defined]
-        context.set_forkserver_preload(list(dict.fromkeys([*modules, "torch", "ignite_dist"])))
+        context.set_forkserver_preload(list(dict.fromkeys([*modules, "torch", "ignite_dist", _IDLE_IMPORTS])))
         with _server_lock:
             if server._forkserver_pid is None:  # type: ignore[attr-defined]
                 _start_server(server)
@@ -74,6 +80,8 @@ def context_of(start_method: str | None) -> BaseContext:
 
 
 _server_lock = threading.Lock()
+# The process ids of this process and of the fork server that it has started, until import_in_idle_server().
+_idle_server: tuple[int, int] | None = None
 
 
 def _start_server(server: Any) -> None:
@@ -81,17 +89,34 @@ def _start_server(server: Any) -> None:
 
     Before Python 3.13 the server does not get ``sys.path``, and would preload the installed package.
     """
+    global _idle_server
     previous = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         folder for folder in sys.path if folder and isinstance(folder, str)
     )
     try:
         server.ensure_running()
+        _idle_server = os.getpid(), server._forkserver_pid
     finally:
         if previous is None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = previous
+
+
+def import_in_idle_server() -> None:
+    """Let the fork server import what the workers of later launches may need; see ``idle_imports``.
+
+    To be called when a launch has ended. The workers of a running launch would have to share the cores. Only
+    the first call has an effect, and only if this package has started the server, with its preload list.
+    """
+    global _idle_server
+    with _server_lock:
+        idle_server, _idle_server = _idle_server, None
+    server: Any = multiprocessing.forkserver._forkserver
+    if idle_server == (os.getpid(), server._forkserver_pid):
+        with suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, BEGIN_IMPORTS)
 
 
 class Launch(str):

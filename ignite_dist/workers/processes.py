@@ -34,7 +34,13 @@ from ignite_dist.workers.failures import (
     sigkill_reason,
     silent_failure,
 )
-from ignite_dist.workers.fork_server import Launch, context_of, encode_call, hidden_main
+from ignite_dist.workers.fork_server import (
+    Launch,
+    context_of,
+    encode_call,
+    hidden_main,
+    import_in_idle_server,
+)
 from ignite_dist.workers.nodes import ALONE, Nodes
 from ignite_dist.workers.worker import TERMINATE_SECONDS, ReportPipe, SentCall, run_alone, worker_main
 
@@ -292,9 +298,7 @@ class Workers:
         self._was_terminated = True
         _end(self.processes)
         self._nodes.close()
-        self._store = None
-        if self in _launches:
-            _launches.remove(self)
+        self._forget()
 
     def _wait(self, timeout: float | None) -> bool:
         """Wait until all workers end, or a failure's grace period is over. Returns False at the timeout."""
@@ -353,9 +357,15 @@ class Workers:
         for worker in self._workers:
             worker.receiver.close()
             worker.fault.reader.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Release the store, after the end of the launch."""
         self._store = None
         if self in _launches:
             _launches.remove(self)
+            if not _launches:
+                import_in_idle_server()
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:

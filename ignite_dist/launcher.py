@@ -67,6 +67,7 @@ class SpawnOptions(TypedDict, total=False):
     timeout: timedelta | None
     start_method: str | None
     daemon: bool
+    prefix_output: bool
     hosts: str | None
     verbose: int | None
     use_mpi: bool | None
@@ -83,6 +84,7 @@ class ParallelOptions(TypedDict, total=False):
     start_method: str | None
     join: bool
     daemon: bool
+    prefix_output: bool
     hosts: str | None
     pg_options: Any
     device_id: Any
@@ -146,11 +148,12 @@ def spawn(
         kwargs_dict: keyword arguments of ``fn``, sent in the same way.
         nproc_per_node: number of processes on this machine; for XLA, 1 or the number of its devices.
         kwargs: All backends: ``start_method="forkserver"`` (or "spawn", "fork"), ``join=True``,
-            ``daemon=False``. gloo and NCCL: ``nnodes=1``, ``node_rank=0``, ``master_addr`` and
-            ``master_port`` (needed if ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``),
-            ``timeout`` (a ``datetime.timedelta``, for collectives). Horovod: ``hosts="node1:2,node2:2"``,
-            ``nnodes`` (the number of hosts) and the options of ``horovod.run``; each of these makes
-            Horovod's own launcher start the workers, which takes seconds and listens on all interfaces.
+            ``daemon=False``, ``prefix_output=False`` (True: ``[rank 1]`` before each line of output). gloo
+            and NCCL: ``nnodes=1``, ``node_rank=0``, ``master_addr`` and ``master_port`` (needed if
+            ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``), ``timeout`` (a
+            ``datetime.timedelta``, for collectives). Horovod: ``hosts="node1:2,node2:2"``, ``nnodes`` (the
+            number of hosts) and the options of ``horovod.run``; each of these makes Horovod's own launcher
+            start the workers, which takes seconds and listens on all interfaces.
             XLA: ``nnodes``; ranks may be threads of one process. On a TPU pod, call this function on each
             host: PJRT finds the other hosts.
 

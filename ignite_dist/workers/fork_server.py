@@ -8,13 +8,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, reduction
 from multiprocessing.context import BaseContext, get_spawning_popen
 from typing import Any
 
 from ignite_dist.values import serialization
+from ignite_dist.workers.output import is_open
 from ignite_dist.workers.worker import apply_launch
 
 BEGIN_IMPORTS = signal.SIGURG
@@ -128,29 +129,28 @@ class Launch(str):
 
     environ: dict[str, str]
     fault_writer: connection.Connection | None
+    outputs: Mapping[int, int]
 
     def __new__(  # noqa: D102
-        cls, name: str, environ: dict[str, str], fault_writer: connection.Connection
+        cls,
+        name: str,
+        environ: dict[str, str],
+        fault_writer: connection.Connection,
+        outputs: Mapping[int, int],
     ) -> Launch:
         self = super().__new__(cls, name)
         self.environ = environ
         self.fault_writer = fault_writer
+        self.outputs = outputs
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         popen = get_spawning_popen()
-        outputs = {}
-        if popen is not None and popen.method == "forkserver":
+        outputs = self.outputs
+        if popen is not None and popen.method == "forkserver" and not outputs:
             # The fork server has the first launch's stdout and stderr. Later launches may have other files.
-            outputs = {fd: reduction.DupFd(fd) for fd in (1, 2) if _is_open(fd)}
-        # The name is pickled again with the process, but the pipe can be sent only once.
+            outputs = {fd: fd for fd in (1, 2) if is_open(fd)}
+        # The name is pickled again with the process, but files can be sent only once.
         fault_writer, self.fault_writer = self.fault_writer, None
-        return apply_launch, (str(self), self.environ, fault_writer, outputs)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
+        sent = {} if fault_writer is None else {fd: reduction.DupFd(file) for fd, file in outputs.items()}
+        return apply_launch, (str(self), self.environ, fault_writer, sent)

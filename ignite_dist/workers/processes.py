@@ -38,7 +38,9 @@ from ignite_dist.workers.fork_server import (
     hidden_main,
     import_in_idle_server,
 )
+from ignite_dist.workers.log_settings import LogSettings
 from ignite_dist.workers.nodes import ALONE, Nodes
+from ignite_dist.workers.output import InheritedFile, PrefixedOutput
 from ignite_dist.workers.running_worker import FaultOutput, RunningWorker
 from ignite_dist.workers.worker import ReportPipe, SentCall, run_alone, worker_main
 
@@ -64,6 +66,7 @@ def start(
     ranks_per_process: int = 1,
     run: Callable[[SentCall, Sequence[ReportPipe]], Failure | None] | None = None,
     nodes: Nodes = ALONE,
+    prefix_output: bool = False,
 ) -> Workers:
     """Start a process per environment; local rank ``i`` runs ``entry(i, **entry_kwargs)``.
 
@@ -78,12 +81,14 @@ def start(
         run: runs all ranks of a process, given their call and a :class:`ReportPipe` for each rank; returns a
             failure if a rank failed. By default a process runs the single rank ``RANK``.
         nodes: connections to the launchers on other machines.
+        prefix_output: True to put the rank before each line of output.
 
     Raises:
         TypeError: ``entry`` cannot be encoded. No process was started.
         EnvironmentVariablesError: ``IGNITE_DIST_GRACE_SECONDS`` is not a number. No process was started.
     """
     workers: list[RunningWorker] = []
+    output = PrefixedOutput() if prefix_output else None
     try:
         grace = grace_seconds()
         context = context_of(start_method)
@@ -93,13 +98,17 @@ def start(
         for position, environ in enumerate(environs):
             first = position * ranks_per_process
             ranks = range(first, first + ranks_per_process)
-            workers += _start_process(context, run or run_alone, sent_call, ranks, environ, daemon)
+            workers += _start_process(context, run or run_alone, sent_call, ranks, environ, daemon, output)
     except BaseException:
         end_processes(list(dict.fromkeys(worker.process for worker in workers)))
         nodes.close()  # a stored traceback would keep the connections open
+        if output is not None:
+            output.close()
         raise
+    if output is not None:
+        output.start()
     _launches[:] = [launch for launch in _launches if launch.may_run()]
-    _launches.append(Workers(workers, store, oom_kills, nodes, grace))
+    _launches.append(Workers(workers, store, oom_kills, nodes, grace, output))
     return _launches[-1]
 
 
@@ -110,40 +119,51 @@ def _start_process(
     local_ranks: Sequence[int],
     environ: Mapping[str, str],
     daemon: bool,
+    output: PrefixedOutput | None,
 ) -> list[RunningWorker]:
     """Start one process for the ``local_ranks``, with a pipe for each rank and two for signals."""
     pipes = {local_rank: context.Pipe(duplex=False) for local_rank in local_ranks}
+    reports = [ReportPipe(local_rank, sender) for local_rank, (_, sender) in pipes.items()]
     fault_reader, fault_writer = context.Pipe(duplex=False)
     control_reader, control_writer = context.Pipe(duplex=False)
     os.set_blocking(fault_writer.fileno(), False)  # a dying process must not wait for a reader
     complete = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
     complete.update(environ)
+    label = _label(environ, local_ranks)
+    outputs = output.pipes_for(label, local_ranks[0]) if output is not None else {}
+    inherited = {fd: InheritedFile(file) for fd, file in outputs.items()}
+    launch = (complete, fault_writer, inherited) if context.get_start_method() == "fork" else None
+    default_method, log_settings = _default_start_method(), LogSettings.of_this_process()
     process = context.Process(  # type: ignore[attr-defined]
         target=worker_main,
-        args=(
-            run,
-            sent_call,
-            [ReportPipe(local_rank, sender) for local_rank, (_, sender) in pipes.items()],
-            control_reader,
-            (complete, fault_writer) if context.get_start_method() == "fork" else None,
-            multiprocessing.get_start_method(allow_none=True),
-        ),
-        name=Launch(f"rank {environ.get('RANK', local_ranks[0])}", complete, fault_writer),
+        args=(run, sent_call, reports, control_reader, launch, default_method, log_settings),
+        name=Launch(label, complete, fault_writer, outputs),
         daemon=daemon,
     )
-    with hidden_main():
-        process.start()
-    fault_writer.close()
-    control_reader.close()
+    try:
+        with hidden_main():
+            process.start()
+    finally:
+        for file in outputs.values():
+            os.close(file)
+    for received in (fault_writer, control_reader, *(sender for _, sender in pipes.values())):
+        received.close()
     fault = FaultOutput(fault_reader)
-    for _, sender in pipes.values():
-        sender.close()
     return [
-        RunningWorker(
-            process, receiver, fault, control_writer, local_rank, int(environ.get("RANK", local_rank))
-        )
-        for local_rank, (receiver, _) in pipes.items()
+        RunningWorker(process, receiver, fault, control_writer, rank, int(environ.get("RANK", rank)))
+        for rank, (receiver, _) in pipes.items()
     ]
+
+
+def _label(environ: Mapping[str, str], local_ranks: Sequence[int]) -> str:
+    """The name of a process. XLA replicas may share a process."""
+    if len(local_ranks) > 1:
+        return f"ranks {local_ranks[0]}-{local_ranks[-1]}"
+    return f"rank {environ.get('RANK', local_ranks[0])}"
+
+
+def _default_start_method() -> str | None:
+    return multiprocessing.get_start_method(allow_none=True)
 
 
 # Running launches: a script may drop the result of spawn(join=False), but the workers need the store.
@@ -180,11 +200,13 @@ class Workers:
         oom_kills: int | None,
         nodes: Nodes,
         grace_seconds: int,
+        output: PrefixedOutput | None,
     ) -> None:
         self._workers = workers
         self._nodes = nodes
         self._store = store  # kept in the launcher, so that the store outlives every worker
         self._oom_kills = oom_kills  # the count before the workers started
+        self._output = output
         self._grace_seconds = grace_seconds
         self._launcher_pid = os.getpid()
         self._was_terminated = False
@@ -326,7 +348,9 @@ class Workers:
         self._forget()
 
     def _forget(self) -> None:
-        """Release the store, after the end of the launch."""
+        """Release the store and the output, after the end of the launch."""
+        if self._output is not None:
+            self._output.close()
         self._store = None
         if self in _launches:
             _launches.remove(self)

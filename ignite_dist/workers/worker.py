@@ -22,6 +22,8 @@ from ignite_dist.devices import num_cores
 from ignite_dist.values import safe_objects
 from ignite_dist.workers.failures import Failure, failure_of, outcome_of
 from ignite_dist.workers.interrupts import ReceivedSignals
+from ignite_dist.workers.log_settings import LogSettings
+from ignite_dist.workers.output import write_whole_lines
 
 TERMINATE_SECONDS = 3.0
 """Time for a worker to end after SIGTERM."""
@@ -44,6 +46,7 @@ def apply_launch(
         received = duplicate.detach()
         os.dup2(received, fd)
         os.close(received)
+    write_whole_lines()
     return name
 
 
@@ -74,8 +77,9 @@ def worker_main(
     sent_call: SentCall,
     pipes: Sequence[ReportPipe],
     control: connection.Connection,
-    launch: tuple[Mapping[str, str], connection.Connection] | None,
+    launch: tuple[Mapping[str, str], connection.Connection, Mapping[int, Any]] | None,
     default_method: str | None,
+    log_settings: LogSettings,
 ) -> None:
     """Main function of a worker process: make the call on each rank, and report to the launcher.
 
@@ -84,15 +88,17 @@ def worker_main(
         sent_call: the call.
         pipes: a pipe to the launcher for each rank.
         control: the numbers of the signals that the launcher passes on.
-        launch: the environment and the fault pipe of this launch, if this process is a fork of the launcher.
+        launch: arguments of :func:`apply_launch`, if this process is a fork of the launcher.
         default_method: the launcher's default start method.
+        log_settings: the launcher's.
     """
     # By default, child processes use the start method of this worker. DataLoader workers would then take
     # seconds to start from a fork server.
     multiprocessing.set_start_method(default_method, force=True)
     if launch is not None:  # a fork has not decoded a Launch
-        apply_launch("", *launch, {})
+        apply_launch("", *launch)
         safe_objects.forget_mode()  # the environment has changed
+    log_settings.apply()
     _release_fork_server()
     _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     _seed()

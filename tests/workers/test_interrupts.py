@@ -39,8 +39,8 @@ SCRIPT = """
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         idist.barrier()
         print(f"buffered by {local_rank}")
-        os.write(1, f"worker {os.getpid()}\\n".encode())
         try:
+            os.write(1, f"worker {os.getpid()}\\n".encode())
             if how == "waits" and local_rank == 0:
                 idist.all_reduce(torch.ones(2))
             while True:

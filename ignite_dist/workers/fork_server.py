@@ -7,13 +7,15 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing import connection, reduction
+from multiprocessing import connection, reduction, util
 from multiprocessing.context import BaseContext, get_spawning_popen
 from typing import Any
 
+from ignite_dist.errors import LaunchError
 from ignite_dist.values import serialization
 from ignite_dist.workers.output import is_open
 from ignite_dist.workers.worker import apply_launch
@@ -96,13 +98,41 @@ def _start_server(server: Any) -> None:
         folder for folder in sys.path if folder and isinstance(folder, str)
     )
     try:
-        server.ensure_running()
+        _ensure_running(server)
         _idle_server = os.getpid(), server._forkserver_pid
     finally:
         if previous is None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = previous
+
+
+# The path of a socket has at most 103 bytes on macOS, and 107 on Linux. multiprocessing adds 32 bytes.
+_LONGEST_FOLDER = 103 - len("/pymp-01234567/listener-01234567")
+
+
+def _ensure_running(server: Any) -> None:
+    """Start the fork server, whose socket is in ``multiprocessing``'s temporary folder.
+
+    Raises:
+        LaunchError: the folder's path is too long for a socket.
+    """
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:
+        configured, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        try:
+            with suppress(OSError):
+                util.get_temp_dir()  # makes the folder, unless this process has one already
+        finally:
+            tempfile.tempdir = configured
+    try:
+        server.ensure_running()
+    except OSError as error:
+        if "AF_UNIX path too long" not in str(error):
+            raise
+        raise LaunchError(
+            f"The path of the temporary folder {util.get_temp_dir()} is too long for the socket of the fork "
+            "server. Set TMPDIR to a short path."
+        ) from error
 
 
 def import_in_idle_server() -> None:

@@ -1,4 +1,4 @@
-"""Measurements in a fresh process: `python fresh.py import|getters|launches LIBRARY ...` prints JSON.
+"""Measurements in a fresh process: `python fresh.py import|getters|launches|steps LIBRARY ...` prints JSON.
 
 Workers import this file as their main module. At its top this file imports only the standard library, so that
 workers import nothing that the measured library does not need.
@@ -85,11 +85,43 @@ def _worker(local_rank: int, library: str, directory: str) -> None:
     module.barrier()
 
 
+def _steps(library: str) -> list[float]:
+    """Two launches: seconds from the call until both workers have made their first DDP step."""
+    module = importlib.import_module(library)
+    seconds = []
+    for _ in range(2):
+        with tempfile.TemporaryDirectory() as directory:
+            start = time.perf_counter()
+            if library == "torch.multiprocessing":
+                module.spawn(_trainer, (directory, True), nprocs=2)
+            else:
+                module.spawn("gloo", _trainer, args=(directory, False), nproc_per_node=2)
+            ends = [float(path.read_text()) for path in Path(directory).iterdir() if path.suffix == ".end"]
+        assert len(ends) == 2, ends
+        seconds.append(max(ends) - start)
+        time.sleep(2)  # as the row's name says: somebody looks at the results
+    return seconds
+
+
+def _trainer(local_rank: int, directory: str, needs_group: bool) -> None:
+    torch: Any = importlib.import_module("torch")
+    if needs_group:
+        init_method = f"file://{directory}/store"
+        torch.distributed.init_process_group("gloo", init_method, rank=local_rank, world_size=2)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    (Path(directory) / f"{local_rank}.end").write_text(str(time.perf_counter()))
+    if needs_group:
+        torch.distributed.destroy_process_group()
+
+
 def _memory() -> dict[str, int]:
     """Bytes. PSS: a page shared by n processes counts 1/n in each. USS: pages of this process only."""
     return {"PSS": memory_of("Pss"), "USS": memory_of("Private_Clean") + memory_of("Private_Dirty")}
 
 
 if __name__ == "__main__":
-    _measure = {"import": _import, "getters": _getters, "launches": _launches}[sys.argv[1]]
+    _measure = {"import": _import, "getters": _getters, "launches": _launches, "steps": _steps}[sys.argv[1]]
     print(json.dumps(_measure(*sys.argv[2:])))

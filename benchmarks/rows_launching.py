@@ -6,7 +6,7 @@ from functools import cache, partial
 from typing import Any
 
 import fresh
-from rows import IGNITE, OURS, Bar, LauncherRow, Row
+from rows import IGNITE, OURS, RAW, Bar, LauncherRow, Row
 from timing import QUICK, Effort, Samples
 
 
@@ -26,6 +26,18 @@ def rows() -> list[Row]:
             "s",
             (Bar("value", 0.3),),
             measure=partial(_launch_of_four, is_later=True),
+        ),
+        *(
+            LauncherRow(
+                "spawn of 2 workers to the end of a first DDP step",
+                name,
+                "s",
+                (Bar("ratio", limit, label="mp.spawn"),),
+                measure=partial(_launch_with_step, position),
+            )
+            for position, (name, limit) in enumerate(
+                {"first launch of a process": 0.8, "second launch, 2 s after the first": 0.2}.items()
+            )
         ),
         *(
             LauncherRow(
@@ -76,6 +88,23 @@ def _launches_of_four(repeats: int) -> dict[str, list[list[dict[str, Any]]]]:
             # pytorch-ignite keeps nothing between launches, so two launches are enough.
             counts = [4] * (2 if contender == IGNITE else 5)
             launches.setdefault(contender, []).append(fresh.run("launches", library, *counts))
+    return launches
+
+
+def _launch_with_step(position: int, effort: Effort) -> Samples:
+    return {
+        contender: [seconds[position] for seconds in processes]
+        for contender, processes in _launches_with_step(effort.repeats).items()
+    }
+
+
+@cache
+def _launches_with_step(repeats: int) -> dict[str, list[list[float]]]:
+    """Seconds of two launches, for each contender and process."""
+    launches: dict[str, list[list[float]]] = {}
+    for _ in range(repeats):
+        for contender, library in [*fresh.libraries(), (RAW, "torch.multiprocessing")]:
+            launches.setdefault(contender, []).append(fresh.run("steps", library))
     return launches
 
 

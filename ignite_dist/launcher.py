@@ -47,6 +47,7 @@ class SpawnOptions(TypedDict, total=False):
     start_method: str | None
     daemon: bool
     max_restarts: int
+    prefix_output: bool
     hosts: str | None
     verbose: int | None
     use_mpi: bool | None
@@ -64,6 +65,7 @@ class ParallelOptions(TypedDict, total=False):
     join: bool
     daemon: bool
     max_restarts: int
+    prefix_output: bool
     hosts: str | None
     pg_options: Any
     device_id: Any
@@ -128,14 +130,15 @@ def spawn(
         nproc_per_node: number of processes on this machine; for XLA, 1 or the number of its devices.
             ``"auto"`` is the number of GPUs, or without a GPU, of cores divided by ``OMP_NUM_THREADS`` (1).
         kwargs: All backends: ``start_method="forkserver"`` (or "spawn", "fork"), ``join=True``,
-            ``daemon=False``, and ``max_restarts=0``: after a failure, all workers start again, up to so many
-            times. The function continues from its own checkpoint; :func:`restart_count` is the number of the
-            attempt. An error that would come again (an ``ImportError``, or a ``TypeError`` before the first
-            collective) is raised at once. gloo and NCCL: ``nnodes=1``, ``node_rank=0``, ``master_addr`` and
-            ``master_port`` (needed if ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``),
-            ``timeout`` (a ``datetime.timedelta``, for collectives). Horovod: ``hosts="node1:2,node2:2"``,
-            ``nnodes`` (the number of hosts) and the options of ``horovod.run``; each of these makes
-            Horovod's own launcher start the workers, which takes seconds and listens on all interfaces.
+            ``daemon=False``, ``prefix_output=False`` (True: ``[rank 1]`` before each line of output), and
+            ``max_restarts=0``: after a failure, all workers start again, up to so many times. The function
+            continues from its own checkpoint; :func:`restart_count` is the number of the attempt. An error
+            that would come again (an ``ImportError``, or a ``TypeError`` before the first collective) is
+            raised at once. gloo and NCCL: ``nnodes=1``, ``node_rank=0``, ``master_addr`` and ``master_port``
+            (needed if ``nnodes > 1``), ``init_method`` (``"env://"``, ``"file://..."``), ``timeout`` (a
+            ``datetime.timedelta``, for collectives). Horovod: ``hosts="node1:2,node2:2"``, ``nnodes`` (the
+            number of hosts) and the options of ``horovod.run``; each of these makes Horovod's own launcher
+            start the workers, which takes seconds and listens on all interfaces.
             XLA: ``nnodes``; ranks may be threads of one process. On a TPU pod, call this function on each
             host: PJRT finds the other hosts.
 

@@ -112,6 +112,7 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="new attempts after a failure (%(default)s)"
     )
+    run.add_argument("--prefix", action="store_true", help="put [rank 1] before each line of output")
     run.add_argument("script", help="a Python file; it may use idist without starting a context")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     run.set_defaults(command=_run, json=False)
@@ -217,11 +218,12 @@ def _bench(options: argparse.Namespace, output: Output) -> int:
 def _run(options: argparse.Namespace, output: Output) -> int:
     from ignite_dist.cli.run import run
 
+    spawn_options = {"max_restarts": options.max_restarts, "prefix_output": options.prefix}
+    spawn_options = {name: value for name, value in spawn_options.items() if value}
     return run(
         options.script,
         options.arguments,
         options.backend,
         options.nproc_per_node,
-        _nodes(options),
-        options.max_restarts,
+        {**_nodes(options), **spawn_options},
     )

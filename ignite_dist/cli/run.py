@@ -17,10 +17,11 @@ def run(
     arguments: Sequence[str],
     backend: str,
     nproc_per_node: Any,
-    nodes: Mapping[str, Any],
-    max_restarts: int,
+    options: Mapping[str, Any],
 ) -> int:
     """Run ``script`` on the ranks of the launcher, or on workers that this function starts.
+
+    ``options`` are further keywords of ``idist.Parallel``.
 
     Raises:
         ValueError: there is no such file, or the arguments are incompatible. Nothing was started.
@@ -28,8 +29,8 @@ def run(
     """
     if not os.path.isfile(script):
         raise ValueError(f"There is no script {script!r} in {os.getcwd()}.")
-    options: Any = {**nodes, "max_restarts": max_restarts} if max_restarts else dict(nodes)
-    with idist.Parallel(backend, nproc_per_node, **options) as parallel:
+    keywords: Any = dict(options)
+    with idist.Parallel(backend, nproc_per_node, **keywords) as parallel:
         parallel.run(_run_script, script, list(arguments))
     return 0
 

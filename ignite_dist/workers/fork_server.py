@@ -5,16 +5,25 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import signal
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing import connection, reduction
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, reduction, util
 from multiprocessing.context import BaseContext, get_spawning_popen
 from typing import Any
 
+from ignite_dist.errors import LaunchError
 from ignite_dist.values import serialization
+from ignite_dist.workers.output import is_open
 from ignite_dist.workers.worker import apply_launch
+
+BEGIN_IMPORTS = signal.SIGURG
+"""The signal that starts the imports of ``idle_imports``. Other processes ignore it by default."""
+
+_IDLE_IMPORTS = "ignite_dist.workers.idle_imports"
 
 
 def encode_call(call: Callable[..., Any]) -> bytes:
@@ -83,7 +92,7 @@ def context_of(start_method: str | None) -> BaseContext:
         # module with its launch's environment. A server that already runs ignores the list.
         server = multiprocessing.forkserver._forkserver
         modules = [name for name in server._preload_modules if name != "__main__"]  # type: ignore[attr-defined]
-        context.set_forkserver_preload(list(dict.fromkeys([*modules, "torch", "ignite_dist"])))
+        context.set_forkserver_preload(list(dict.fromkeys([*modules, "torch", "ignite_dist", _IDLE_IMPORTS])))
         with _server_lock:
             if server._forkserver_pid is None:  # type: ignore[attr-defined]
                 _start_server(server)
@@ -91,6 +100,8 @@ def context_of(start_method: str | None) -> BaseContext:
 
 
 _server_lock = threading.Lock()
+# The process ids of this process and of the fork server that it has started, until import_in_idle_server().
+_idle_server: tuple[int, int] | None = None
 
 
 def _start_server(server: Any) -> None:
@@ -98,17 +109,62 @@ def _start_server(server: Any) -> None:
 
     Before Python 3.13 the server does not get ``sys.path``, and would preload the installed package.
     """
+    global _idle_server
     previous = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         folder for folder in sys.path if folder and isinstance(folder, str)
     )
     try:
-        server.ensure_running()
+        _ensure_running(server)
+        _idle_server = os.getpid(), server._forkserver_pid
     finally:
         if previous is None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = previous
+
+
+# The path of a socket has at most 103 bytes on macOS, and 107 on Linux. multiprocessing adds 32 bytes.
+_LONGEST_FOLDER = 103 - len("/pymp-01234567/listener-01234567")
+
+
+def _ensure_running(server: Any) -> None:
+    """Start the fork server, whose socket is in ``multiprocessing``'s temporary folder.
+
+    Raises:
+        LaunchError: the folder's path is too long for a socket.
+    """
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:
+        configured, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        try:
+            with suppress(OSError):
+                util.get_temp_dir()  # makes the folder, unless this process has one already
+        finally:
+            tempfile.tempdir = configured
+    try:
+        server.ensure_running()
+    except OSError as error:
+        if "AF_UNIX path too long" not in str(error):
+            raise
+        raise LaunchError(
+            f"The path of the temporary folder {util.get_temp_dir()} is too long for the socket of the fork "
+            "server. Set TMPDIR to a short path."
+        ) from error
+
+
+def import_in_idle_server() -> None:
+    """Let the fork server import what the workers of later launches may need; see ``idle_imports``.
+
+    To be called when a launch has ended. The workers of a running launch would have to share the cores. Only
+    the first call has an effect, and only if this package has started the server, with its preload list.
+    """
+    global _idle_server
+    with _server_lock:
+        idle_server, _idle_server = _idle_server, None
+    server: Any = multiprocessing.forkserver._forkserver
+    if idle_server == (os.getpid(), server._forkserver_pid):
+        with suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, BEGIN_IMPORTS)
 
 
 class Launch(str):
@@ -120,29 +176,28 @@ class Launch(str):
 
     environ: dict[str, str]
     fault_writer: connection.Connection | None
+    outputs: Mapping[int, int]
 
     def __new__(  # noqa: D102
-        cls, name: str, environ: dict[str, str], fault_writer: connection.Connection
+        cls,
+        name: str,
+        environ: dict[str, str],
+        fault_writer: connection.Connection,
+        outputs: Mapping[int, int],
     ) -> Launch:
         self = super().__new__(cls, name)
         self.environ = environ
         self.fault_writer = fault_writer
+        self.outputs = outputs
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         popen = get_spawning_popen()
-        outputs = {}
-        if popen is not None and popen.method == "forkserver":
+        outputs = self.outputs
+        if popen is not None and popen.method == "forkserver" and not outputs:
             # The fork server has the first launch's stdout and stderr. Later launches may have other files.
-            outputs = {fd: reduction.DupFd(fd) for fd in (1, 2) if _is_open(fd)}
-        # The name is pickled again with the process, but the pipe can be sent only once.
+            outputs = {fd: fd for fd in (1, 2) if is_open(fd)}
+        # The name is pickled again with the process, but files can be sent only once.
         fault_writer, self.fault_writer = self.fault_writer, None
-        return apply_launch, (str(self), self.environ, fault_writer, outputs)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
+        sent = {} if fault_writer is None else {fd: reduction.DupFd(file) for fd, file in outputs.items()}
+        return apply_launch, (str(self), self.environ, fault_writer, sent)

@@ -11,12 +11,11 @@ import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import pickle
-import socket
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
@@ -24,13 +23,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ignite_dist.errors import RankFailedError
-from ignite_dist.values import serialization
+from ignite_dist.workers.ending import SigtermDelay, SigtermReceived, end_processes, grace_seconds
 from ignite_dist.workers.failures import (
     FailedRank,
     Failure,
-    failure_of,
     is_cause_known,
-    silent_failure,
 )
 from ignite_dist.workers.fork_server import (
     Launch,
@@ -38,14 +35,16 @@ from ignite_dist.workers.fork_server import (
     encode_call,
     exit_if_main_is_not_guarded,
     hidden_main,
+    import_in_idle_server,
 )
+from ignite_dist.workers.log_settings import LogSettings
 from ignite_dist.workers.nodes import ALONE, Nodes
 from ignite_dist.workers.out_of_memory import count_oom_kills, sigkill_reason
-from ignite_dist.workers.worker import TERMINATE_SECONDS, ReportPipe, SentCall, run_alone, worker_main
+from ignite_dist.workers.output import InheritedFile, PrefixedOutput
+from ignite_dist.workers.running_worker import FaultOutput, RunningWorker
+from ignite_dist.workers.worker import ReportPipe, SentCall, run_alone, worker_main
 
 _logger = logging.getLogger(__name__)
-
-_NONE = serialization.encode(None)
 
 # After the first failure, the other workers have this long to report their own failures.
 _GRACE_SECONDS = 1.0
@@ -67,6 +66,7 @@ def start(
     ranks_per_process: int = 1,
     run: Callable[[SentCall, Sequence[ReportPipe]], Failure | None] | None = None,
     nodes: Nodes = ALONE,
+    prefix_output: bool = False,
 ) -> Workers:
     """Start a process per environment; local rank ``i`` runs ``entry(i, **entry_kwargs)``.
 
@@ -81,13 +81,17 @@ def start(
         run: runs all ranks of a process, given their call and a :class:`ReportPipe` for each rank; returns a
             failure if a rank failed. By default a process runs the single rank ``RANK``.
         nodes: connections to the launchers on other machines.
+        prefix_output: True to put the rank before each line of output.
 
     Raises:
         TypeError: ``entry`` cannot be encoded. No process was started.
+        EnvironmentVariablesError: ``IGNITE_DIST_GRACE_SECONDS`` is not a number. No process was started.
     """
     exit_if_main_is_not_guarded()
-    workers: list[_Worker] = []
+    workers: list[RunningWorker] = []
+    output = PrefixedOutput() if prefix_output else None
     try:
+        grace = grace_seconds()
         context = context_of(start_method)
         call = partial(entry, **entry_kwargs)
         sent_call = call if context.get_start_method() == "fork" else encode_call(call)
@@ -95,13 +99,17 @@ def start(
         for position, environ in enumerate(environs):
             first = position * ranks_per_process
             ranks = range(first, first + ranks_per_process)
-            workers += _start_process(context, run or run_alone, sent_call, ranks, environ, daemon)
+            workers += _start_process(context, run or run_alone, sent_call, ranks, environ, daemon, output)
     except BaseException:
-        _end(Workers(workers, store, None, nodes).processes)
+        end_processes(list(dict.fromkeys(worker.process for worker in workers)))
         nodes.close()  # a stored traceback would keep the connections open
+        if output is not None:
+            output.close()
         raise
+    if output is not None:
+        output.start()
     _launches[:] = [launch for launch in _launches if launch.may_run()]
-    _launches.append(Workers(workers, store, oom_kills, nodes))
+    _launches.append(Workers(workers, store, oom_kills, nodes, grace, output))
     return _launches[-1]
 
 
@@ -112,35 +120,51 @@ def _start_process(
     local_ranks: Sequence[int],
     environ: Mapping[str, str],
     daemon: bool,
-) -> list[_Worker]:
-    """Start one process for the ``local_ranks``, with a pipe for each rank and one for fatal signals."""
+    output: PrefixedOutput | None,
+) -> list[RunningWorker]:
+    """Start one process for the ``local_ranks``, with a pipe for each rank and two for signals."""
     pipes = {local_rank: context.Pipe(duplex=False) for local_rank in local_ranks}
+    reports = [ReportPipe(local_rank, sender) for local_rank, (_, sender) in pipes.items()]
     fault_reader, fault_writer = context.Pipe(duplex=False)
+    control_reader, control_writer = context.Pipe(duplex=False)
     os.set_blocking(fault_writer.fileno(), False)  # a dying process must not wait for a reader
     complete = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
     complete.update(environ)
+    label = _label(environ, local_ranks)
+    outputs = output.pipes_for(label, local_ranks[0]) if output is not None else {}
+    inherited = {fd: InheritedFile(file) for fd, file in outputs.items()}
+    launch = (complete, fault_writer, inherited) if context.get_start_method() == "fork" else None
+    default_method, log_settings = _default_start_method(), LogSettings.of_this_process()
     process = context.Process(  # type: ignore[attr-defined]
         target=worker_main,
-        args=(
-            run,
-            sent_call,
-            [ReportPipe(local_rank, sender) for local_rank, (_, sender) in pipes.items()],
-            (complete, fault_writer) if context.get_start_method() == "fork" else None,
-            multiprocessing.get_start_method(allow_none=True),
-        ),
-        name=Launch(f"rank {environ.get('RANK', local_ranks[0])}", complete, fault_writer),
+        args=(run, sent_call, reports, control_reader, launch, default_method, log_settings),
+        name=Launch(label, complete, fault_writer, outputs),
         daemon=daemon,
     )
-    with hidden_main():
-        process.start()
-    fault_writer.close()
-    fault = _Fault(fault_reader)
-    for _, sender in pipes.values():
-        sender.close()
+    try:
+        with hidden_main():
+            process.start()
+    finally:
+        for file in outputs.values():
+            os.close(file)
+    for received in (fault_writer, control_reader, *(sender for _, sender in pipes.values())):
+        received.close()
+    fault = FaultOutput(fault_reader)
     return [
-        _Worker(process, receiver, fault, local_rank, int(environ.get("RANK", local_rank)))
-        for local_rank, (receiver, _) in pipes.items()
+        RunningWorker(process, receiver, fault, control_writer, rank, int(environ.get("RANK", rank)))
+        for rank, (receiver, _) in pipes.items()
     ]
+
+
+def _label(environ: Mapping[str, str], local_ranks: Sequence[int]) -> str:
+    """The name of a process. XLA replicas may share a process."""
+    if len(local_ranks) > 1:
+        return f"ranks {local_ranks[0]}-{local_ranks[-1]}"
+    return f"rank {environ.get('RANK', local_ranks[0])}"
+
+
+def _default_start_method() -> str | None:
+    return multiprocessing.get_start_method(allow_none=True)
 
 
 # Running launches: a script may drop the result of spawn(join=False), but the workers need the store.
@@ -152,7 +176,10 @@ def _join_launches() -> None:
     """At exit: wait for the workers that the script did not join, and log failures."""
     is_interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
     for workers in [launch for launch in _launches if launch.belong_to_this_process()]:
-        if is_interrupted or any(process.daemon for process in workers.processes):
+        if is_interrupted:
+            workers.pass_on(signal.SIGINT)
+            continue
+        if any(process.daemon for process in workers.processes):
             workers.terminate()
             continue
         try:
@@ -161,94 +188,27 @@ def _join_launches() -> None:
             _logger.error("A launch that was not joined has failed. %s", error)
 
 
-# --- in the launcher ---------------------------------------------------------------------------------
-
-
-@dataclass
-class _Fault:
-    """Output of a process's fault handler: the stacks of all threads at a fatal signal."""
-
-    reader: connection.Connection
-    text: str = ""
-
-    def read(self) -> str:
-        """The whole output, after the process has ended."""
-        if not self.reader.closed:
-            os.set_blocking(self.reader.fileno(), False)  # child processes may keep the pipe open
-            with open(self.reader.fileno(), "rb", buffering=0, closefd=False) as file:
-                self.text = (file.read() or b"").decode(errors="replace")
-            self.reader.close()
-        return self.text
-
-
-@dataclass
-class _Worker:
-    """A rank and its process. The process may run other ranks too."""
-
-    process: BaseProcess
-    receiver: connection.Connection
-    fault: _Fault
-    local_rank: int
-    rank: int
-    started: bool = False
-    done: bool = False
-    result: bytes | None = None
-    failure: Failure | None = None
-
-    def read(self) -> None:
-        """Read the messages that the worker has sent, without waiting."""
-        try:
-            while self.receiver.poll():
-                message = pickle.loads(self.receiver.recv_bytes())
-                if isinstance(message, int):
-                    self.rank, self.started = message, True
-                elif isinstance(message, Failure):
-                    self.failure = message
-                    self.result = _NONE if message.is_exit_0 else None
-                else:
-                    self.result = message
-        except (EOFError, OSError):
-            pass  # the worker has closed the pipe; the exit code gives the reason
-
-    def take_result(self) -> Any:
-        """Decode the worker's result and free its bytes. A decoding error is a failure."""
-        payload, self.result = self.result or b"", None
-        try:
-            return serialization.decode(payload)
-        except Exception as error:  # raised by a class of the user
-            self.failure = failure_of(error)
-            return None
-
-    def reap(self) -> None:
-        """Record how the process ended."""
-        self.read()
-        self.process.join()
-        self.done = True
-        code, fault = self.process.exitcode or 0, self.fault.read()
-        if self.failure is None and self.result is None:
-            self.failure = silent_failure(code, fault)
-
-    @property
-    def has_failed(self) -> bool:
-        """True if the worker failed. ``sys.exit(0)`` does not count."""
-        return self.failure is not None and not self.failure.is_exit_0
-
-    def failed_rank(self) -> FailedRank | None:
-        """The rank and its failure; None if the worker has not failed."""
-        if self.failure is None:
-            return None
-        pid = int(self.process.pid or 0)
-        return FailedRank(self.rank, self.local_rank, pid, socket.gethostname(), self.failure, self.started)
+# --- waiting and ending -------------------------------------------------------------------------------
 
 
 class Workers:
     """The running workers of one launch, in the order of their local ranks."""
 
-    def __init__(self, workers: list[_Worker], store: object, oom_kills: int | None, nodes: Nodes) -> None:
+    def __init__(
+        self,
+        workers: list[RunningWorker],
+        store: object,
+        oom_kills: int | None,
+        nodes: Nodes,
+        grace_seconds: int,
+        output: PrefixedOutput | None,
+    ) -> None:
         self._workers = workers
         self._nodes = nodes
         self._store = store  # kept in the launcher, so that the store outlives every worker
         self._oom_kills = oom_kills  # the count before the workers started
+        self._output = output
+        self._grace_seconds = grace_seconds
         self._launcher_pid = os.getpid()
         self._was_terminated = False
         self._results: list[Any] | None = None
@@ -278,56 +238,82 @@ class Workers:
     def join(self, timeout: float | None = None) -> list[Any] | None:
         """Wait for the workers. Returns their results by local rank; None after ``timeout`` seconds.
 
+        Ctrl-C raises KeyboardInterrupt in the workers, too. SIGTERM is sent to the workers if the main thread
+        is in this method and has no handler for SIGTERM. The workers then have 10 s to save and to end, or
+        ``IGNITE_DIST_GRACE_SECONDS``. A second Ctrl-C ends them at once.
+
         Raises:
             RankFailedError: a worker failed. Names the rank that failed first. The other workers were ended.
         """
         if self._results is None and self._error is None:
-            try:
-                if not self._wait(timeout):
-                    return None
-            except BaseException:  # Ctrl-C, for example
-                self.terminate()
-                raise
-            self._conclude()
+            with SigtermDelay() as sigterm:
+                try:
+                    if not self._wait(timeout, sigterm):
+                        return None
+                except BaseException as error:  # Ctrl-C, for example
+                    self.pass_on(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+                    raise
+                self._conclude()
         if self._error is not None:
             raise self._error()
         return self._results
 
+    def pass_on(self, number: int) -> None:
+        """Let the workers receive a signal of the launcher, and end them after the grace period."""
+        deadline = time.monotonic() + self._grace_seconds
+        self._was_terminated = True
+        try:
+            for control in {worker.control for worker in self._running()}:
+                with suppress(OSError):  # the process has ended
+                    control.send_bytes(bytes([number]))
+            while self._running() and (left := deadline - time.monotonic()) > 0:
+                self._read(left)
+        except KeyboardInterrupt:
+            pass  # the second one: do not wait
+        finally:
+            self.terminate()
+
     def terminate(self) -> None:
         """End the running workers: SIGTERM, then SIGKILL for workers that ignore SIGTERM."""
         self._was_terminated = True
-        _end(self.processes)
+        end_processes(self.processes)
         self._nodes.close()
-        self._store = None
-        if self in _launches:
-            _launches.remove(self)
+        self._forget()
 
-    def _wait(self, timeout: float | None) -> bool:
+    def _wait(self, timeout: float | None, sigterm: SigtermDelay) -> bool:
         """Wait until all workers end, or a failure's grace period is over. Returns False at the timeout."""
         deadline = None if timeout is None else time.monotonic() + timeout
         failed_at: float | None = None
-        while (running := self._running()) or self._nodes.has_unfinished_peers():
+        while self._running() or self._nodes.has_unfinished_peers():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            waited_for: set[Any] = {worker.process.sentinel for worker in running}
-            waited_for |= {
-                worker.receiver for worker in running if worker.result is None and worker.failure is None
-            }
-            ready = set(connection.wait([*waited_for, *self._nodes.waited_for()], left))
-            if not ready:
+            if not self._read(left, sigterm.fds[:1]):
                 return failed_at is not None
-            for worker in running:
-                if worker.receiver in ready:
-                    worker.read()
-                if worker.process.sentinel in ready:
-                    worker.reap()
-            self._nodes.read(ready)
-            self._nodes.report(self._local_failures(), is_done=not self._running())
+            if sigterm.received:
+                raise SigtermReceived
             if self._has_failed():
                 failed_at = failed_at or time.monotonic()
                 deadline = failed_at + (_GRACE_SECONDS if self._is_cause_known() else _LONG_GRACE_SECONDS)
         return True
 
-    def _running(self) -> list[_Worker]:
+    def _read(self, timeout: float | None, fds: tuple[int, ...] = ()) -> bool:
+        """Read what workers and nodes send, or wait for one of ``fds``. Returns False at the timeout."""
+        running = self._running()
+        waited_for: set[Any] = {worker.process.sentinel for worker in running}
+        waited_for |= {
+            worker.receiver for worker in running if worker.result is None and worker.failure is None
+        }
+        ready = set(connection.wait([*waited_for, *fds, *self._nodes.waited_for()], timeout))
+        for worker in running:
+            if worker.receiver in ready:
+                worker.read()
+            if worker.process.sentinel in ready:
+                worker.reap()
+        if ready:
+            self._nodes.read(ready)
+            self._nodes.report(self._local_failures(), is_done=not self._running())
+        return bool(ready)
+
+    def _running(self) -> list[RunningWorker]:
         return [worker for worker in self._workers if not worker.done]
 
     def _local_failures(self) -> list[FailedRank]:
@@ -358,23 +344,16 @@ class Workers:
             self._results = results
         for worker in self._workers:
             worker.receiver.close()
+            worker.control.close()
             worker.fault.reader.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Release the store and the output, after the end of the launch."""
+        if self._output is not None:
+            self._output.close()
         self._store = None
         if self in _launches:
             _launches.remove(self)
-
-
-def _end(processes: Sequence[BaseProcess]) -> None:
-    """End the processes within seconds, even after repeated Ctrl-C."""
-    try:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-        deadline = time.monotonic() + TERMINATE_SECONDS
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
+            if not _launches:
+                import_in_idle_server()

@@ -21,6 +21,9 @@ import torch
 from ignite_dist.devices import num_cores
 from ignite_dist.values import safe_objects
 from ignite_dist.workers.failures import Failure, failure_of, outcome_of
+from ignite_dist.workers.interrupts import ReceivedSignals
+from ignite_dist.workers.log_settings import LogSettings
+from ignite_dist.workers.output import write_whole_lines
 
 TERMINATE_SECONDS = 3.0
 """Time for a worker to end after SIGTERM."""
@@ -43,6 +46,7 @@ def apply_launch(
         received = duplicate.detach()
         os.dup2(received, fd)
         os.close(received)
+    write_whole_lines()
     return name
 
 
@@ -72,8 +76,10 @@ def worker_main(
     run: Callable[[SentCall, Sequence[ReportPipe]], Failure | None],
     sent_call: SentCall,
     pipes: Sequence[ReportPipe],
-    launch: tuple[Mapping[str, str], connection.Connection] | None,
+    control: connection.Connection,
+    launch: tuple[Mapping[str, str], connection.Connection, Mapping[int, Any]] | None,
     default_method: str | None,
+    log_settings: LogSettings,
 ) -> None:
     """Main function of a worker process: make the call on each rank, and report to the launcher.
 
@@ -81,19 +87,23 @@ def worker_main(
         run: makes the call on each rank of this process.
         sent_call: the call.
         pipes: a pipe to the launcher for each rank.
-        launch: the environment and the fault pipe of this launch, if this process is a fork of the launcher.
+        control: the numbers of the signals that the launcher passes on.
+        launch: arguments of :func:`apply_launch`, if this process is a fork of the launcher.
         default_method: the launcher's default start method.
+        log_settings: the launcher's.
     """
     # By default, child processes use the start method of this worker. DataLoader workers would then take
     # seconds to start from a fork server.
     multiprocessing.set_start_method(default_method, force=True)
     if launch is not None:  # a fork has not decoded a Launch
-        apply_launch("", *launch, {})
+        apply_launch("", *launch)
         safe_objects.forget_mode()  # the environment has changed
+    log_settings.apply()
     _release_fork_server()
     _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     _seed()
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    received = ReceivedSignals()
+    threading.Thread(target=_follow_launcher, args=(control, received), daemon=True).start()
     try:
         failure = run(sent_call, pipes)
     except BaseException as error:  # no rank has started
@@ -135,11 +145,18 @@ def _seed() -> None:
         sys.modules["numpy"].random.seed()
 
 
-def _end_with_launcher() -> None:
-    """End this process when the launcher ends, even inside a collective that never returns."""
+def _follow_launcher(control: connection.Connection, received: ReceivedSignals) -> None:
+    """Raise the launcher's signals. End this process when the launcher ends, even inside a collective."""
+    received.block_in_this_thread()
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(TERMINATE_SECONDS)
-        os.kill(os.getpid(), signal.SIGKILL)
+    if parent is None:
+        return
+    waited_for: list[Any] = [parent.sentinel, control]
+    while parent.sentinel not in connection.wait(waited_for):
+        try:
+            received.raise_once(control.recv_bytes()[0])
+        except (EOFError, OSError):
+            waited_for.remove(control)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(TERMINATE_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -49,6 +49,13 @@ def test_a_script_runs_on_every_rank(script: Path) -> None:
     assert ended.stdout == "[0, 1] 2 beside ['--lr', '0.1'] ignite-dist run\n" * 2
 
 
+def test_lines_have_the_rank_in_front(script: Path) -> None:
+    ended = _run("--nproc-per-node", "2", "--prefix", script)
+    assert ended.returncode == 0, ended.stdout
+    line = "[0, 1] 2 beside [] ignite-dist run"
+    assert sorted(ended.stdout.splitlines()) == [f"[rank 0] {line}", f"[rank 1] {line}"]
+
+
 def test_it_joins_the_processes_of_a_launcher(script: Path) -> None:
     ended = _run(script, launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
     assert ended.returncode == 0, ended.stdout

@@ -35,8 +35,8 @@ SCRIPT = """
             batches = iter(DataLoader(range(10 ** 9), num_workers=2))
             next(batches)
             pids = [process.pid for process in batches._workers]
-        if "deaf" in how:  # as scripts do that save a checkpoint first
-            signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"not now\\n"))
+        for name in {"deaf": ["SIGTERM"], "deafer": ["SIGINT", "SIGTERM"]}.get(how.partition(",")[0], []):
+            signal.signal(getattr(signal, name), lambda *_: os.write(1, b"not now\\n"))
         os.write(1, f"worker {os.getpid()} {pids}\\n".encode())  # at once: the other worker writes too
         while "loader" in how:
             next(batches)
@@ -153,10 +153,10 @@ def test_however_its_workers_were_started_and_whatever_they_do(
 
 
 def test_an_impatient_second_interrupt_leaves_nothing_either(tmp_path: Path) -> None:
-    with job(tmp_path, "gloo", "forkserver", "deaf") as found:
+    with job(tmp_path, "gloo", "forkserver", "deafer") as found:
         found.launcher.send_signal(signal.SIGINT)
         assert found.launcher.stdout is not None
-        while "not now" not in found.launcher.stdout.readline():  # a worker has been asked to end
+        while "not now" not in found.launcher.stdout.readline():  # a worker has been interrupted
             continue
         found.launcher.send_signal(signal.SIGINT)
         _is_over(found)

@@ -297,6 +297,39 @@ def test_workers_that_seed_nothing_draw_different_numbers_as_under_torchrun() ->
     assert len(set(drawn)) == 4
 
 
+LONG_FOLDER = """
+    import multiprocessing.util, os, sys
+    import torch
+    import ignite_dist as idist
+
+    def sends(local_rank):
+        queue = multiprocessing.get_context("spawn").SimpleQueue()
+        queue.put(torch.ones(2))  # through a socket in the temporary folder
+        return os.environ["TMPDIR"], float(queue.get().sum())
+
+    if __name__ == "__main__":
+        if "used" in sys.argv:
+            multiprocessing.util.get_temp_dir()  # as a queue of tensors does
+        try:
+            print(idist.spawn("gloo", sends, nproc_per_node=2) == [(os.environ["TMPDIR"], 2.0)] * 2)
+        except idist.LaunchError as error:
+            print(error)
+        print(multiprocessing.util.get_temp_dir())
+"""
+
+
+def test_a_temporary_folder_whose_path_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    script, environ = helpers.write_script(tmp_path, LONG_FOLDER), helpers.plain_environ(TMPDIR=str(long))
+    ended = helpers.run_python(script, env=environ)
+    found, folder = ended.stdout.splitlines()
+    assert (found, folder.startswith("/tmp/pymp-")) == ("True", True)
+    assert not Path(folder).exists()
+    ended = helpers.run_python(script, "used", env=environ)
+    assert "Set TMPDIR to a short path" in ended.stdout and ended.returncode == 0, ended.stdout
+
+
 # --- join, start methods and the other keywords ------------------------------------------------------
 
 

@@ -29,7 +29,11 @@ from ignite_dist.workers.failures import FailedRank, Failure, error_of, outcome_
 
 
 def start_local_workers(
-    entry: Callable[..., Any], nproc_per_node: int, start_method: str | None, daemon: bool
+    entry: Callable[..., Any],
+    nproc_per_node: int,
+    start_method: str | None,
+    daemon: bool,
+    prefix_output: bool = False,
 ) -> processes.Workers:
     """Start workers on this machine, with the environment variables that ``horovodrun`` would set.
 
@@ -57,7 +61,13 @@ def start_local_workers(
     ]
     try:
         return processes.start(
-            entry, {}, environs, store=(server, store), start_method=start_method, daemon=daemon
+            entry,
+            {},
+            environs,
+            store=(server, store),
+            start_method=start_method,
+            daemon=daemon,
+            prefix_output=prefix_output,
         )
     finally:
         del server, store  # the traceback of an exception would keep both alive

@@ -28,15 +28,16 @@ class HorovodLauncher(Launcher):
         start_method: str | None = None,
         join: bool = True,
         daemon: bool = False,
+        prefix_output: bool = False,
         **run_options: Any,
     ) -> None:
         from ignite_dist.comp_models.horovod import jobs
 
         check_counts(nproc_per_node=nproc_per_node, nnodes=1 if nnodes is None else nnodes)
         jobs.check_hosts(nproc_per_node, nnodes, hosts, run_options)
-        if (hosts or run_options) and (start_method or daemon or not join):
+        if (hosts or run_options) and (start_method or daemon or prefix_output or not join):
             raise ValueError(
-                "start_method, daemon and join=False are only for workers on this machine, but "
+                "start_method, daemon, prefix_output and join=False are for workers on this machine, but "
                 f"{', '.join(['hosts'] * (hosts is not None) + list(run_options))} needs horovod.run, "
                 "which has no such options."
             )
@@ -53,6 +54,7 @@ class HorovodLauncher(Launcher):
         start_method: str | None = None,
         join: bool = True,
         daemon: bool = False,
+        prefix_output: bool = False,
         **run_options: Any,
     ) -> Any:
         """See ``idist.spawn``. ``hosts`` and ``run_options`` are passed to ``horovod.run``."""
@@ -65,9 +67,10 @@ class HorovodLauncher(Launcher):
             start_method=start_method,
             join=join,
             daemon=daemon,
+            prefix_output=prefix_output,
             **run_options,
         )
         if hosts is not None or run_options:
             return jobs.run_on_hosts(entry, nproc_per_node, nnodes, hosts, run_options)
-        workers = jobs.start_local_workers(entry, nproc_per_node, start_method, daemon)
+        workers = jobs.start_local_workers(entry, nproc_per_node, start_method, daemon, prefix_output)
         return workers.join() if join else workers

@@ -51,6 +51,7 @@ class NativeLauncher(Launcher):
         start_method: str | None = None,
         join: bool = True,
         daemon: bool = False,
+        prefix_output: bool = False,
     ) -> Any:
         """See ``idist.spawn``."""
         check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
@@ -73,6 +74,7 @@ class NativeLauncher(Launcher):
             start_method=start_method,
             daemon=daemon,
             nodes=job,
+            prefix_output=prefix_output,
         )
         del store  # a traceback would keep it in a reference cycle, which a forked child must not collect
         return workers.join() if join else workers

@@ -52,10 +52,11 @@ class XlaLauncher(Launcher):
         start_method: str | None = None,
         join: bool = True,
         daemon: bool = False,
+        prefix_output: bool = False,
     ) -> Any:
         """See ``idist.spawn``. Each host of a pod calls this method; PJRT finds the other hosts."""
         cls.check(nproc_per_node=nproc_per_node, nnodes=nnodes)
-        workers = replicas.start(entry, nproc_per_node, start_method, daemon)
+        workers = replicas.start(entry, nproc_per_node, start_method, daemon, prefix_output)
         return workers.join() if join else workers
 
 

@@ -220,7 +220,11 @@ def num_processes_and_replicas() -> tuple[int, int]:
 
 
 def start(
-    entry: Callable[..., Any], nproc_per_node: int, start_method: str | None, daemon: bool
+    entry: Callable[..., Any],
+    nproc_per_node: int,
+    start_method: str | None,
+    daemon: bool,
+    prefix_output: bool,
 ) -> processes.Workers:
     """Start processes with one thread per replica. Each replica calls ``entry(local_rank)``."""
     num_processes, num_replicas = (1, 1) if nproc_per_node == 1 else num_processes_and_replicas()
@@ -244,6 +248,7 @@ def start(
         daemon=daemon,
         ranks_per_process=num_replicas,
         run=_run_alone if nproc_per_node == 1 else _run_replicas,
+        prefix_output=prefix_output,
     )
 
 

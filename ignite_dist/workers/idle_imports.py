@@ -1,0 +1,91 @@
+"""Imports in the fork server's idle time. Imported by the fork server only: it sets signal handlers.
+
+The constructor of ``DistributedDataParallel`` imports 800 modules, which takes each worker seconds. If the
+fork server has imported these modules, its workers have them too. The server must not import them before it
+starts its first workers: the launch would wait for the imports. So the launcher sends ``BEGIN_IMPORTS`` when
+its first launch has ended. The server's main loop starts workers between two imports. The imports stop when
+the launcher ends: the server has the launcher's output files open, and a reader of a pipe would wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from contextlib import suppress
+from types import FrameType
+
+from ignite_dist.workers.fork_server import BEGIN_IMPORTS
+
+# From the leaves up, so that each import is short: a launch waits until the import under way has ended.
+_MODULES = (
+    "numpy",
+    "mpmath",
+    "sympy.core",
+    "sympy",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "torch.distributed.optim",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+)
+
+# The server's loop accepts connections in this time. Then SIGALRM starts the next import.
+_PAUSE_SECONDS = 0.001
+
+_modules = iter(_MODULES)
+
+
+class _LauncherEnded(BaseException):
+    """Raised inside of an import. Not an ``Exception``, which the importing modules might handle."""
+
+
+class _LauncherCheck:
+    """A finder that finds nothing, but is asked before each module of an import."""
+
+    launcher_pid = os.getppid()
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> None:
+        """Raise if the launcher has ended."""
+        if os.getppid() != cls.launcher_pid:
+            raise _LauncherEnded
+
+
+def _import_next(number: int, frame: FrameType | None) -> None:
+    """Import one module, then set the timer for the next one."""
+    signal.signal(
+        BEGIN_IMPORTS, signal.SIG_DFL
+    )  # a second signal must not start an import inside of an import
+    name = next(_modules, None)
+    if name is None:
+        return
+    show, warnings.showwarning = warnings.showwarning, _show_nothing
+    sys.meta_path.insert(0, _LauncherCheck)
+    try:
+        with suppress(Exception):  # a worker that needs the module gets the exception
+            __import__(name)
+    except _LauncherEnded:
+        return
+    finally:
+        sys.meta_path.remove(_LauncherCheck)
+        warnings.showwarning = show
+    signal.setitimer(signal.ITIMER_REAL, _PAUSE_SECONDS)
+
+
+def _show_nothing(*args: object, **kwargs: object) -> None:
+    """Replaces ``warnings.showwarning``. ``catch_warnings`` would drop the filters that a module sets."""
+
+
+def _reset_signals() -> None:
+    """Give a process that the server has started the default actions of the signals."""
+    for number in (BEGIN_IMPORTS, signal.SIGALRM):
+        if signal.getsignal(number) is _import_next:
+            signal.signal(number, signal.SIG_DFL)
+
+
+signal.signal(signal.SIGALRM, _import_next)
+signal.signal(BEGIN_IMPORTS, _import_next)
+os.register_at_fork(after_in_child=_reset_signals)

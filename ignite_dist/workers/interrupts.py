@@ -1,0 +1,46 @@
+"""Signals that the launcher passes on to a worker, each at most once.
+
+At Ctrl-C a terminal sends SIGINT to the launcher and to the workers. Other senders reach the launcher only,
+which then tells the workers. A worker must not get a second KeyboardInterrupt while it saves after the first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+
+_PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM})
+
+
+class ReceivedSignals:
+    """Records the signals that this process receives. To be made in the main thread.
+
+    Python writes the number of each signal into a pipe before it calls the handler, whoever has set it.
+    """
+
+    def __init__(self) -> None:
+        self._received: set[int] = set()
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._ignore_child)  # data loaders, for example
+
+    def _ignore_child(self) -> None:
+        fd = signal.set_wakeup_fd(-1)
+        if fd != self._writer:  # somebody else's
+            signal.set_wakeup_fd(fd)
+
+    @staticmethod
+    def block_in_this_thread() -> None:
+        """Leave the signals to the main thread. Needed before :meth:`raise_once`."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+
+    def raise_once(self, number: int) -> None:
+        """Send a signal to this process, unless the process has received it already."""
+        with suppress(BlockingIOError):
+            self._received.update(os.read(self._reader, 65_536))
+        # A signal is pending until the main thread runs. It is seen here because this thread blocks it.
+        if number not in self._received | signal.sigpending():
+            os.kill(os.getpid(), number)

@@ -1,0 +1,109 @@
+"""What the fork server imports between the first launch and the second, and what its workers see of that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import helpers
+
+LAUNCHES = """
+    import signal, sys, warnings
+    import torch
+    import ignite_dist as idist
+
+    def surroundings(local_rank):
+        before = set(sys.modules)
+        handlers = [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGURG)]
+        assert handlers == [signal.SIG_DFL] * 2, handlers
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+        assert "idle_imports" not in str(sys.meta_path) + str(warnings.showwarning)
+        return before
+
+    def trains(local_rank):
+        before = set(sys.modules)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return len(set(sys.modules) - before)
+
+    if __name__ == "__main__":
+        fails = sys.argv[1] == "fails"
+        try:
+            (found,) = idist.spawn("gloo", (lambda _: 1 / 0) if fails else surroundings)
+            assert "torch._dynamo" not in found and not fails
+        except idist.RankFailedError:
+            assert fails
+        while "torch.distributed.checkpoint.state_dict" not in idist.spawn("gloo", surroundings)[0]:
+            pass  # the server imports one module after the other
+        print(max(idist.spawn("gloo", trains, nproc_per_node=2)))
+"""
+
+
+def test_after_the_first_launch_workers_have_what_training_needs(tmp_path: Path) -> None:
+    for end in ("returns", "fails"):
+        ended = helpers.run_python(helpers.write_script(tmp_path, LAUNCHES), end)
+        assert ended.returncode == 0, ended.stdout
+        assert int(ended.stdout) < 5, ended.stdout  # without the server's imports: about 800
+
+
+OTHER_SERVER = """
+    import multiprocessing, multiprocessing.forkserver, os
+    import ignite_dist as idist
+
+    if __name__ == "__main__":
+        multiprocessing.forkserver.ensure_running()  # as another library does
+        server = multiprocessing.forkserver._forkserver._forkserver_pid
+        sent, kill = [], os.kill
+        os.kill = lambda pid, number: (sent.append(pid), kill(pid, number))
+        for _ in range(2):
+            assert idist.spawn("gloo", abs) == [0]
+        assert server == multiprocessing.forkserver._forkserver._forkserver_pid
+        print(sent)
+"""
+
+
+def test_the_server_of_another_library_is_left_alone(tmp_path: Path) -> None:
+    ended = helpers.run_python(helpers.write_script(tmp_path, OTHER_SERVER))
+    assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stdout
+
+
+AS_THE_SERVER = """
+    import signal, sys
+    from ignite_dist.workers import idle_imports
+
+    idle_imports._modules = iter(["first_module", "second_module"])
+    idle_imports._PAUSE_SECONDS = 1_000.0
+    sys.path.insert(0, sys.argv[1])
+    signal.raise_signal(signal.SIGURG)
+    while signal.getitimer(signal.ITIMER_REAL)[0]:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.raise_signal(signal.SIGALRM)
+    print([name for name in ("first_module", "first_leaf", "second_module") if name in sys.modules])
+"""
+FIRST_MODULE = """
+    import os, warnings
+    warnings.warn("not to be seen")
+    import first_leaf
+    raise RuntimeError("not to be seen")
+"""
+
+
+def run_as_the_server(folder: Path, leaf: str) -> str:
+    helpers.write_script(folder, FIRST_MODULE, "first_module.py")
+    helpers.write_script(folder, leaf, "first_leaf.py")
+    helpers.write_script(folder, "", "second_module.py")
+    script = helpers.write_script(folder, AS_THE_SERVER)
+    ended = helpers.run_python(script, folder)
+    assert ended.returncode == 0, ended.stdout
+    return ended.stdout
+
+
+def test_errors_and_warnings_of_an_import_are_not_seen(tmp_path: Path) -> None:
+    assert run_as_the_server(tmp_path, "") == "['first_leaf', 'second_module']\n"
+
+
+def test_the_imports_end_with_the_launcher(tmp_path: Path) -> None:
+    """It ends while the first leaf is imported: nothing else is."""
+    leaf = "import os\nos.getppid = lambda: -1\nimport second_module\n"
+    assert run_as_the_server(tmp_path, leaf) == "[]\n"

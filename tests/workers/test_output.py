@@ -1,0 +1,221 @@
+"""Output of workers: whole lines, prefixes, and the launcher's configuration of ``logging``."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import helpers
+
+# The worker looks what has arrived in a pipe after each call of write().
+LINES = """
+    import os, sys
+    import ignite_dist as idist
+
+    def writes(local_rank):
+        reader, writer = os.pipe()
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        os.set_blocking(reader, False)
+        seen = []
+        def check(write):
+            write()
+            try:
+                seen.append(os.read(reader, 1_000_000).decode())
+            except BlockingIOError:
+                seen.append("")
+        for stream in (sys.stdout, sys.stderr):
+            check(lambda: stream.write("one"))
+            check(lambda: stream.write("\\n"))
+            check(lambda: stream.write("two\\nthree"))
+            check(lambda: stream.write("\\n"))
+            check(lambda: stream.write("four"))
+            check(lambda: stream.flush())
+            check(lambda: stream.write("x" * 50_000 + "\\nend"))
+            check(lambda: stream.flush())
+        stdout, stderr = seen[:8], seen[8:]
+        assert stdout == stderr, (stdout, stderr)
+        return stdout
+
+    if __name__ == "__main__":
+        (seen,) = idist.spawn("gloo", writes, start_method=sys.argv[1])
+        assert seen == ["", "one\\n", "two\\n", "three\\n", "", "four", "x" * 50_000 + "\\n", "end"], seen
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+def test_lines_come_whole(start_method: str, unbuffered: str, tmp_path: Path) -> None:
+    environ = helpers.plain_environ(PYTHONUNBUFFERED=unbuffered)
+    ended = helpers.run_python(helpers.write_script(tmp_path, LINES), start_method, env=environ)
+    assert ended.returncode == 0, ended.stdout
+
+
+ENDS = """
+    import os, signal, subprocess, sys
+    import ignite_dist as idist
+
+    def writes(local_rank, how):
+        print("multi\\nline")
+        print("to stderr", file=sys.stderr)
+        os.write(1, b"C++\\n")
+        subprocess.run(["echo", "child"])
+        for number in range(2_000):
+            print("line", number)
+        print("grüße", end="")
+        assert not sys.stdout.isatty()
+        idist.barrier()
+        if how == "dies" and local_rank == 1:
+            sys.stdout.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raises" and local_rank == 1:
+            raise LookupError
+        idist.barrier()
+
+    if __name__ == "__main__":
+        start_method, how = sys.argv[1:]
+        try:
+            options = {"start_method": start_method, "prefix_output": True}
+            idist.spawn("gloo", writes, (how,), nproc_per_node=2, **options)
+        except idist.RankFailedError as error:
+            print(error.rank)
+        print("launcher")
+"""
+WRITTEN = ["multi", "line", "C++", "child", *(f"line {number}" for number in range(2_000)), "grüße"]
+
+
+@pytest.mark.parametrize(
+    ("start_method", "how"),
+    [
+        *((start_method, "returns") for start_method in ("forkserver", "spawn", "fork")),
+        ("forkserver", "dies"),
+        ("forkserver", "raises"),
+    ],
+)
+def test_each_line_has_its_rank_and_none_is_lost(start_method: str, how: str, tmp_path: Path) -> None:
+    script = helpers.write_script(tmp_path, ENDS)
+    command = [sys.executable, str(script), start_method, how]
+    ended = subprocess.run(
+        command, capture_output=True, env=helpers.plain_environ(), timeout=280, text=True, encoding="utf-8"
+    )
+    assert ended.returncode == 0, ended.stderr
+    out = helpers.without_gloos(ended.stdout).splitlines()
+    ranks = [1] if how != "returns" else [0, 1]
+    for rank in ranks:
+        own = [line.removeprefix(f"[rank {rank}] ") for line in out if line.startswith(f"[rank {rank}] ")]
+        assert [line for line in own if line] == WRITTEN
+    assert out[-1] == "launcher" and all(re.match(r"\[rank [01]\] ", line) for line in out[:-2])
+    assert {f"[rank {rank}] to stderr" for rank in ranks} <= set(ended.stderr.splitlines())
+
+
+TERMINAL = """
+    import os, sys
+    import ignite_dist as idist
+
+    def writes(local_rank):
+        os.write(1, b"hello\\n")
+        return os.isatty(1)
+
+    if __name__ == "__main__":
+        prefix = sys.argv[1] == "prefix"
+        assert idist.spawn("gloo", writes, prefix_output=prefix) == [not prefix]
+"""
+
+
+@pytest.mark.parametrize(
+    ("prefix", "environ", "expected"),
+    [
+        ("prefix", {}, "\033[31m[rank 0]\033[0m hello"),
+        ("prefix", {"NO_COLOR": "1"}, "[rank 0] hello"),
+        ("none", {}, "hello"),
+    ],
+)
+def test_on_a_terminal(prefix: str, environ: dict[str, str], expected: str, tmp_path: Path) -> None:
+    script = helpers.write_script(tmp_path, TERMINAL)
+    main, other = pty.openpty()
+    complete = helpers.plain_environ(**{"NO_COLOR": "", **environ})
+    launcher = subprocess.Popen(
+        [sys.executable, str(script), prefix], stdout=other, stderr=other, env=complete
+    )
+    os.close(other)
+    output = b""
+    with suppress(OSError):  # at the end
+        while data := os.read(main, 1_000):
+            output += data
+    os.close(main)
+    assert launcher.wait(60) == 0, output
+    lines = helpers.without_gloos(output.decode().replace("\r\n", "\n")).splitlines()
+    assert expected in lines, lines
+
+
+def test_what_an_interrupted_worker_writes_at_the_end_is_there(tmp_path: Path) -> None:
+    text = """
+        import os, threading
+        import ignite_dist as idist
+
+        def waits(local_rank):
+            try:
+                os.write(1, b"ready\\n")
+                threading.Event().wait()
+            finally:
+                print("saved")
+
+        if __name__ == "__main__":
+            idist.spawn("gloo", waits, nproc_per_node=2, prefix_output=True)
+    """
+    launcher = subprocess.Popen(
+        [sys.executable, str(helpers.write_script(tmp_path, text))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=helpers.plain_environ(),
+        text=True,
+    )
+    seen: Counter[str] = Counter()
+    assert launcher.stdout is not None
+    for line in launcher.stdout:
+        seen[line] += 1
+        if line.endswith("ready\n") and sum("ready" in line for line in seen) == 2:
+            launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=60)
+    assert {f"[rank {rank}] {what}\n" for rank in range(2) for what in ("ready", "saved")} <= set(seen)
+
+
+LOGS = """
+    import logging, sys
+    import ignite_dist as idist
+
+    class Formatter(logging.Formatter):
+        def format(self, record):
+            return "own " + super().format(record)
+
+    def logs(local_rank, configures):
+        if configures:
+            logging.basicConfig(format="worker's %(message)s", level=logging.ERROR)
+        logging.getLogger("some").info("message")
+        logging.getLogger("some").debug("not to be seen")
+        logging.getLogger("some").error("error")
+
+    if __name__ == "__main__":
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(Formatter("%(name)s: %(message)s"))
+        logging.basicConfig(level=logging.INFO, handlers=[handler])
+        idist.spawn("gloo", logs, (sys.argv[1] == "configures",), start_method=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_workers_log_as_the_launcher_does(start_method: str, tmp_path: Path) -> None:
+    script = helpers.write_script(tmp_path, LOGS)
+    ended = helpers.run_python(script, "", start_method)
+    assert ended.stdout.splitlines() == ["own some: message", "own some: error"], ended.stdout
+    ended = helpers.run_python(script, "configures", start_method)
+    assert ended.stdout.splitlines() == ["worker's error"], ended.stdout

@@ -84,12 +84,13 @@ class Held:
 
 
 def _temporary(folder: str) -> set[str]:
-    """The paths under ``folder``, without what torch 2.9 leaves there: a folder per worker.
+    """The paths under ``folder``, without what torch leaves there.
 
-    Its ``torch.distributed.nn``, which torch_xla imports, makes the folder and leaves its end to ``atexit``.
-    A process that comes from a fork, or from a fork server, ends without it. Newer ones make no folder.
+    torch._dynamo, which the fork server imports, makes a folder for a cache. torch 2.9 makes a folder per
+    worker: its ``torch.distributed.nn``, which torch_xla imports, leaves the end of the folder to ``atexit``.
+    A process that comes from a fork, or from a fork server, ends without it.
     """
-    paths = set(Path(folder).rglob("*"))
+    paths = {path for path in Path(folder).rglob("*") if not path.name.startswith("torchinductor_")}
     for of_torch in {path for path in paths if path.name == "_remote_module_non_scriptable.py"}:
         paths -= {of_torch, of_torch.parent}
     return set(map(str, paths))

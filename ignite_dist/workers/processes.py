@@ -200,8 +200,8 @@ class Workers:
         store: object,
         oom_kills: int | None,
         nodes: Nodes,
-        grace_seconds: int,
-        output: PrefixedOutput | None,
+        grace_seconds: int = 0,
+        output: PrefixedOutput | None = None,
     ) -> None:
         self._workers = workers
         self._nodes = nodes

@@ -38,7 +38,7 @@ SCRIPT = """
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         idist.barrier()
-        print(f"buffered by {local_rank}")
+        print(f"buffered by {local_rank} ", end="")
         try:
             os.write(1, f"worker {os.getpid()}\\n".encode())
             if how == "waits" and local_rank == 0:

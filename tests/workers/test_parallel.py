@@ -302,10 +302,22 @@ def test_several_machines_without_processes_to_start_are_refused(monkeypatch: py
     idist.Parallel(backend="gloo", nnodes=2, node_rank=0)  # its launcher's
 
 
-def test_a_job_for_each_process_of_a_launcher_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.warns(UserWarning, match="torchrun has started 2 processes, and nproc_per_node=2") as caught:
-        idist.Parallel(backend="gloo", nproc_per_node=2)
-    assert caught[0].filename == __file__
+def test_the_processes_of_a_launcher_are_joined_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    for number in (2, "auto", None):
+        idist.Parallel("gloo", nproc_per_node=number)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"torchrun has started 2 processes .* nproc_per_node=3"):
+        idist.Parallel("gloo", nproc_per_node=3)
+
+
+def test_one_process_of_a_launcher_on_each_node_may_start_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    variables |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    variables |= {"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "host[1-2]"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert idist.environment().launcher == "Slurm"
+    idist.Parallel("gloo", 3, nnodes=2, node_rank=0, master_addr="host1", master_port=29500)
+    with pytest.raises(ValueError, match="Slurm has started 1 process on this machine"):
+        idist.Parallel("gloo", nproc_per_node=3)

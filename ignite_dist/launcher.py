@@ -212,8 +212,8 @@ def _joins_launcher(nproc_per_node: int | Literal["auto"] | None, nnodes: int) -
     if num_here == 1 and place.world_size == nnodes:  # one process per node, which starts the workers
         return False
     raise ValueError(
-        f"{place.launcher} has started {num_here} process{'es' * (num_here != 1)} on this machine ({place.reason}), but "
-        f"nproc_per_node={nproc_per_node}. Pass nproc_per_node={num_here}, or 'auto' for any number."
+        f"{place.launcher} has started {num_here} process{'es' * (num_here != 1)} on this machine "
+        f"({place.reason}), but nproc_per_node={nproc_per_node}. Pass nproc_per_node={num_here}, or 'auto' for any number."
     )
 
 

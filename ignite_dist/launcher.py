@@ -213,7 +213,8 @@ def _joins_launcher(nproc_per_node: int | Literal["auto"] | None, nnodes: int) -
         return False
     raise ValueError(
         f"{place.launcher} has started {num_here} process{'es' * (num_here != 1)} on this machine "
-        f"({place.reason}), but nproc_per_node={nproc_per_node}. Pass nproc_per_node={num_here}, or 'auto' for any number."
+        f"({place.reason}), but nproc_per_node={nproc_per_node}. Pass nproc_per_node={num_here}, or 'auto' "
+        "for any number."
     )
 
 
@@ -264,13 +265,10 @@ class Parallel:
         init_method: str | None = None,
         **spawn_kwargs: Unpack[ParallelOptions],
     ) -> None:
-        node_kwargs = {
-            "nnodes": nnodes,
-            "node_rank": node_rank,
-            "master_addr": master_addr,
-            "master_port": master_port,
-        }
-        node_kwargs = _with_python_ints(node_kwargs)
+        node_kwargs: dict[str, Any] = {"nnodes": nnodes, "node_rank": node_rank}
+        node_kwargs = _with_python_ints(
+            {**node_kwargs, "master_addr": master_addr, "master_port": master_port}
+        )
         nproc_per_node, nnodes = as_int(nproc_per_node), as_int(nnodes)
         self.backend = backend = None if backend is None else live.resolve_backend(backend)
         self._initialize_kwargs: dict[str, Any] = {}
@@ -280,10 +278,9 @@ class Parallel:
             _check_none(nproc_per_node=nproc_per_node, **node_kwargs)
             return
         model = live.find_model(backend)
-        initialize_names, spawn_names = keywords_of(model.open), model.launcher.options()
+        initialize_names, spawn_names = keywords_of(model.open), model.launcher.options() | {"max_restarts"}
         given = {"init_method": init_method, **spawn_kwargs}
         given = {name: value for name, value in given.items() if value is not None}
-        spawn_names = spawn_names | {"max_restarts"}
         restarts.check_max_restarts(given.get("max_restarts", 0), {**given, **node_kwargs})
         check_keywords("Parallel", given, initialize_names | spawn_names | {"nproc_per_node"})
         self._initialize_kwargs = {name: given[name] for name in given if name in initialize_names}

@@ -55,15 +55,14 @@ class NativeLauncher(Launcher):
     ) -> Any:
         """See ``idist.spawn``."""
         check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
-        if timeout is not None:
-            check_timeout("timeout", timeout)
+        check_timeout("timeout", default_pg_timeout if timeout is None else timeout)
         devices.check_devices(backend, nproc_per_node)
         store, environ = None, stores.loopback_variables() if nnodes == 1 else {}
         job = nodes.assumed_nodes(node_rank, nnodes, nproc_per_node)
         if init_method in (None, "env://"):
             hello = nodes.Hello(node_rank, nnodes, nproc_per_node, backend, socket.gethostname())
-            address, port = master_addr or "127.0.0.1", master_port or 0
-            store, job, variables = _rendezvous(hello, address, port, timeout or default_pg_timeout)
+            address = master_addr or "127.0.0.1", master_port or 0
+            store, job, variables = _rendezvous(hello, *address, timeout or default_pg_timeout)
             environ.update(variables)
         environ.update(spawned.mark({**os.environ, **environ}))  # with an init_method, MASTER_* is inherited
         workers = processes.start(

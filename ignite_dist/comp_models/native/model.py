@@ -136,10 +136,8 @@ class NativeModel(ProcessModel):
         place = stores.find_place(init_method, rank, world_size)
         is_mpi = backend == dist.Backend.MPI  # MPI assigns the ranks and needs no store
         # These variables stay set until the context ends, because every new group opens listening sockets.
-        socket_variables = (
-            {} if is_mpi else stores.interface_variables(place, init_method) | stores.GLOO_VARIABLES
-        )
-        stores.set_missing(place, socket_variables)
+        for_sockets = {} if is_mpi else stores.interface_variables(place, init_method) | stores.GLOO_VARIABLES
+        stores.set_missing(place, for_sockets)
         connecting = nullcontext if stores.is_on_one_machine(place, init_method) else connections.keepalive
         excepthook, world_connections = sys.excepthook, connections.Connections()
         try:

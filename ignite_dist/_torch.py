@@ -140,6 +140,11 @@ _NAMES = (
         "none: auto_optim(zero=True) raises KeyError",
     ),
     (
+        "torch._dynamo",
+        "The constructor of DDP imports this module, for seconds. The fork server imports it in idle time.",
+        "each worker imports the module itself",
+    ),
+    (
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
         "The module inside a compiled module. No public function returns it.",
         "none: unwrap_model of a compiled model raises AttributeError",
@@ -277,6 +282,7 @@ def all_gather_into(
     return group._allgather_base(out, tensor, options)
 
 
+DYNAMO = "torch._dynamo"
 FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
 """The ``__name__`` of this torch module, in its frames."""
 

@@ -16,6 +16,7 @@ import warnings
 from contextlib import suppress
 from types import FrameType
 
+from ignite_dist._torch import DYNAMO
 from ignite_dist.workers.fork_server import BEGIN_IMPORTS
 
 # From the leaves up, so that each import is short: a launch waits until the import under way has ended.
@@ -25,7 +26,7 @@ _MODULES = (
     "sympy.core",
     "sympy",
     "torch.fx.experimental.symbolic_shapes",
-    "torch._dynamo",
+    DYNAMO,
     "torch.nn.parallel",
     "torch.distributed.optim",
     "torch.distributed.fsdp",

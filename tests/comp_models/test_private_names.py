@@ -26,7 +26,8 @@ TABLES = {
 OF_PYTHON = {
     *("_asdict", "_fields", "_replace"),  # public, of named tuples
     *("_name_", "_value_"),  # public, of enums
-    *("_config", "_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid", "_preload_modules"),
+    *("_config", "_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid", "_inheriting"),
+    "_preload_modules",
 }
 # pytorch-ignite's are not promised either. This one file uses them.
 OF_IGNITE = {"context/ignite_bridge.py": {"_NativeDistModel", "_SerialModel", "_set_model"}}

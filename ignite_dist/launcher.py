@@ -157,7 +157,7 @@ def spawn(
     _check_call(backend, fn, args)
     backend = live.resolve_backend(backend)
     model = live.find_model(backend)
-    check_keywords("spawn", kwargs, model.launcher.options() | {"nproc_per_node", "max_restarts"})
+    check_keywords("spawn", kwargs, model.launcher.options() | _OWN_KEYWORDS)
     if nproc_per_node == "auto":
         nproc_per_node = model.launcher.auto_nproc_per_node()
     options = _with_python_ints({"nproc_per_node": nproc_per_node, **kwargs})
@@ -165,6 +165,10 @@ def spawn(
     restarts.check_max_restarts(max_restarts, options)
     entry = restarts.Entry(backend, fn, tuple(args), dict(kwargs_dict or {}))
     return restarts.start(model.launcher, entry, max_restarts, backend=backend, **options)
+
+
+# Those of spawn itself, for the message about an unknown keyword.
+_OWN_KEYWORDS = {"args", "kwargs_dict", "nproc_per_node", "max_restarts"}
 
 
 def _check_call(backend: Any, fn: Any, args: Any) -> None:

@@ -104,6 +104,7 @@ def _add_run(commands: Any) -> None:
     run.add_argument("--backend", default="auto", help="a backend that `env` shows (%(default)s)")
     run.add_argument(
         "--nproc-per-node",
+        "--nproc_per_node",  # torchrun's spelling
         type=_int_or_auto,
         default="auto",
         metavar="N",
@@ -133,7 +134,11 @@ def _arguments_of_ranks() -> _Parser:
     parser = _Parser(add_help=False, parents=[_arguments_of_nodes()])
     parser.add_argument("--backend", default="gloo", help="a backend that `env` shows (%(default)s)")
     parser.add_argument(
-        "--nproc-per-node", type=int, metavar="N", help="processes on this machine, without a launcher (2)"
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=int,
+        metavar="N",
+        help="processes on this machine, without a launcher (2)",
     )
     parser.add_argument(
         "--timeout", type=_seconds, default="60", metavar="S", help="seconds to wait for a rank (%(default)s)"

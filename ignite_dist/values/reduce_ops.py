@@ -60,6 +60,7 @@ def normalize_op(op: str) -> str:
         if name is None:
             meant = _OTHER_NAMES.get(op.upper()) if isinstance(op, str) else None
             hint = f" For {op!r} use {meant!r}." if meant else ""
+            hint = hint if isinstance(op, str) else " Pass the name as a str."
             raise ValueError(
                 f"Unknown reduction {op!r}. Allowed: {', '.join(map(repr, OPS))}.{hint}"
             ) from None

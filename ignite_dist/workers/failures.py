@@ -27,11 +27,10 @@ from ignite_dist.errors import (
 from ignite_dist.rendezvous import connections
 from ignite_dist.values import serialization
 from ignite_dist.workers.out_of_memory import SIGKILL_HINT
+from ignite_dist.workers.sent_exceptions import decode_exception, encode_exception
 
 # Longer texts are shortened to this many characters. A message may contain a whole tensor.
 _LONGEST_TEXT = 100_000
-# A larger exception is not sent to the launcher.
-_LARGEST_EXCEPTION = 1 << 20
 # The launcher may detect a worker's death this much later, because the fork server reports the death.
 _DETECTION_SECONDS = 1.0
 
@@ -124,27 +123,8 @@ def failure_of(error: BaseException, exit_code: int | None = None, is_permanent:
         exit_code,
         is_consequence(error),
         is_permanent,
-        _encode_exception(error),
+        encode_exception(error),
     )
-
-
-def _encode_exception(error: BaseException) -> bytes | None:
-    """``error`` as bytes, without its traceback. None if it is too large or cannot be pickled."""
-    try:
-        encoded = serialization.encode(error)
-    except Exception:  # raised by the user's class
-        return None
-    return encoded if len(encoded) <= _LARGEST_EXCEPTION else None
-
-
-def _decode_exception(encoded: bytes | None) -> BaseException | None:
-    if encoded is None:
-        return None
-    try:
-        error = serialization.decode(encoded)
-    except Exception:  # the class needs other arguments, or this process cannot import it
-        return None
-    return error if isinstance(error, BaseException) else None
 
 
 def _is_plumbing(path: str) -> bool:
@@ -291,7 +271,7 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = SIGKILL_HINT) ->
             first.host,
         )
         error.is_permanent = failure.is_permanent
-        error.__cause__ = _decode_exception(failure.exception)
+        error.__cause__ = decode_exception(failure.exception)
         return error
     trace = f" Its traceback:\n\n{failure.traceback.rstrip()}\n" if failure.traceback else ""
     message = f"{place} {_describe_end(first, about_sigkill)}.{trace}{after}"

@@ -1,4 +1,4 @@
-"""Imports in the fork server's idle time. Imported by the fork server only: it sets signal handlers.
+"""Imports in the fork server's idle time. Only the fork server imports this module, which handles signals.
 
 The constructor of ``DistributedDataParallel`` imports 800 modules, which takes each worker seconds. If the
 fork server has imported these modules, its workers have them too. The server must not import them before it
@@ -81,12 +81,17 @@ def _show_nothing(*args: object, **kwargs: object) -> None:
 
 
 def _reset_signals() -> None:
-    """Give a process that the server has started the default actions of the signals."""
+    """Give a process that the server has started the actions of the signals that the server had first."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, _sigterm_action)
     for number in (BEGIN_IMPORTS, signal.SIGALRM):
         if signal.getsignal(number) is _import_next:
             signal.signal(number, signal.SIG_DFL)
 
 
+# A SIGTERM to the process group is for the launcher and the workers. The server ends with the launcher: its
+# earlier end would be taken for the end of the workers, whose exit codes it reports.
+_sigterm_action = signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGALRM, _import_next)
 signal.signal(BEGIN_IMPORTS, _import_next)
 os.register_at_fork(after_in_child=_reset_signals)

@@ -27,6 +27,7 @@ SCRIPT = """
             file.write(what + "\\n")
 
     def save_and_exit(folder):
+        threading.Event().wait(0.5)  # a checkpoint takes a while
         save(folder, "SIGTERM")
         sys.exit(0)
 
@@ -58,7 +59,11 @@ SCRIPT = """
         how, of_launcher, folder = sys.argv[1:]
         if "handler" in of_launcher:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+        if "goes on" in of_launcher:
+            signal.signal(signal.SIGTERM, lambda *_: None)
         idist.spawn("gloo", train, (how, folder), nproc_per_node=2, join="idle" not in of_launcher)
+        if "goes on" in of_launcher:
+            sys.exit(4)
         threading.Event().wait()
 """
 
@@ -166,6 +171,15 @@ def test_workers_that_ignore_signals_are_killed(number: signal.Signals, tmp_path
         found.launcher.send_signal(number)
         code, saved, _ = found.end()
         assert (code, saved) == (-number, [[], []])
+
+
+@pytest.mark.parametrize(("of_launcher", "expected"), [("", -signal.SIGTERM), ("goes on", 4)])
+def test_sigterm_to_the_process_group(of_launcher: str, expected: int, tmp_path: Path) -> None:
+    """The fork server, which is in the group too, outlives it: it reports how the workers end."""
+    with job(tmp_path, "handlers", of_launcher) as found:
+        os.killpg(found.launcher.pid, signal.SIGTERM)
+        code, saved, _ = found.end()
+        assert (code, saved) == (expected, [["SIGTERM", "finally"]] * 2)
 
 
 @pytest.mark.parametrize(("of_launcher", "expected"), [("", -signal.SIGTERM), ("handler", 3)])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import threading
 from typing import Any
 
 import pytest
 
 import ignite_dist as idist
+from ignite_dist.workers.sent_exceptions import decode_exception, encode_exception
 
 
 class Named(Exception):
@@ -42,11 +45,24 @@ def test_the_cause_is_the_exception_of_the_worker(kind: Any) -> None:
 
 
 def test_an_exception_that_cannot_be_sent_is_in_the_text_only() -> None:
-    for given in (None, ValueError(b"x" * (2 << 20))):
-        error = failure(given)
-        assert error.__cause__ is None
-        assert idist.original(error) is error
-        assert ("Named" if given is None else "ValueError") in str(error)
+    locked = ValueError("with a lock")
+    locked.lock = threading.Lock()  # type: ignore[attr-defined]
+    error = failure(ValueError(b"x" * (2 << 20)))
+    assert error.__cause__ is None
+    assert idist.original(error) is error
+    assert "ValueError" in str(error)
+    assert encode_exception(locked) is None
+
+
+def test_a_class_with_an_init_of_its_own() -> None:
+    original = idist.original(failure(None))
+    assert isinstance(original, Named)
+    assert original.args == ("two arguments, and one text for pickle 2",)
+    assert original.name == "two arguments, and one text for pickle"
+    called = decode_exception(encode_exception(subprocess.CalledProcessError(2, "make")))
+    assert isinstance(called, subprocess.CalledProcessError) and called.returncode == 2
+    missing = decode_exception(encode_exception(FileNotFoundError(2, "No such file", "here")))
+    assert isinstance(missing, FileNotFoundError) and (missing.errno, missing.filename) == (2, "here")
 
 
 def test_another_error_is_its_own_original() -> None:

@@ -114,6 +114,8 @@ def _trainer(local_rank: int, directory: str, needs_group: bool) -> None:
     optimizer.step()
     (Path(directory) / f"{local_rank}.end").write_text(str(time.perf_counter()))
     if needs_group:
+        del model, optimizer
+        gc.collect()  # DDP is a cycle with the group; freed at the exit, it aborts some of the processes
         torch.distributed.destroy_process_group()
 
 

@@ -283,6 +283,7 @@ def all_gather_into(
 
 
 DYNAMO = "torch._dynamo"
+"""The module that the constructor of DDP imports."""
 FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
 """The ``__name__`` of this torch module, in its frames."""
 

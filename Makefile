@@ -29,10 +29,10 @@ endif
 # Two pips at once in one .venv would break it; the tests use all cores by themselves.
 .NOTPARALLEL:
 .PHONY: help venv demo test test-gpu stress horovod test-horovod test-launchers test-mpi4py xla test-xla xla-suite \
-    conformance conformance-results conformance-newest other-torch bench scale bench-xla bench-here lint style type clean
+    conformance conformance-results conformance-newest other-torch bench latency scale bench-xla bench-here lint style type clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
 
 venv: $(VENV)/.made  ## make .venv, with nothing installed yet
 
@@ -98,6 +98,9 @@ other-torch: $(call needs,test examples)
 
 bench: $(call needs,bench horovod)  ## measure against torch.distributed, Horovod and pytorch-ignite
 	$(PY) benchmarks/bench.py $(ARGS)
+
+latency: $(call needs,bench)  ## measure collectives by size, with and without shared memory, and draw docs/latency.svg
+	$(PY) benchmarks/latency.py $(ARGS)
 
 scale: $(call needs,bench)  ## measure and model what grows with the number of ranks (docs/scale.md)
 	$(PY) benchmarks/scale.py $(ARGS)

@@ -4,6 +4,7 @@
     python benchmarks/bench.py --quick             # about 2 minutes, written to *-quick files
     python benchmarks/bench.py --only all_gather   # some rows only, nothing is written
     python benchmarks/bench.py --device cuda       # the tensor rows on a GPU
+    IGNITE_DIST_SHARED_MEMORY=0 python benchmarks/bench.py   # over gloo only, with the bars of gloo
 
 The table has no rows of libraries that are not installed. A missed bar is shown as missed; the exit status is
 always 0.
@@ -25,8 +26,11 @@ import rows_collectives
 import rows_getters
 import rows_horovod
 import rows_launching
+import rows_parts
+import rows_shared_memory
 import rows_training
 import rows_xla
+from ignite_dist.comp_models.native import shared_segment
 from rows import LauncherRow, RankRow, Row, evaluate, launch, measure_in_ranks, show_progress
 from timing import FULL, QUICK, Effort, Samples
 
@@ -34,11 +38,14 @@ from timing import FULL, QUICK, Effort, Samples
 def rows_for(device: str) -> list[Row]:
     if device == "cuda":
         return rows_collectives.cuda_rows()
+    shares_memory = not shared_segment.unavailable_reason()
     horovod = [*rows_horovod.rows(), *rows_training.horovod_rows()] if idist.has_hvd_support else []
     xla = rows_xla.rows() if idist.has_xla_support else []
     return [
         *rows_getters.rows(),
+        *(rows_shared_memory.rows() if shares_memory else rows_collectives.gloo_rows()),
         *rows_collectives.rows(),
+        *rows_parts.rows(),
         *rows_training.rows(),
         *rows_launching.rows(),
         *horovod,

@@ -94,6 +94,8 @@ def _steps(library: str) -> list[float]:
             start = time.perf_counter()
             if library == "torch.multiprocessing":
                 module.spawn(_trainer, (directory, True), nprocs=2)
+            elif library == "torch.distributed.run":
+                _torchrun("trainer", directory)
             else:
                 module.spawn("gloo", _trainer, args=(directory, False), nproc_per_node=2)
             ends = [float(path.read_text()) for path in Path(directory).iterdir() if path.suffix == ".end"]
@@ -101,6 +103,11 @@ def _steps(library: str) -> list[float]:
         seconds.append(max(ends) - start)
         time.sleep(2)  # as the row's name says: somebody looks at the results
     return seconds
+
+
+def _torchrun(*arguments: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    subprocess.run([*command, *arguments], capture_output=True, timeout=_TIMEOUT_SECONDS, check=True)
 
 
 def _trainer(local_rank: int, directory: str, needs_group: bool) -> None:
@@ -124,6 +131,8 @@ def _memory() -> dict[str, int]:
     return {"PSS": memory_of("Pss"), "USS": memory_of("Private_Clean") + memory_of("Private_Dirty")}
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] == "trainer":
+    _trainer(int(os.environ["LOCAL_RANK"]), sys.argv[2], needs_group=True)
+elif __name__ == "__main__":
     _measure = {"import": _import, "getters": _getters, "launches": _launches, "steps": _steps}[sys.argv[1]]
     print(json.dumps(_measure(*sys.argv[2:])))

@@ -21,7 +21,7 @@ from torch import Tensor
 import ignite_dist as idist
 from timing import Effort, Processes, Samples, summarize, time_in_turn
 
-OURS, RAW, IGNITE = "ours", "raw", "ignite"
+OURS, RAW, IGNITE, TORCHRUN = "ours", "raw", "ignite", "torchrun"
 
 _SCALES = {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0, "MB": 1e-6, "x": 1.0}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,52 +34,89 @@ _LARGE = {"1 MB": _MB, "16 MB": 16 * _MB}
 _TWENTY_CALLS = "20 calls"
 _NO_COMPUTATION = "without the computation"
 _LATE_SECONDS = 0.1
+_GATHER_BARS = (Bar("ratio", 0.6, label="dist.all_gather_object"),)
 _NUMBERS: dict[str, Any] = {f"metric_{i}": i * 1000 + 1 if i % 2 else i / 7 for i in range(20)}
 
 
 def rows() -> list[Row]:
-    return [*tensor_rows(), *_peak_rows(), *_value_rows()]
+    """The rows of the CPU whose bars hold with and without shared memory."""
+    return [*_other_tensor_rows(), *_peak_rows(), *_value_rows()]
+
+
+def gloo_rows() -> list[Row]:
+    """The rows of the CPU that `rows_shared_memory` replaces if the ranks share memory."""
+    return [*_tensor_rows(), *_small_rows(), *_packed_rows()]
 
 
 def cuda_rows() -> list[Row]:
     """The tensor rows on a GPU: gloo with two ranks on the GPU, NCCL as a world of one."""
-    return [*tensor_rows(device="cuda"), *tensor_rows(backend="nccl", ranks=1, device="cuda")]
+    contexts = (("gloo", 2, "cuda"), ("nccl", 1, "cuda"))
+    return [row for context in contexts for row in (*_tensor_rows(*context), *_other_tensor_rows(*context))]
 
 
-def tensor_rows(backend: str = "gloo", ranks: int = 2, device: str = "cpu") -> list[Row]:
-    where = "" if device == "cpu" else f" ({backend}, {device}, {ranks} ranks)"
+def _where(backend: str, ranks: int, device: str) -> str:
+    return "" if device == "cpu" else f" ({backend}, {device}, {ranks} ranks)"
+
+
+def _tensor_rows(backend: str = "gloo", ranks: int = 2, device: str = "cpu") -> list[Row]:
+    where = _where(backend, ranks, device)
     row = partial(RankRow, backend=backend, ranks=ranks, device=device)
-    reduce_, gather, group, safe = (
-        f"{call}{where}"
-        for call in ("all_reduce", "all_gather", "all_reduce(group=[0, 1])", "broadcast(safe_mode)")
-    )
     found: list[Row] = []
     for name, size in _LARGE.items():
         bars = (Bar("ratio", 1.03, label="dist.all_reduce"),)
-        found.append(row(reduce_, f"tensor, {name}", bars=bars, contenders=partial(_all_reduce, size)))
+        contenders = partial(reduce_tensor, size)
+        found.append(row(f"all_reduce{where}", f"tensor, {name}", bars=bars, contenders=contenders))
     bars = (Bar("more", 3, label="dist.all_reduce"),)
-    found.append(row(reduce_, "tensor, 4 B", bars=bars, contenders=partial(_all_reduce, 4), weight=3))
-    if backend == "gloo" and device == "cpu":
-        for size_name, size in _SMALL.items():
-            for count in (2, 4):
-                bars = (Bar("ratio", 0.7, label="dist.all_reduce"),)
-                name = f"tensor, {size_name}, {count} ranks"
-                found.append(
-                    RankRow(reduce_, name, bars=bars, contenders=partial(_all_reduce, size), ranks=count)
-                )
+    contenders = partial(reduce_tensor, 4)
+    found.append(row(f"all_reduce{where}", "tensor, 4 B", bars=bars, contenders=contenders, weight=3))
     for name, size in _LARGE.items():
-        bars = (Bar("ratio", 1.05, label="(torch.empty + all_gather_into_tensor)"),)
-        found.append(
-            row(gather, f"tensor, {name} per rank", bars=bars, contenders=partial(_all_gather, size))
+        for suffix, (gather, label) in GATHERS.items():
+            bars = (Bar("ratio", 1.05, label=label),)
+            title, contenders = f"tensor, {name} per rank{suffix}", partial(gather, size)
+            found.append(row(f"all_gather{where}", title, bars=bars, contenders=contenders))
+    return found
+
+
+def _small_rows() -> list[Row]:
+    return [
+        RankRow(
+            "all_reduce",
+            f"tensor, {name}, {ranks} ranks",
+            bars=(Bar("ratio", 0.7, label="dist.all_reduce"),),
+            contenders=partial(reduce_tensor, size),
+            ranks=ranks,
         )
-        bars = (Bar("ratio", 1.05, label="all_gather_into_tensor, reused buffer"),)
-        found.append(
-            row(gather, f"tensor, {name} per rank, out=", bars=bars, contenders=partial(_gather_into, size))
-        )
+        for name, size in _SMALL.items()
+        for ranks in (2, 4)
+    ]
+
+
+def _packed_rows() -> list[Row]:
+    return [
+        RankRow(
+            "all_reduce",
+            "dict of 20 ints and floats",
+            bars=(
+                Bar("ratio", 0.2, reference=_TWENTY_CALLS, label="20 calls of our own"),
+                Bar("ratio", 0.7, label="dist.all_reduce, packed by hand"),
+            ),
+            contenders=reduce_numbers,
+        ),
+        RankRow("all_gather", "small dict", bars=_GATHER_BARS, contenders=gather_dict),
+    ]
+
+
+def _other_tensor_rows(backend: str = "gloo", ranks: int = 2, device: str = "cpu") -> list[Row]:
+    where = _where(backend, ranks, device)
+    row = partial(RankRow, backend=backend, ranks=ranks, device=device)
     bars = (Bar("ratio", 1.1, label="(dist.broadcast + one of 512 B)"),)
-    found.append(row(safe, "tensor, 16 MB", bars=bars, contenders=_safe_broadcast, slow=(IGNITE,)))
+    contenders = _safe_broadcast
+    found: list[Row] = [
+        row(f"broadcast(safe_mode){where}", "tensor, 16 MB", bars=bars, contenders=contenders, slow=(IGNITE,))
+    ]
     if ranks > 1:
         bars = (Bar("more", 5, label="dist.all_reduce, group ready"),)
+        group = f"all_reduce(group=[0, 1]){where}"
         found.append(row(group, "tensor, 4 B", bars=bars, contenders=_group_reduce, slow=(IGNITE,), weight=3))
         bars = (Bar("ratio", 1.15, reference=_NO_COMPUTATION, label="the same without the computation"),)
         found.append(
@@ -93,7 +131,6 @@ def tensor_rows(backend: str = "gloo", ranks: int = 2, device: str = "cpu") -> l
 
 
 def _value_rows() -> list[Row]:
-    gather_bars = (Bar("ratio", 0.6, label="dist.all_gather_object"),)
     return [
         RankRow(
             "all_reduce",
@@ -103,22 +140,7 @@ def _value_rows() -> list[Row]:
             weight=2,
         ),
         RankRow(
-            "all_reduce",
-            "dict of 20 ints and floats",
-            bars=(
-                Bar("ratio", 0.2, reference=_TWENTY_CALLS, label="20 calls of our own"),
-                Bar("ratio", 0.7, label="dist.all_reduce, packed by hand"),
-            ),
-            contenders=_numbers,
-        ),
-        RankRow(
-            "all_gather", "short string", bars=gather_bars, contenders=partial(_gather_object, "rank näme")
-        ),
-        RankRow(
-            "all_gather",
-            "small dict",
-            bars=gather_bars,
-            contenders=partial(_gather_object, {"loss": 0.5, "n": 3}),
+            "all_gather", "short string", bars=_GATHER_BARS, contenders=partial(_gather_object, "rank näme")
         ),
     ]
 
@@ -126,7 +148,7 @@ def _value_rows() -> list[Row]:
 # --- tensors -----------------------------------------------------------------------------------------
 
 
-def _all_reduce(size: int, device: torch.device) -> Contenders:
+def reduce_tensor(size: int, device: torch.device) -> Contenders:
     tensor = zeros(size, device)
     contenders: Contenders = {
         OURS: lambda: idist.all_reduce(tensor),
@@ -164,7 +186,7 @@ def _with_computation(device: torch.device) -> Contenders:
     return {OURS: partial(reduce, computes=True), _NO_COMPUTATION: partial(reduce, computes=False)}
 
 
-def _all_gather(size: int, device: torch.device) -> Contenders:
+def gather_tensor(size: int, device: torch.device) -> Contenders:
     tensor = zeros(size, device)
     length = dist.get_world_size() * len(tensor)
     contenders: Contenders = {
@@ -177,13 +199,20 @@ def _all_gather(size: int, device: torch.device) -> Contenders:
     return contenders
 
 
-def _gather_into(size: int, device: torch.device) -> Contenders:
+def gather_into(size: int, device: torch.device) -> Contenders:
     tensor = zeros(size, device)
     out = zeros(size * dist.get_world_size(), device)
     return {
         OURS: lambda: idist.all_gather(tensor, out=out),
         RAW: lambda: all_gather_raw(out, tensor),
     }
+
+
+GATHERS: dict[str, tuple[Callable[..., Contenders], str]] = {
+    "": (gather_tensor, "(torch.empty + all_gather_into_tensor)"),
+    ", out=": (gather_into, "all_gather_into_tensor, reused buffer"),
+}
+"""The ways to gather tensors, and the reference of each."""
 
 
 def _safe_broadcast(device: torch.device) -> Contenders:
@@ -228,7 +257,7 @@ def _number(device: torch.device) -> Contenders:
     return contenders
 
 
-def _numbers(device: torch.device) -> Contenders:
+def reduce_numbers(device: torch.device) -> Contenders:
     values = list(_NUMBERS.values())
 
     def packed_by_hand() -> dict[str, float]:
@@ -245,6 +274,10 @@ def _numbers(device: torch.device) -> Contenders:
     if ignite is not None:  # ignite takes no dict
         contenders[IGNITE] = lambda: [ignite.all_reduce(value) for value in values]
     return contenders
+
+
+def gather_dict(device: torch.device) -> Contenders:
+    return _gather_object({"loss": 0.5, "n": 3}, device)
 
 
 def _gather_object(value: Any, device: torch.device) -> Contenders:
@@ -284,11 +317,11 @@ def _peaks(effort: Effort) -> Samples:
 
 def _peak(local_rank: int, name: str, size: int) -> float | None:
     """Peak growth of a new worker's memory during a gather, as a multiple of the output's size."""
-    contenders = _all_gather(_KB, torch.device("cpu"))
+    contenders = gather_tensor(_KB, torch.device("cpu"))
     if name not in contenders:
         return None
     contenders[name]()  # the first call includes one-time set-up
-    gather = _all_gather(size, torch.device("cpu"))[name]
+    gather = gather_tensor(size, torch.device("cpu"))[name]
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets the kernel's peak memory of this process
     before = memory_of("VmRSS")

@@ -6,7 +6,7 @@ from functools import cache, partial
 from typing import Any
 
 import fresh
-from rows import IGNITE, OURS, RAW, Bar, LauncherRow, Row
+from rows import IGNITE, OURS, RAW, TORCHRUN, Bar, LauncherRow, Row
 from timing import QUICK, Effort, Samples
 
 
@@ -32,7 +32,10 @@ def rows() -> list[Row]:
                 "spawn of 2 workers to the end of a first DDP step",
                 name,
                 "s",
-                (Bar("ratio", limit, label="mp.spawn"),),
+                (
+                    Bar("ratio", limit, label="mp.spawn"),
+                    Bar("ratio", limit, reference=TORCHRUN, label="torchrun"),
+                ),
                 measure=partial(_launch_with_step, position),
             )
             for position, (name, limit) in enumerate(
@@ -103,7 +106,8 @@ def _launches_with_step(repeats: int) -> dict[str, list[list[float]]]:
     """Seconds of two launches, for each contender and process."""
     launches: dict[str, list[list[float]]] = {}
     for _ in range(repeats):
-        for contender, library in [*fresh.libraries(), (RAW, "torch.multiprocessing")]:
+        raw = [(RAW, "torch.multiprocessing"), (TORCHRUN, "torch.distributed.run")]
+        for contender, library in [*fresh.libraries(), *raw]:
             launches.setdefault(contender, []).append(fresh.run("steps", library))
     return launches
 

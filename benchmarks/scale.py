@@ -23,6 +23,7 @@ from torch.distributed import TCPStore
 
 import fresh
 import ignite_dist as idist
+from ignite_dist.comp_models.native import shared_segment
 from ignite_dist.comp_models.topology import Topology, decode_places, encode_place
 from ignite_dist.context.live import current_model
 from ignite_dist.rendezvous import stores
@@ -324,6 +325,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=list(_RANKS))
     parser.add_argument("--repeats", type=int, default=5, help="contexts in each world")
     arguments = parser.parse_args()
+    os.environ[shared_segment.VARIABLE] = "0"  # a job of many ranks has many machines
 
     # Imported here because workers import this module too, but need none of these modules.
     import machine

@@ -24,7 +24,7 @@ class Effort(NamedTuple):
 
     Attributes:
         row_seconds: time for a row of the table, over all contenders.
-        block_seconds: time for a block of calls of a row's slowest contender.
+        block_seconds: time for a block of calls of a contender.
         repeats: repetitions of measurements in fresh processes.
         workers: numbers of workers for the curve of launches.
         ignite_workers: numbers of workers for pytorch-ignite; fewer, because its launches take seconds.
@@ -68,9 +68,9 @@ def time_in_turn(
 ) -> Samples:
     """Time the contenders in turn, in short blocks. Every rank calls this with the same names.
 
-    A block is a barrier, one untimed call and as many timed calls as fit ``effort.block_seconds``. All
-    contenders of a row get the same number of calls. Every round times each contender once, in a new order,
-    so that no contender always follows the same other contender.
+    A block is a barrier, one untimed call and as many timed calls as fit ``effort.block_seconds``: a fast
+    contender makes more calls than a slow one, because short blocks are noisy. Every round times each
+    contender once, in a new order, so that no contender always follows the same other contender.
 
     Args:
         contenders: the timed functions by name, called without arguments.
@@ -92,7 +92,7 @@ def time_in_turn(
             shuffle(names)
             for name in names:
                 if name not in slow:
-                    samples[name].append(_block(contenders[name], calls, processes))
+                    samples[name].append(_block(contenders[name], calls[name], processes))
                 elif position < _SLOW_ROUNDS:
                     samples[name].append(_block(contenders[name], 1, processes))
     finally:
@@ -102,21 +102,20 @@ def time_in_turn(
 
 def _calibrate(
     contenders: Mapping[str, Callable[[], Any]], effort: Effort, processes: Processes, weight: float
-) -> tuple[int, int]:
-    """Calls per block and number of rounds, the same on every rank."""
-    costs = []
-    for call in contenders.values():
+) -> tuple[dict[str, int], int]:
+    """Calls per block of each contender, and number of rounds. Both are the same on every rank."""
+    num_calls, one_round = {}, 0.0
+    for name, call in contenders.items():
         _block(call, 2, processes)
         calls, seconds = 3, 0.0
         while seconds < effort.block_seconds / 4 and calls < _MAX_CALLS:
             seconds = processes.agree(_block(call, calls, processes) * calls)
             seconds_per_call = seconds / calls
             calls *= 4
-        costs.append(seconds_per_call)
-    calls = max(1, min(_MAX_CALLS, round(effort.block_seconds / max(costs))))
-    one_round = sum(costs) * (calls + 1) + len(costs) * _block(processes.barrier, 3, processes)
+        num_calls[name] = max(1, min(_MAX_CALLS, round(effort.block_seconds / seconds_per_call)))
+        one_round += seconds_per_call * (num_calls[name] + 1) + _block(processes.barrier, 3, processes)
     rounds = max(_MIN_ROUNDS, min(_MAX_ROUNDS, round(weight * effort.row_seconds / one_round)))
-    return processes.agree((calls, rounds))
+    return processes.agree((num_calls, rounds))
 
 
 def _block(call: Callable[[], Any], calls: int, processes: Processes) -> float:

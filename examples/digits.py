@@ -3,7 +3,8 @@
     python examples/digits.py                           # one process
     python examples/digits.py --nproc-per-node 2        # starts two processes
     torchrun --nproc-per-node 2 examples/digits.py      # joins torchrun's two processes
-    torchrun --standalone --max-restarts 3 --nproc-per-node 2 examples/digits.py    # survives three crashes
+    python examples/digits.py --nproc-per-node 2 --max-restarts 3                   # survives three crashes
+    torchrun --standalone --max-restarts 3 --nproc-per-node 2 examples/digits.py    # and under torchrun
     python examples/digits.py --backend horovod --nproc-per-node 2        # the same with Horovod
     horovodrun -np 2 python examples/digits.py --backend horovod
     PJRT_DEVICE=CPU python examples/digits.py --backend xla-tpu           # XLA, on the CPU
@@ -13,8 +14,8 @@
 Start two nodes like this, both on one machine. Give a port that is free on node 0. On two machines, also give
 the address of node 0 as --master-addr:
 
-    python examples/digits.py --nproc-per-node 1 --nnodes 2 --node-rank 0 --master-port 29400 &
-    python examples/digits.py --nproc-per-node 1 --nnodes 2 --node-rank 1 --master-port 29400
+    python examples/digits.py --nproc-per-node 1 --nnodes 2 --node-rank 0 --master-port 29500 &
+    python examples/digits.py --nproc-per-node 1 --nnodes 2 --node-rank 1 --master-port 29500
 
 Every launch trains on the same batches in the same order: the losses differ by rounding only.
 """
@@ -104,13 +105,11 @@ def train(local_rank, config):
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.85)
 
-    parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     first_epoch, history = 0, []
-    checkpoint = load_checkpoint(config)
-    if checkpoint is not None:
-        for name, part in parts.items():
-            part.load_state_dict(checkpoint[name])
-        first_epoch, history = checkpoint["epoch"], checkpoint["history"]
+    if continues(config):
+        values = idist.load_checkpoint(config.output_dir / CHECKPOINT, **parts)
+        first_epoch, history = values["epoch"], values["history"]
 
     for epoch in range(first_epoch, config.epochs):
         sampler.set_epoch(epoch)
@@ -121,9 +120,8 @@ def train(local_rank, config):
             progress.set_postfix(metrics)
         scheduler.step()
         history.append(metrics)
-        checkpoint = {name: part.state_dict() for name, part in parts.items()}
-        checkpoint.update(epoch=epoch + 1, history=history, job=job_of(config))
-        save_checkpoint(checkpoint, config.output_dir / CHECKPOINT)
+        values = {"epoch": epoch + 1, "history": history, "job": job_of(config)}
+        idist.save_checkpoint(config.output_dir / CHECKPOINT, **parts, **values)
 
     report(history, evaluate(net, test_set).cpu(), config.output_dir / PLOT)
 
@@ -180,49 +178,25 @@ def accuracy(confusion):
 # --- checkpoint and report ---------------------------------------------------------------------------
 
 
-@idist.one_rank_only(with_barrier=True)
-def save_checkpoint(checkpoint, path):
-    """Write a checkpoint on rank 0. If the job is killed, ``path`` holds the old or the new checkpoint."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        torch.save(on_cpu(checkpoint), file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def on_cpu(value):
-    """``value`` with its tensors on the CPU: saved tensors of an XLA device load only to that device."""
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    if isinstance(value, dict):
-        return {key: on_cpu(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(on_cpu, value))
-    return value
-
-
 @idist.one_rank_only(broadcast=True)
-def load_checkpoint(config):
-    """The checkpoint to resume from, or None. Only rank 0 reads it, so other nodes may have other disks.
+def continues(config):
+    """True if this run continues from the checkpoint. Only rank 0 looks: other nodes may have other disks.
 
-    When a rank dies, ``torchrun --max-restarts`` starts all ranks again, with the same arguments. So this job
-    resumes from its own checkpoint without ``--resume``, but not from the checkpoint of an earlier job.
+    When a rank dies, ``--max-restarts`` starts all ranks again, with the same arguments. So this job resumes
+    from its own checkpoint without ``--resume``, but not from the checkpoint of an earlier job.
     """
     path, job = config.output_dir / CHECKPOINT, job_of(config)
-    if not config.resume and (job is None or not path.exists()):
-        return None
-    checkpoint = torch.load(path, map_location="cpu")
-    return checkpoint if config.resume or checkpoint.get("job") == job else None
+    if config.resume or job is None or not path.exists():
+        return config.resume
+    return torch.load(path, weights_only=True).get("values", {}).get("job") == job
 
 
 def job_of(config):
-    """torchrun's id of this job, and the job's arguments: the same after a restart, different in another job.
+    """The launcher's id of this job, and its arguments: equal in all its attempts, different in other jobs.
 
-    None without torchrun. torch 2.9's torchrun also gives no id without --standalone or --rdzv-id.
+    None without a launcher. torch 2.9's torchrun also gives no id without --standalone or --rdzv-id.
     """
-    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("IGNITE_DIST_JOB_ID") or "none"
     return None if job == "none" else f"{job} {sorted(vars(config).items())}"
 
 
@@ -269,6 +243,7 @@ def parse_arguments(launched):
     add("--resume", action="store_true", help="continue from the checkpoint in the output directory")
     add("--backend", help=f"{', '.join(idist.available_backends())} (gloo; nccl with a GPU per process)")
     add("--nproc-per-node", type=positive_int, help="number of processes to start on this node")
+    add("--max-restarts", type=int, default=0, help="after failures, with --nproc-per-node (%(default)s)")
     add("--nnodes", type=positive_int, help="number of nodes (1)")
     add("--node-rank", type=int, help="number of this node, from 0")
     add("--master-addr", help="address of node 0 (127.0.0.1)")
@@ -283,6 +258,8 @@ def parse_arguments(launched):
         if missing:
             parser.error(f"--nnodes {args.nnodes} needs {', '.join(missing)}")
         args.master_addr = args.master_addr or "127.0.0.1"
+    if args.max_restarts and not args.nproc_per_node:
+        parser.error("--max-restarts needs --nproc-per-node")
     if args.batch_size > NUM_TRAIN:
         parser.error(f"--batch-size {args.batch_size} is more than the {NUM_TRAIN} training images")
     checkpoint = args.output_dir / CHECKPOINT
@@ -325,6 +302,7 @@ def main():
             node_rank=args.node_rank,
             master_addr=args.master_addr,
             master_port=args.master_port,
+            max_restarts=args.max_restarts,
         )
     except (ValueError, RuntimeError) as error:  # the message says what is missing, and how to install it
         raise SystemExit(f"digits.py: error: {error}") from None

@@ -30,7 +30,7 @@ from ignite_dist.comp_models.base import ComputationModel, Group, Transport, Wor
 # MPI's names of dtypes and operations. `ignite_dist` sends other dtypes and operations (float16, MIN of
 # floats) as one of these, or gathers and reduces them on each rank. MPI's own MIN of floats may lose a NaN.
 DTYPES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int32: "INT32_T", torch.int64: "INT64_T"}
-OPS = {"SUM": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX", "AND": "BAND", "OR": "BOR"}
+OPS = {"SUM": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX", "AND": "BAND", "OR": "BOR", "XOR": "BXOR"}
 
 
 @register_computation_model

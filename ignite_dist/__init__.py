@@ -7,8 +7,11 @@ from ignite_dist import utils as utils  # for scripts that call ignite.distribut
 from ignite_dist.auto import auto_model, auto_optim
 from ignite_dist.collectives.all_gather import all_gather, all_gather_ragged, all_gather_tensors_with_shapes
 from ignite_dist.collectives.all_reduce import all_reduce
+from ignite_dist.collectives.all_to_all import all_to_all
 from ignite_dist.collectives.barrier import barrier, new_group
 from ignite_dist.collectives.broadcast import broadcast
+from ignite_dist.collectives.gather_scatter import gather, scatter
+from ignite_dist.collectives.reduce_scatter import reduce, reduce_scatter
 from ignite_dist.comp_models import (
     has_hvd_support,
     has_native_dist_support,
@@ -17,6 +20,7 @@ from ignite_dist.comp_models import (
     registered_computation_models,
 )
 from ignite_dist.comp_models.work import Work
+from ignite_dist.context.console import print, progress
 from ignite_dist.context.identity import (
     backend,
     device,
@@ -31,11 +35,13 @@ from ignite_dist.context.identity import (
     is_global_zero,
     is_local_zero,
     model_name,
+    node_group,
     set_local_rank,
     show_config,
     world_group,
 )
 from ignite_dist.context.live import available_backends, finalize, initialize, sync
+from ignite_dist.context.meshes import mesh
 from ignite_dist.coordination import all_true, any_true, one_rank_first, one_rank_only, raise_together
 from ignite_dist.data.gathering import gather_in_order
 from ignite_dist.data.loaders import auto_dataloader
@@ -60,7 +66,9 @@ from ignite_dist.restarts import restart_count
 from ignite_dist.samplers import DistributedProxySampler, ExactSampler
 from ignite_dist.tracing import untrace_package
 from ignite_dist.training.accumulation import accumulate
+from ignite_dist.training.checkpoints import latest, load_checkpoint, save_checkpoint
 from ignite_dist.training.gradient_sync import DDPSyncStrategy, clip_grad_norm, grad_sync, no_sync
+from ignite_dist.training.parameter_averaging import average_parameters
 from ignite_dist.training.seeding import seed_everything, shared_seed
 from ignite_dist.training.state_dicts import (
     load_model_state,
@@ -97,12 +105,14 @@ __all__ = [
     "all_gather_ragged",
     "all_gather_tensors_with_shapes",
     "all_reduce",
+    "all_to_all",
     "all_true",
     "any_true",
     "auto_dataloader",
     "auto_model",
     "auto_optim",
     "available_backends",
+    "average_parameters",
     "backend",
     "barrier",
     "broadcast",
@@ -111,6 +121,7 @@ __all__ = [
     "device",
     "environment",
     "finalize",
+    "gather",
     "gather_in_order",
     "get_local_rank",
     "get_nnodes",
@@ -127,23 +138,33 @@ __all__ = [
     "is_global_zero",
     "is_local_zero",
     "join",
+    "latest",
+    "load_checkpoint",
     "load_model_state",
     "load_optimizer_state",
     "mark_forward_method",
+    "mesh",
     "model_name",
     "model_state",
     "new_group",
     "no_sync",
+    "node_group",
     "one_rank_first",
     "one_rank_only",
     "original",
     "optimizer_state",
+    "print",
+    "progress",
     "raise_together",
+    "reduce",
+    "reduce_scatter",
     "restart_count",
     "register_computation_model",
     "registered_computation_models",
     "safe_objects",
+    "save_checkpoint",
     "sampler_kwargs",
+    "scatter",
     "seed_everything",
     "set_local_rank",
     "shared_seed",

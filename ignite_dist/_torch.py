@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._dynamo import eval_frame
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import DeviceMesh, ProcessGroup, device_mesh, distributed_c10d
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -75,14 +75,18 @@ _NAMES = (
         "none: the watchdog's thread fails at its first check",
     ),
     (
+        "torch.distributed.device_mesh._mesh_resources",
+        "No public function returns the mesh of a `with mesh:` block.",
+        "none: auto_model and auto_dataloader raise AttributeError",
+    ),
+    (
         "torch.distributed._functional_collectives",
         "The watchdog recognizes a waiting rank by a frame of this module.",
         "the watchdog does not notice a wait in a functional collective that the user called",
     ),
     (
         "torch.Tensor._version",
-        "Shows if a gradient changed after it was averaged. The public increment_version() only writes the "
-        "version.",
+        "Shows if a gradient changed after it was averaged. The public increment_version() only writes it.",
         "none: optimizers that average gradients raise AttributeError",
     ),
     (
@@ -180,8 +184,7 @@ _NAMES = (
     ),
     (
         "torch.autograd.Variable._execution_engine",
-        "No public function registers a callback for the end of a backward pass. torch's own model wrappers "
-        "use queue_callback() of this object.",
+        "No public function runs code at the end of a backward pass. torch's model wrappers use this one.",
         "none: a backward pass over Horovod raises AttributeError",
     ),
 )
@@ -260,9 +263,10 @@ def abort_process_groups() -> None:
     distributed_c10d._abort_process_group()
 
 
-def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
+def timeout_of(group: Any, device: torch.device) -> timedelta:
     """The timeout of a group's collectives on ``device``; torch's default if the backend has no options."""
-    options: Any = getattr(group._get_backend(device), "options", None)
+    backend = group._get_backend(device) if isinstance(group, ProcessGroup) else group
+    options: Any = getattr(backend, "options", None)
     return options._timeout if options else default_pg_timeout
 
 
@@ -273,6 +277,11 @@ def sequence_number(group: Any) -> int | None:
         return number
     except RuntimeError:
         return None
+
+
+def entered_meshes() -> list[DeviceMesh]:
+    """The meshes of the ``with mesh:`` blocks that this thread is in, from the outside in."""
+    return device_mesh._mesh_resources.mesh_stack
 
 
 def all_gather_into(
@@ -343,13 +352,8 @@ def is_batch_norm(module: Module) -> bool:
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
-def step_pre_hooks(optimizer: Optimizer) -> MutableMapping[int, Any]:
-    """Hooks that run before each step, by handle id."""
-    return optimizer._optimizer_step_pre_hooks
-
-
 def step_hooks(optimizer: Optimizer) -> tuple[MutableMapping[int, Any], MutableMapping[int, Any]]:
-    """Hooks that run before and after each step."""
+    """Hooks that run before and after each step, by handle id."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 

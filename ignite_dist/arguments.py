@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from operator import index
 from typing import Any
+
+from torch.nn import Module
 
 
 def as_int(value: Any) -> Any:
@@ -47,10 +49,46 @@ def check_keywords(function: str, given: Mapping[str, Any], allowed: Collection[
             )
 
 
+_NAMES_ELSEWHERE = {"nprocs": "nproc_per_node", "num_processes": "nproc_per_node", "kwargs": "kwargs_dict"}
+
+
 def did_you_mean(name: str, allowed: Collection[str]) -> str:
     """`` Did you mean 'x'?`` with the most similar name; an empty string if no name is similar."""
-    close = difflib.get_close_matches(name, allowed, n=1)
+    elsewhere = _NAMES_ELSEWHERE.get(name)
+    close = [elsewhere] if elsewhere in allowed else difflib.get_close_matches(name, allowed, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def check_signature(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise if ``function(local_rank, *args, **kwargs)`` does not fit the signature of ``function``.
+
+    Raises:
+        TypeError: with the signature and the arguments of the call.
+    """
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except Exception:  # a function written in C, or a signature that a property computes
+        return
+    try:
+        signature.bind(0, *args, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__name__", repr(function))
+        keywords = f" and the keywords {', '.join(map(str, kwargs))}" if kwargs else ""
+        raise TypeError(
+            f"{name}{signature} cannot be called with the local rank, which always comes first, then "
+            f"{len(args)} args{keywords}: {error}."
+        ) from None
+
+
+def check_module(function: str, model: Any) -> None:
+    """Raise ``TypeError`` if ``model`` is not a ``torch.nn.Module``. The message names ``function``."""
+    if not isinstance(model, Module):
+        raise TypeError(f"{function} takes a model, an instance of torch.nn.Module, got {kind_of(model)}.")
+
+
+def kind_of(value: Any) -> str:
+    """``"the class X"`` for a class, ``"a X"`` for an instance."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def check_counts(**counts: Any) -> None:

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.distributed import DeviceMesh
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_dist.collectives.buckets import broadcast_tensors
+from ignite_dist.arguments import check_module, kind_of
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
-from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.data.loaders import auto_dataloader
 from ignite_dist.gradients import parameters_of
 from ignite_dist.samplers import DistributedProxySampler
+from ignite_dist.training.data_meshes import DataMesh, check_shardable, find_data_mesh
 from ignite_dist.training.exact_passes import group_of_parameters, remember_model
-from ignite_dist.training.gradient_averaging import average_in_step, average_losses
+from ignite_dist.training.gradient_averaging import (
+    agree_on_gradients,
+    average_gradients,
+    average_in_step,
+    average_losses,
+)
+from ignite_dist.training.initial_values import (
+    State,
+    bring_from_meta,
+    check_initialisable,
+    equalise,
+    initialise,
+    is_on_meta,
+    place,
+)
 from ignite_dist.training.late_parameters import watch_frozen
+from ignite_dist.training.state_dicts import load_model_state
 from ignite_dist.training.wrapped_models import unwrap_model
 
 # Scripts written for pytorch-ignite import auto_dataloader and DistributedProxySampler from here.
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
 
+_WRAPPERS = (DistributedDataParallel, torch.nn.DataParallel)
 _COMM_HOOKS = ("fp16", "bf16", "powersgd")
 
 
@@ -38,6 +54,8 @@ def auto_model(
     buffer_hook: Any = None,
     strategy: str = "ddp",
     wrap: Sequence[type[Module]] = (),
+    mesh: DeviceMesh | None = None,
+    state: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Module:
     """``model`` on :func:`device`, wrapped for the live context.
@@ -48,6 +66,9 @@ def auto_model(
     parameters, so make the optimizer afterwards. All ranks take the parameters and buffers of rank 0 (of the
     first rank of ``process_group`` or ``mesh``). A module without trainable parameters stays as it is, and no
     rank waits for another.
+
+    A model on the meta device is initialised by the ``reset_parameters()`` of its modules, one module at a
+    time, and each rank keeps only its own shards. The values are those of one process with rank 0's seed.
 
     Unfreeze parameters before this call. If the whole model is frozen at this call, its gradients are never
     averaged, even if it is unfrozen later. With ``DistributedDataParallel`` this holds for each single frozen
@@ -72,6 +93,18 @@ def auto_model(
         wrap: with ``"fsdp"``, the classes of modules that are gathered one at a time: the layers of a
             transformer. By default the whole model is gathered at once, which modules that share a
             weight need.
+        mesh: the ranks that train the model: a ``DeviceMesh`` such as ``idist.mesh(dp=2, tp=2)``; in a block
+            ``with mesh:`` the current mesh by default, else all ranks. Gradients are averaged over the data
+            dimensions, see :func:`mesh`; those of an unnamed mesh are all dimensions. A model that
+            ``parallelize_module`` has made tensor parallel (with ``DTensor`` parameters over the other
+            dimensions) keeps its shards: they become equal over the data dimensions only. Its plain
+            parameters become equal on all ranks. With ``"fsdp"`` two data dimensions mean replicas of
+            shards (HSDP): ``mesh(dp_replicate=2, dp_shard=4)``. With ``"ddp"`` the gradients of a
+            tensor-parallel model are averaged at the end of each backward pass, and there is no wrapper:
+            ``DistributedDataParallel`` knows no ``DTensor``.
+        state: a whole ``state_dict`` on rank 0, and ``{}`` (not None, with which a rank would not take part)
+            on all other ranks: :func:`load_model_state` of the result. The model may then be on the meta
+            device.
         kwargs: keywords of the wrapper: ``static_graph``, ``bucket_cap_mb``, ...; with ``"fsdp"`` those of
             ``torch.distributed.fsdp.fully_shard``: ``mp_policy``, ``reshard_after_forward``, ...
             Without a wrapper all keywords except ``broadcast_buffers`` are ignored, so scripts can keep them.
@@ -84,106 +117,139 @@ def auto_model(
         The wrapped module, or ``model`` itself.
 
     Raises:
-        ValueError: an unknown ``strategy`` or ``comm_hook``, ``"bf16"`` without NCCL, or ``"fsdp"`` with DDP
-            options, Horovod or XLA; raised before any communication. Or ``model`` has tensors on the
-            meta device. With ``"fsdp"`` only rank 0's tensors count, and every rank raises.
+        TypeError: ``model`` is not a module.
+        ValueError: ``model`` is wrapped already, an unknown ``strategy`` or ``comm_hook``, ``"bf16"`` without
+            NCCL, ``"fsdp"`` or ``mesh`` with Horovod or XLA, DDP options with ``"fsdp"`` or a tensor-parallel
+            model, or parameters that are sharded over data dimensions or an unknown mesh; raised before any
+            communication. Or no rank has values for tensors on the meta device, and their module has no
+            ``reset_parameters``; raised on every rank.
     """
+    check_module("auto_model", model)
+    if any(isinstance(module, _WRAPPERS) for module in model.modules()):
+        raise ValueError("auto_model got a model that is wrapped already, in DistributedDataParallel.")
     live = current_model()
     live.groups.check_not_joining()
     given = {"wrapper": wrapper, "comm_hook": comm_hook, "buffer_hook": buffer_hook}
     options = {name: value for name, value in given.items() if value is not None}
     _check_strategy(strategy, sync_bn, wrap, comm_hook, options)
+    data = _find_ranks(live, model, strategy, mesh, kwargs)
     if strategy == "fsdp":
-        return _sharded(live, model, wrap, **kwargs)
-    _place(live, model)
+        return _sharded(live, model, wrap, data, state, **kwargs)
+    if data.tensor_groups:
+        _check_no_options("a tensor-parallel model", sync_bn, options)
+        return _replicated(live, model, data, state, **kwargs)
+    if is_on_meta(model):
+        check_initialisable(model, state)
+        initialise(live, model, (), state)  # the wrapper makes the values equal
+    place(live, model)
+    if data.is_explicit and len(data.group.ranks) < live.get_world_size():
+        kwargs["process_group"] = data.group.handle
     wrapped = live.training.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
+    _adapted(live, model, wrapped, kwargs.get("broadcast_buffers", True))
+    return _with_state(wrapped, state)
+
+
+def _adapted(live: ComputationModel, model: Module, wrapped: Module, broadcast_buffers: bool) -> None:
+    """Make the values of a model equal on all ranks if its wrapper has not, and remember the model."""
     if live.get_world_size() == 1:
-        return wrapped
+        return
     inner = unwrap_model(wrapped)
     group = live.training.gradient_group(wrapped, ())
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     if is_trained and wrapped is model:  # not with a wrapper, which has broadcast the parameters
-        _broadcast(live, model, group)
+        equalise(live, model, DataMesh(None, group))
     if is_trained:
-        remember_model(live, inner, group, kwargs.get("broadcast_buffers", True))
+        remember_model(live, inner, group, broadcast_buffers)
     is_averaged_later = is_trained and not isinstance(wrapped, DistributedDataParallel)
     watch_frozen(live, inner, wrapped, is_averaged_later)
-    return wrapped
+
+
+def _find_ranks(
+    live: ComputationModel, model: Module, strategy: str, mesh: Any, kwargs: Mapping[str, Any]
+) -> DataMesh:
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if live.get_world_size() == 1 or not (is_trained or strategy == "fsdp"):
+        return DataMesh(None, live.groups.world, is_explicit=False)
+    if mesh is None and kwargs.get("process_group") is not None:
+        return DataMesh(None, live.groups.world, is_explicit=False)
+    if kwargs.get("process_group") is not None:
+        raise ValueError("process_group= and mesh= both name the ranks of the model: pass only one of them.")
+    if strategy == "fsdp":
+        live.training.check_sharding()
+    data = find_data_mesh(live, model, mesh)
+    if strategy == "fsdp":
+        check_shardable(data)
+    return data
+
+
+def _with_values(live: ComputationModel, model: Module, data: DataMesh, state: State | None) -> bool:
+    """Give every rank of the data group the values of its first rank; False if that rank has none."""
+    if bring_from_meta(live, model, data, state):
+        return False
+    place(live, model)
+    equalise(live, model, data)
+    return True
+
+
+def _with_state(model: Module, state: State | None) -> Module:
+    if state is not None:
+        load_model_state(model, state)
+    return model
 
 
 def _sharded(
     live: ComputationModel,
     model: Module,
     wrap: Sequence[type[Module]],
+    data: DataMesh,
+    state: State | None,
     broadcast_buffers: bool = True,
     **kwargs: Any,
 ) -> Module:
-    if live.get_world_size() == 1:
-        _place(live, model)
-        return model
-    live.training.check_sharding()
-    group = _sharding_group(live, kwargs.get("mesh"))
-    _bring_from_meta(live, model, group)
-    _place(live, model)
-    _broadcast(live, model, group)
-    live.training.shard_model(model, wrap, **kwargs)
-    inner = unwrap_model(model)
-    remember_model(live, inner, group, broadcast_buffers)
-    watch_frozen(live, inner, model, is_averaged_later=True)
-    return model
+    has_values = _with_values(live, model, data, state)
+    if live.get_world_size() > 1 and not (data.is_explicit and data.mesh is None):
+        live.training.shard_model(model, wrap, **({"mesh": data.mesh} if data.mesh else {}), **kwargs)
+    return _ready(live, model, data, state, has_values, broadcast_buffers, is_averaged_later=True)
 
 
-def _place(live: ComputationModel, model: Module) -> None:
-    """Move ``model`` to this rank's device."""
-    _check_not_meta(model)
-    device = live.device()
-    if any(value.device != device for value in [*model.parameters(), *model.buffers()]):
-        _move(model, device)
+def _replicated(
+    live: ComputationModel,
+    model: Module,
+    data: DataMesh,
+    state: State | None,
+    broadcast_buffers: bool = True,
+    find_unused_parameters: bool = False,
+    **_: Any,
+) -> Module:
+    """A model whose parameters are ``DTensor``s, and are equal on the ranks of the data group."""
+    has_values = _with_values(live, model, data, state)
+    ready = _ready(live, model, data, state, has_values, broadcast_buffers, is_averaged_later=False)
+
+    def average(parameters: list[Parameter], group: Group) -> None:
+        used = agree_on_gradients(live, parameters, group) if find_unused_parameters else parameters
+        average_gradients(live, used, group)
+
+    live.training.replicate_model(ready, data.group, average)
+    return ready
 
 
-def _broadcast(live: ComputationModel, model: Module, group: Group) -> None:
-    """Fill the parameters and buffers with those of the first rank of ``group``."""
-    broadcast_tensors(live, [*model.parameters(), *model.buffers()], group.ranks[0], group)
-
-
-def _sharding_group(live: ComputationModel, mesh: Any) -> Group:
-    """The ranks of the device mesh that shards a model; without a mesh the world."""
-    ranks = getattr(mesh, "mesh", None)
-    if not isinstance(ranks, Tensor):
-        return live.groups.world
-    return live.groups.resolve(sorted(ranks.flatten().tolist()))
-
-
-def _bring_from_meta(live: ComputationModel, model: Module, group: Group) -> None:
-    """Allocate a model that is on the meta device, if the first rank of ``group`` has values for it.
-
-    Every rank of ``group`` calls this.
-
-    Raises:
-        ValueError: the first rank has no values; raised on every rank.
-    """
-    names = _names_on_meta(model)
-    names_by_rank: list[list[str]] = exchange_outcomes(live, group, None, names[:3])
-    if names_by_rank[0]:
-        raise ValueError(_ON_META.format(names=names_by_rank[0]))
-    if names:
-        _move(model, live.device(), is_empty=True)
-
-
-_ON_META = (
-    "auto_model needs values, but the model has tensors on the meta device: {names}, ... Allocate the model "
-    "(model.to_empty(device=...)) and set its values first. With strategy='fsdp' only rank 0 needs values."
-)
-
-
-def _names_on_meta(model: Module) -> list[str]:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return [name for name, tensor in named if tensor.is_meta]
-
-
-def _check_not_meta(model: Module) -> None:
-    if names := _names_on_meta(model):
-        raise ValueError(_ON_META.format(names=names[:3]))
+def _ready(
+    live: ComputationModel,
+    model: Module,
+    data: DataMesh,
+    state: State | None,
+    has_values: bool,
+    broadcast_buffers: bool,
+    is_averaged_later: bool,
+) -> Module:
+    """The model with its values, remembered with the ranks that train it."""
+    if not has_values:
+        initialise(live, model, (*data.tensor_groups, data.group), state)
+    if live.get_world_size() > 1:
+        inner = unwrap_model(model)
+        remember_model(live, inner, data.group, broadcast_buffers)
+        watch_frozen(live, inner, model, is_averaged_later)
+    return _with_state(model, state)
 
 
 def _check_strategy(
@@ -193,29 +259,16 @@ def _check_strategy(
         raise ValueError(f"strategy must be 'ddp' or 'fsdp', got {strategy!r}.")
     if strategy == "ddp" and wrap:
         raise ValueError("wrap= needs strategy='fsdp', but the strategy is 'ddp'.")
-    if strategy == "fsdp" and (sync_bn or options):
-        names = ", ".join([*["sync_bn"] * sync_bn, *options])
-        raise ValueError(f"{names}: only DistributedDataParallel supports this, and the strategy is 'fsdp'.")
+    if strategy == "fsdp":
+        _check_no_options("strategy='fsdp'", sync_bn, options)
     if isinstance(comm_hook, str) and comm_hook not in _COMM_HOOKS:
         raise ValueError(f"comm_hook must be one of {_COMM_HOOKS}, or (state, hook); got {comm_hook!r}.")
 
 
-def _move(model: Module, device: torch.device, is_empty: bool = False) -> None:
-    """Move ``model`` to ``device``, or only allocate it there, and keep tied parameters tied.
-
-    An XLA device makes a new parameter for each use of a tied one.
-    """
-    places: dict[Parameter, list[tuple[Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(parameter, []).append((module, name))
-    if is_empty:
-        model.to_empty(device=device)
-    else:
-        model.to(device)
-    for (module, name), *others in places.values():
-        for other_module, other_name in others:
-            setattr(other_module, other_name, getattr(module, name))
+def _check_no_options(what: str, sync_bn: bool, options: dict[str, Any]) -> None:
+    if sync_bn or options:
+        names = ", ".join([*["sync_bn"] * sync_bn, *options])
+        raise ValueError(f"{names}: only DistributedDataParallel supports this, and not {what}.")
 
 
 def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optimizer:
@@ -253,10 +306,13 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         The optimizer to use from now on, for schedulers too.
 
     Raises:
+        TypeError: ``optimizer`` is not an optimizer.
         ValueError: ``zero`` is True, and the backend does not support it, or only some ranks train the model.
             ``zero`` or ``strategy="fsdp"`` is used with an optimizer whose step needs all parameters
             together (one that requires a closure: LBFGS). Raised before any communication.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"auto_optim takes a torch optimizer, got {kind_of(optimizer)}.")
     live = current_model()
     live.groups.check_not_joining()
     if zero and live.get_world_size() > 1:

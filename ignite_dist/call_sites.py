@@ -1,9 +1,10 @@
-"""Find the line of the user's code that made a call, and tell library frames from the user's frames."""
+"""Find the line of the user's code that made a call, warn there, and tell library frames from the user's."""
 
 from __future__ import annotations
 
 import os
 import sys
+import warnings
 from functools import lru_cache
 from types import FrameType
 from typing import Any
@@ -69,6 +70,16 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
             break
         frame = frame.f_back
     return frame
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line of the user's code that made the call."""
+    frame = users_frame(sys._getframe(1))
+    if frame is None:  # at the interpreter's exit, for example
+        warnings.warn(message, stacklevel=2)
+        return
+    module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 _is_library_by_path: dict[str, bool] = {}

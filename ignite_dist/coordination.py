@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +16,7 @@ from ignite_dist.arguments import as_int
 from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.broadcast import broadcast_anything
 from ignite_dist.collectives.checks import check_dense
-from ignite_dist.collectives.path import perform
+from ignite_dist.collectives.path import is_member, perform, takes_part
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
@@ -99,6 +99,37 @@ def _shared_outcome(model: ComputationModel, group: Group) -> Iterator[None]:
     exchange_outcomes(model, group, None)
 
 
+def same_outcome(model: ComputationModel, function: Callable[[], Any]) -> list[Any]:
+    """``function()`` of every rank of the world. Every rank calls this.
+
+    ``function`` makes no collectives, or only such that raise on every rank.
+
+    Raises:
+        ValueError, TypeError, OSError, RuntimeError: a function raised it. Every rank raises such an error,
+            with the same text where only one function raised.
+        RankFailedError: another rank's function raised any other error.
+    """
+    world, error, sent, result = model.groups.resolve(None), None, None, None
+    try:
+        result = function()
+    except Exception as caught:
+        error = caught
+        sent = next((name for name, kind in _KINDS.items() if isinstance(caught, kind)), None)
+    rows = exchange_outcomes(model, world, None if sent else error, (sent, str(error) if sent else result))
+    if error is not None:
+        raise error
+    for name, value in rows:
+        if name is not None:
+            raise _KINDS[name](value)
+    return [value for _, value in rows]
+
+
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (FileNotFoundError, PermissionError, OSError, ValueError, TypeError, RuntimeError)
+}
+
+
 @contextmanager
 def raise_together(group: Any = None) -> Iterator[None]:
     """Context manager: if the block raises on one rank, every rank raises at the end of the block.
@@ -123,8 +154,7 @@ def raise_together(group: Any = None) -> Iterator[None]:
     """
     model = current_model()
     members = model.groups.resolve(group)
-    is_outside = members.handle is not None and members.position(model.get_rank()) is None
-    if is_outside and not (model.transport.groups_need_all_ranks and members.ranks):
+    if not takes_part(model, members):
         yield
         return
     with _shared_outcome(model, members):
@@ -158,19 +188,25 @@ def all_true(flag: bool, group: Any = None) -> bool:
 
 
 def one_rank_only(
-    rank: int = 0, with_barrier: bool = False, broadcast: bool = False
+    rank: int = 0, with_barrier: bool = False, broadcast: bool = False, group: Any = None
 ) -> Callable[[_Function], _Function]:
     """Decorator: the function runs on one rank. On the other ranks a call returns None at once.
 
     Args:
-        rank: the global rank that runs the function.
-        with_barrier: True makes all ranks wait for the end of the function. All ranks must call it.
-        broadcast: True returns the result on every rank (see :func:`broadcast`; None is allowed). Implies
-            ``with_barrier``.
+        rank: the global rank that runs the function, a rank of the group. If the group lacks rank 0, the
+            default 0 stands for the group's first rank.
+        with_barrier: True makes all ranks of the group wait for the end of the function. All of them must
+            call it.
+        broadcast: True returns the result on every rank of the group (see :func:`broadcast`; None is
+            allowed). Implies ``with_barrier``.
+        group: as in :func:`all_reduce`, resolved at each call. A call returns None on a rank outside the
+            group (with XLA after it has taken part in the collectives). Without ``with_barrier`` and
+            ``broadcast`` no group of a list is made.
 
     Raises:
         RankFailedError: on every other rank if the function raises, with ``with_barrier`` or ``broadcast``.
-        ValueError: ``rank`` is not an int, or (with ``with_barrier`` or ``broadcast``) not in the world.
+        ValueError: ``rank`` is not an int, or not in the group (without a group: not in the world, with
+            ``with_barrier`` or ``broadcast``); or ``group`` is not a group. Nothing was sent.
 
     Example::
 
@@ -190,20 +226,47 @@ def one_rank_only(
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             model = current_model()
-            group = model.groups.resolve(None)
-            if not (with_barrier or broadcast):
-                return function(*args, **kwargs) if model.get_rank() == rank else None
-            _check_rank(rank, model.get_world_size())
-            return _run_on_one(model, group, rank, lambda: function(*args, **kwargs), broadcast)
+            needs_others = with_barrier or broadcast
+            members = model.groups.resolve(group if needs_others else None)  # makes no group to skip a call
+            if not needs_others:
+                one = rank if group is None else _one_of(model.groups.ranks_of(group), rank)
+                return function(*args, **kwargs) if model.get_rank() == one else None
+            one = _one_of(members.ranks, rank)
+            return _run_on_one(model, members, one, lambda: function(*args, **kwargs), broadcast)
 
         return untraced(wrapper)  # type: ignore[return-value]
 
     return decorate
 
 
+def _one_of(ranks: Sequence[int], rank: Any) -> int:
+    """``rank``, which must be in ``ranks``. 0 stands for the first of ``ranks`` if these lack rank 0.
+
+    Returns:
+        The rank; -1 if ``ranks`` is empty: the group has no members, or this rank does not know them.
+
+    Raises:
+        ValueError: ``rank`` is not an int or not in ``ranks``.
+    """
+    if not ranks:
+        return -1
+    if type(rank) is int and (rank in ranks or rank == 0):
+        return rank if rank in ranks else ranks[0]
+    allowed = f"[0, {len(ranks)})" if ranks == tuple(range(len(ranks))) else f"the group {list(ranks)}"
+    raise ValueError(f"rank must be an int in {allowed}, got {rank!r}.")
+
+
 def _run_on_one(
     model: ComputationModel, group: Group, rank: int, function: Callable[[], Any], share_result: bool
 ) -> Any:
+    if not is_member(model, group):
+        return perform(
+            model,
+            "agreement",
+            group,
+            lambda _: Steps(lambda: _follow(model, group, rank, share_result)),
+            None,
+        )
     result: Any = None
     with _shared_outcome(model, group):
         if model.get_rank() == rank:
@@ -213,6 +276,13 @@ def _run_on_one(
     if not share_result:
         return result
     return broadcast_anything(model, result, rank, group)
+
+
+def _follow(model: ComputationModel, group: Group, rank: int, share_result: bool) -> None:
+    """Take part in the collectives of :func:`_run_on_one` outside of ``group``, with XLA."""
+    rows = model.objects.gather(tuple(_outcome(model.get_rank(), None, None)), group)
+    if share_result and all(isinstance(row, tuple) and not _Outcome(*row).error_type for row in rows):
+        broadcast_anything(model, None, rank, group)
 
 
 def _sendable(result: Any) -> Any:
@@ -225,45 +295,52 @@ def _sendable(result: Any) -> Any:
 
 
 @contextmanager
-def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
+def one_rank_first(rank: int = 0, local: bool = False, group: Any = None) -> Iterator[None]:
     """Context manager: the block runs on one rank first, then on the other ranks.
 
-    For example, the first rank downloads a file and the other ranks read it from the disk. Every rank must
-    enter the block. The block must not call collectives.
+    For example, the first rank downloads a file and the other ranks read it from the disk. Every rank of the
+    group must enter the block. The block must not call collectives.
 
     Args:
-        rank: the rank that runs the block first.
+        rank: the global rank that runs the block first, a rank of the group. If the group lacks rank 0, the
+            default 0 stands for the group's first rank.
         local: True means that ``rank`` is a local rank, which runs first on its node. Nodes do not wait for
-            each other (with XLA they do).
+            each other (with XLA they do). Not allowed with ``group``.
+        group: as in :func:`all_reduce`. A rank outside the group only runs the block (with XLA after it has
+            taken part in the collective).
 
     Raises:
-        ValueError: ``rank`` is not in [0, world_size), or [0, nproc_per_node) with ``local``.
-        RankFailedError: on every other rank (of the node) if the block raises on the first rank. The other
-            ranks then skip the block. An error on a later rank is not shared.
+        ValueError: ``rank`` is not in the group (without a group: in [0, world_size), or in
+            [0, nproc_per_node) with ``local``); or both ``local`` and ``group`` are given. Nothing was sent.
+        RankFailedError: on every other rank (of the node, or of the group) if the block raises on the first
+            rank. The other ranks then skip the block. An error on a later rank is not shared.
 
     Example::
 
         with idist.one_rank_first():
             dataset = download()
     """
+    if local and group is not None:
+        raise ValueError(
+            "one_rank_first takes local=True or group, not both. For the ranks of this node pass "
+            "group=idist.node_group()."
+        )
     model = current_model()
-    group = model.groups.resolve(None)
-    first = rank = as_int(rank)
+    members = model.groups.resolve(group)
+    rank = as_int(rank)
     if local:
         ranks_on_node = model.node_ranks()
-        _check_rank(rank, len(ranks_on_node))
-        first = ranks_on_node[rank]
+        first = ranks_on_node[_one_of(tuple(range(len(ranks_on_node))), rank)]
         if not model.transport.groups_need_all_ranks:  # XLA needs every rank in each collective
-            group = model.groups.resolve(sorted(ranks_on_node.values()))
-    _check_rank(first, model.get_world_size())
-    if model.get_rank() != first:
-        exchange_outcomes(model, group, None)
+            members = model.groups.resolve(sorted(ranks_on_node.values()))
+    else:
+        first = _one_of(members.ranks, rank)
+    if not takes_part(model, members):
         yield
         return
-    with _shared_outcome(model, group):
+    if model.get_rank() != first:
+        exchange_outcomes(model, members, None)
         yield
-
-
-def _check_rank(rank: int, size: int) -> None:
-    if type(rank) is not int or not 0 <= rank < size:
-        raise ValueError(f"rank must be an int in [0, {size}), got {rank!r}.")
+        return
+    with _shared_outcome(model, members):
+        yield

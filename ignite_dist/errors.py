@@ -121,7 +121,7 @@ class RankFailedError(DistributedError):
         traceback: traceback of the failed rank as text; empty if the rank ended without a traceback.
         host: the host of the failed rank; empty if unknown.
         is_permanent: True if another attempt would fail in the same way, for example after an
-            ``ImportError``.
+            ``ImportError`` or the loss of a machine.
     """
 
     is_permanent = False

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, overload
 
 from ignite_dist import restarts
-from ignite_dist.arguments import as_int, as_port, check_keywords, keywords_of
+from ignite_dist.arguments import as_int, as_port, check_keywords, check_signature, keywords_of
+from ignite_dist.call_sites import warn_user
 from ignite_dist.context import identity, live
 from ignite_dist.environments import spawned, tpu_pod
-from ignite_dist.errors import EnvironmentVariablesError
+from ignite_dist.errors import DistributedError, EnvironmentVariablesError
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -121,6 +122,8 @@ def spawn(
     all nodes have ended. After a failure on any node, every call raises the same error. The loss of a
     machine, its network or its launcher is a failure too. Launchers give up a silent machine after two thirds
     of ``IGNITE_DIST_SILENCE_SECONDS`` (default 30), and ranks give it up after the full time.
+    ``max_restarts`` must be equal on all machines. After a failure, the launcher of node 0 decides for all
+    whether the workers start again. They do not if a launcher is lost, or has received Ctrl-C or SIGTERM.
 
     Args:
         backend: one of :func:`available_backends`, or ``"auto"``: NCCL on a machine with a GPU, else gloo.
@@ -162,10 +165,18 @@ def spawn(
         nproc_per_node = model.launcher.auto_nproc_per_node()
     options = _with_python_ints({"nproc_per_node": nproc_per_node, **kwargs})
     max_restarts = options.pop("max_restarts", 0)
-    restarts.check_max_restarts(max_restarts, options)
+    restarts.check_max_restarts(model.launcher, max_restarts, options)
+    check_signature(fn, args, kwargs_dict or {})
+    _warn_of_launcher()
     entry = restarts.Entry(backend, fn, tuple(args), dict(kwargs_dict or {}))
-    return restarts.start(model.launcher, entry, max_restarts, backend=backend, **options)
+    try:
+        return restarts.start(model.launcher, entry, max_restarts, backend=backend, **options)
+    except (DistributedError, KeyboardInterrupt) as error:
+        raise error.with_traceback(None)  # noqa: B904  # the frames of the launcher would hide the message
 
+
+# Workers of spawn may start more workers. On a TPU pod, the hosts' processes connect by PJRT.
+_NO_LAUNCHERS = ("none", spawned.LAUNCHER, tpu_pod.LAUNCHER)
 
 # Those of spawn itself, for the message about an unknown keyword.
 _OWN_KEYWORDS = {"args", "kwargs_dict", "nproc_per_node", "max_restarts"}
@@ -177,11 +188,26 @@ def _check_call(backend: Any, fn: Any, args: Any) -> None:
         name = getattr(backend, "__name__", repr(backend))
         raise TypeError(f"spawn takes the backend first: spawn({fn!r}, {name}, ...).")
     if not callable(fn):
-        raise TypeError(f"spawn calls a function in each worker, got {type(fn).__name__}.")
+        raise TypeError(
+            f"spawn calls a function in each worker, got {type(fn).__name__}. Pass the function itself "
+            "and its arguments: spawn(backend, function, args=(value,))."
+        )
     if not isinstance(args, (tuple, list)):
         raise TypeError(
             f"args must be a tuple, got {type(args).__name__}. For one argument write args=(value,)."
         )
+
+
+def _warn_of_launcher() -> None:
+    """Warn if a launcher has started several processes here: each of them starts workers."""
+    with suppress(EnvironmentVariablesError):
+        place = identity.environment()
+        num_here = place.nproc_per_node or 1
+        if place.launcher not in _NO_LAUNCHERS and num_here > 1:
+            warn_user(
+                f"{place.launcher} has started {num_here} processes on this machine, and each of them starts "
+                "workers in a job of its own. To use the launcher's processes, use idist.Parallel."
+            )
 
 
 def _check_none(**arguments: Any) -> None:
@@ -190,16 +216,18 @@ def _check_none(**arguments: Any) -> None:
             raise ValueError(f"backend=None runs in this process, so {name} must be None too, got {value!r}.")
 
 
-def _joins_launcher(nproc_per_node: int | Literal["auto"] | None, nnodes: int) -> bool:
-    """True if a launcher has started the processes that the arguments ask for; False to start them here.
+def _joins(backend: str, nproc_per_node: int | Literal["auto"] | None, nnodes: int) -> bool:
+    """True if the processes that the arguments ask for have been started; False to start them here.
 
     Raises:
         ValueError: a launcher has started a different number of processes, or no launcher starts other nodes.
     """
+    if nproc_per_node == "auto" and live.is_context_of(backend):
+        return True
     try:
         place = identity.environment()
     except EnvironmentVariablesError:  # initialize() raises it again
-        return nproc_per_node is None
+        return nproc_per_node in (None, "auto")
     if nproc_per_node is None:
         if nnodes > 1 and place.launcher == "none":
             raise ValueError(
@@ -207,8 +235,7 @@ def _joins_launcher(nproc_per_node: int | Literal["auto"] | None, nnodes: int) -
                 "number of processes on this machine as nproc_per_node."
             )
         return True
-    # Workers of spawn may start more workers. On a TPU pod, the hosts' processes connect by PJRT.
-    if place.launcher in ("none", spawned.LAUNCHER, tpu_pod.LAUNCHER):
+    if place.launcher in _NO_LAUNCHERS:
         return False
     num_here = place.nproc_per_node or place.world_size // nnodes
     if nproc_per_node in ("auto", num_here):
@@ -285,10 +312,11 @@ class Parallel:
         initialize_names, spawn_names = keywords_of(model.open), model.launcher.options() | {"max_restarts"}
         given = {"init_method": init_method, **spawn_kwargs}
         given = {name: value for name, value in given.items() if value is not None}
-        restarts.check_max_restarts(given.get("max_restarts", 0), {**given, **node_kwargs})
+        max_restarts = given.get("max_restarts", 0)
+        restarts.check_max_restarts(model.launcher, max_restarts, {**given, **node_kwargs})
         check_keywords("Parallel", given, initialize_names | spawn_names | {"nproc_per_node"})
         self._initialize_kwargs = {name: given[name] for name in given if name in initialize_names}
-        if not _joins_launcher(nproc_per_node, nnodes or 1):
+        if not _joins(backend, nproc_per_node, nnodes or 1):
             if nproc_per_node == "auto":
                 nproc_per_node = model.launcher.auto_nproc_per_node()
             given.update((name, value) for name, value in node_kwargs.items() if value is not None)
@@ -313,10 +341,9 @@ class Parallel:
         """Warn about keywords that a live context cannot use. ``init_method`` is ignored silently."""
         unused = sorted(self._initialize_kwargs.keys() - {"init_method"})
         if unused:
-            warnings.warn(
+            warn_user(
                 f"Parallel uses the live context of backend {self.backend!r} and ignores "
                 f"{', '.join(unused)}. Pass them where the context is made.",
-                stacklevel=3,
             )
 
     def run(

@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from ignite_dist.arguments import keywords_of
 from ignite_dist.comp_models.launcher import Launcher
 from ignite_dist.context import live
 from ignite_dist.diagnostics import announcing, watchdog
 from ignite_dist.errors import RankFailedError
+from ignite_dist.workers.attempts import JOB_ID_VARIABLE, Attempts
 from ignite_dist.workers.failures import failure_of
 
 _logger = logging.getLogger(__name__)
@@ -21,7 +23,9 @@ _VARIABLE = "IGNITE_DIST_RESTART_COUNT"
 def restart_count() -> int:
     """How often this job has been started again after a failure: 0 in the first attempt.
 
-    Under torchrun, the number of torchrun's restarts.
+    Under torchrun, the number of torchrun's restarts on this node. The environment variable
+    ``IGNITE_DIST_JOB_ID`` (under torchrun, ``TORCHELASTIC_RUN_ID``) is the same in all attempts of a job, on
+    all ranks (XLA: of a host). It tells the job's checkpoint from that of an earlier job.
 
     Example::
 
@@ -36,6 +40,7 @@ class Entry:
 
     Attributes:
         restart_count: the result of :func:`restart_count` in the worker.
+        job_id: of this launcher.
     """
 
     def __init__(
@@ -46,10 +51,12 @@ class Entry:
         self.args = args
         self.kwargs = kwargs
         self.restart_count = 0
+        self.job_id = ""
         self.comparison = announcing.comparison_in_new_contexts()  # set by debug() in the launcher
 
     def __call__(self, local_rank: int, **initialize_kwargs: Any) -> Any:  # noqa: D102
         os.environ[_VARIABLE] = str(self.restart_count)
+        os.environ.setdefault(JOB_ID_VARIABLE, self.job_id)  # on several nodes that of node 0 is there
         announcing.set_comparison_in_new_contexts(self.comparison)
         live.initialize(self.backend, **initialize_kwargs)
         watchdog.watch_this_rank()
@@ -77,25 +84,36 @@ def _num_collectives() -> tuple[int, int]:
 def start(launcher: type[Launcher], entry: Entry, max_restarts: int, **options: Any) -> Any:
     """Start workers that run ``entry``, and start all of them again after a failure.
 
+    On several nodes, the launcher of node 0 decides for all of them: see :mod:`ignite_dist.workers.nodes`.
+
     Raises:
         RankFailedError: the last attempt has failed, or another attempt would fail in the same way.
     """
-    while True:
-        try:
-            return launcher.start(entry, **options)
-        except RankFailedError as error:
-            if entry.restart_count >= max_restarts or error.is_permanent:
-                raise
-            entry.restart_count += 1
+    attempts = Attempts(max_restarts)
+    entry.job_id = attempts.job_id
+    if "attempts" in keywords_of(launcher.start):
+        options["attempts"] = attempts
+    try:
+        while True:
+            try:
+                return launcher.start(entry, **options)
+            except RankFailedError as error:
+                failure = error
+            if not attempts.agree_on_restart(failure):
+                raise failure
+            entry.restart_count = attempts.num_restarts
             _logger.warning(
                 "Restart %d of at most %d, because the job has failed. %s",
                 entry.restart_count,
                 max_restarts,
-                error,
+                failure,
             )
+    except BaseException:  # Ctrl-C, for example
+        attempts.close()
+        raise
 
 
-def check_max_restarts(max_restarts: Any, options: dict[str, Any]) -> None:
+def check_max_restarts(launcher: type[Launcher], max_restarts: Any, options: dict[str, Any]) -> None:
     """Raise for a ``max_restarts`` that is not an int >= 0, or that ``options`` do not support."""
     if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
         raise ValueError(f"max_restarts must be an int >= 0, got {max_restarts!r}.")
@@ -103,5 +121,14 @@ def check_max_restarts(max_restarts: Any, options: dict[str, Any]) -> None:
         return
     if not options.get("join", True):
         raise ValueError("max_restarts needs join=True: spawn starts the workers again while it waits.")
-    if (options.get("nnodes") or 1) > 1 or options.get("hosts"):
-        raise ValueError("max_restarts is for one machine. On several machines use torchrun --max-restarts.")
+    if (options.get("nnodes") or 1) == 1:
+        return
+    if not launcher.restarts_several_nodes:
+        raise ValueError(
+            "With this backend, max_restarts is for one machine: its launchers do not talk to each other."
+        )
+    if options.get("init_method") not in (None, "env://"):
+        raise ValueError(
+            "max_restarts with nnodes > 1 needs master_addr and master_port instead of init_method: the "
+            "launchers of all machines connect there, to agree on each restart."
+        )

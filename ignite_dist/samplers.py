@@ -77,6 +77,7 @@ class ExactSampler(DistributedSampler[Any]):
         self.padded = padded
         self.num_samples = self.num_drawn_by(self.rank)
         self._latest_epoch = self.epoch
+        self.group: Any = None  # the ranks that share the data set: the group of gather_in_order
         self.on_begin: Callable[[], None] | None = None
         self._has_begun = False
 
@@ -257,14 +258,6 @@ def _drawing_from(generator: torch.Generator, sampler: Any) -> Iterator[None]:
         sampler.generator = None
 
 
-def loader_class(dataset: Dataset[Any], sampler: Any) -> type[DataLoader[Any]]:
-    """The class of the data loader for ``dataset`` and ``sampler``."""
-    if isinstance(dataset, Shard):
-        return ShardLoader
-    needs_passes = hasattr(sampler, "advance_epoch") or getattr(sampler, "on_begin", None) is not None
-    return EpochLoader if needs_passes else DataLoader
-
-
 class ShardLoader(DataLoader[Any]):
     """A data loader of a :class:`Shard`. ``len()`` counts the batches of each worker.
 
@@ -278,42 +271,3 @@ class ShardLoader(DataLoader[Any]):
             return len(items)
         counts = [len(items[worker::num_workers]) for worker in range(num_workers)]
         return sum(count // size if self.drop_last else -(-count // size) for count in counts)
-
-
-class EpochLoader(DataLoader[Any]):
-    """A data loader that reports the beginning and the end of each pass to its sampler.
-
-    The sampler cannot detect the end of a pass: workers fetch ahead, so the first batch may exhaust it.
-    """
-
-    def __iter__(self) -> Any:
-        return Pass(super().__iter__(), self.sampler)
-
-
-class Pass:
-    """One pass over a data loader: an iterator with a length, like torch's."""
-
-    def __init__(self, batches: Any, sampler: Any) -> None:
-        self._batches = batches
-        self._sampler = sampler
-        self._has_begun = False
-        self._is_exhausted = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __next__(self) -> Any:
-        if not self._has_begun:
-            self._has_begun = True
-            if getattr(self._sampler, "on_begin", None) is not None:
-                self._sampler.begin_pass()
-        try:
-            return next(self._batches)
-        except StopIteration:
-            if not self._is_exhausted and hasattr(self._sampler, "advance_epoch"):
-                self._sampler.advance_epoch()
-            self._is_exhausted = True
-            raise

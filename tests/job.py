@@ -23,7 +23,7 @@ import ignite_dist as idist
 def main(config: dict[str, Any]) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with idist.Parallel(backend="gloo") as parallel:
+        with idist.Parallel("auto", nproc_per_node="auto") as parallel:  # as in README
             found = parallel.run(train, config)
     found["warnings"] = [str(warning.message) for warning in caught]
     Path(config["out"], f"{found['rank']}.json").write_text(json.dumps(found), encoding="utf-8")

@@ -27,7 +27,6 @@ needs_namespaces = pytest.mark.skipif(
     reason="needs root and iproute2, for network namespaces",
 )
 
-_SUBNET = "10.98.7"
 _LINK = "eth0"
 
 
@@ -43,7 +42,10 @@ class Host(NamedTuple):
     port: str
 
     def start(self, *command: Any, **environ: str) -> Job:
-        """Run a command on this machine; its output goes to a file."""
+        """Run a command on this machine; its output goes to a file.
+
+        The machines share the memory of one, so shared memory is off, unless ``environ`` turns it on.
+        """
         output = tempfile.TemporaryFile()  # noqa: SIM115  # it lives as long as the job
         in_namespace = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c"]
         process = subprocess.Popen(
@@ -51,7 +53,9 @@ class Host(NamedTuple):
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=plain_environ(**{"IGNITE_DIST_SILENCE_SECONDS": "15", **environ}),
+            env=plain_environ(
+                **{"IGNITE_DIST_SILENCE_SECONDS": "15", "IGNITE_DIST_SHARED_MEMORY": "0", **environ}
+            ),
         )
         return Job(self, process, output)
 
@@ -97,12 +101,15 @@ class Job(NamedTuple):
 
 
 @contextmanager
-def machines(num_hosts: int) -> Iterator[list[Host]]:
-    """Hosts ``hosta``, ``hostb``, ... that reach each other; with them all that runs there ends."""
+def machines(num_hosts: int, subnet: str = "10.98.7") -> Iterator[list[Host]]:
+    """Hosts ``hosta``, ``hostb``, ... that reach each other; with them all that runs there ends.
+
+    The address of the first is ``1`` in ``subnet``. No other process sees this network.
+    """
     unique = f"idist{os.getpid()}"
     bridge = f"{unique}br"  # an interface's name has at most 15 characters
     hosts = [
-        Host(f"host{letter}", f"{_SUBNET}.{number}", f"{unique}{letter}", f"{unique}{letter}")
+        Host(f"host{letter}", f"{subnet}.{number}", f"{unique}{letter}", f"{unique}{letter}")
         for number, letter in enumerate("abcdef"[:num_hosts], start=1)
     ]
     try:

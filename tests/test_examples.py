@@ -1,11 +1,12 @@
-"""The example, run as a user runs it: as a script, in every way that it can be started."""
+"""The example, in every way to start it that the documents show, and resumed, evaluated, misused."""
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,9 @@ import torch
 from matplotlib.image import imread
 
 import ignite_dist as idist
-from helpers import ROOT, free_port, loopback, plain_environ, run_python, without_gloos
+from commands import BIN, at_a_shell, documented, open_mpi, with_examples, with_markers
+from helpers import ROOT, free_port, run_python, without_gloos
+from machines import machines, needs_namespaces
 
 DIGITS = ROOT / "examples" / "digits.py"
 EPOCHS = 10  # the script's default
@@ -39,7 +42,8 @@ class Run(NamedTuple):
 
     @property
     def checkpoint(self) -> dict[str, Any]:
-        return torch.load(self.folder / "checkpoint.pt")
+        content = torch.load(self.folder / "checkpoint.pt", weights_only=True)
+        return {**content, **content["values"]}
 
     @property
     def losses(self) -> torch.Tensor:
@@ -51,107 +55,118 @@ class Run(NamedTuple):
         return started == [(str(epoch), str(of)) for epoch in range(first, last + 1)]
 
 
-def start(folder: Path, *options: Any, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """The example as a process, on the CPU; the bars on accuracy and equality are meant for it."""
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(DIGITS), "--output-dir", str(folder), *map(str, options)],
-        env=plain_environ(CUDA_VISIBLE_DEVICES="", **loopback()),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def train(folder: Path, *options: Any) -> Run:
+    """The example with other options than a document shows."""
+    command = [sys.executable, DIGITS, "--output-dir", folder, *options]
+    return _run(shlex.join(map(str, command)), folder, folder)
 
 
-def finish(process: subprocess.Popen[str], folder: Path) -> Run:
-    """Wait for the process, which must succeed."""
-    try:
-        output, progress = process.communicate(timeout=280)
-    finally:
-        process.kill()
-    assert process.returncode == 0, progress
-    return Run(without_gloos(output), progress, folder)
+def as_shown(command: str, folder: Path, **environ: str) -> Run:
+    """The command of a document, run where only its ``examples/`` is."""
+    return _run(command, with_examples(folder), folder / "runs" / "digits", **environ)
 
 
-def train(folder: Path, *options: Any, launcher: tuple[str, ...] = ()) -> Run:
-    return finish(start(folder, *options, launcher=launcher), folder)
+def _run(command: str, folder: Path, results: Path, **environ: str) -> Run:
+    ended = at_a_shell(command, folder, **environ)
+    assert ended.returncode == 0, ended.errors
+    return Run(ended.output, ended.errors, results)
 
 
 @pytest.fixture(scope="module")
 def serial(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One process, all epochs: what every other run is held against."""
-    return train(tmp_path_factory.mktemp("serial"))
+    return as_shown(documented("python examples/digits.py"), tmp_path_factory.mktemp("serial"))
 
 
-# --- four ways to start it ---------------------------------------------------------------------------
+# --- the ways to start it that the documents show ------------------------------------------------------
 
 
-def test_serial_run_learns(serial: Run) -> None:
-    assert serial.accuracy >= 97.0
-    assert serial.shows_epochs(1, EPOCHS, of=EPOCHS)
-    assert serial.checkpoint["epoch"] == len(serial.losses) == EPOCHS
-
-
-def test_two_processes_learn_the_same(serial: Run, tmp_path: Path) -> None:
-    run = train(tmp_path, "--nproc-per-node", 2)
+def assert_learns(run: Run) -> None:
     assert run.accuracy >= 97.0
-    assert abs(run.accuracy - serial.accuracy) <= 1.0
     assert run.shows_epochs(1, EPOCHS, of=EPOCHS)
-    assert len(run.losses) == EPOCHS
+    assert run.checkpoint["epoch"] == len(run.losses) == EPOCHS
+
+
+def assert_same(run: Run, serial: Run) -> None:
+    assert_learns(run)
+    assert abs(run.accuracy - serial.accuracy) <= 1.0
     torch.testing.assert_close(run.losses, serial.losses, rtol=0, atol=1e-4)
 
 
-def test_torchrun(serial: Run, tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run = train(tmp_path, "--epochs", 2, launcher=launcher)
-    assert run.accuracy > 50.0
-    assert run.shows_epochs(1, 2, of=2)
-    torch.testing.assert_close(run.losses, serial.losses[:2], rtol=0, atol=1e-4)
+def test_serial_run_learns(serial: Run) -> None:
+    assert_learns(serial)
 
 
-@pytest.mark.horovod
-def test_horovod_learns_the_same(serial: Run, tmp_path: Path) -> None:
-    run = train(tmp_path, "--backend", "horovod", "--nproc-per-node", 2, "--epochs", 2)
-    assert run.accuracy > 50.0
-    assert run.shows_epochs(1, 2, of=2)
-    torch.testing.assert_close(run.losses, serial.losses[:2], rtol=0, atol=1e-4)
+COMMANDS = with_markers(
+    documented("python examples/digits.py --nproc-per-node 2"),
+    documented("torchrun --nproc-per-node 2 examples/digits.py"),
+    documented("python examples/digits.py --backend horovod --nproc-per-node 2"),
+    documented("PJRT_DEVICE=CPU python examples/digits.py --backend xla-tpu"),
+    documented(
+        "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/digits.py --backend xla-tpu --nproc-per-node 2"
+    ),
+)
 
 
-@pytest.mark.xla
-@pytest.mark.parametrize("options", [(), ("--nproc-per-node", 2)], ids=["alone", "2-replicas"])
-def test_xla_learns_the_same(
-    serial: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[Any, ...]
-) -> None:
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.setenv("CPU_NUM_DEVICES", "2")
-    run = train(tmp_path, "--backend", "xla-tpu", "--epochs", 2, *options)
-    assert run.accuracy > 50.0
-    assert run.shows_epochs(1, 2, of=2)
-    torch.testing.assert_close(run.losses, serial.losses[:2], rtol=0, atol=1e-4)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_started_otherwise_it_learns_the_same(command: str, serial: Run, tmp_path: Path) -> None:
+    assert_same(as_shown(command, tmp_path), serial)
 
 
 @pytest.mark.horovod
 def test_horovodrun(serial: Run, tmp_path: Path) -> None:
-    launcher = ("-m", "horovod.runner.launch", "-np", "2", sys.executable)
-    run = train(tmp_path, "--backend", "horovod", "--epochs", 2, launcher=launcher)
+    run = as_shown(documented("horovodrun -np 2 python examples/digits.py --backend horovod"), tmp_path)
     (accuracy,) = re.findall(r"^\[0\]<stdout>:test accuracy: (\d+\.\d)%$", run.output, re.MULTILINE)
-    assert float(accuracy) > 50.0
-    torch.testing.assert_close(run.losses, serial.losses[:2], rtol=0, atol=1e-4)
+    assert abs(float(accuracy) - serial.accuracy) <= 1.0
+    torch.testing.assert_close(run.losses, serial.losses, rtol=0, atol=1e-4)
 
 
-def test_two_nodes(serial: Run, tmp_path: Path) -> None:
-    options = ("--epochs", 2, "--nproc-per-node", 1, "--nnodes", 2, "--master-port", free_port())
-    folders = tmp_path / "node0", tmp_path / "node1"
-    nodes = [start(folder, *options, "--node-rank", rank) for rank, folder in enumerate(folders)]
-    try:
-        first, second = (finish(node, folder) for node, folder in zip(nodes, folders, strict=True))
-    finally:
-        for node in nodes:
-            node.kill()
-    assert first.accuracy > 50.0
-    assert first.shows_epochs(1, 2, of=2)
-    torch.testing.assert_close(first.losses, serial.losses[:2], rtol=0, atol=1e-4)
-    assert (second.output, second.folder.exists()) == ("", False)  # rank 0 alone prints and writes
+@pytest.mark.mpi4py
+def test_mpirun(serial: Run, tmp_path: Path) -> None:
+    command = documented("mpirun -np 2 python examples/digits.py --backend mpi4py")
+    assert_same(as_shown(command, tmp_path, **open_mpi(tmp_path)), serial)
+
+
+NODES = [
+    documented("python examples/digits.py --nproc-per-node 1 --nnodes 2 --node-rank 0 --master-port 29500 &"),
+    documented("python examples/digits.py --nproc-per-node 1 --nnodes 2 --node-rank 1 --master-port 29500"),
+]
+
+
+def test_two_nodes_on_one_machine(serial: Run, tmp_path: Path) -> None:
+    """Rank 0 alone prints and writes. The port is another one: it has to be free here."""
+    lines = "\n".join([NODES[0], "first=$!", NODES[1], "second=$?", "wait $first && exit $second"])
+    assert_same(as_shown(lines.replace("29500", str(free_port())), tmp_path), serial)
+
+
+ON_10_0_0_1 = documented(
+    "python examples/digits.py --nproc-per-node 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 "
+    "--master-port 29500"
+)
+ON_THE_OTHER = documented(
+    "python examples/digits.py --nproc-per-node 1 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 "
+    "--master-port 29500"
+)
+
+
+@pytest.mark.launchers
+@needs_namespaces
+def test_two_machines(tmp_path: Path) -> None:
+    """Three ranks: their batches are not those of one, two or four. Each node warns of that."""
+    environ = {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    folders, jobs = [], []
+    with machines(2, subnet="10.0.0") as hosts:
+        for host, command in zip(hosts, (ON_10_0_0_1, ON_THE_OTHER), strict=True):
+            folder = tmp_path / host.name
+            folder.mkdir()
+            folders.append(with_examples(folder))
+            jobs.append(host.start("bash", "-c", f'cd "$0" && {command}', folder, **environ))
+        (first, output), (second, other_output) = [job.end(250) for job in jobs]
+    assert (first, second) == (0, 0), output + other_output
+    text = without_gloos(output)
+    assert_learns(Run(text, text, folders[0] / "runs" / "digits"))
+    assert "epoch" not in other_output and "accuracy" not in other_output  # rank 0 alone prints and writes
+    assert not (folders[1] / "runs").exists()
 
 
 # --- the checkpoint ----------------------------------------------------------------------------------
@@ -180,21 +195,6 @@ def test_resume_with_nothing_left_to_train(serial: Run, tmp_path: Path) -> None:
     resumed = train(tmp_path, "--resume")
     assert resumed.accuracy == serial.accuracy
     assert resumed.progress == ""
-
-
-def test_interrupted_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_checkpoint = runpy.run_path(str(DIGITS))["save_checkpoint"]
-    path = tmp_path / "new" / "checkpoint.pt"
-    save_checkpoint({"epoch": 1}, path)
-
-    def break_off(checkpoint: Any, file: Any) -> None:
-        file.write(b"half")
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(torch, "save", break_off)
-    with pytest.raises(OSError, match="No space left"):
-        save_checkpoint({"epoch": 2}, path)
-    assert torch.load(path) == {"epoch": 1}
 
 
 # --- evaluation and plot -----------------------------------------------------------------------------

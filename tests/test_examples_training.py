@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from helpers import ROOT, loopback, plain_environ, run_python
+from commands import at_a_shell, documented, with_examples, with_markers
+from helpers import ROOT, plain_environ, run_python
 
 ROWS = {
     ("SINGLE_AUTO_SYNC", False),
@@ -19,16 +20,13 @@ ROWS = {
 ROUNDING = 1e-5
 
 TWO = ("--nproc-per-node", 2)
-WITH_XLA = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
 
 
-def run(name: str, *options: Any, seconds: float = 280, **environ: str) -> str:
-    """What the example prints, on the CPU; nothing else, and no other rank, may print."""
-    environment = plain_environ(CUDA_VISIBLE_DEVICES="", **loopback(), **environ)
-    path: Path = ROOT / "examples" / name
-    ended = run_python(path, *options, seconds=seconds, env=environment)
-    assert ended.returncode == 0, ended.stdout
-    return ended.stdout
+def run(command: str, folder: Path) -> str:
+    """What the command of a document prints, on the CPU; nothing else, and no other rank, may print."""
+    ended = at_a_shell(command, with_examples(folder))
+    assert ended.returncode == 0, ended.errors
+    return ended.output
 
 
 # --- accumulate.py -------------------------------------------------------------------------------------
@@ -48,23 +46,21 @@ def assert_all_right(output: str) -> None:
         assert float(time) > 0 and error < ROUNDING, output
 
 
-def test_one_process_accumulates_the_same_with_each_strategy() -> None:
-    assert_all_right(run("accumulate.py", "--epochs", 1))
+ACCUMULATE = with_markers(
+    documented("python examples/accumulate.py"),
+    documented("python examples/accumulate.py --nproc-per-node 2"),
+    documented("torchrun --nproc-per-node 2 examples/accumulate.py"),
+    documented("python examples/accumulate.py --backend horovod --nproc-per-node 2"),
+    documented(
+        "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/accumulate.py --backend xla-tpu --nproc-per-node 2"
+    ),
+    "PJRT_DEVICE=CPU python examples/accumulate.py --backend xla-tpu",
+)
 
 
-def test_two_processes_accumulate_the_same_with_each_strategy() -> None:
-    assert_all_right(run("accumulate.py", "--epochs", 1, *TWO))
-
-
-@pytest.mark.horovod
-def test_horovod_accumulates_the_same_with_each_strategy() -> None:
-    assert_all_right(run("accumulate.py", "--epochs", 1, "--backend", "horovod", *TWO))
-
-
-@pytest.mark.xla
-@pytest.mark.parametrize("options", [(), TWO], ids=["alone", "2-replicas"])
-def test_xla_accumulates_the_same_with_each_strategy(options: tuple[Any, ...]) -> None:
-    assert_all_right(run("accumulate.py", "--epochs", 1, "--backend", "xla-tpu", *options, **WITH_XLA))
+@pytest.mark.parametrize("command", ACCUMULATE)
+def test_each_strategy_accumulates_the_same(command: str, tmp_path: Path) -> None:
+    assert_all_right(run(command, tmp_path))
 
 
 # --- contrastive.py ------------------------------------------------------------------------------------
@@ -88,8 +84,8 @@ def learned(output: str) -> Learned:
 
 
 @pytest.fixture(scope="module")
-def serial() -> Learned:
-    return learned(run("contrastive.py"))
+def serial(tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    return learned(run(documented("python examples/contrastive.py"), tmp_path_factory.mktemp("serial")))
 
 
 def assert_same(one: Learned, other: Learned) -> None:
@@ -104,20 +100,22 @@ def test_one_process_learns_without_labels(serial: Learned) -> None:
     assert serial.trained >= serial.untrained + 5.0
 
 
-def test_two_processes_learn_the_same(serial: Learned) -> None:
-    """More negatives than a rank has images of its own, or the losses would not be those of one process."""
-    assert_same(learned(run("contrastive.py", *TWO)), serial)
+CONTRASTIVE = with_markers(
+    documented("python examples/contrastive.py --nproc-per-node 2"),
+    documented("torchrun --nproc-per-node 2 examples/contrastive.py"),
+    documented("python examples/contrastive.py --backend horovod --nproc-per-node 2"),
+    documented(
+        "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/contrastive.py --backend xla-tpu "
+        "--nproc-per-node 2"
+    ),
+    "PJRT_DEVICE=CPU python examples/contrastive.py --backend xla-tpu",
+)
 
 
-@pytest.mark.horovod
-def test_horovod_learns_the_same(serial: Learned) -> None:
-    assert_same(learned(run("contrastive.py", "--backend", "horovod", *TWO)), serial)
-
-
-@pytest.mark.xla
-@pytest.mark.parametrize("options", [(), TWO], ids=["alone", "2-replicas"])
-def test_xla_learns_the_same(serial: Learned, options: tuple[Any, ...]) -> None:
-    assert_same(learned(run("contrastive.py", "--backend", "xla-tpu", *options, **WITH_XLA)), serial)
+@pytest.mark.parametrize("command", CONTRASTIVE)
+def test_started_otherwise_it_learns_the_same(command: str, serial: Learned, tmp_path: Path) -> None:
+    """Two ranks have more negatives than images of their own: else the losses would not be those of one."""
+    assert_same(learned(run(command, tmp_path)), serial)
 
 
 # --- misuse ------------------------------------------------------------------------------------------
@@ -141,3 +139,24 @@ def test_misuse(name: str, options: tuple[Any, ...], message: str) -> None:
 def test_misuse_under_torchrun(name: str) -> None:
     ended = run_python(ROOT / "examples" / name, *TWO, env=plain_environ(RANK="0", WORLD_SIZE="1"))
     assert ended.returncode == 2 and "a launcher has started this process" in ended.stdout, ended.stdout
+
+
+# --- mesh.py -------------------------------------------------------------------------------------------
+
+MESH = [
+    documented("python examples/mesh.py"),
+    documented("python examples/mesh.py --nproc-per-node 4 --tp 2"),
+    documented("python examples/mesh.py --nproc-per-node 4 --tp 2 --strategy fsdp"),
+    documented("torchrun --nproc-per-node 4 examples/mesh.py --tp 2"),
+]
+
+
+@pytest.mark.parametrize("command", MESH)
+def test_every_mesh_has_the_losses_that_are_shown(command: str, tmp_path: Path) -> None:
+    text = (ROOT / "examples" / "mesh.py").read_text(encoding="utf-8")
+    shown, found = (
+        [float(loss) for loss in re.findall(r"^ *epoch +\d+   loss (\d\.\d{4})$", one, re.MULTILINE)]
+        for one in (text, run(command, tmp_path))
+    )
+    assert len(found) == 10 and found[-1] < found[0] / 5
+    assert found == pytest.approx(shown, abs=2e-3)

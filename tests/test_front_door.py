@@ -19,14 +19,17 @@ FACADE = names("""
     backend device available_backends model_name get_world_size get_rank get_local_rank get_nproc_per_node
     get_nnodes get_node_rank hostname set_local_rank sync initialize finalize show_config spawn Parallel
     all_reduce all_gather all_gather_tensors_with_shapes all_gather_ragged broadcast barrier new_group
+    reduce gather scatter reduce_scatter all_to_all
     one_rank_only one_rank_first auto_model auto_optim auto_dataloader DistributedProxySampler
     registered_computation_models register_computation_model has_native_dist_support has_hvd_support
     has_xla_support
     is_global_zero is_local_zero world_group any_true all_true seed_everything shared_seed
     ExactSampler gather_in_order sampler_kwargs split to_device
-    unwrap_model mark_forward_method model_state load_model_state optimizer_state load_optimizer_state
+    unwrap_model mark_forward_method mesh model_state load_model_state optimizer_state load_optimizer_state
     DDPSyncStrategy no_sync grad_sync accumulate clip_grad_norm join
     debug watch raise_together safe_objects environment
+    node_group print progress average_parameters
+    save_checkpoint load_checkpoint latest
 """)
 ERRORS = names("""
     DistributedError RankFailedError CollectiveMismatchError EnvironmentVariablesError LaunchError

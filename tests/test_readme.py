@@ -1,4 +1,4 @@
-"""The README's first script, as pasted, in the three ways that it shows."""
+"""The README's commands after ``pip install .``, and its snippets."""
 
 from __future__ import annotations
 
@@ -7,17 +7,114 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, plain_environ, run_python, write_script
+from commands import DOCUMENTS, blocks, documented
+from helpers import ROOT, run_python, write_script
+from installed import Installed, copy_checkout, new_environment
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SCRIPT = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[0]
-CONSOLE = re.findall(r"^```console\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[0]
-SHOWN = dict(re.findall(r"^\$ (\S+) .*\n((?:epoch .*\n)+)", CONSOLE, re.MULTILINE))
-HOW = {
-    "python": (),
-    "ignite-dist": ("-m", "ignite_dist", "run", "--nproc-per-node", "2"),
-    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-}
+SNIPPETS = [
+    text for path in DOCUMENTS for language, text in blocks(path.read_text("utf-8")) if language == "python"
+]
+SCRIPT, *LATER_SNIPPETS = SNIPPETS
+(CONSOLE,) = [text for language, text in blocks(README) if language == "console"]
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return new_environment(tmp_path_factory.mktemp("environment"))
+
+
+@pytest.fixture(scope="module")
+def installed(new: Installed) -> Installed:
+    files = _files(new.checkout)
+    ended = new.run(documented("pip install ."), folder=new.checkout)
+    assert ended.returncode == 0, ended.output + ended.errors
+    assert _files(new.checkout) == files  # no build/, no *.egg-info
+    return new
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+# --- installed -----------------------------------------------------------------------------------------
+
+
+def test_the_package_is_the_installed_one(installed: Installed) -> None:
+    ended = installed.run("python -c 'import ignite_dist; print(ignite_dist.__file__)'")
+    assert Path(ended.output).is_relative_to(installed.folder / "new"), ended.errors
+
+
+def test_env_prints_plain_text(installed: Installed) -> None:
+    ended = installed.run(documented("ignite-dist env"), FORCE_COLOR="1")
+    assert ended.returncode == 0, ended.errors
+    assert "\x1b" not in ended.output
+    assert re.search(r"^  rich +not installed$", ended.output, re.MULTILINE)
+    assert re.search(r"^  gloo +works", ended.output, re.MULTILINE)
+
+
+def test_with_the_extra_there_are_colours(installed: Installed) -> None:
+    ended = installed.run(documented('pip install ".[cli]"'), "rich", folder=installed.checkout)
+    assert ended.returncode == 0, ended.output + ended.errors
+    assert "Requirement already satisfied: rich" in ended.output
+    assert "\x1b" in installed.run("ignite-dist env", "rich", FORCE_COLOR="1").output
+
+
+def test_the_module_is_the_program(installed: Installed) -> None:
+    module = installed.run(f"{documented('python -m ignite_dist')} --help")
+    assert module == installed.run("ignite-dist --help")
+    assert module.returncode == 0 and "bench" in module.output
+
+
+CHECKS = [documented("ignite-dist check"), documented("torchrun --nproc-per-node 2 -m ignite_dist check")]
+
+
+@pytest.mark.parametrize("command", CHECKS)
+def test_check(installed: Installed, command: str) -> None:
+    ended = installed.run(command, folder=installed.folder)
+    assert ended.returncode == 0, ended.errors
+    assert "gloo, 2 processes" in ended.output
+    assert ended.output.count("All is well") == 1  # of all ranks, one prints
+    assert ("Starting" in ended.errors) == (not command.startswith("torchrun"))
+
+
+def test_bench_draws_a_chart(installed: Installed, tmp_path: Path) -> None:
+    command = documented("ignite-dist bench --save chart.png")
+    refused = installed.run(command, folder=tmp_path)
+    assert refused.returncode == 2 and "pip install matplotlib" in refused.errors
+    ended = installed.run(command, "matplotlib", folder=tmp_path)
+    assert ended.returncode == 0, ended.errors
+    assert "42 measurements" in ended.errors
+    assert max(map(len, ended.output.splitlines())) <= 95
+    lines = [line.split() for line in ended.output.splitlines() if " x " in line or line.endswith(" x")]
+    assert [words[:3] for words in lines[:1]] == [["all_reduce", "4", "B"]], ended.output
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- the first script ----------------------------------------------------------------------------------
+
+RUNS = [
+    documented("python train.py"),
+    documented("ignite-dist run --nproc-per-node 2 train.py"),
+    documented("torchrun --nproc-per-node 2 train.py"),
+]
+
+
+def test_it_is_short() -> None:
+    assert len(SCRIPT.splitlines()) <= 25
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_the_first_script_prints_what_is_shown(installed: Installed, command: str, tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT, "train.py")
+    ended = installed.run(command, folder=tmp_path, OMP_NUM_THREADS="1")
+    assert ended.returncode == 0, ended.errors
+    (text,) = re.findall(rf"^\$ {command}\n((?:epoch .*\n)+)", CONSOLE, re.MULTILINE)
+    found, shown = _lines(ended.output), _lines(text)
+    assert len(found) == len(shown) == 3
+    for (epoch, loss, ranks), (shown_epoch, shown_loss, shown_ranks) in zip(found, shown, strict=True):
+        assert (epoch, ranks) == (shown_epoch, shown_ranks)
+        assert abs(loss - shown_loss) < 0.02
 
 
 def _lines(text: str) -> list[tuple[str, float, str]]:
@@ -25,17 +122,34 @@ def _lines(text: str) -> list[tuple[str, float, str]]:
     return [(epoch, float(loss), ranks) for epoch, loss, ranks in found]
 
 
-def test_it_is_short() -> None:
-    assert len(SCRIPT.splitlines()) <= 25
-    assert SHOWN.keys() == HOW.keys()
+# --- the other snippets --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_the_first_script_prints_what_is_shown(how: str, tmp_path: Path) -> None:
-    ended = run_python(*HOW[how], write_script(tmp_path, SCRIPT), env=plain_environ(OMP_NUM_THREADS="1"))
-    assert ended.returncode == 0, ended.stdout
-    found, shown = _lines(ended.stdout), _lines(SHOWN[how])
-    assert len(found) == len(shown) == 3
-    for (epoch, loss, ranks), (shown_epoch, shown_loss, shown_ranks) in zip(found, shown, strict=True):
-        assert (epoch, ranks) == (shown_epoch, shown_ranks)
-        assert abs(loss - shown_loss) < 0.02
+def test_each_block_is_of_a_known_kind() -> None:
+    """What is a command or a snippet says so, and the tests find it."""
+    kinds = {language for path in DOCUMENTS for language, _ in blocks(path.read_text("utf-8"))}
+    assert kinds == {"bash", "console", "python", ""}
+
+
+@pytest.mark.parametrize("number", range(len(LATER_SNIPPETS)))
+def test_a_snippet_with_an_import_runs_and_another_one_compiles(number: int, tmp_path: Path) -> None:
+    snippet = LATER_SNIPPETS[number]
+    compile(snippet, "snippet", "exec")
+    if re.search(r"^(import|from) ", snippet, re.MULTILINE):
+        ended = run_python(write_script(tmp_path, snippet))
+        assert ended.returncode == 0, ended.stdout
+
+
+# --- XLA -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.xla
+def test_an_environment_for_xla(tmp_path: Path) -> None:
+    environment = Installed(tmp_path)
+    copy_checkout(environment.checkout)
+    command = documented("python -m venv xla && xla/bin/pip install torch==2.9.0 torch_xla==2.9.0 .")
+    ended = environment.run(command, "torch_xla", folder=environment.checkout, under="none")
+    assert ended.returncode == 0, ended.output + ended.errors
+    finds = "xla/bin/python -c 'import ignite_dist as idist; print(idist.available_backends())'"
+    ended = environment.run(finds, "torch_xla", folder=environment.checkout, PJRT_DEVICE="CPU")
+    assert "'xla-tpu'" in ended.output, ended.errors

@@ -22,12 +22,17 @@ from torch.distributed import ProcessGroup
 import ignite_dist as idist
 from ignite_dist.arguments import did_you_mean
 from ignite_dist.cli.jobs import Steps
+from ignite_dist.context.live import current_model
 
-COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier")
+_WITHOUT_SIZES = ("barrier", "numbers", "objects")
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast", *_WITHOUT_SIZES)
+"""``numbers`` is an all_reduce of a dict of 20 numbers, ``objects`` an all_gather of a small dict."""
 
 # Time for our calls and the raw calls of one collective at one size. Slow calls take longer (_MIN_ROUNDS).
 _ROW_SECONDS = 0.3
 _MIN_ROUNDS, _ROUNDS, _MAX_CALLS = 3, 15, 500
+_NUMBERS: dict[str, Any] = {f"metric {i}": i / 7 for i in range(20)}
+_OBJECT = {"loss": 0.5, "n": 3}
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -93,7 +98,8 @@ class Figure(NamedTuple):
 
     Attributes:
         collective: one of :data:`COLLECTIVES`.
-        num_bytes: S of nccl-tests: the size of the result for all_gather, else of each rank's tensor.
+        num_bytes: S of nccl-tests: the size of the result for all_gather, else of each rank's tensor. 0 for
+            collectives without sizes.
         seconds: the time of our call.
         raw_seconds: the time of torch.distributed's call; None if the backend is not torch's.
         bus_bytes: the bytes that a call moves over the busiest link. Bus bandwidth is bus_bytes / seconds.
@@ -107,10 +113,11 @@ class Figure(NamedTuple):
 
 
 class BenchReport(NamedTuple):
-    """The results of ``bench``."""
+    """The results of ``bench``. ``shared_memory``: True if our calls used it."""
 
     backend: str
     device: str
+    shared_memory: bool
     world_size: int
     hosts: list[str]
     figures: list[Figure]
@@ -124,8 +131,8 @@ class BenchReport(NamedTuple):
 def bus_bytes(collective: str, num_bytes: int, world_size: int) -> float:
     """``num_bytes`` times the factor of nccl-tests between algorithm bandwidth and bus bandwidth."""
     share = (world_size - 1) / world_size
-    factor = {"all_reduce": 2 * share, "all_gather": share, "broadcast": 1.0, "barrier": 0.0}
-    return num_bytes * factor[collective]
+    factor = {"all_reduce": 2 * share, "all_gather": share, "broadcast": 1.0}
+    return num_bytes * factor.get(collective, 0.0)
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ class Bench:
         return [
             (collective, size)
             for collective in self.collectives
-            for size in (self.sizes if collective != "barrier" else (0,))
+            for size in ((0,) if collective in _WITHOUT_SIZES else self.sizes)
         ]
 
     @property
@@ -158,9 +165,11 @@ class Bench:
             with steps.step(f"{collective} of {size} bytes"):
                 figures.append(_figure(collective, size))
                 _show_progress(len(figures), len(self.rows))
+        model = current_model()
         return BenchReport(
             backend=str(idist.backend()),
             device=idist.device().type,
+            shared_memory=bool(model.transport.shares_memory(model.groups.world)),
             world_size=idist.get_world_size(),
             hosts=steps.hosts,
             figures=figures,
@@ -177,7 +186,7 @@ def _figure(collective: str, num_bytes: int) -> Figure:
     world_size = idist.get_world_size()
     shared = world_size if collective == "all_gather" else 1
     numel = max(1, num_bytes // (4 * shared))  # rounded down to whole floats per rank, as in nccl-tests
-    num_bytes = 0 if collective == "barrier" else numel * 4 * shared
+    num_bytes = 0 if collective in _WITHOUT_SIZES else numel * 4 * shared
     tensor = torch.zeros(numel, dtype=torch.float32, device=idist.device())
     out = tensor.new_empty(numel * shared)
     calls = _calls(collective, tensor, out)
@@ -195,6 +204,8 @@ def _calls(collective: str, tensor: Tensor, out: Tensor) -> list[Callable[[], An
         "all_gather": lambda: idist.all_gather(tensor, out=out),
         "broadcast": lambda: idist.broadcast(tensor),
         "barrier": lambda: idist.barrier(),
+        "numbers": lambda: idist.all_reduce(_NUMBERS),
+        "objects": lambda: idist.all_gather(_OBJECT),
     }
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name in newer torch
     raw: dict[str, Callable[[], Any]] = {
@@ -202,9 +213,18 @@ def _calls(collective: str, tensor: Tensor, out: Tensor) -> list[Callable[[], An
         "all_gather": lambda: gather(out, tensor),
         "broadcast": lambda: dist.broadcast(tensor, 0),
         "barrier": lambda: dist.barrier(),
+        "numbers": lambda: _reduce_packed(tensor.device),
+        "objects": lambda: dist.all_gather_object([None] * idist.get_world_size(), _OBJECT),
     }
     is_torch = isinstance(idist.world_group(), ProcessGroup)
     return [ours[collective], raw[collective]] if is_torch else [ours[collective]]
+
+
+def _reduce_packed(device: torch.device) -> dict[str, float]:
+    """``_NUMBERS``, reduced as in a script that packs them by hand."""
+    packed = torch.tensor(list(_NUMBERS.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(packed)
+    return dict(zip(_NUMBERS, packed.tolist(), strict=True))
 
 
 def _time_in_turn(calls: Sequence[Callable[[], Any]], tensor: Tensor) -> list[list[float]]:

@@ -239,10 +239,39 @@ def _groups() -> str:
     return ""
 
 
+def _one_to_all() -> str:
+    """Gather on the last rank and scatter from it: small and large objects."""
+    rank, world_size = idist.get_rank(), idist.get_world_size()
+    last = world_size - 1
+    for size in (1, 10_000):
+        wanted = [str(other) * size for other in range(world_size)]
+        found = idist.gather(wanted[rank], last)
+        _require(found == (wanted if rank == last else None), found, wanted)
+        own = idist.scatter(wanted if rank == last else None, last)
+        _require(own == wanted[rank], own, wanted[rank])
+    return ""
+
+
+def _exchanges() -> str:
+    """Exchange rows, and reduce rows, one for each rank."""
+    rank, world_size = idist.get_rank(), idist.get_world_size()
+    rows = torch.arange(world_size, device=idist.device()) + 100 * rank
+    found = idist.all_to_all(rows).tolist()
+    _require(found == [100 * other + rank for other in range(world_size)], found, rank)
+    reduced, wanted = (
+        idist.reduce_scatter(rows).tolist(),
+        [sum(100 * other + rank for other in range(world_size))],
+    )
+    _require(reduced == wanted, reduced, wanted)
+    return ""
+
+
 _OTHERS: dict[str, Callable[[], str]] = {
     "barrier": _barrier,
     "broadcast, safe mode": _safe_mode,
     "objects": _objects,
     "numbers and trees": _trees,
     "groups": _groups,
+    "gather and scatter": _one_to_all,
+    "reduce_scatter and all_to_all": _exchanges,
 }

@@ -19,6 +19,7 @@ from ignite_dist.cli import interfaces
 from ignite_dist.cli.output import Output
 from ignite_dist.cli.tables import Text, facts
 from ignite_dist.comp_models import registered_computation_models
+from ignite_dist.comp_models.native import shared_segment
 from ignite_dist.errors import EnvironmentVariablesError
 from ignite_dist.rendezvous import network_interfaces
 
@@ -45,6 +46,7 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
         "environment": environment,
         "interfaces": addresses,
         "gloo": {"interface": interface, "reason": reason},
+        "shared_memory": _shared_memory(),
         "variables": {name: environ[name] for name in shown},
     }
 
@@ -93,6 +95,15 @@ def _backend(name: str) -> dict[str, Any]:
     }
 
 
+def _shared_memory() -> dict[str, Any]:
+    """Whether this process can share memory with other ranks on this machine, and the reason if not."""
+    try:
+        reason = shared_segment.unavailable_reason()
+    except EnvironmentVariablesError as error:
+        reason = str(error)
+    return {"works": not reason, "reason": reason}
+
+
 def _devices() -> dict[str, Any]:
     found: dict[str, Any] = {"cores": devices.num_cores(), "cuda": torch.cuda.device_count()}
     # Read from the driver's files, because torch would create a CUDA context.
@@ -134,7 +145,10 @@ def show_env(output: Output) -> None:
         "Backends": {name: _backend_line(backend) for name, backend in found["backends"].items()},
         "Devices": {name: _device_line(name, value) for name, value in found["devices"].items()},
         "Launched by": _launcher_lines(found["environment"]),
-        "Network": _network_lines(found["interfaces"], found["gloo"]),
+        "Network": {
+            **_network_lines(found["interfaces"], found["gloo"]),
+            "shared memory": _shared_memory_line(found["shared_memory"]),
+        },
         "Variables": found["variables"] or {"none": "no variable of a launcher or a backend is set"},
     }
     for position, (title, rows) in enumerate(tables.items()):
@@ -168,6 +182,12 @@ def _launcher_lines(environment: Mapping[str, Any]) -> dict[str, Any]:
         return {"contradiction": Text((environment["error"], "bold red"))}
     lines = {name.replace("_", " "): value for name, value in environment.items() if value not in (None, "")}
     return {"launcher": lines.pop("launcher"), "because": lines.pop("reason", ""), **lines}
+
+
+def _shared_memory_line(found: Mapping[str, Any]) -> Text:
+    if found["works"]:
+        return Text(("works", "green"), " (between gloo's ranks on this machine)")
+    return Text(("no: ", "yellow"), found["reason"])
 
 
 def _network_lines(by_interface: Mapping[str, list[str]], gloo: Mapping[str, str]) -> dict[str, Any]:

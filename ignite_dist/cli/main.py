@@ -23,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        with results_on_stdout(options.json) as output:
+        redirects = options.command is not _run  # a script's output is its own
+        with results_on_stdout(options.json, redirects) as output:
             try:
                 status: int = options.command(options, output)
                 return status
@@ -114,13 +115,16 @@ def _add_run(commands: Any) -> None:
         "--max-restarts", type=int, default=0, metavar="N", help="new attempts after a failure (%(default)s)"
     )
     run.add_argument("--prefix", action="store_true", help="put [rank 1] before each line of output")
+    run.add_argument("-m", "--module", action="store_true", help="`script` is a module, as with python -m")
     run.add_argument("script", help="a Python file; it may use idist without starting a context")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     run.set_defaults(command=_run, json=False)
 
 
 def _int_or_auto(text: str) -> Any:
-    return text if text == "auto" else int(text)
+    if text == "auto" or text.isdecimal():
+        return text if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"must be a number or 'auto', got {text!r}")
 
 
 def _common_arguments() -> _Parser:
@@ -228,6 +232,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     return run(
         options.script,
         options.arguments,
+        options.module,
         options.backend,
         options.nproc_per_node,
         {**_nodes(options), **spawn_options},

@@ -53,12 +53,15 @@ def _printer(stream: IO[str], breaks_lines: bool) -> Printer:
 
 
 @contextmanager
-def results_on_stdout(as_json: bool) -> Iterator[Output]:
+def results_on_stdout(as_json: bool, redirects: bool = True) -> Iterator[Output]:
     """Context manager: an :class:`Output` whose standard output gets only results.
 
     Workers and threads of backends also write to the standard output. In the block, their output goes to the
-    standard error.
+    standard error, unless ``redirects`` is False.
     """
+    if not redirects:
+        yield Output(sys.stdout, as_json)
+        return
     sys.stdout.flush()
     encoding = sys.stdout.encoding or "utf-8"
     with os.fdopen(os.dup(1), "w", encoding=encoding, errors="replace") as stream:

@@ -10,7 +10,11 @@ from ignite_dist.cli.jobs import num_processes
 from ignite_dist.cli.output import Output
 from ignite_dist.cli.tables import Column, Table, Text
 
-_NOTE = "us: median time of a call. GB/s: bus bandwidth. Sizes and bandwidth as in nccl-tests."
+_NOTE = (
+    "us: median time of a call. GB/s: bus bandwidth. Sizes and bandwidth as in nccl-tests.\n"
+    "numbers: all_reduce of a dict of 20 numbers; raw: of a tensor, packed by hand.\n"
+    "objects: all_gather of a small dict; raw: all_gather_object."
+)
 _NUMBERS = ("size", "ours us", "raw us", "ratio", "ours GB/s", "raw GB/s")
 
 
@@ -21,7 +25,10 @@ def show_bench(report: BenchReport, output: Output, save: str | None = None) -> 
     else:
         num_hosts = len(set(report.hosts))
         hosts = f" on {num_hosts} hosts" if num_hosts > 1 else ""
-        title = f"{report.backend}, {num_processes(report.world_size)}{hosts}, {report.device}, float32"
+        memory = ", ours over shared memory" if report.shared_memory else ""
+        title = (
+            f"{report.backend}, {num_processes(report.world_size)}{hosts}, {report.device}, float32{memory}"
+        )
         output.show(Text((title, "bold")), _table(report.figures), Text((_NOTE, "dim")))
     if save:
         chart.draw(report, save)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ignite_dist.collectives import autograd
-from ignite_dist.collectives.arguments import check_not_async
+from ignite_dist.collectives.arguments import check_not_async, check_out
 from ignite_dist.collectives.checks import check_dense
 from ignite_dist.collectives.path import is_member, perform
 from ignite_dist.collectives.tensors import gather_rows
@@ -75,8 +75,8 @@ def all_gather(
             ranks of a ``DistributedDataParallel`` use different parameters, pass
             ``group=new_group(range(get_world_size()))``: in the default group, the order of this collective
             and DDP's own collectives could differ between ranks.
-        async_op: True returns a :class:`Work` at once; its ``wait()`` returns the result. Not allowed with
-            ``sync_grads``.
+        async_op: True, on every rank, returns a :class:`Work` at once; its ``wait()`` returns the result. Not
+            allowed with ``sync_grads``.
 
     Returns:
         For a tensor: ``(*S) -> (group_size * S[0], *S[1:])``, or ``() -> (group_size,)``, in rank order. For
@@ -104,9 +104,9 @@ def all_gather(
             raise ValueError("all_gather with sync_grads=True returns a new tensor: do not pass out=.")
         check_not_async("all_gather", async_op)
         autograd.check_differentiable("all_gather", model, tensor, members)
-    shape = _gathered_shape(tensor, members)
+    shape = gathered_shape(tensor, members)
     if out is not None and is_member(model, members):
-        _check_out(out, tensor, shape)
+        check_out(out, tensor, shape)
 
     def begin(members: Group) -> Work:
         if sync_grads:
@@ -255,15 +255,6 @@ def _gather_with_shapes(
     return gather_rows(model, padded, group).then(unpad)
 
 
-def _gathered_shape(tensor: Tensor, group: Group) -> tuple[int, ...]:
+def gathered_shape(tensor: Tensor, group: Group) -> tuple[int, ...]:
+    """The shape of the gathered ``tensor``."""
     return (len(group.ranks) * (tensor.shape[0] if tensor.dim() else 1), *tensor.shape[1:])
-
-
-def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    expected = (shape, tensor.dtype, tensor.device)
-    if (tuple(out.shape), out.dtype, out.device) != expected or not out.is_contiguous():
-        raise ValueError(
-            f"out= must be a contiguous {tensor.dtype} tensor of shape {shape} on {tensor.device}, got "
-            f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
-            f"{'' if out.is_contiguous() else ', not contiguous'}."
-        )

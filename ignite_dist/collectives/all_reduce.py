@@ -34,7 +34,7 @@ def all_reduce(
     op: str = ...,
     group: Any = ...,
     *,
-    inplace: bool = ...,
+    inplace: bool | None = ...,
     sync_grads: bool = ...,
     exact: bool = ...,
     async_op: Literal[False] = ...,
@@ -47,7 +47,7 @@ def all_reduce(
     op: str = ...,
     group: Any = ...,
     *,
-    inplace: bool = ...,
+    inplace: bool | None = ...,
     exact: bool = ...,
     async_op: Literal[True],
 ) -> Work: ...
@@ -59,7 +59,7 @@ def all_reduce(
     op: str = "SUM",
     group: Any = None,
     *,
-    inplace: bool = True,
+    inplace: bool | None = None,
     sync_grads: bool = False,
     exact: bool = True,
     async_op: bool = False,
@@ -69,9 +69,10 @@ def all_reduce(
     A tensor is reduced in place and returned. It keeps its device, dtype and memory layout on every backend.
     Autograd counts the result as a change in place: a backward pass that needs the old value raises.
     For a number, or a tree (dict, list, tuple, named tuple) of numbers and tensors, the result is a new
-    object. All numbers of a tree share one collective. They are reduced in rank order with Python's
-    arithmetic: ints are exact at any size, and every rank gets the same bits. NumPy numbers become Python
-    numbers. The ranks match the values of a dict by key: str, int, bool, enum member, or a tuple of these.
+    object, unless ``inplace=True`` fills the tensors of a tree. All numbers of a tree share one collective.
+    They are reduced in rank order with Python's arithmetic: ints are exact at any size, and every rank gets
+    the same bits. NumPy numbers become Python numbers. The ranks match the values of a dict by key: str, int,
+    bool, enum member, or a tuple of these.
 
     A dtype that the backend does not support is sent in a wider carrier dtype without loss. float16, bfloat16
     and float8 are added and multiplied in float64 (on TPUs in float32) and rounded once.
@@ -79,11 +80,17 @@ def all_reduce(
     Args:
         tensor: a dense tensor of shape ``(*S)`` on every rank and of any dtype with arithmetic; a number; or
             a tree.
-        op: "SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR", or "ADASUM" (Horovod with MPI). AND and OR
-            are bitwise on ints and logical on bools. MIN and MAX are NaN if any rank has a NaN.
-        group: None for all ranks, a handle of :func:`new_group`, or a list of global ranks. A rank outside
-            the group gets its own value back.
-        inplace: False returns a new tensor and does not change ``tensor``.
+        op: "SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR", "XOR", or "ADASUM" (Horovod with MPI).
+            AND, OR and XOR are bitwise on ints and logical on bools. MIN and MAX are NaN if any rank has a
+            NaN.
+        group: None for all ranks, a handle of :func:`new_group`, a list of global ranks, a dimension of a
+            mesh (``mesh["dp"]``), or the name of a dimension of the current mesh (see :func:`mesh`). A rank
+            outside the group gets its own value back.
+        inplace: None, the default, reduces a tensor in place and returns a new tree. True also fills the
+            tensors of a tree and returns the tree itself. Its tensors of one dtype are sent in buckets of up
+            to 16 MB, and a larger tensor without a copy. A tensor that occurs twice is reduced once; other
+            tensors must not share memory. For a tree, True must be passed on every rank. False returns a new
+            tensor and does not change ``tensor``.
         sync_grads: True returns a new tensor with an autograd graph. The gradient of ``tensor`` is the
             gradient of the sum of all ranks' losses. Only for SUM and AVERAGE of floating-point tensors.
             Every rank of the group must run the backward pass, which is a collective. Double backward works.
@@ -91,8 +98,8 @@ def all_reduce(
             round after each rank, and may overflow (60000 + 60000 - 60000 is inf in float16). True sends
             float64, except with gloo on the CPU, so False is faster on the other backends. Other dtypes
             ignore ``exact``. Must be the same on every rank.
-        async_op: True returns a :class:`Work` at once; its ``wait()`` returns the result. Do not use the
-            tensor before ``wait()`` has returned. Not allowed with ``sync_grads``.
+        async_op: True, on every rank, returns a :class:`Work` at once; its ``wait()`` returns the result. Do
+            not use the tensor before ``wait()`` has returned. Not allowed with ``sync_grads``.
 
     Returns:
         ``(*S)``, of the same type as ``tensor``.
@@ -100,9 +107,9 @@ def all_reduce(
     Raises:
         TypeError: ``op`` cannot reduce the value or its dtype, or the type of a dict key is not listed
             above. Nothing was sent.
-        ValueError: the ``op`` or group is unknown, the elements of the tensor share memory, or
-            ``sync_grads`` is combined with another ``op``, with ``async_op``, or on XLA with a group of only
-            some ranks. Nothing was sent.
+        ValueError: the ``op`` or group is unknown; the elements of a tensor share memory; ``inplace=True``
+            with a number, alone or in a tree; or ``sync_grads`` is combined with another ``op``, with
+            ``async_op``, or on XLA with a group of only some ranks. Nothing was sent.
         CollectiveMismatchError: the trees of the ranks differ in keys, shapes or dtypes, or the ranks passed
             different ``op``; raised on every rank. A single tensor is not compared. A tree without numbers
             and with more than 448 bytes of tensors needs one more small collective for the comparison. The
@@ -112,6 +119,7 @@ def all_reduce(
 
         idist.all_reduce(torch.tensor([1.0, 2.0]))  # on two ranks: tensor([2., 4.]) on both
         idist.all_reduce({"loss": 0.5, "n": 10})  # {"loss": 1.0, "n": 20} on both
+        idist.all_reduce([p.grad for p in model.parameters()], "AVERAGE", inplace=True)
     """
     model = current_model()
     op = reduce_ops.normalize_op(op)
@@ -120,6 +128,8 @@ def all_reduce(
         return _reduce_with_grad(model, tensor, op, group, exact, op_text, async_op)
     if isinstance(tensor, Tensor):
         plan = plan_reduction(model, op, tensor, exact)
+        if inplace is None:
+            inplace = True
         if inplace:
             check_writable("all_reduce", tensor)
         members = model.groups.resolve(group)
@@ -135,7 +145,7 @@ def all_reduce(
             begin_outside=lambda _: reduce_tensor(model, copy_of(tensor), op, plan, members),
             async_op=async_op,
         )
-    return reduce_tree(model, tensor, op, group, exact, op_text, async_op)
+    return reduce_tree(model, tensor, op, group, exact, op_text, async_op, fills=bool(inplace))
 
 
 def _reduce_with_grad(

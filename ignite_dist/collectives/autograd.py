@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from ignite_dist.collectives.checks import check_dense
-from ignite_dist.collectives.tensors import gather_rows, plan_reduction, reduce_tensor
+from ignite_dist.collectives.tensors import (
+    exchange_tensor,
+    gather_rows,
+    plan_reduction,
+    reduce_scatter_tensor,
+    reduce_tensor,
+)
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.transport import Sizes
 from ignite_dist.diagnostics.announcing import announce
 from ignite_dist.values import reduce_ops
 
@@ -82,3 +89,48 @@ class _Gather(torch.autograd.Function):
         announce(model, "all_gather's backward pass", group, gradients[0], op)
         total = _Reduce.apply(*gradients, *ctx.call)  # type: ignore[no-untyped-call]
         return total[ctx.position].clone(), None, None  # a view would keep all rows in memory
+
+
+def exchange_with_grad(
+    model: ComputationModel, tensor: Tensor, group: Group, sizes: Sizes | None = None
+) -> Tensor:
+    """Exchange parts of ``tensor``, as :func:`exchange_tensor`. Checked arguments."""
+    return _Exchange.apply(tensor, model, group, sizes)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, model: ComputationModel, group: Group, sizes: Sizes | None
+    ) -> Tensor:
+        ctx.call, ctx.shape = (model, group, sizes), tensor.shape
+        return exchange_tensor(model, tensor, group, sizes).wait()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        model, group, sizes = ctx.call
+        announce(model, "all_to_all's backward pass", group, "" if sizes else gradients[0])
+        back = sizes and Sizes(sizes.received, sizes.sent)
+        parts = _Exchange.apply(*gradients, model, group, back)  # type: ignore[no-untyped-call]
+        return parts.view(ctx.shape), None, None, None
+
+
+def reduce_scatter_with_grad(model: ComputationModel, rows: Tensor, op: str, group: Group) -> Tensor:
+    """``(group_size, *S) -> (*S)``, as :func:`reduce_scatter_tensor`. Checked arguments."""
+    part: Tensor = _ReduceScatter.apply(rows, model, op, group)  # type: ignore[no-untyped-call]
+    return part
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, model: ComputationModel, op: str, group: Group) -> Tensor:
+        ctx.call = (model, op, group)
+        return reduce_scatter_tensor(model, rows, op, group).wait()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        model, op, group = ctx.call
+        announce(model, "reduce_scatter's backward pass", group, gradients[0], op)
+        # The part of rank i is the sum of the rows i, so each of these rows has the gradient of that part.
+        rows = _Gather.apply(*gradients, model, group)  # type: ignore[no-untyped-call]
+        return rows / len(group.ranks) if op == "AVERAGE" else rows, None, None, None

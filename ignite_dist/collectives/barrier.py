@@ -39,8 +39,8 @@ def barrier(group: Any = None, timeout: timedelta | None = None, *, async_op: bo
         timeout: a ``datetime.timedelta``. After this time the call raises. The error lists the missing ranks,
             and where they are if :func:`watch` is on (always in workers of :func:`spawn`). A barrier with a
             timeout uses a store, not the backend, so collectives still work after the error.
-        async_op: True returns a :class:`Work` at once; its ``wait()`` returns when every rank has called. Not
-            allowed with ``timeout``: use ``wait(timeout)``.
+        async_op: True, on every rank, returns a :class:`Work` at once; its ``wait()`` returns when every rank
+            has called. Not allowed with ``timeout``: use ``wait(timeout)``.
 
     Raises:
         MissingRanksError: ``timeout`` has passed. A rank that calls later gets this error too.

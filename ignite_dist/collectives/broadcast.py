@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ignite_dist.arguments import as_int
-from ignite_dist.collectives.arguments import copy_of
+from ignite_dist.collectives.arguments import check_root, copy_of
 from ignite_dist.collectives.checks import check_dense, check_writable
 from ignite_dist.collectives.path import perform
 from ignite_dist.collectives.tensors import broadcast_tensor
@@ -66,8 +66,8 @@ def broadcast(
             share memory. Otherwise the result is a new tensor: on the CPU if the tensor of ``src`` is on the
             CPU, else on :func:`device`. A tensor costs one more small collective.
         group: as in :func:`all_reduce`. It must contain ``src``. A rank outside it gets its own value back.
-        async_op: True returns a :class:`Work` at once; its ``wait()`` returns the value. Do not use the
-            tensor before ``wait()`` has returned.
+        async_op: True, on every rank, returns a :class:`Work` at once; its ``wait()`` returns the value. Do
+            not use the tensor before ``wait()`` has returned.
 
     Returns:
         The value of ``src``.
@@ -96,7 +96,7 @@ def broadcast(
         if not safe_mode:
             check_writable("broadcast", tensor)
     members = model.groups.resolve(group)
-    _check_src(src, members, model.get_world_size())
+    check_root("src", src, members, model.get_world_size())
     is_tensor = isinstance(tensor, Tensor)
     payload = b"" if is_tensor or safe_mode or not is_src else model.objects.packed(tensor)
 
@@ -118,13 +118,6 @@ def broadcast(
         begin_outside=lambda members: begin(copy_of(tensor), members),
         async_op=async_op,
     )
-
-
-def _check_src(src: int, group: Group, world_size: int) -> None:
-    if type(src) is not int or not 0 <= src < world_size:
-        raise ValueError(f"src must be a global rank, an int in [0, {world_size}), got {src!r}.")
-    if group.ranks and group.position(src) is None:
-        raise ValueError(f"src must be a global rank of the group {list(group.ranks)}, got {src}.")
 
 
 def broadcast_anything(model: ComputationModel, value: Any, src: int, group: Group) -> Any:

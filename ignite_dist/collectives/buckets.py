@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ignite_dist.collectives.checks import check_dense, check_writable
 from ignite_dist.collectives.path import perform
-from ignite_dist.collectives.tensors import PIECE_BYTES, carrying_device, plain, plan_reduction, reduce_tensor
+from ignite_dist.collectives.sending import carrying_device, plain
+from ignite_dist.collectives.tensors import PIECE_BYTES, plan_reduction, reduce_tensor
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.values import serialization
@@ -42,7 +43,7 @@ def _broadcast_checked(model: ComputationModel, checked: list[Tensor], src: int,
             parts = torch.split(sent, [tensor.nbytes for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
                 # view(dtype) needs an aligned offset. clone() provides one.
-                _fill(tensor, part.clone().view(tensor.dtype))
+                fill(tensor, part.clone().view(tensor.dtype))
 
 
 def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: Group) -> None:
@@ -60,10 +61,11 @@ def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: G
             reduce_tensor(model, flat, "AVERAGE", plan, group).wait()
             parts = torch.split(flat, [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
-                _fill(tensor, part)
+                fill(tensor, part)
 
 
-def _fill(tensor: Tensor, values: Tensor) -> None:
+def fill(tensor: Tensor, values: Tensor) -> None:
+    """Write ``values``, which may have another shape, into ``tensor``."""
     with torch.inference_mode() if tensor.is_inference() else nullcontext():  # needed for writing
         tensor.detach().copy_(values.view(tensor.shape))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -103,3 +104,42 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     marks = torch.zeros(extent + 1, dtype=torch.bool, device="cpu")
     marks.as_strided(tensor.shape, tensor.stride()).fill_(True)
     return int(marks.count_nonzero()) < tensor.numel()
+
+
+def check_disjoint(function: str, tensors: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if two of the ``tensors`` share memory. The message names ``function``.
+
+    Addresses on XLA are not known.
+    """
+    known = [one for one in tensors if one.device.type != "xla" and one.numel()]
+    known.sort(key=lambda one: (one.device.index or -1, one.data_ptr()))
+    reached: list[Tensor] = []  # the tensors that may extend behind the beginning of the next
+    for tensor in known:
+        reached = [one for one in reached if one.device == tensor.device and _end(one) > tensor.data_ptr()]
+        if any(_share_memory(one, tensor) for one in reached):
+            raise ValueError(
+                f"{function} fills tensors, two of which share memory. Pass the larger one only."
+            )
+        reached.append(tensor)
+
+
+def _end(tensor: Tensor) -> int:
+    """The address behind the last element."""
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    """True if the tensors have a byte in common. The address of ``first`` is not above that of ``second``."""
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    begin = first.data_ptr()
+    marks = torch.zeros(max(_end(first), _end(second)) - begin, dtype=torch.bool, device="cpu")
+    _bytes_among(marks, first, begin).fill_(True)
+    return bool(_bytes_among(marks, second, begin).any())
+
+
+def _bytes_among(marks: Tensor, tensor: Tensor, begin: int) -> Tensor:
+    """The part of ``marks`` for the bytes of ``tensor``; ``marks`` begins at the address ``begin``."""
+    strides = [stride * tensor.itemsize for stride in tensor.stride()]
+    return marks.as_strided((*tensor.shape, tensor.itemsize), (*strides, 1), tensor.data_ptr() - begin)

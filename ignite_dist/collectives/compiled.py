@@ -35,7 +35,7 @@ with torch.inference_mode(False):  # an inference tensor could not be written to
 
 def all_reduce(tensor: Any, op: Any = "SUM", group: Any = None, **options: Any) -> Any:
     """See ``idist.all_reduce``."""
-    inplace, sync_grads = options.get("inplace", True), options.get("sync_grads", False)
+    inplace, sync_grads = options.get("inplace") in (None, True), options.get("sync_grads", False)
     exact = options.get("exact", True)
     if not (
         options.keys() <= {"inplace", "sync_grads", "exact"}
@@ -59,13 +59,26 @@ def all_gather(tensor: Any, group: Any = None, **options: Any) -> Any:
     returns_new = options.keys() <= {"sync_grads", "out"} and options.get("out") is None
     if not (returns_new and _is_plain(tensor, is_changed=False) and _is_supported(group)):
         return call_eagerly(eager_functions["all_gather"], tensor, group, **options)
-    ranks, model = _ranks(group), model_of_the_graph()
-    group_size = model.get_world_size() if ranks is None else len(ranks)
+    ranks, model, group_size = _ranks(group), model_of_the_graph(), _group_size(group)
     if options.get("sync_grads", False):
         rank = model.get_rank()
         position = rank if ranks is None else ranks.index(rank)
         return _keep_result(_ops.all_gather_with_grad(tensor, _token, ranks, group_size, position))
     return _ops.all_gather(tensor.detach(), _token, ranks, group_size)
+
+
+def all_to_all(x: Any, group: Any = None, out: Any = None, **options: Any) -> Any:
+    """See ``idist.all_to_all``."""
+    if options or out is not None or not _is_divisible(x, group):
+        return call_eagerly(eager_functions["all_to_all"], x, group, out, **options)
+    return _ops.all_to_all(x.detach(), _token, _ranks(group))
+
+
+def reduce_scatter(x: Any, op: Any = "SUM", group: Any = None, out: Any = None, **options: Any) -> Any:
+    """See ``idist.reduce_scatter``."""
+    if options or out is not None or not (_is_divisible(x, group) and isinstance(op, str)):
+        return call_eagerly(eager_functions["reduce_scatter"], x, op, group, out, **options)
+    return _ops.reduce_scatter(x.detach(), _token, op, _ranks(group), _group_size(group))
 
 
 def broadcast(tensor: Any, src: Any = 0, safe_mode: Any = False, group: Any = None, **options: Any) -> Any:
@@ -131,6 +144,20 @@ def _ranks(group: Any) -> list[int] | None:
     return None if group is None else sorted(group)
 
 
+def _group_size(group: Any) -> int:
+    return model_of_the_graph().get_world_size() if group is None else len(group)
+
+
+def _is_divisible(x: Any, group: Any) -> bool:
+    """True if a graph can contain an exchange of the parts of ``x``. If not, the eager call checks ``x``."""
+    return (
+        _is_plain(x, is_changed=False)
+        and _is_supported(group)
+        and x.dim() > 0
+        and x.shape[0] % _group_size(group) == 0
+    )
+
+
 # --- the operators ----------------------------------------------------------------------------------------
 
 
@@ -149,6 +176,20 @@ def _broadcast_in_place(tensor: Tensor, token: Tensor, src: int, ranks: list[int
 @custom_op("ignite_dist_2::all_gather", mutates_args=("token",))
 def _all_gather(tensor: Tensor, token: Tensor, ranks: list[int] | None, group_size: int) -> Tensor:
     return _gather(tensor, ranks, group_size)
+
+
+@custom_op("ignite_dist_2::all_to_all", mutates_args=("token",))
+def _all_to_all(tensor: Tensor, token: Tensor, ranks: list[int] | None) -> Tensor:
+    return eager_functions["all_to_all"](tensor, ranks)  # type: ignore[no-any-return]
+
+
+@custom_op("ignite_dist_2::reduce_scatter", mutates_args=("token",))
+def _reduce_scatter(
+    tensor: Tensor, token: Tensor, op: str, ranks: list[int] | None, group_size: int
+) -> Tensor:
+    part: Tensor = eager_functions["reduce_scatter"](tensor, op, ranks)
+    _check_group_size(len(tensor), group_size * len(part), group_size)
+    return part
 
 
 @custom_op("ignite_dist_2::barrier", mutates_args=("token",))
@@ -191,12 +232,16 @@ def _reduce_gradient(
 
 def _gather(tensor: Tensor, ranks: list[int] | None, group_size: int, **options: Any) -> Tensor:
     gathered: Tensor = eager_functions["all_gather"](tensor, ranks, **options)
-    if gathered.shape != _gathered_shape(tensor, group_size):
+    _check_group_size(len(gathered), _gathered_shape(tensor, group_size)[0], group_size)
+    return gathered
+
+
+def _check_group_size(length: int, expected: int, group_size: int) -> None:
+    if length != expected:
         raise RuntimeError(
             f"This graph was compiled for a group of {group_size} ranks in an earlier context. torch.compile "
             "did not notice the new context. Call torch.compiler.reset()."
         )
-    return gathered
 
 
 def _gathered_shape(tensor: Tensor, group_size: int) -> tuple[int, ...]:
@@ -219,6 +264,7 @@ def _(*args: Any) -> None:
     pass
 
 
+@_all_to_all.register_fake
 @_all_reduce_with_grad.register_fake
 @_reduce_gradient.register_fake
 def _(tensor: Tensor, *args: Any) -> Tensor:
@@ -229,6 +275,11 @@ def _(tensor: Tensor, *args: Any) -> Tensor:
 @_all_gather_with_grad.register_fake
 def _(tensor: Tensor, token: Tensor, ranks: Any, group_size: int, *args: Any) -> Tensor:
     return tensor.new_empty(_gathered_shape(tensor, group_size))
+
+
+@_reduce_scatter.register_fake
+def _(tensor: Tensor, token: Tensor, op: str, ranks: Any, group_size: int) -> Tensor:
+    return tensor.new_empty((tensor.shape[0] // group_size, *tensor.shape[1:]))
 
 
 _numbers = itertools.count()

@@ -39,7 +39,7 @@ def perform(
     """
     announce(model, operation, group, value, op, async_op=async_op)
     if not is_member(model, group):
-        if model.transport.groups_need_all_ranks and len(group.ranks) > 1:
+        if takes_part(model, group):
             (begin_outside or begin)(group).wait()
         return Completed(outside) if async_op else outside
     if async_op:
@@ -50,3 +50,8 @@ def perform(
 def is_member(model: ComputationModel, group: Group) -> bool:
     """True if the caller's rank is in ``group``."""
     return group.handle is None or group.position(model.get_rank()) is not None
+
+
+def takes_part(model: ComputationModel, group: Group) -> bool:
+    """True if the caller's rank must make the calls of ``group``: a member, or any rank with XLA."""
+    return is_member(model, group) or (model.transport.groups_need_all_ranks and len(group.ranks) > 1)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from ignite_dist.arguments import check_timeout
-from ignite_dist.call_sites import site_of, users_frame
+from ignite_dist.call_sites import site_of, users_frame, warn_user
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, waits_for_ranks
@@ -117,7 +116,7 @@ def _wait_for_all(model: ComputationModel) -> None:
     """Wait for the pending works before the context ends, and warn about them."""
     pending = list((_pending.get(model) or {}).values())
     for work in pending:
-        warnings.warn(f"No wait() was called for the {work.call}: call wait() of the Work.", stacklevel=5)
+        warn_user(f"No wait() was called for the {work.call}: call wait() of the Work.")
     for work in pending:
         work.wait()
 

@@ -5,7 +5,7 @@ The plan for each dtype and device is made once per context.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,21 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ignite_dist.collectives.checks import check_dense
+from ignite_dist.collectives.sending import (
+    carrying_device,
+    fill_from,
+    in_inference_mode,
+    is_plain,
+    plain,
+    route_of,
+    sendable,
+    shares_memory,
+    to_device,
+)
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.all_to_all import exchange_parts
 from ignite_dist.comp_models.per_context import PerContext
-from ignite_dist.comp_models.transport import CollectiveKind
+from ignite_dist.comp_models.transport import CollectiveKind, Sizes
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.values import carriers, reduce_ops, serialization
 
@@ -51,13 +63,19 @@ def plan_reduction(model: ComputationModel, op: str, tensor: Tensor, exact: bool
     # A cached plan has been checked for its dtype and device only.
     if tensor.layout is not torch.strided or tensor.is_nested or type(tensor) is not Tensor:
         check_dense("all_reduce", tensor)
-    plans = _plans_of(model)
+    try:
+        plans = _plans.by_id[id(model)]
+    except KeyError:
+        plans = _plans.setdefault(model, {})
     key = (op, tensor.dtype, tensor.device, exact)
-    plan = plans.reductions.get(key)
+    plan = plans.get(key)
     if plan is None:
         check_dense("all_reduce", tensor)
-        plan = plans.reductions[key] = _make_plan(model, op, tensor, exact)
+        plan = plans[key] = _make_plan(model, op, tensor, exact)
     return plan
+
+
+_plans: PerContext[dict[tuple[str, torch.dtype, torch.device, bool], Plan]] = PerContext()
 
 
 def _make_plan(model: ComputationModel, op: str, tensor: Tensor, exact: bool) -> Plan:
@@ -89,9 +107,9 @@ def _make_plan(model: ComputationModel, op: str, tensor: Tensor, exact: bool) ->
 def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, group: Group) -> Work:
     """Begin to reduce ``tensor`` in place by ``plan``. The work's result is ``tensor``."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return _in_inference_mode(lambda: reduce_tensor(model, tensor, op, plan, group))
+        return in_inference_mode(lambda: reduce_tensor(model, tensor, op, plan, group))
     carrier = plan.carrier
-    if plan.in_place and carrier is not None and _is_plain(tensor):
+    if plan.in_place and carrier is not None and is_plain(tensor):
         reduced = tensor.detach() if tensor.requires_grad else tensor
         increment_version(tensor)  # for autograd, which does not see the backend's change
         work = _begin_reduction(model, reduced, op, carrier.op, plan, group)
@@ -99,29 +117,14 @@ def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, 
             return work.then(lambda _: reduced.div_(len(group.ranks))).then(lambda _: tensor)
         return work if reduced is tensor else work.then(lambda _: tensor)
     with torch.no_grad():
-        local = _sendable(model, tensor, plan.moves)
+        local = sendable(model, tensor, plan.moves)
         if carrier is None:
             work = gather_rows(model, local, group).then(lambda rows: carriers.reduce_gathered(rows, op))
         elif carrier.dtype.itemsize > local.itemsize and local.numel() > _piece_numel(carrier):
             work = Steps(lambda: _reduce_in_pieces(model, local, op, carrier, plan, group))
         else:
             work = _reduce_encoded(model, local, op, carrier, plan, group)
-    return work.then(lambda reduced: _fill_from(tensor, reduced))
-
-
-def _fill_from(tensor: Tensor, values: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.copy_(_to_device(values, tensor.device))
-
-
-def _in_inference_mode(begin: Callable[[], Work]) -> Work:
-    """A work that runs in inference mode, because inference tensors are writable only there."""
-
-    def run() -> Any:
-        with torch.inference_mode():
-            return begin().wait()
-
-    return Steps(run)
+    return work.then(lambda reduced: fill_from(tensor, reduced))
 
 
 def _piece_numel(carrier: carriers.Carrier) -> int:
@@ -172,17 +175,17 @@ def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tens
         gathered_bytes = gather_rows(model, tensor.view(torch.uint8), group, out_bytes)
         return gathered_bytes.then(lambda gathered: gathered.view(tensor.dtype))
     rows_shape = (len(group.ranks), *tensor.shape)
-    route = _route(model, "all_gather", tensor)
-    if out is None and route.is_direct and _is_plain(tensor) and not tensor.requires_grad:
+    route = route_of(model, "all_gather", tensor)
+    if out is None and route.is_direct and is_plain(tensor) and not tensor.requires_grad:
         return model.transport.all_gather(tensor, group)
     if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
-        return _in_inference_mode(lambda: gather_rows(model, tensor, group, out))
+        return in_inference_mode(lambda: gather_rows(model, tensor, group, out))
     with torch.no_grad():
-        local = _sendable(model, tensor, route.moves)
-        writes_to_out = out is not None and out.device == local.device and _is_plain(out)
+        local = sendable(model, tensor, route.moves)
+        writes_to_out = out is not None and out.device == local.device and is_plain(out)
         if out is not None and writes_to_out:
             rows = out.detach().view(rows_shape)
-            if _shares_memory(local, rows):
+            if shares_memory(local, rows):
                 local = local.clone()  # the result would overwrite the send buffer
         else:
             rows = torch.empty(rows_shape, dtype=tensor.dtype, device=local.device)
@@ -194,11 +197,53 @@ def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tens
 
     def finish(_: Any) -> Tensor:
         if out is None:
-            return _to_device(rows, tensor.device)
+            return to_device(rows, tensor.device)
         if writes_to_out:
             increment_version(out)
             return rows
-        return out.detach().copy_(_to_device(rows, out.device).view(out.shape)).view(rows_shape)
+        return out.detach().copy_(to_device(rows, out.device).view(out.shape)).view(rows_shape)
+
+    return work.then(finish)
+
+
+def exchange_tensor(
+    model: ComputationModel,
+    tensor: Tensor,
+    group: Group,
+    sizes: Sizes | None = None,
+    out: Tensor | None = None,
+) -> Work:
+    """Begin to exchange parts of ``tensor``, read as 1-d, of any dtype, device and layout.
+
+    See :func:`~ignite_dist.comp_models.all_to_all.exchange_parts`. The result is 1-d, on the tensor's device;
+    with ``out``, which is contiguous, it is ``out``.
+    """
+    if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
+        return in_inference_mode(lambda: exchange_tensor(model, tensor, group, sizes, out))
+    route = route_of(model, "all_gather", tensor)
+    with torch.no_grad():
+        local = sendable(model, tensor, route.moves).view(-1)
+        numel = local.numel() if sizes is None else sum(sizes.received)
+        writes_to_out = out is not None and out.device == local.device and is_plain(out)
+        if out is not None and writes_to_out:
+            received = out.detach().view(-1)
+            if shares_memory(local, received):
+                local = local.clone()
+        else:
+            received = local.new_empty(numel)
+        sent, filled = local, received
+        if not route.keeps_dtype:  # send the bytes
+            sent, filled = serialization.as_bytes(local), serialization.as_bytes(received)
+            sizes = sizes and Sizes(*([size * local.itemsize for size in part] for part in sizes))
+        work = exchange_parts(model.transport, model.get_rank(), sent, group, filled, sizes)
+
+    def finish(_: Any) -> Tensor:
+        if out is None:
+            return to_device(received, tensor.device)
+        if not writes_to_out:
+            return fill_from(out, received.view(out.shape))
+        increment_version(out)
+        return out
 
     return work.then(finish)
 
@@ -206,18 +251,18 @@ def gather_rows(model: ComputationModel, tensor: Tensor, group: Group, out: Tens
 def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: Group) -> Work:
     """Begin to fill ``tensor`` with the tensor of global rank ``src``. The work's result is ``tensor``."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return _in_inference_mode(lambda: broadcast_tensor(model, tensor, src, group))
+        return in_inference_mode(lambda: broadcast_tensor(model, tensor, src, group))
     if tensor.dtype in reduce_ops.BYTES:
         return broadcast_tensor(model, tensor.view(torch.uint8), src, group).then(lambda _: tensor)
-    route = _route(model, "broadcast", tensor)
+    route = route_of(model, "broadcast", tensor)
     with torch.no_grad():
-        carried = _sendable(model, tensor, route.moves)
+        carried = sendable(model, tensor, route.moves)
         sent = carried if route.keeps_dtype else serialization.as_bytes(carried)
         work = model.transport.broadcast(sent, src, group)
 
     def finish(_: Any) -> Tensor:
-        if route.moves or not _is_plain(tensor):  # a copy was sent
-            tensor.detach().copy_(_to_device(carried, tensor.device))
+        if route.moves or not is_plain(tensor):  # a copy was sent
+            tensor.detach().copy_(to_device(carried, tensor.device))
         else:
             increment_version(tensor)
         return tensor
@@ -225,91 +270,48 @@ def broadcast_tensor(model: ComputationModel, tensor: Tensor, src: int, group: G
     return work.then(finish)
 
 
-# --- devices and layouts -----------------------------------------------------------------------------
+# --- reduce and scatter ------------------------------------------------------------------------------
 
 
-def carrying_device(model: ComputationModel, tensor: Tensor) -> torch.device:
-    """The sending device: the device of ``tensor`` if the backend can send bytes from it."""
-    if model.transport.supports("all_gather", None, torch.uint8, tensor.device):
-        return tensor.device
-    return model.objects.device
+def reduce_scatter_tensor(
+    model: ComputationModel, rows: Tensor, op: str, group: Group, out: Tensor | None = None
+) -> Work:
+    """Begin to reduce ``(group_size, *S)`` to this rank's row ``(*S)``, in ``out`` if given.
 
-
-def _shares_memory(tensor: Tensor, other: Tensor) -> bool:
-    """True if two contiguous tensors on the same device overlap. XLA tensors never overlap."""
-    if tensor.device.type == "xla":
-        return False
-    begin, other_begin = tensor.data_ptr(), other.data_ptr()
-    return begin < other_begin + other.nbytes and other_begin < begin + tensor.nbytes
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """True if ``tensor`` is contiguous, without a lazy conjugation or negation."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """``tensor`` detached, contiguous, without lazy conjugation or negation. Copied only if needed."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _sendable(model: ComputationModel, tensor: Tensor, moves: bool) -> Tensor:
-    """:func:`plain` on the sending device."""
-    whole = plain(tensor)
-    return _to_device(whole, model.objects.device) if moves else whole
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A contiguous ``tensor`` on ``device``, with the same bits.
-
-    A plain copy from an XLA device may lose the imaginary part of complex128. A plain copy to an XLA device
-    may change the bits of a NaN.
+    :func:`plan_reduction` has checked ``rows``, which keep their values.
     """
-    if tensor.device == device:
-        return tensor
-    if tensor.is_complex():
-        return torch.view_as_complex(_to_device(torch.view_as_real(tensor), device))
-    if tensor.is_floating_point():
-        return serialization.as_bytes(tensor).to(device).view(tensor.dtype).view(tensor.shape)
-    return tensor.to(device)
+    if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
+        return in_inference_mode(lambda: reduce_scatter_tensor(model, rows, op, group, out))
+    group_size = len(group.ranks)
+    if _reduces_rows(model, op, rows):
+        with torch.no_grad():
+            local = plain(rows)
+            target = torch.empty_like(local[0]) if out is None else out.detach().view(local[0].shape)
+            if shares_memory(local, target):
+                local = local.clone()
+            sent_op = "SUM" if op == "AVERAGE" else op
+            work = model.transport.reduce_scatter(local, sent_op, group, target)
+        reduced = work.then(lambda part: part.div_(group_size) if op == "AVERAGE" else part)
+        return reduced if out is None else reduced.then(lambda part: _mark_changed(out))
+    parts = exchange_tensor(model, rows, group)
+    part = parts.then(lambda received: carriers.reduce_gathered(received.view(rows.shape), op))
+    return part if out is None else part.then(lambda reduced: fill_from(out, reduced.view(out.shape)))
 
 
-class _Route(NamedTuple):
-    """How a model gathers or broadcasts tensors of one dtype on one device."""
-
-    moves: bool  # as in Plan
-    keeps_dtype: bool  # False: the tensor is sent as bytes
-    is_direct: bool  # the tensor is sent on its device and in its dtype
-
-
-def _route(model: ComputationModel, kind: CollectiveKind, tensor: Tensor) -> _Route:
-    routes = _plans_of(model).routes
-    key = (kind, tensor.dtype, tensor.device)
-    route = routes.get(key)
-    if route is None:
-        device = carrying_device(model, tensor)
-        keeps_dtype = model.transport.supports(kind, None, tensor.dtype, device)
-        moves = device != tensor.device
-        route = routes[key] = _Route(moves, keeps_dtype, keeps_dtype and not moves)
-    return route
+def _reduces_rows(model: ComputationModel, op: str, tensor: Tensor) -> bool:
+    """True if the transport's own reduce-scatter gives the result that the package promises."""
+    if reduce_ops.is_rounded(op, tensor.dtype) or (op in ("MIN", "MAX") and tensor.is_floating_point()):
+        return False  # it would round after each rank, or lose a NaN
+    sent_op = "SUM" if op == "AVERAGE" else op
+    return model.transport.supports("reduce_scatter", sent_op, tensor.dtype, tensor.device)
 
 
-class _Plans:
-    """Cached plans and routes of one model."""
-
-    def __init__(self) -> None:
-        self.reductions: dict[tuple[str, torch.dtype, torch.device, bool], Plan] = {}
-        self.routes: dict[tuple[CollectiveKind, torch.dtype, torch.device], _Route] = {}
+def _mark_changed(tensor: Tensor) -> Tensor:
+    increment_version(tensor)
+    return tensor
 
 
-_plans: PerContext[_Plans] = PerContext()
-
-
-def _plans_of(model: ComputationModel) -> _Plans:
-    try:
-        return _plans.by_id[id(model)]
-    except KeyError:
-        return _plans.setdefault(model, _Plans())
+# --- descriptions and messages -----------------------------------------------------------------------
 
 
 def sent_dtype(
@@ -325,14 +327,14 @@ def sent_dtype(
     if collective == "all_reduce":
         carrier = plan_reduction(model, op, tensor).carrier
         return None if carrier is None else carrier.dtype
-    return tensor.dtype if _route(model, collective, tensor).keeps_dtype else torch.uint8
+    return tensor.dtype if route_of(model, collective, tensor).keeps_dtype else torch.uint8
 
 
 def to_message(tensors: Sequence[Tensor]) -> bytes:
     """The bytes of contiguous ``tensors``, concatenated, to send inside an object."""
     message = bytearray(sum(tensor.nbytes for tensor in tensors))
     if message:
-        parts = [serialization.as_bytes(_to_device(tensor, torch.device("cpu"))) for tensor in tensors]
+        parts = [serialization.as_bytes(to_device(tensor, torch.device("cpu"))) for tensor in tensors]
         serialization.as_tensor(message).copy_(torch.cat(parts))
     return bytes(message)
 
@@ -345,5 +347,5 @@ def reduce_messages(messages: Sequence[bytes], tensors: Sequence[Tensor], op: st
     for part, tensor in zip(parts, tensors, strict=True):
         aligned = part.clone(memory_format=torch.contiguous_format).view(-1)
         values = aligned.view(tensor.dtype).view(len(messages), *tensor.shape)
-        reduced.append(_to_device(carriers.reduce_gathered(values, op), tensor.device))
+        reduced.append(to_device(carriers.reduce_gathered(values, op), tensor.device))
     return reduced

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import zlib
 from numbers import Number
+from types import GeneratorType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ignite_dist.collectives.arguments import copy_of
+from ignite_dist.collectives.buckets import fill
+from ignite_dist.collectives.checks import check_disjoint, check_writable
 from ignite_dist.collectives.path import perform
-from ignite_dist.collectives.tensors import plan_reduction, reduce_messages, reduce_tensor, to_message
+from ignite_dist.collectives.tensors import (
+    PIECE_BYTES,
+    plan_reduction,
+    reduce_messages,
+    reduce_tensor,
+    to_message,
+)
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.errors import CollectiveMismatchError
@@ -24,35 +33,92 @@ _INLINE_BYTES = 448
 
 
 def reduce_tree(
-    model: ComputationModel, tree: Any, op: str, group: Any, exact: bool, op_text: str, async_op: bool
+    model: ComputationModel,
+    tree: Any,
+    op: str,
+    group: Any,
+    exact: bool,
+    op_text: str,
+    async_op: bool,
+    fills: bool = False,
 ) -> Any:
     """Reduce a number, or a tree of numbers and tensors; see :func:`ignite_dist.all_reduce`.
 
-    ``op_text`` describes ``op`` and ``exact``. It must be equal on all ranks.
+    ``op_text`` describes ``op`` and ``exact``. It must be equal on all ranks. ``fills`` writes the results
+    into the tensors of ``tree``.
     """
     leaves, structure = pytree.flatten(tree)
-    values = [leaf if isinstance(leaf, Tensor) else number_ops.plain_number(leaf) for leaf in leaves]
+    values = [
+        leaf
+        if type(leaf) in number_ops.PLAIN_TYPES or isinstance(leaf, Tensor)
+        else number_ops.plain_number(leaf)
+        for leaf in leaves
+    ]
     _check_leaves(model, values, op)
+    if fills:
+        values, sources = _distinct(_checked_fillable(values))
+        structure += f" in place{'' if len(values) == len(leaves) else f' {sources}'}"
     members = model.groups.resolve(group)
-    if async_op:  # the caller may change the tensors before wait()
+    if async_op and not fills:  # the caller may change the tensors before wait()
         values = [copy_of(leaf) for leaf in values]
     structure = structure if exact else f"{structure} exact=False"
-    has_tensors = any(isinstance(value, Tensor) for value in values)
-    reduce_leaves = _reduce_leaves if has_tensors else _reduce_numbers
+    has_tensors = any(issubclass(kind, Tensor) for kind in set(map(type, values)))
 
-    def reduce(members: Group) -> Any:
-        return pytree.rebuild(tree, iter(reduce_leaves(model, values, structure, op, exact, members)))
+    def reduce(values: list[Any], members: Group) -> Any:
+        if not has_tensors:
+            reduced = _reduce_numbers(model, values, structure, op, members)
+        else:
+            reduced = _reduce_leaves(model, values, structure, op, exact, members, fills)
+        return tree if fills else pytree.rebuild(tree, iter(reduced))
 
     return perform(
         model,
         "all_reduce",
         members,
-        lambda members: Steps(lambda: reduce(members)),
+        lambda members: Steps(lambda: reduce(values, members)),
         outside=tree,
         value=values,
         op=op_text,
+        begin_outside=lambda members: Steps(lambda: reduce([copy_of(leaf) for leaf in values], members)),
         async_op=async_op,
     )
+
+
+def _checked_fillable(values: list[Any]) -> list[Any]:
+    """``values``. Raises ``ValueError`` if a value is a number, or a tensor that cannot be filled."""
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"all_reduce(inplace=True) fills tensors, but the value has the number {value!r}, which "
+                "cannot be filled. Omit inplace and use the result."
+            )
+        check_writable("all_reduce", value)
+    return values
+
+
+def _distinct(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """The tensors without repetitions, and the position of each given tensor among these.
+
+    Tied parameters are different objects in the same memory. Addresses on XLA are not known.
+    """
+    positions: dict[Any, int] = {}
+    distinct: list[Tensor] = []
+    sources = []
+    for tensor in tensors:
+        is_known = tensor.device.type != "xla" and tensor.numel()
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if is_known else id(tensor)
+        if key not in positions:
+            positions[key] = len(distinct)
+            distinct.append(tensor)
+        sources.append(positions[key])
+    check_disjoint("all_reduce(inplace=True)", distinct)
+    return distinct, sources
+
+
+_HINTS: dict[type, str] = {
+    type(None): "Leave out gradients that are None, on every rank, or use all_gather.",
+    GeneratorType: "Make a list of it, or use all_gather.",
+}
 
 
 def _check_leaves(model: ComputationModel, values: list[Any], op: str) -> None:
@@ -66,12 +132,12 @@ def _check_leaves(model: ComputationModel, values: list[Any], op: str) -> None:
         else:
             raise TypeError(
                 "all_reduce takes a tensor, a number, or a dict, list or tuple of tensors and numbers; got "
-                f"{kind.__name__}. Use all_gather for other objects."
+                f"{kind.__name__}. {_HINTS.get(kind, 'Use all_gather for other objects.')}"
             )
 
 
 def _reduce_numbers(
-    model: ComputationModel, values: list[Any], structure: str, op: str, exact: bool, group: Group
+    model: ComputationModel, values: list[Any], structure: str, op: str, group: Group
 ) -> list[Any]:
     """:func:`_reduce_leaves` of a tree without tensors."""
     rows = _gather_checked(model, values, structure, op, group)
@@ -79,18 +145,24 @@ def _reduce_numbers(
 
 
 def _reduce_leaves(
-    model: ComputationModel, values: list[Any], structure: str, op: str, exact: bool, group: Group
+    model: ComputationModel,
+    values: list[Any],
+    structure: str,
+    op: str,
+    exact: bool,
+    group: Group,
+    fills: bool,
 ) -> list[Any]:
     """The reduced leaves. First the ranks compare the structures of their trees.
 
     The same collective sends all numbers, and tensors up to ``_INLINE_BYTES`` in total. Above this total,
-    tensors up to ``_PACK_BYTES`` with the same dtype and device type share a collective.
+    tensors with the same dtype and device type share a collective (see :func:`_packs`).
     """
     number_positions = [position for position, leaf in enumerate(values) if not isinstance(leaf, Tensor)]
     tensors = [leaf for leaf in values if isinstance(leaf, Tensor)]
     layouts = [(tensor.dtype, tuple(tensor.shape), tensor.device.type) for tensor in tensors]
     structure += f" {number_positions} {layouts}"
-    packs = _packs(values)
+    packs = _buckets(values) if fills else _packs(values)
     nbytes = sum(values[position].nbytes for positions in packs for position in positions)
     # A lazy device (XLA) would have to compute the tensors now to send them with the comparison.
     is_inline = nbytes <= _INLINE_BYTES and op != "ADASUM" and not model.training.computes_lazily
@@ -107,13 +179,25 @@ def _reduce_leaves(
         if is_inline:
             flat = next(inline_flats)
         else:
-            flat = _flat(values, positions)
+            needs_no_copy = fills and len(positions) == 1
+            flat = values[positions[0]] if needs_no_copy else _flat(values, positions)
             plan = plan_reduction(model, op, flat, exact)
-            flat = reduce_tensor(model, flat, op, plan, group).wait()
-        parts = torch.split(flat, [values[position].numel() for position in positions])
-        for position, part in zip(positions, parts, strict=True):
-            reduced[position] = part.view(values[position].shape)
+            reduce_tensor(model, flat, op, plan, group).wait()
+            if needs_no_copy:
+                continue
+        _unpack(flat, values, positions, reduced, fills)
     return reduced
+
+
+def _unpack(flat: Tensor, values: list[Any], positions: list[int], reduced: list[Any], fills: bool) -> None:
+    """Split ``flat`` into the tensors at ``positions``: fill ``values``, or set views in ``reduced``."""
+    parts = torch.split(flat, [values[position].numel() for position in positions])
+    for position, part in zip(positions, parts, strict=True):
+        if fills:
+            with torch.no_grad():
+                fill(values[position], part)
+        else:
+            reduced[position] = part.view(values[position].shape)
 
 
 def _packs(values: list[Any]) -> list[list[int]]:
@@ -127,6 +211,21 @@ def _packs(values: list[Any]) -> list[list[int]]:
     return list(packs.values())
 
 
+def _buckets(tensors: list[Tensor]) -> list[list[int]]:
+    """:func:`_packs` of up to ``PIECE_BYTES``, for tensors that are filled in place."""
+    buckets: list[list[int]] = []
+    last: dict[Any, tuple[list[int], int]] = {}  # the last bucket of each kind, and its size
+    for position, tensor in enumerate(tensors):
+        kind = tensor.dtype, tensor.device.type  # equal on all ranks, see _packs()
+        bucket, size = last.get(kind, ([], 0))
+        if not bucket or size + tensor.nbytes > PIECE_BYTES:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(position)
+        last[kind] = bucket, size + tensor.nbytes
+    return buckets
+
+
 def _flat(values: list[Any], positions: list[int]) -> Tensor:
     return torch.cat([values[position].detach().reshape(-1) for position in positions])
 
@@ -138,8 +237,20 @@ def _gather_checked(
     check = zlib.crc32(f"{op} {structure}".encode())
     gathered = model.objects.gather((check, numbers, message), group)
     if any(type(entry) is not tuple or entry[:1] != (check,) for entry in gathered):
-        raise CollectiveMismatchError(
-            "The ranks called one all_reduce with different operations, tree structures, dtypes or shapes. "
-            f"This rank: {op} of {structure[:500]}"
-        )
+        raise CollectiveMismatchError(_mismatch(model, gathered, f"{op} of {structure}", group))
     return [(row, data) for _, row, data in gathered]
+
+
+def _mismatch(model: ComputationModel, gathered: list[Any], call: str, group: Group) -> str:
+    """The message for ranks whose calls differ. If all of them are here, they exchange their calls."""
+    ranks_by_call: dict[str, list[str]] = {call[:500]: ["this"]}
+    parts = [list(map(type, entry)) if type(entry) is tuple else [] for entry in gathered]
+    if all(kinds == [int, list, bytes] for kinds in parts):  # no rank has called another function
+        ranks_by_call = {}
+        for rank, other in zip(group.ranks, model.objects.gather(call[:500], group), strict=True):
+            ranks_by_call.setdefault(other, []).append(str(rank))
+    calls = "; ".join(f"rank {', '.join(ranks)}: {other}" for other, ranks in ranks_by_call.items())
+    return (
+        "The ranks called one all_reduce with different operations, tree structures, dtypes or shapes "
+        f"(a dot is a value): {calls}"
+    )

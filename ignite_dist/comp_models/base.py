@@ -9,7 +9,6 @@ A backend imports all names that it needs from this module. Example: ``examples/
 from __future__ import annotations
 
 import socket
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -18,6 +17,7 @@ from weakref import WeakMethod
 import torch
 
 from ignite_dist import devices, tracing
+from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.groups import Groups
 from ignite_dist.comp_models.launcher import Launcher
 from ignite_dist.comp_models.objects import Objects
@@ -193,7 +193,7 @@ class ComputationModel(ABC):
             # A rank must not close its connections while another rank still waits for its data.
             self.transport.barrier(self.groups.world).wait()
         except RuntimeError as error:
-            warnings.warn(f"Not every rank reached finalize(): {error}", stacklevel=4)
+            warn_user(f"Not every rank reached finalize(): {error}")
 
     def context_mark(self) -> object | None:
         """Return an object that identifies this context; None if a forked child may use the context.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import DeviceMesh
 
 from ignite_dist.arguments import as_int
 from ignite_dist.comp_models.transport import Group, Transport
-
-if TYPE_CHECKING:
-    from ignite_dist.comp_models.transport import Transport
+from ignite_dist.values import meshes
 
 _INTS = frozenset({int})
 
@@ -54,10 +54,15 @@ class Groups:
         return handle
 
     def resolve(self, group: Any) -> Group:
-        """The group of a ``group=`` argument: None (the world), a handle, or a list of global ranks.
+        """The group of a ``group=`` argument.
+
+        Args:
+            group: None (the world), a list of global ranks, a handle, a ``DeviceMesh``, or the name of a
+                dimension of the current mesh.
 
         Raises:
-            ValueError: invalid or repeated ranks, a destroyed handle, or an object that is not a group.
+            ValueError: invalid or repeated ranks, a destroyed handle, an object that is not a group, or a
+                name without a mesh.
             RuntimeError: called inside ``join()``.
         """
         if self.is_joining:
@@ -65,7 +70,7 @@ class Groups:
         if group is None:
             return self.world
         if not isinstance(group, (list, tuple, range)):
-            return Group(group, self._transport.ranks_of(group))
+            return self._of_handle(group)
         key = tuple(group)
         if not _INTS.issuperset(map(type, key)):  # floats and bools may equal a key
             key = self._checked(key)
@@ -84,9 +89,43 @@ class Groups:
                 made = self._by_ranks[key] = Group(self._transport.make_group(checked), checked)
             return made
 
+    def ranks_of(self, group: Any) -> tuple[int, ...]:
+        """The global ranks of a ``group=`` argument, ascending. Makes no group, so it never communicates.
+
+        Raises:
+            ValueError: as in :meth:`resolve`.
+        """
+        if group is None:
+            return self.world.ranks
+        group = self._without_mesh(group)
+        if isinstance(group, (list, tuple, range)):
+            return self._checked(group)
+        return self._transport.ranks_of(group)
+
+    def of_mesh(self, mesh: DeviceMesh, dimensions: Collection[int]) -> Group:
+        """This rank's group along ``dimensions`` of ``mesh``. The members call this method.
+
+        Raises:
+            ValueError: the backend has no meshes, or ``mesh`` belongs to another context.
+        """
+        return self.resolve(self._transport.group_of_mesh(mesh, dimensions))
+
     def forget(self) -> None:
         """Drop all handles, because the context has ended."""
         self._by_ranks.clear()
+
+    def _of_handle(self, handle: Any) -> Group:
+        plain = self._without_mesh(handle)
+        return Group(handle, self._transport.ranks_of(handle)) if plain is handle else self.resolve(plain)
+
+    def _without_mesh(self, group: Any) -> Any:
+        """The handle or the ranks of a mesh, or of a dimension's name; other values are unchanged."""
+        if DeviceMesh in type(group).__mro__:  # isinstance() takes a microsecond, because of its metaclass
+            return self._transport.group_of_mesh(group, range(group.ndim))
+        if isinstance(group, str):
+            mesh, dimension = meshes.named(group)
+            return self._transport.group_of_mesh(mesh, [dimension])
+        return group
 
     def _checked(self, ranks: Sequence[int]) -> tuple[int, ...]:
         world_size = self._world_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
@@ -16,12 +15,13 @@ from torch.utils.data import get_worker_info
 
 from ignite_dist import environments
 from ignite_dist._torch import WORLD_STATE
+from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.base import ComputationModel, weak_method
 from ignite_dist.comp_models.groups import Groups
 from ignite_dist.comp_models.objects import LocalObjects
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.comp_models.training import Training
-from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport
+from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Transport
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.errors import EnvironmentVariablesError
 
@@ -116,6 +116,12 @@ class _LocalTransport(Transport):
 
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
         return Completed(tensor)
+
+    def all_to_all(self, tensor: Tensor, group: Group, out: Tensor, sizes: Sizes | None) -> Work:
+        return Completed(out.copy_(tensor))
+
+    def reduce_scatter(self, tensor: Tensor, op: str, group: Group, out: Tensor) -> Work:
+        return Completed(out.copy_(tensor[0]))
 
     def barrier(self, group: Group) -> Work:
         return Completed(None)
@@ -214,9 +220,8 @@ def _check_launch() -> None:
             "and pass values that a worker needs, such as the rank, to the data set."
         )
     _warned = True
-    warnings.warn(
+    warn_user(
         f"This is one of {environment.world_size} processes ({environment.reason}), but it runs as a "
         "world of one: no distributed context was made. Call idist.initialize(backend) first, or use "
         "idist.Parallel(backend=...).",
-        stacklevel=4,
     )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary, ref
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from ignite_dist import tracing
 from ignite_dist.comp_models.transport import Group
-from ignite_dist.samplers import loader_class
+from ignite_dist.passes import loader_class
 
 if TYPE_CHECKING:
     from ignite_dist.comp_models.base import ComputationModel
@@ -62,6 +62,19 @@ class Training:
         """Seed torch on the CPU and on this rank's devices."""
         torch.manual_seed(seed)
 
+    def random_state(self) -> dict[str, Any] | None:
+        """The random state of this rank's device as plain values; None for the CPU."""
+        device = self.context.device()
+        if device.type == "cpu":
+            return None
+        return {"type": device.type, "state": torch.get_device_module(device).get_rng_state(device)}
+
+    def set_random_state(self, saved: dict[str, Any] | None) -> None:
+        """Restore a result of :meth:`random_state`. No effect if it is of another type of device."""
+        device = self.context.device()
+        if saved is not None and saved["type"] == device.type:
+            torch.get_device_module(device).set_rng_state(saved["state"], device)
+
     def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
         """Prepare ``model``, which is already on the context's device, and return it or a wrapper.
 
@@ -80,7 +93,7 @@ class Training:
 
     def make_loader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
         """A loader of this rank's share of ``dataset``. ``kwargs`` are the arguments of ``DataLoader``."""
-        return loader_class(dataset, kwargs.get("sampler"))(dataset, **kwargs)
+        return loader_class(dataset)(dataset, **kwargs)
 
     def check_sharding(self) -> None:
         """Raise if the backend has no :meth:`shard_model`, before any communication.
@@ -96,6 +109,16 @@ class Training:
     def shard_model(self, model: Module, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
         """Shard the parameters of ``model``, which are equal on all ranks, over the ranks."""
         return model
+
+    def replicate_model(
+        self, model: Module, group: Group, average: Callable[[list[Parameter], Group], None]
+    ) -> None:
+        """Average the gradients of ``model``, which has ``DTensor`` parameters, over ``group``.
+
+        Called only where :meth:`Transport.make_mesh` makes meshes. ``average`` averages the gradients of
+        parameters over the group. Call it once after each backward pass, and in :meth:`average_in_block`.
+        """
+        raise NotImplementedError
 
     def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer like ``optimizer``, with its state sharded over the ranks.

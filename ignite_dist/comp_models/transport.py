@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import DeviceMesh, Store
 
 from ignite_dist import tracing
 from ignite_dist.comp_models.work import Completed, Work
@@ -38,7 +39,26 @@ class Group(NamedTuple):
         return found if found < len(self.ranks) and self.ranks[found] == rank else None
 
 
-CollectiveKind = Literal["all_reduce", "reduce_narrow", "all_gather", "broadcast"]
+_NO_MESHES = (
+    "This context has no meshes. A mesh needs a context of torch.distributed (gloo, NCCL, ...), also in one "
+    "process: idist.initialize('gloo'). Horovod and XLA have no meshes."
+)
+
+CollectiveKind = Literal[
+    "all_reduce", "reduce_narrow", "reduce_scatter", "all_gather", "all_to_all", "broadcast"
+]
+
+
+class Sizes(NamedTuple):
+    """Numbers of elements in an all-to-all exchange, in the group's order.
+
+    Attributes:
+        sent: size of the part for each rank.
+        received: size of the part from each rank.
+    """
+
+    sent: Sequence[int]
+    received: Sequence[int]
 
 
 class Wait(NamedTuple):
@@ -101,12 +121,13 @@ class Transport(ABC):
         Reductions of ``float32``, ``float64``, ``int32`` and ``int64`` serve nearly all other dtypes.
 
         A reduction is supported if the result is the same as torch's: sums and products of ints wrap around,
-        "AND" and "OR" are bitwise, and "MIN" and "MAX" of floats are NaN if any rank has NaN. Most libraries
-        treat NaN differently: return False, and floats are sent as ints of the same order.
+        "AND", "OR" and "XOR" are bitwise, and "MIN" and "MAX" of floats are NaN if any rank has NaN. Most
+        libraries treat NaN differently: return False, and floats are sent as ints of the same order.
 
         Args:
             kind: the primitive's name.
-            op: "SUM", "PRODUCT", "MIN", "MAX", "AND", "OR" or "ADASUM"; None if ``kind`` is not a reduction.
+            op: "SUM", "PRODUCT", "MIN", "MAX", "AND", "OR", "XOR" or "ADASUM"; None if ``kind`` is not
+                a reduction.
             dtype: the dtype of the tensor.
             device: the device of the tensor.
         """
@@ -140,6 +161,23 @@ class Transport(ABC):
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
         """Copy the values from the global rank ``src`` into ``tensor``; the result is ``tensor``."""
+
+    def all_to_all(self, tensor: Tensor, group: Group, out: Tensor, sizes: Sizes | None) -> Work:
+        """Send a part of the 1-d ``tensor`` to each rank, and concatenate the parts for this rank in ``out``.
+
+        The parts are in the group's order. Without ``sizes``, all parts of all ranks have the same size.
+        Optional: without this method, every rank gathers the tensors of all ranks. The result is ``out``. If
+        :attr:`groups_need_all_ranks`, this method is called for the group of all ranks only.
+        """
+        raise NotImplementedError
+
+    def reduce_scatter(self, tensor: Tensor, op: str, group: Group, out: Tensor) -> Work:
+        """``(group_size, *S) -> (*S)``: the rank at position ``i`` gets row ``i`` of the reduced ``tensor``.
+
+        Optional: without this method, the ranks exchange the rows, and each rank reduces its own. The result
+        is ``out``.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def barrier(self, group: Group) -> Work:
@@ -184,6 +222,22 @@ class Transport(ABC):
         """The backend's object for the group of all ranks, which users may pass as ``group=``."""
         return None
 
+    def make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
+        """A mesh of all ranks, by the names of its dimensions. Every rank calls this method.
+
+        Raises:
+            ValueError: the backend has no meshes.
+        """
+        raise ValueError(_NO_MESHES)
+
+    def group_of_mesh(self, mesh: DeviceMesh, dimensions: Collection[int]) -> Any:
+        """A handle or the ranks of this rank's group along ``dimensions``. Must not communicate.
+
+        Raises:
+            ValueError: the backend has no meshes, or ``mesh`` belongs to another context.
+        """
+        raise ValueError(_NO_MESHES)
+
     def group_key(self, group: Group) -> str:
         """A name of ``group`` that is equal on all of its ranks; empty for the world. Only members call this.
 
@@ -198,6 +252,10 @@ class Transport(ABC):
     def store(self) -> Store | None:
         """A store that only the ranks of this context use, or None."""
         return None
+
+    def shares_memory(self, group: Group) -> bool | None:
+        """True if shared memory carries tensors between the ranks of ``group``; None if not known yet."""
+        return False
 
     def num_collectives(self) -> int:
         """Number of collectives that the backend has begun, for any code; 0 if not counted."""

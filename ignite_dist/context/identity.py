@@ -19,19 +19,56 @@ _logger = logging.getLogger(__name__)
 
 
 @traced
-def get_rank() -> int:
-    """Rank of this process, in [0, world_size). Never communicates.
+def get_rank(group: Any = None) -> int:
+    """Rank of this process in a group, in [0, group_size); without ``group`` in [0, world_size).
 
-    A DataLoader worker has the rank of its main process, with every start method. A worker that was not
-    forked has rank 0 and world size 1 until its imports and its unpickling are complete.
+    Never communicates, and makes no group of a list of ranks. A DataLoader worker has the rank of its main
+    process, with every start method. A worker that was not forked has rank 0 and world size 1 until its
+    imports and its unpickling are complete.
+
+    Args:
+        group: as in :func:`all_reduce`.
+
+    Returns:
+        The position of this rank among the group's ranks, which are ascending; -1 outside the group.
+
+    Raises:
+        ValueError: ``group`` is not a group, was destroyed, or has wrong ranks.
+
+    Example::
+
+        idist.get_rank(group=[1, 3])  # on four ranks: -1, 0, -1, 1
     """
-    return current_model().get_rank()
+    if group is None:
+        return current_model().get_rank()
+    return _rank_in(group)
 
 
 @traced
-def get_world_size() -> int:
-    """Number of processes of the context; 1 without a context. Never communicates."""
-    return current_model().get_world_size()
+def get_world_size(group: Any = None) -> int:
+    """Number of ranks of a group; without ``group`` of the context, and 1 without a context.
+
+    Never communicates, and makes no group of a list of ranks.
+
+    Args:
+        group: as in :func:`all_reduce`.
+
+    Returns:
+        The size, on ranks outside the group too; 0 for a group without members. Outside of the group,
+        torch's handle (``GroupMember.NON_GROUP_MEMBER``) does not know the ranks: 0.
+
+    Raises:
+        ValueError: as in :func:`get_rank`.
+    """
+    if group is None:
+        return current_model().get_world_size()
+    return len(current_model().groups.ranks_of(group))
+
+
+def _rank_in(group: Any) -> int:
+    model = current_model()
+    ranks, rank = model.groups.ranks_of(group), model.get_rank()
+    return ranks.index(rank) if rank in ranks else -1
 
 
 @traced
@@ -60,6 +97,25 @@ def get_nnodes() -> int:
 def get_node_rank() -> int:
     """Rank of this node, in [0, nnodes). The first call may communicate: see :func:`get_local_rank`."""
     return current_model().get_node_rank()
+
+
+def node_group() -> list[int]:
+    """The global ranks of this node, ascending, for use as ``group=``.
+
+    The first call communicates if there are several nodes, or if the number of nodes is not known: then every
+    rank of the world must make the first call. Later calls do not communicate. The first collective with
+    the list makes a group. Under Horovod every rank must make the groups of all nodes, in the same order:
+    see :func:`new_group`.
+
+    Example::
+
+        idist.node_group()  # on two nodes of two ranks: [0, 1], [0, 1], [2, 3], [2, 3]
+        idist.barrier(group=idist.node_group())  # the ranks of one node wait for each other
+    """
+    model = current_model()
+    if model.find_topology().nnodes == 1:
+        return list(range(model.get_world_size()))
+    return sorted(model.node_ranks().values())
 
 
 @traced
@@ -152,11 +208,13 @@ def show_config() -> None:
     if model.get_rank() != 0:
         return
     local_rank, topology = model.known_local_rank(), model.known_topology()
+    shares_memory = model.transport.shares_memory(model.groups.world)
     unknown = "not known yet"
     facts = {
         "distributed configuration": model.name,
         "backend": model.backend(),
         "device": model.device().type,
+        "shared memory": unknown if shares_memory is None else "yes" if shares_memory else "no",
         "hostname": hostname(),
         "world size": model.get_world_size(),
         "rank": model.get_rank(),

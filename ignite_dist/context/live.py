@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ignite_dist import devices
-from ignite_dist.arguments import did_you_mean
+from ignite_dist.arguments import check_keywords, did_you_mean, keywords_of
+from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
 from ignite_dist.comp_models.serial import PollingSerialModel
 from ignite_dist.context import forks, ignite_bridge, loader_workers
+from ignite_dist.environments import spawned
 from ignite_dist.tracing import call_eagerly, resolved_while_tracing, traced, traced_as
 from ignite_dist.workers import torchelastic
 
@@ -178,9 +180,7 @@ def find_model(backend: str) -> type[ComputationModel]:
                 raise ValueError(
                     f"Backend {backend!r} cannot run here: {reason} Available: {_backend_names()}."
                 )
-    hint = _DEVICE_HINTS.get(str(backend)) or did_you_mean(str(backend).lower(), available_backends())
-    hint = hint or " Is the package of this backend installed?"
-    raise ValueError(f"Unknown backend {backend!r}. Available: {_backend_names()}.{hint}")
+    raise ValueError(f"Unknown backend {backend!r}. Available: {_backend_names()}.{_hint(backend)}")
 
 
 _DEVICE_HINTS = {
@@ -188,6 +188,14 @@ _DEVICE_HINTS = {
     "gpu": " For GPUs use 'nccl' or 'auto'.",
     "cpu": " For CPUs use 'gloo' or 'auto'.",
 }
+
+
+def _hint(backend: Any) -> str:
+    if not isinstance(backend, str) or not backend:
+        return " Pass the name of one of them, or 'auto'."
+    known = [*available_backends(), "auto", "nccl", "mpi", "horovod", "xla-tpu"]
+    hint = _DEVICE_HINTS.get(backend) or did_you_mean(backend.lower(), known)
+    return hint or " Is the package of this backend installed?"
 
 
 def _backend_names() -> str:
@@ -204,6 +212,8 @@ def initialize(backend: str, **kwargs: Any) -> None:
     ``MASTER_ADDR`` and ``MASTER_PORT``; none for XLA, because ranks may share a process. If the launcher or a
     loopback address shows that all ranks run on this host, ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``
     are set to the loopback interface. :func:`finalize` removes the variables that ``initialize`` has set.
+
+    Under ``ignite-dist run``, which has made a context, the call has no effect.
 
     Args:
         backend: one of :func:`available_backends`, one per device (``"cpu:gloo,cuda:nccl"``), or ``"auto"``:
@@ -228,6 +238,11 @@ def initialize(backend: str, **kwargs: Any) -> None:
     kind = find_model(backend)
     live = current_model()
     if not live.can_be_replaced_by(kind):
+        if live.runs(backend) and spawned.is_run(os.environ):
+            check_keywords("initialize", kwargs, keywords_of(kind.open))
+            if kwargs:
+                warn_user(f"initialize uses the context of ignite-dist run, and ignores {', '.join(kwargs)}.")
+            return
         raise RuntimeError(
             f"A context of backend {live.backend()!r} exists already, and idist uses this context. "
             "To make a new context, call idist.finalize() first."

@@ -16,12 +16,12 @@ from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.samplers import ExactSampler, part
-from ignite_dist.training.exact_passes import check_pass
+from ignite_dist.training.exact_passes import check_exact_group, check_pass
 from ignite_dist.values import pytree
 from ignite_dist.values.safe_objects import register_safe
 
 
-def gather_in_order(values: Any, loader: Any) -> Any:
+def gather_in_order(values: Any, loader: Any, group: Any = None) -> Any:
     """Gather the results of all ranks for a pass over ``loader``, in data set order.
 
     Every sample occurs exactly once, for any number of samples and ranks, any batch size and ``shuffle``.
@@ -34,6 +34,9 @@ def gather_in_order(values: Any, loader: Any) -> Any:
             the dtype must be the same on every rank. A rank without samples may pass any value.
         loader: from ``auto_dataloader(..., exact=True)``; or any loader with an ``ExactSampler``, but a pass
             over such a loader does not share the buffers of models.
+        group: the ranks that share the loader's data, as in :func:`all_reduce`; default: the ``group=`` of
+            ``auto_dataloader``. Only the ranks of the group call this. A rank outside gets ``values`` back,
+            and may pass None as its loader.
 
     Returns:
         The same structure for the ``N`` samples of the data set, on every rank. Tensors have shape
@@ -41,8 +44,9 @@ def gather_in_order(values: Any, loader: Any) -> Any:
         :func:`device`, or on the CPU if the other ranks pass CPU tensors. Lists have ``N`` entries.
 
     Raises:
-        ValueError: the loader has no ``ExactSampler`` or was made for another rank. Raised on every rank: a
-            rank's numbers of values and samples differ, or the ranks' samplers differ.
+        ValueError: the loader has no ``ExactSampler`` or was made for another rank or group; or the group has
+            only some ranks, on XLA. Raised on every rank: a rank's numbers of values and samples differ, or
+            the ranks' samplers differ.
         TypeError: values are not supported; raised on every rank. Or :func:`all_reduce` does not support a
             dict key; raised on this rank before any communication.
         CollectiveMismatchError: structures, shapes or dtypes differ between ranks; raised on every rank.
@@ -54,13 +58,23 @@ def gather_in_order(values: Any, loader: Any) -> Any:
         everything = idist.gather_in_order(torch.cat(predicted) if predicted else None, loader)
     """
     model = current_model()
-    members = model.groups.resolve(None)
-    sampler = _sampler_of(loader, model)
+    if group is not None and model.get_rank() not in model.groups.ranks_of(group):
+        check_exact_group("gather_in_order", model, model.groups.resolve(group))
+        return values
+    sampler = _exact_sampler_of(loader)
+    members = model.groups.resolve(sampler.group if group is None else group)
+    check_exact_group("gather_in_order", model, members)
+    _check_place(sampler, model.get_rank(), members)
+    return _gather(model, values, sampler, members)
+
+
+def _gather(model: ComputationModel, values: Any, sampler: ExactSampler, members: Group) -> Any:
     own_values = values if sampler.num_samples else None
     # flatten() raises for bad keys, so it comes before end_pass(), which may communicate.
     leaves, _ = pytree.flatten(own_values, list)
     sampler.end_pass()
-    order, counts = sampler.order(), [sampler.num_drawn_by(rank) for rank in members.ranks]
+    positions = range(len(members.ranks))
+    order, counts = sampler.order(), [sampler.num_drawn_by(position) for position in positions]
     metadata = sampler.pass_settings(), pytree.rebuild(own_values, map(_Column.of, leaves), list)
     gathered = perform(
         model,
@@ -71,11 +85,12 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     )
     check_pass(gathered)
     if any(settings != gathered[0][0] for settings, _ in gathered):
+        by_rank = zip(members.ranks, gathered, strict=True)
         raise ValueError(
             "The samplers of the ranks differ (number of samples, shuffle, seed, epoch, padded): "
-            f"{', '.join(f'rank {rank}: {settings}' for rank, (settings, _) in enumerate(gathered))}."
+            f"{', '.join(f'rank {rank}: {settings}' for rank, (settings, _) in by_rank)}."
         )
-    template = _common_columns([columns for _, columns in gathered], counts)
+    template = _common_columns(members.ranks, [columns for _, columns in gathered], counts)
     if template is None:  # no rank has a sample
         return values
     if not sampler.num_samples:
@@ -83,7 +98,7 @@ def gather_in_order(values: Any, loader: Any) -> Any:
         leaves = [column.empty(model.device()) for column in columns]
     lists = [leaf for leaf in leaves if isinstance(leaf, list)]
     gathered_lists = zip(*model.objects.gather(lists, members), strict=True) if lists else iter(())
-    sizes = [len(order[part(len(order), len(counts), rank)]) for rank in members.ranks]
+    sizes = [len(order[part(len(order), len(counts), position)]) for position in positions]
     merged = [
         _merge_lists(next(gathered_lists), sizes, order)
         if isinstance(leaf, list)
@@ -93,25 +108,25 @@ def gather_in_order(values: Any, loader: Any) -> Any:
     return pytree.rebuild(template, iter(merged))
 
 
-def _sampler_of(loader: Any, model: ComputationModel) -> ExactSampler:
-    """The sampler of ``loader``.
-
-    Raises:
-        ValueError: ``loader`` has no exact sampler, or was made for another rank.
-    """
+def _exact_sampler_of(loader: Any) -> ExactSampler:
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, ExactSampler):
         raise ValueError(
             "gather_in_order needs a loader of auto_dataloader(..., exact=True), whose sampler knows the "
             f"position of each sample; got a loader with a {type(sampler).__name__}."
         )
-    rank, world_size = model.get_rank(), model.get_world_size()
-    if (sampler.num_replicas, sampler.rank) != (world_size, rank):
+    return sampler
+
+
+def _check_place(sampler: ExactSampler, rank: int, members: Group) -> None:
+    """Raise ``ValueError`` if ``sampler`` was made for another rank or another group."""
+    place = len(members.ranks), members.position(rank)
+    if (sampler.num_replicas, sampler.rank) != place:
+        group = "" if members.handle is None else f" of the group {list(members.ranks)}"
         raise ValueError(
             f"The loader was made for rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
-            f"{rank} of {world_size}."
+            f"{place[1]} of {place[0]}{group}. Pass the group= that the loader was made with."
         )
-    return sampler
 
 
 @register_safe
@@ -142,10 +157,10 @@ class _Column:
         return torch.empty((0, *self.row_shape), dtype=self.dtype, device=place)
 
 
-def _common_columns(columns_by_rank: list[Any], counts: list[int]) -> Any:
+def _common_columns(ranks: Sequence[int], columns_by_rank: list[Any], counts: list[int]) -> Any:
     """The tree of :class:`_Column` that all ranks with samples share. ``counts``: samples of each rank."""
     found: Any = None
-    for rank, (columns, count) in enumerate(zip(columns_by_rank, counts, strict=True)):
+    for rank, columns, count in zip(ranks, columns_by_rank, counts, strict=True):
         if not count:
             continue
         leaves, structure = pytree.flatten(columns)

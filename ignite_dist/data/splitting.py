@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from ignite_dist.comp_models import ComputationModel
 from ignite_dist.context.live import current_model
+from ignite_dist.context.meshes import data_group
 from ignite_dist.samplers import part
 
 
-def sampler_kwargs() -> dict[str, int]:
-    """Keywords ``num_replicas`` and ``rank`` of a sampler: ``MySampler(data, **sampler_kwargs())``."""
-    model = current_model()
-    return {"num_replicas": model.get_world_size(), "rank": model.get_rank()}
+class Place(NamedTuple):
+    """The place of this rank among the ranks that share the data: in [0, num_ranks)."""
+
+    num_ranks: int
+    number: int
 
 
-def split(sequence: Any) -> Any:
+def place_in(model: ComputationModel, group: Any) -> Place:
+    """The place of this rank in ``group``, by default among the ranks that share the data. No communication.
+
+    Raises:
+        ValueError: ``group`` is not a group, or this rank is outside the group.
+    """
+    ranks, rank = model.groups.ranks_of(data_group(model) if group is None else group), model.get_rank()
+    if rank not in ranks:
+        raise ValueError(
+            f"Rank {rank} is outside the group {list(ranks)} and has no share of its data. Make this call "
+            "only on ranks of the group: if idist.get_rank(group) >= 0."
+        )
+    return Place(len(ranks), ranks.index(rank))
+
+
+def sampler_kwargs(group: Any = None) -> dict[str, int]:
+    """Keywords ``num_replicas`` and ``rank`` of a sampler: ``MySampler(data, **sampler_kwargs())``.
+
+    Args:
+        group: as in :func:`all_reduce`: ``num_replicas`` is its size, and ``rank`` the position of this rank.
+            Never communicates, and makes no group of a list of ranks. Default: the data dimensions of the
+            current :func:`mesh`, or all ranks.
+
+    Raises:
+        ValueError: ``group`` is not a group, or this rank is outside the group.
+    """
+    place = place_in(current_model(), group)
+    return {"num_replicas": place.num_ranks, "rank": place.number}
+
+
+def split(sequence: Any, group: Any = None) -> Any:
     """This rank's share of a sequence: a contiguous part, in rank order. Never communicates.
 
     The parts in rank order make up the sequence: ``all_gather`` of a list made from each part returns the
@@ -22,20 +55,24 @@ def split(sequence: Any) -> Any:
 
     Args:
         sequence: a list, a tensor, an array or another object with a length and slices; equal on every rank.
+        group: the ranks that share the sequence, as in :func:`all_reduce`. No group of a list is made.
+            Default: the data dimensions of the current :func:`mesh`, or all ranks.
 
     Returns:
         ``sequence[start:stop]``, empty on the last ranks if there are more ranks than items.
 
     Raises:
         TypeError: ``sequence`` cannot be sliced.
+        ValueError: ``group`` is not a group, or this rank is outside the group.
 
     Example::
 
         idist.split(["a", "b", "c"])  # on two ranks: ["a", "b"] and ["c"]
+        idist.split(["a", "b", "c"], group=[1, 3])  # ["a", "b"] on rank 1, ["c"] on rank 3
     """
-    model = current_model()
+    place = place_in(current_model(), group)
     try:
-        return sequence[part(len(sequence), model.get_world_size(), model.get_rank())]
+        return sequence[part(len(sequence), place.num_ranks, place.number)]
     except (TypeError, KeyError):
         raise TypeError(
             f"split needs a sequence with a length and slices, got {type(sequence).__name__}. "

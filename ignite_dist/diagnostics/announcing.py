@@ -95,7 +95,7 @@ def announce(
         group: the process group of the collective. A rank outside the group records nothing.
         value: a description, a tensor or the leaves of a tree; dtypes and shapes must match on all ranks.
         op: the reduction, or the source rank; must be equal on all ranks.
-        async_op: True if the collective may run in the thread of ``group``.
+        async_op: True if the collective may run in the thread of ``group``; must be equal on all ranks.
 
     Raises:
         CollectiveMismatchError: the ranks are about to call different collectives; raised on all ranks.
@@ -111,6 +111,8 @@ def announce(
         pending_calls.drain(model, group)
     if recorder is None or not recorder.keeps_calls:
         return
+    if async_op:
+        op = f"{op}, async_op=True" if op else "async_op=True"
     key = transport.group_key(group)
     call = recorder.record(rank, operation, group.ranks if key else (), value, op, key)
     if is_compared and len(group.ranks) > 1:

@@ -25,15 +25,20 @@ def mark(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def mark_run(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that marks a worker in which ``ignite-dist run`` runs a script."""
-    return {_RUN_MARK: environ[_MARK]} if _MARK in environ else {}
+    """The variable that marks a process in which ``ignite-dist run`` runs a script."""
+    return {_RUN_MARK: _rendezvous(environ)}
+
+
+def is_run(environ: Mapping[str, str]) -> bool:
+    """True if ``ignite-dist run`` has made the context of this process, for a script."""
+    return environ.get(_RUN_MARK) == _rendezvous(environ)
 
 
 def detect(environ: Mapping[str, str]) -> Environment | None:
     """The environment of a worker of ``spawn``."""
     if environ.get(_MARK) != _rendezvous(environ) or not environ.get("RANK"):
         return None
-    if environ.get(_RUN_MARK) == environ[_MARK]:
+    if is_run(environ):
         return plain.read(environ, RUN_LAUNCHER, f"{_RUN_MARK} is set")
     return plain.read(environ, LAUNCHER, f"{_MARK} is set")
 

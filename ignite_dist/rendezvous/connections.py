@@ -84,9 +84,16 @@ def enable_keepalive(sock: socket.socket, seconds: int) -> None:
 
 
 def _open_sockets() -> set[tuple[int, int]]:
-    """The sockets of this process: file descriptor and inode. A reused descriptor has another inode."""
-    found = set()
-    for name in os.listdir("/dev/fd"):
+    """The sockets of this process: file descriptor and inode. A reused descriptor has another inode.
+
+    None are known without ``/proc``, as in a sandbox.
+    """
+    found: set[tuple[int, int]] = set()
+    try:
+        names = os.listdir("/dev/fd")
+    except FileNotFoundError:
+        return found
+    for name in names:
         with suppress(OSError):  # the descriptor of listdir itself is closed already
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):

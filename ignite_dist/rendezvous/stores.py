@@ -291,7 +291,7 @@ def serve_store(address: str, port: int = 0) -> tuple[Store, int]:
         raise LaunchError(
             f"Cannot serve the rendezvous on {address}:{port}: {error.strerror}. Omit master_addr and "
             "master_port: on one machine spawn chooses a free port."
-        ) from error
+        ) from None
     port = listener.getsockname()[1]
     # The store takes over the listening socket, so no other process can take the port.
     store = TCPStore(

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from math import inf
 from typing import Any
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.gradients import scale_gradients
-from ignite_dist.training.gradient_sync import DDPSyncStrategy, check_not_sharded, grad_sync, optimizers_of
+from ignite_dist.passes import Resumable
+from ignite_dist.training.exact_passes import group_of_parameters
+from ignite_dist.training.gradient_sync import (
+    DDPSyncStrategy,
+    check_not_sharded,
+    fsdp_modules,
+    grad_sync,
+    optimizers_of,
+)
 
 
 class Microbatch:
@@ -67,8 +75,10 @@ def accumulate(
 
     Args:
         loader: an iterable of batches, one per microbatch. One batch is fetched ahead.
-        model: the result of :func:`auto_model`, or a module that contains it; not with ``strategy="fsdp"``.
-            If the model has a ``process_group``, "all ranks" means the ranks of this group.
+        model: the result of :func:`auto_model`, or a module that contains it. If it has a ``process_group``
+            or a mesh, "all ranks" means the ranks of this group, or along the data dimensions. With
+            ``strategy="fsdp"`` every microbatch averages its gradients, no rank can skip a pass, and
+            FORCED_SYNC is refused.
         steps: microbatches per step.
         weight: returns the number of samples or tokens over which a batch's loss is the mean. The gradient
             is then the gradient of the mean over all samples or tokens, for any sizes of microbatches. The
@@ -96,9 +106,13 @@ def accumulate(
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive int, got {steps!r}.")
-    check_not_sharded(model, "accumulate")
+    strategy = DDPSyncStrategy(strategy)
+    if strategy is DDPSyncStrategy.FORCED_SYNC:
+        check_not_sharded(model, "FORCED_SYNC")
+    elif fsdp_modules(model):  # gradients that are not averaged are in no parameter's grad
+        strategy = DDPSyncStrategy.MULTI_AUTO_SYNC
     current_model().groups.check_not_joining()
-    make_sync = partial(grad_sync, model, optimizers, strategy=DDPSyncStrategy(strategy))
+    make_sync = partial(grad_sync, model, optimizers, strategy=strategy)
     return _accumulate(loader, model, steps, weight, make_sync, optimizers)
 
 
@@ -111,7 +125,11 @@ def _accumulate(
     optimizers: Optimizer | Sequence[Optimizer] | None,
 ) -> Iterator[tuple[Any, Microbatch]]:
     batches, end = iter(loader), object()
+    source = getattr(loader, "iterable", loader)  # of a bar of tqdm
     next_batch = next(batches, end)
+    reading = source.latest_pass() if isinstance(source, Resumable) else None
+    if reading is not None:  # for the position in a checkpoint
+        reading.is_read_ahead = True
     weights: list[float] = []
     while next_batch is not end:
         batch, next_batch = next_batch, next(batches, end)
@@ -129,6 +147,8 @@ def _accumulate(
                     "averaged nor a mean. Enter `with sync:` for each microbatch. Skip only its contents."
                 )
             weights = []
+    if reading is not None:
+        reading.is_read_ahead = False
 
 
 @contextmanager
@@ -149,11 +169,32 @@ def _weighted_microbatch(
     if is_final:
         total = sum(weights) if mean is None else mean(sum(weights))
         factor /= total
+        for module in fsdp_modules(model):
+            module.reshard()  # the gradients are those of the shards
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(total)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with scale_gradients(trained, factor), make_sync(is_final_microbatch=is_final):
+    scaled = _scale_unsharded(model, factor) if fsdp_modules(model) else scale_gradients(trained, factor)
+    with scaled, make_sync(is_final_microbatch=is_final):
+        yield
+
+
+@contextmanager
+def _scale_unsharded(model: Module, factor: float) -> Iterator[None]:
+    """Like :func:`scale_gradients`, for parameters that are whole only in the forward and backward pass."""
+    scaled: dict[int, Parameter] = {}
+    with ExitStack() as stack:
+
+        def scale(module: Module, _: Any) -> None:
+            own = {id(one): one for one in module.parameters(recurse=False) if one.requires_grad}
+            new = [one for key, one in own.items() if key not in scaled]
+            scaled.update(own)
+            stack.enter_context(scale_gradients(new, factor))
+
+        for module in model.modules():
+            if factor != 1.0 and next(module.parameters(recurse=False), None) is not None:
+                stack.callback(module.register_forward_pre_hook(scale).remove)
         yield
 
 
@@ -168,7 +209,10 @@ def _mean_over_ranks(
     model: Module, optimizers: Optimizer | Sequence[Optimizer] | None, weight: float
 ) -> float:
     live = current_model()
-    group = live.training.gradient_group(model, optimizers_of(live, model, optimizers))
+    if fsdp_modules(model):
+        group = group_of_parameters(live, model.parameters())
+    else:
+        group = live.training.gradient_group(model, optimizers_of(live, model, optimizers))
     # Not all_reduce: with FORCED_SYNC a rank whose block raised calls exchange_outcomes too.
     weight_by_rank: list[float] = exchange_outcomes(live, group, None, weight)
     if not any(weight_by_rank):

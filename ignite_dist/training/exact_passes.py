@@ -11,8 +11,8 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
@@ -94,10 +94,20 @@ def group_of_parameters(live: ComputationModel, parameters: Iterable[Tensor]) ->
 _KIND = "ignite_dist.exact_pass"
 
 
-def share_buffers() -> None:
-    """Broadcast the buffers of all remembered models from the first rank of each model's group.
+def check_exact_group(function: str, live: ComputationModel, group: Group) -> None:
+    """Raise ``ValueError`` if the ranks outside ``group`` would have to take part in its exact passes."""
+    if live.transport.groups_need_all_ranks and len(group.ranks) < live.get_world_size():
+        raise ValueError(
+            f"{function} got the group {list(group.ranks)}. With this backend every rank takes part in every "
+            "collective, but ranks outside the group have no loader: omit group."
+        )
 
-    Every rank calls this. The cost is one gather of objects and one broadcast per 16 MB. A group whose models
+
+def share_buffers(group: Any = None) -> None:
+    """Broadcast the buffers of all remembered models inside ``group``, the ranks that share a loader.
+
+    Every rank of ``group`` calls this. Each model takes the buffers of the first rank that trains the model
+    and is in ``group``. The cost is one gather of objects and one broadcast per 16 MB. A group whose models
     had no buffers in ``auto_model`` does not communicate.
 
     Raises:
@@ -110,7 +120,20 @@ def share_buffers() -> None:
     for ranks in sorted(by_group):  # the same order on all ranks, because a rank may be in several groups
         if by_group[ranks].had_buffers:
             live.groups.check_not_joining()
-            _share(live, by_group[ranks])
+            common = _common_group(live, by_group[ranks].group, group)
+            if len(common.ranks) > 1:
+                _share(live, replace(by_group[ranks], group=common))
+
+
+def _common_group(live: ComputationModel, trained_by: Group, group: Any) -> Group:
+    """The ranks that are in both groups. A third group is made only if neither contains the other."""
+    members = live.groups.resolve(group)
+    common = [rank for rank in trained_by.ranks if members.position(rank) is not None]
+    if len(common) == len(trained_by.ranks):
+        return trained_by
+    if len(common) == len(members.ranks):
+        return members
+    return Group(None, (live.get_rank(),)) if len(common) == 1 else live.groups.resolve(common)
 
 
 def _share(live: ComputationModel, adapted: _GroupModels) -> None:

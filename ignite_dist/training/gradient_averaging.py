@@ -15,6 +15,7 @@ from ignite_dist import _torch
 from ignite_dist.collectives.all_gather import all_gather_tensors_with_shapes
 from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.buckets import average_tensors
+from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import exchange_outcomes
@@ -84,10 +85,27 @@ def average_gradients(live: ComputationModel, parameters: Iterable[Parameter], g
         if parameter.grad.layout is torch.sparse_coo:
             sparse.append(parameter)
         else:
-            dense.append(parameter.grad)
+            dense.append(local_gradient(parameter))
     average_tensors(live, dense, group)
     if sparse:
         _average_sparse(live, sparse, group)
+
+
+def local_gradient(parameter: Parameter) -> Tensor:
+    """The dense gradient of ``parameter``, or of this rank's shard, for changes in place.
+
+    The gradient of a ``DTensor`` may be whole, or a summand on each rank. It is then placed like the
+    parameter, as on ranks without a gradient. Every rank of the mesh calls this.
+    """
+    gradient: Any = parameter.grad
+    if not is_sharded(gradient):
+        return gradient  # type: ignore[no-any-return]
+    placements: Any = parameter.placements  # type: ignore[attr-defined]
+    with torch.no_grad():
+        if gradient.placements != placements:
+            gradient = parameter.grad = gradient.redistribute(placements=placements)
+        local: Any = gradient.to_local()
+    return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
 
 
 def _average_sparse(live: ComputationModel, parameters: Sequence[Parameter], group: Group) -> None:
@@ -118,7 +136,7 @@ def _average_sparse(live: ComputationModel, parameters: Sequence[Parameter], gro
 
 def average_in_step(optimizer: Optimizer) -> None:
     """Make ``optimizer`` average its gradients before each step. Further calls change nothing."""
-    if _average_before_step not in _torch.step_pre_hooks(optimizer).values():
+    if _average_before_step not in _torch.step_hooks(optimizer)[0].values():
         optimizer.register_step_pre_hook(_average_before_step)
 
 
@@ -170,7 +188,7 @@ def average_losses(optimizer: Optimizer) -> None:
     Use this where the backward pass averages the gradients. An optimizer whose step depends on the loss (a
     line search) then takes the same step on all ranks.
     """
-    if _average_loss not in _torch.step_pre_hooks(optimizer).values():
+    if _average_loss not in _torch.step_hooks(optimizer)[0].values():
         optimizer.register_step_pre_hook(_average_loss)
 
 

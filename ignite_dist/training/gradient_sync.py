@@ -11,20 +11,30 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from ignite_dist.arguments import check_module
+from ignite_dist.collectives.all_gather import all_gather
+from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.training import NO_OPTIMIZER
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.gradients import mark_averaged, parameters_of
-from ignite_dist.training.gradient_averaging import agree_on_gradients, average_gradients, average_now
+from ignite_dist.training.gradient_averaging import (
+    agree_on_gradients,
+    average_gradients,
+    average_now,
+    local_gradient,
+)
 
 
 class DDPSyncStrategy(Enum):
@@ -162,46 +172,128 @@ def _forced_sync(
 
 
 def clip_grad_norm(
-    model: Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    model: Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    group: Any = None,
 ) -> Tensor:
     """Scale the averaged gradients so that their global norm is at most ``max_norm``.
 
     Call this on every rank, between the last backward pass and the step. Gradients that are not averaged
     yet (XLA; Horovod, if this rank made no backward pass) are averaged in this call, not again in the step.
+    The norm of sharded parameters (FSDP2, any ``DTensor``) is that of the whole parameters.
 
     Args:
         model: the result of :func:`auto_model`, or a module that contains it.
         max_norm: the largest norm of the gradients of all parameters together.
         norm_type: the p of the p-norm; ``inf`` for the largest element.
         error_if_nonfinite: raise if the norm is NaN or infinite.
+        group: the ranks that have different parts of one model, as in :func:`all_reduce`: the stages of a
+            pipeline, experts, or parts of layers that are split by hand. The norm is that of all their
+            gradients together. A parameter that several of the ranks have counts several times. All ranks
+            of the group must call this; it costs one more small collective. A rank outside the group uses
+            the norm of its own gradients.
 
     Returns:
-        The norm before clipping: a 0-d tensor, the same on every rank.
+        The norm before clipping: a 0-d tensor, the same on every rank (of the group).
 
     Raises:
-        ValueError: no optimizer of :func:`auto_optim` has the model's parameters (Horovod and XLA).
+        TypeError: ``model`` is not a module, for example its parameters.
+        ValueError: no optimizer of :func:`auto_optim` has the model's parameters (Horovod and XLA, without
+            ``group``); or a ``DTensor`` is sharded over other ranks of ``group``, so that its norm includes
+            them already. Nothing was sent.
         RuntimeError: the norm is NaN or infinite, with ``error_if_nonfinite``.
     """
+    check_module("clip_grad_norm", model)
     live = current_model()
+    parameters = list(model.parameters())
+    if group is not None:
+        _check_parts(live, parameters, group)
     optimizers = optimizers_of(live, model, None)
     averages_in_step = not live.training.averages_in_backward and live.get_world_size() > 1
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if averages_in_step and trained and not optimizers:
-        raise ValueError(NO_OPTIMIZER)
-    if averages_in_step:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if averages_in_step and not optimizers:
+        if trained and group is None:
+            raise ValueError(NO_OPTIMIZER)
+    elif averages_in_step:
         for optimizer in optimizers:
             average_now(live, optimizer)
         owned = set(parameters_of(*optimizers))
         others = [parameter for parameter in trained if parameter not in owned]  # no step averages them
         if others:
-            group = live.training.gradient_group(model, optimizers)
-            average_gradients(live, agree_on_gradients(live, others, group), group)
-    total = torch.nn.utils.clip_grad_norm_(
-        model.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-    )
+            gradient_group = live.training.gradient_group(model, optimizers)
+            average_gradients(live, agree_on_gradients(live, others, gradient_group), gradient_group)
+    used = [parameter for parameter in parameters if parameter.grad is not None]
+    if group is None and not any(map(is_sharded, used)):
+        total = torch.nn.utils.clip_grad_norm_(used, max_norm, norm_type, error_if_nonfinite)
+    else:
+        total = _clip_parts(used, max_norm, norm_type, error_if_nonfinite, group)
     for optimizer in optimizers if averages_in_step else ():
         mark_averaged(optimizer)
-    return total.full_tensor() if is_sharded(total) else total  # type: ignore[attr-defined]
+    return total
+
+
+def _check_parts(live: ComputationModel, parameters: Sequence[Tensor], group: Any) -> None:
+    others = set(live.groups.ranks_of(group)) - {live.get_rank()}
+    for parameter in filter(is_sharded, parameters):
+        mesh_ranks = parameter.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+        if not others.isdisjoint(mesh_ranks):
+            raise ValueError(
+                f"A parameter is a DTensor over the ranks {mesh_ranks}, so its norm includes these ranks "
+                f"already, and the group has some of them: {sorted(others.intersection(mesh_ranks))}. Omit "
+                "group, or pass the group of the ranks that have other parts of the model."
+            )
+
+
+@torch.no_grad()
+def _clip_parts(
+    parameters: Sequence[Parameter], max_norm: float, norm_type: float, error_if_nonfinite: bool, group: Any
+) -> Tensor:
+    """Clip gradients of which other ranks have parts: shards, and with ``group`` other parameters.
+
+    torch's function cannot mix meshes and plain tensors.
+    """
+    total = _norm_of(parameters, float(norm_type))
+    if group is not None:
+        norms = all_gather(total.double(), group)  # the ranks may have different dtypes
+        total = torch.linalg.vector_norm(norms, norm_type).to(total.dtype)
+    if error_if_nonfinite and not total.isfinite():  # not earlier: the other ranks would wait
+        raise RuntimeError(
+            f"The norm of the gradients of all ranks is {total.item()}, so they cannot be clipped. Pass "
+            "error_if_nonfinite=False to scale by it anyway."
+        )
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch does
+    for parameter in parameters:
+        gradient = local_gradient(parameter)
+        gradient.mul_(factor.to(gradient.dtype))
+    return total
+
+
+def _norm_of(parameters: Sequence[Parameter], norm_type: float) -> Tensor:
+    """The norm of all gradients, with those of all shards: the same bits on every rank.
+
+    One small collective for each set of dimensions over which gradients are sharded.
+    """
+    by_ranks: dict[Any, list[Tensor]] = {}  # the gradients by the dimensions over which they are sharded
+    for parameter in parameters:
+        local, whole = local_gradient(parameter), parameter.grad
+        mesh, placements = getattr(whole, "device_mesh", None), getattr(whole, "placements", ())
+        dimensions = tuple(number for number, one in enumerate(placements) if not one.is_replicate())
+        by_ranks.setdefault((mesh, dimensions) if dimensions else None, []).append(local)
+    groups, norms = current_model().groups, []
+    for key, gradients in by_ranks.items():
+        norm = get_total_norm([one for one in gradients if one.numel()], norm_type).to(gradients[0].device)
+        group = groups.of_mesh(*key) if key else None
+        if group is not None and norm_type == inf:
+            norm = all_reduce(norm, "MAX", group.handle)
+        elif group is not None:
+            norm = all_reduce(norm.double() ** norm_type, "SUM", group.handle) ** (1 / norm_type)
+        norms.append(norm.to(gradients[0].dtype))
+    if not norms:
+        return torch.zeros((), device=current_model().device())
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
 
 
 # --- shared ------------------------------------------------------------------------------------------
@@ -222,13 +314,16 @@ def optimizers_of(
     return [optimizer for optimizer in alive if not parameters.isdisjoint(parameters_of(optimizer))]
 
 
-def check_not_sharded(model: Module, function: str) -> None:
-    """Raise a ValueError if the parameters of ``model`` are sharded (FSDP2)."""
+def fsdp_modules(model: Module) -> list[Any]:
+    """The modules in ``model`` that FSDP2 shards."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    # FSDP2 keeps the outermost module's parameters unsharded after a forward pass without a backward pass.
-    is_fsdp = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
-    if is_fsdp or any(map(is_sharded, model.parameters())):
+    return [] if fsdp is None else [one for one in model.modules() if isinstance(one, fsdp.FSDPModule)]
+
+
+def check_not_sharded(model: Module, function: str) -> None:
+    """Raise a ValueError if the parameters of ``model`` are sharded by FSDP2."""
+    if fsdp_modules(model):
         raise ValueError(
             f"{function} does not support a model with sharded parameters (FSDP2): no rank ever has whole "
-            "gradients. Use no_sync(model) around all microbatches except the last."
+            "gradients. Use another strategy, or no_sync(model) around all microbatches except the last."
         )

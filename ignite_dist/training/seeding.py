@@ -17,19 +17,26 @@ _SEED_BITS = 63
 _SHARED_BITS = 32
 
 
-def shared_seed() -> int:
-    """A new random seed in [0, 2**32), the same on every rank. Every rank calls this.
+def shared_seed(group: Any = None) -> int:
+    """A new random seed in [0, 2**32), the same on every rank of a group. Every rank of it calls this.
 
-    Rank 0 reads the seed from the operating system, so no generator's state changes. ``numpy.random.seed``
-    accepts at most 32 bits.
+    The group's first rank reads the seed from the operating system, so no generator's state changes.
+    ``numpy.random.seed`` accepts at most 32 bits.
+
+    Args:
+        group: as in :func:`all_reduce`. A rank outside the group gets a seed of its own.
+
+    Raises:
+        ValueError: ``group`` is not a group. Nothing was sent.
     """
     model = current_model()
-    world = model.groups.resolve(None)
+    members = model.groups.resolve(group)
+    own_seed = secrets.randbits(_SHARED_BITS)
 
     def draw() -> int:
-        return model.objects.broadcast(secrets.randbits(_SHARED_BITS), 0, world)  # type: ignore[no-any-return]
+        return model.objects.broadcast(own_seed, members.ranks[0], members)  # type: ignore[no-any-return]
 
-    seed: int = perform(model, "shared_seed", world, lambda _: Steps(draw), outside=None)
+    seed: int = perform(model, "shared_seed", members, lambda _: Steps(draw), outside=own_seed)
     return seed
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -51,25 +51,54 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
         RankFailedError: rank 0 raised this or any other error; raised on the other ranks.
     """
     live, inner = current_model(), unwrap_model(model)
-    world = live.groups.resolve(None)
-    own_state = inner.state_dict()  # FSDP2 also reshards parameters that a forward pass has gathered
-    has_shards = any(map(is_sharded, own_state.values()))
-    _on_rank_0(lambda: _check_state(inner, state) if has_shards else _load_whole(inner, state))
+    has_shards = any(map(is_sharded, inner.state_dict().values()))
+    _on_rank_0(lambda: check_state(inner, state) if has_shards else _load_whole(inner, state))
     if live.get_world_size() == 1:
         return
-    named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
-    extra = own_state.keys() - {name for name, _ in named}  # from get_extra_state()
-    values = (state or {}) if live.get_rank() == 0 else {}
     if has_shards:
-        tensors = {name: value for name, value in own_state.items() if name not in extra}
-        _fill_shards(live, tensors, values, world)
+        fill_sharded_model(inner, state)
     else:
+        world = live.groups.resolve(None)
         broadcast_tensors(live, [*inner.parameters(), *inner.buffers()], 0, world)
-    if extra:
-        sent = {name: value for name, value in values.items() if name in extra}
-        received = live.objects.broadcast(sent, 0, world)
-        if has_shards or live.get_rank() != 0:
-            inner.load_state_dict(received, strict=False)
+        _share_extra_state(live, inner, state, is_loaded=live.get_rank() == 0)
+
+
+def fill_sharded_model(
+    inner: Module, state: Mapping[str, Any] | None, are_filled: Collection[str] = ()
+) -> None:
+    """Load rank 0's ``state``, which fits, into an unwrapped model with shards. Every rank calls this.
+
+    Args:
+        inner: the model.
+        state: whole tensors by name, on rank 0.
+        are_filled: the names of tensors that have their values already.
+    """
+    live = current_model()
+    own_state = inner.state_dict()  # FSDP2 also reshards parameters that a forward pass has gathered
+    skipped = {*_names_of_extra_state(inner), *are_filled}
+    tensors = {name: value for name, value in own_state.items() if name not in skipped}
+    values = (state or {}) if live.get_rank() == 0 else {}
+    _fill_shards(live, tensors, values, live.groups.resolve(None))
+    _share_extra_state(live, inner, state, is_loaded=False)
+
+
+def _names_of_extra_state(inner: Module) -> set[str]:
+    """The names in the state that come from ``get_extra_state()``."""
+    named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
+    return inner.state_dict().keys() - {name for name, _ in named}
+
+
+def _share_extra_state(
+    live: ComputationModel, inner: Module, state: Mapping[str, Any] | None, is_loaded: bool
+) -> None:
+    extra = _names_of_extra_state(inner)
+    if not extra:
+        return
+    values = (state or {}) if live.get_rank() == 0 else {}
+    sent = {name: value for name, value in values.items() if name in extra}
+    received = live.objects.broadcast(sent, 0, live.groups.resolve(None))
+    if not is_loaded:
+        inner.load_state_dict(received, strict=False)
 
 
 def _fill_shards(
@@ -81,15 +110,21 @@ def _fill_shards(
         if state:
             whole.copy_(state[name])
         broadcast_tensor(live, whole, 0, group).wait()
-        tensor.copy_(_as_sharded(whole, tensor) if is_sharded(tensor) else whole)
+        tensor.copy_(as_sharded(whole, tensor) if is_sharded(tensor) else whole)
 
 
 def _load_whole(inner: Module, state: Mapping[str, Any] | None) -> None:
-    _check_state(inner, state)
+    check_state(inner, state)
     inner.load_state_dict(state or {})
 
 
-def _check_state(inner: Module, state: Mapping[str, Any] | None) -> None:
+def check_state(model: Module, state: Mapping[str, Any] | None) -> None:
+    """Raise if ``state`` does not fit the unwrapped ``model``. Never communicates.
+
+    Raises:
+        RuntimeError: keys or shapes differ.
+    """
+    inner = unwrap_model(model)
     own = inner.state_dict()
     given = {} if state is None else state
     faults = [f"missing {name}" for name in own if name not in given]
@@ -115,13 +150,21 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     Returns:
         On rank 0, the ``state_dict`` of an unsharded optimizer, with copies on the CPU.
     """
-    if hasattr(optimizer, "consolidate_state_dict"):  # ZeRO; only rank 0 receives the state
+    state: dict[str, Any] = _gathered(consolidated_state(optimizer))
+    return state
+
+
+def consolidated_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The ``state_dict`` of ``optimizer`` itself, with shards of FSDP2. Every rank calls this.
+
+    The shards of ZeRO are gathered: the state is whole on rank 0, and ``{}`` on the other ranks.
+    """
+    if hasattr(optimizer, "consolidate_state_dict"):
         current_model().groups.check_not_joining()
         optimizer.consolidate_state_dict(to=0)
         if current_model().get_rank() != 0:
             return {}
-    state: dict[str, Any] = _gathered(optimizer.state_dict())
-    return state
+    return optimizer.state_dict()
 
 
 def _load(saved: bytes | memoryview) -> Any:
@@ -144,17 +187,22 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> 
     _on_rank_0(lambda: saved.append(safe_objects.save(state)))
     received = live.objects.broadcast_bytes(b"".join(saved), 0, live.groups.resolve(None))
     rank_0_state: Any = safe_objects.load(received, 0) if safe_objects.is_safe() else _load(received)
-    _check_optimizer_state(optimizer, rank_0_state)
+    check_optimizer_state(optimizer, rank_0_state)
     for number, parameter in enumerate(parameters_of(optimizer)):
         values = rank_0_state["state"].get(number, {})
         if is_sharded(parameter):
-            values.update({name: _as_sharded(value, parameter) for name, value in values.items()})
+            values.update({name: as_sharded(value, parameter) for name, value in values.items()})
     if hasattr(optimizer, "consolidate_state_dict"):  # ZeRO keeps entries that the new state does not have
         optimizer.optim.state.clear()  # type: ignore[attr-defined]
     optimizer.load_state_dict(rank_0_state)
 
 
-def _check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
+def check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
+    """Raise if ``state`` does not fit ``optimizer``. Never communicates.
+
+    Raises:
+        ValueError: groups or parameters differ.
+    """
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
         raise ValueError(f"state must be the result of optimizer_state() on rank 0, got {type(state)}.")
     own = [len(group["params"]) for group in optimizer.param_groups]
@@ -184,9 +232,12 @@ def _copy(leaf: Any) -> Any:
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
-def _as_sharded(value: Any, parameter: Any) -> Any:
-    """``value``, equal on every rank, sharded like ``parameter`` if both have the same shape."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+def as_sharded(value: Any, parameter: Any) -> Any:
+    """``value``, equal on every rank, sharded like ``parameter`` if both have the same shape.
+
+    A value that is sharded already, or is no tensor, is unchanged.
+    """
+    if not isinstance(value, Tensor) or is_sharded(value) or value.shape != parameter.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ignite_dist.values.reduce_ops import NARROW_FLOATS, is_rounded, reduce_rows, round_to_odd
+from ignite_dist.values.reduce_ops import BITWISE, NARROW_FLOATS, is_rounded, reduce_rows, round_to_odd
 
 
 class Carrier(NamedTuple):
@@ -52,7 +52,7 @@ _REAL_DTYPES = {
 _NAN = {torch.int32: 0x7FC00000, torch.int64: 0x7FF8000000000000}  # the bits of the default NaN
 
 
-_BOOL_OPS = {"AND": "MIN", "OR": "MAX", "MIN": "MIN", "MAX": "MAX"}
+_BOOL_OPS = {"AND": "MIN", "OR": "MAX", "XOR": "XOR", "MIN": "MIN", "MAX": "MAX"}
 
 
 def as_itself(op: str, dtype: torch.dtype) -> Carrier:
@@ -190,7 +190,7 @@ def reduce_gathered(rows: Tensor, op: str) -> Tensor:
     """``(group_size, *S) -> (*S)``: a reduction that the backend does not support, computed locally."""
 
     def computes(sent_op: str, dtype: torch.dtype) -> bool:
-        return dtype in _COMPUTED_DTYPES or (dtype is torch.bool and sent_op in ("AND", "OR"))
+        return dtype in _COMPUTED_DTYPES or (dtype is torch.bool and sent_op in BITWISE)
 
     if rows.dtype is torch.complex32 and op == "PRODUCT":
         return _product_of_complex_halves(rows)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from numbers import Integral, Number, Rational
 from typing import Any
 
+from ignite_dist.values import reduce_ops
+
 
 def _minimum(a: Any, b: Any) -> Any:
     return a if a != a or a <= b else b  # a NaN wins, as in torch.amin
@@ -25,7 +27,12 @@ _NUMBER_OPS: dict[str, Callable[[Any, Any], Any]] = {
     "MAX": _maximum,
     "AND": operator.and_,
     "OR": operator.or_,
+    "XOR": operator.xor,
 }
+
+
+PLAIN_TYPES = frozenset({int, float, bool, complex})
+"""Types of numbers that :func:`plain_number` does not change."""
 
 
 def plain_number(value: Any) -> Any:
@@ -37,7 +44,7 @@ def plain_number(value: Any) -> Any:
         TypeError: ``value`` is a number without such an equivalent (``longdouble``), or a ``Decimal``,
             whose rounding is a setting of each rank.
     """
-    if type(value) in (int, float, bool, complex):
+    if type(value) in PLAIN_TYPES:
         return value
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
@@ -63,12 +70,12 @@ def check_number_op(op: str, number: Any) -> None:
     """Raise if :func:`reduce_numbers` does not support ``op`` for ``number``, before any communication.
 
     Raises:
-        TypeError: AND or OR of a float or complex number, or MIN or MAX of a complex number.
+        TypeError: AND, OR or XOR of a float or complex number, or MIN or MAX of a complex number.
         ValueError: ADASUM, which is defined on tensors only.
     """
     if op == "ADASUM":
         raise ValueError("ADASUM is defined on tensors; got a number. Use SUM or AVERAGE.")
-    if op in ("AND", "OR"):
+    if op in reduce_ops.BITWISE:
         try:
             operator.and_(number, number)
         except TypeError:
@@ -80,7 +87,8 @@ def check_number_op(op: str, number: Any) -> None:
 def reduce_numbers(rows: Sequence[Sequence[Any]], op: str) -> list[Any]:
     """Reduce the rows of numbers of all ranks to one row, in rank order.
 
-    Ints are exact at any size. A bool counts as 0 or 1, except in AND and OR. AVERAGE divides at the end.
+    Ints are exact at any size. A bool counts as 0 or 1, but not in AND, OR and XOR. AVERAGE divides at the
+    end.
     """
     combine = _NUMBER_OPS[op]
     totals = list(rows[0])  # if this row is empty, all rows are empty

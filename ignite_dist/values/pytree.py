@@ -16,7 +16,11 @@ from itertools import pairwise
 from operator import index, itemgetter
 from typing import Any
 
+from torch import Tensor
+
 from ignite_dist.tracing import traced
+
+_NO_CONTAINERS = frozenset({float, int, bool, Tensor})  # the usual leaves, whose test should be fast
 
 _SortKey = tuple[str, Any]  # the kind of a key, and a value that orders keys of the same kind
 
@@ -40,7 +44,10 @@ def flatten(value: Any, atom: type | tuple[()] = (), *, is_local: bool = False) 
 
 
 def _flatten(value: Any, atom: type | tuple[()], is_local: bool, leaves: list[Any], words: list[str]) -> None:
-    if isinstance(value, dict):
+    if type(value) in _NO_CONTAINERS:
+        leaves.append(value)
+        words.append(".")
+    elif isinstance(value, dict):
         words.append("{")
         for key in _sorted_keys(value, is_local):
             words.append(repr(key) if is_local or type(key) is str else _key_text(_sort_key(key)))
@@ -58,6 +65,8 @@ def _flatten(value: Any, atom: type | tuple[()], is_local: bool, leaves: list[An
 
 def rebuild(value: Any, leaves: Iterator[Any], atom: type | tuple[()] = ()) -> Any:
     """A new tree with the structure of ``value``. ``leaves`` are in the order of :func:`flatten`."""
+    if type(value) in _NO_CONTAINERS:
+        return next(leaves)
     if isinstance(value, (dict, list, tuple)) and not isinstance(value, atom):
         return map_children(lambda child: rebuild(child, leaves, atom), value)
     return next(leaves)
@@ -70,13 +79,11 @@ def map_children(function: Callable[[Any], Any], value: Any) -> Any:
     The children of a dict are visited in the key order of :func:`flatten`.
     """
     if isinstance(value, dict):
-        children = {key: function(value[key]) for key in _sorted_keys(value)}
-        if type(value) is dict:
-            return {key: children[key] for key in value}
-        result = copy(value)  # keeps the attributes of a subclass, for example a default factory
-        for key, child in children.items():
-            result[key] = child
-        return result
+        # A copy keeps the attributes of a subclass, for example a default factory.
+        children = dict(value) if type(value) is dict else copy(value)
+        for key in _sorted_keys(value):
+            children[key] = function(value[key])
+        return children
     items = [function(child) for child in value]
     if hasattr(value, "_fields"):
         return type(value)(*items)

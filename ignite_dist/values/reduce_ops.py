@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-OPS = ("SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR", "ADASUM")
+OPS = ("SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR", "XOR", "ADASUM")
+BITWISE = ("AND", "OR", "XOR")
+"""Operations on ints and bools only."""
 
 NARROW_FLOATS = frozenset(
     {
@@ -95,12 +97,12 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     Raises:
         TypeError: ``op`` does not support ``dtype``. The message names an alternative.
     """
-    if op in ("AND", "OR") and (dtype.is_floating_point or dtype.is_complex):
+    if op in BITWISE and (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(f"{op} is bitwise on ints and logical on bools; got {dtype}. Use MIN or MAX.")
     if op in ("MIN", "MAX") and dtype.is_complex:
         raise TypeError(f"{op} needs an order, and {dtype} has none. Reduce the absolute values.")
     if dtype is torch.bool and op in ("SUM", "PRODUCT"):
-        raise TypeError(f"{op} of torch.bool does not fit into a bool. Use tensor.int(), or AND and OR.")
+        raise TypeError(f"{op} of torch.bool does not fit into a bool. Use tensor.int(), or AND, OR and XOR.")
     if op in ("AVERAGE", "ADASUM") and not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(f"{op} of {dtype} would round. Use tensor.double(), or SUM and divide.")
 
@@ -114,6 +116,7 @@ _ROW_OPS: dict[str, Callable[..., Tensor]] = {
     "MAX": torch.maximum,
     "AND": torch.bitwise_and,
     "OR": torch.bitwise_or,
+    "XOR": torch.bitwise_xor,
 }
 
 

@@ -47,7 +47,8 @@ def encode_by_value(value: Any) -> bytes:
         payload: bytes = cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise TypeError(
-            f"A value of type {type(value).__qualname__} cannot be sent to another process: {error}. "
+            f"A value of type {type(value).__qualname__} cannot be sent to another process: "
+            f"{str(error).rstrip('.')}. "
             "Neither pickle nor cloudpickle can serialise it. Send the underlying data instead."
         ) from error
     return payload

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Time for the workers to save and to end, after the launcher has passed them its signal.
 _GRACE_SECONDS = 10
-_VARIABLE = "IGNITE_DIST_GRACE_SECONDS"
+GRACE_VARIABLE = "IGNITE_DIST_GRACE_SECONDS"
 
 
 def grace_seconds() -> int:
@@ -29,11 +29,11 @@ def grace_seconds() -> int:
     Raises:
         EnvironmentVariablesError: the environment variable is not a number, or negative.
     """
-    seconds = read_int(os.environ, _VARIABLE)
+    seconds = read_int(os.environ, GRACE_VARIABLE)
     if seconds is None:
         return _GRACE_SECONDS
     if seconds < 0:
-        raise EnvironmentVariablesError(f"{_VARIABLE} must be 0 seconds or more, got {seconds}.")
+        raise EnvironmentVariablesError(f"{GRACE_VARIABLE} must be 0 seconds or more, got {seconds}.")
     return seconds
 
 

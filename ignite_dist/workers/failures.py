@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from ignite_dist.call_sites import is_library_path, is_package_path
@@ -82,14 +83,26 @@ class FailedRank(NamedTuple):
 def outcome_of(sent_call: bytes | Callable[..., Any], local_rank: int) -> bytes | Failure:
     """Decode ``sent_call`` and make the call. Returns the encoded result, or the failure."""
     try:
-        call = _decode_call(sent_call) if isinstance(sent_call, bytes) else sent_call
+        try:
+            call = _decode_call(sent_call) if isinstance(sent_call, bytes) else sent_call
+        except Exception as error:
+            return failure_of(error, is_permanent=True)
         result = call(local_rank)
-        return result if isinstance(result, Failure) else serialization.encode(result)
+        return result if isinstance(result, Failure) else _encode_result(result)
     except SystemExit as exit_:
         code = exit_.code & 0xFF if isinstance(exit_.code, int) else int(exit_.code is not None)
         return failure_of(exit_, exit_code=code)
     except BaseException as error:
         return failure_of(error)
+
+
+def _encode_result(result: Any) -> bytes | Failure:
+    try:
+        return serialization.encode(result)
+    except TypeError as error:
+        hint = " Return idist.model_state(model)." if isinstance(result, torch.nn.Module) else ""
+        message = f"The result of the function cannot be sent to the launcher. {error}{hint}"
+        return failure_of(TypeError(message), is_permanent=True)
 
 
 def _decode_call(sent_call: bytes) -> Callable[..., Any]:
@@ -251,6 +264,7 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = SIGKILL_HINT) ->
     """
     first, *others = sorted(_possible_causes(failed), key=_order)
     failure = first.failure
+    is_permanent = any(other.failure.is_permanent for other in failed if not other.failure.is_consequence)
     names = str(first.rank)
     if first.pid and not failure.error_type:
         # XLA replicas may share a process. The replica that ended the process is unknown.
@@ -270,12 +284,12 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = SIGKILL_HINT) ->
             first.pid,
             first.host,
         )
-        error.is_permanent = failure.is_permanent
+        error.is_permanent = is_permanent
         error.__cause__ = decode_exception(failure.exception)
         return error
     trace = f" Its traceback:\n\n{failure.traceback.rstrip()}\n" if failure.traceback else ""
     message = f"{place} {_describe_end(first, about_sigkill)}.{trace}{after}"
-    return WorkerExitedError(
+    ended = WorkerExitedError(
         first.rank,
         message,
         first.local_rank,
@@ -285,6 +299,8 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = SIGKILL_HINT) ->
         failure.traceback,
         first.host,
     )
+    ended.is_permanent = is_permanent
+    return ended
 
 
 def _order(rank: FailedRank) -> tuple[bool, float]:

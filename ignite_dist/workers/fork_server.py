@@ -17,6 +17,7 @@ from typing import Any
 
 from ignite_dist.errors import LaunchError
 from ignite_dist.values import serialization
+from ignite_dist.workers.cell_sources import encode_with_sources
 from ignite_dist.workers.output import is_open
 from ignite_dist.workers.worker import apply_launch
 
@@ -29,7 +30,7 @@ _IDLE_IMPORTS = "ignite_dist.workers.idle_imports"
 def encode_call(call: Callable[..., Any]) -> bytes:
     """``call`` as bytes. Pickled by value if the workers cannot import this process's main module."""
     try:
-        return serialization.encode(call) if _main_is_importable() else serialization.encode_by_value(call)
+        return serialization.encode(call) if _main_is_importable() else encode_with_sources(call)
     except TypeError as error:
         reason = error.__cause__ or error
         raise TypeError(

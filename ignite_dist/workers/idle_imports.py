@@ -80,18 +80,37 @@ def _show_nothing(*args: object, **kwargs: object) -> None:
     """Replaces ``warnings.showwarning``. ``catch_warnings`` would drop the filters that a module sets."""
 
 
-def _reset_signals() -> None:
+def _before_fork() -> None:
+    """Block SIGTERM, so that a new process gets a SIGTERM that arrives before its own action is set.
+
+    The server ignores SIGTERM, and an ignored signal is lost.
+    """
+    if os.getpid() == _server_pid:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _after_fork_in_server() -> None:
+    if os.getpid() == _server_pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _after_fork_in_worker() -> None:
     """Give a process that the server has started the actions of the signals that the server had first."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, _sigterm_action)
+    if os.getppid() != _server_pid:  # a child of a worker
+        return
+    signal.signal(signal.SIGTERM, _sigterm_action)
     for number in (BEGIN_IMPORTS, signal.SIGALRM):
         if signal.getsignal(number) is _import_next:
             signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
+_server_pid = os.getpid()
 # A SIGTERM to the process group is for the launcher and the workers. The server ends with the launcher: its
 # earlier end would be taken for the end of the workers, whose exit codes it reports.
 _sigterm_action = signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGALRM, _import_next)
 signal.signal(BEGIN_IMPORTS, _import_next)
-os.register_at_fork(after_in_child=_reset_signals)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_server, after_in_child=_after_fork_in_worker
+)

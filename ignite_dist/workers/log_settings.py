@@ -2,69 +2,157 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
-import pickle
+import os
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler, TimedRotatingFileHandler, WatchedFileHandler
 from typing import Any
+
+from ignite_dist.values import serialization
+
+# The handlers of files that hold the plain lines. A subclass may write something else.
+_FILE_HANDLERS = (logging.FileHandler, RotatingFileHandler, TimedRotatingFileHandler, WatchedFileHandler)
+
+
+@dataclass(frozen=True)
+class _Handler:
+    """A handler of the launcher.
+
+    Attributes:
+        target: ``"stdout"``, ``"stderr"`` or the path of a file; empty for a handler that writes nothing.
+        level: level of the handler.
+        encoding: encoding of the file.
+        parts: the formatter and the filters, encoded.
+    """
+
+    target: str
+    level: int
+    encoding: str | None
+    parts: bytes
+
+    @classmethod
+    def of(cls, handler: logging.Handler) -> _Handler | None:
+        """The description of a handler for the terminal, a file or nothing; None for other handlers."""
+        parts = _encoded(handler.formatter, handler.filters)
+        if type(handler) is logging.NullHandler:  # pytest's handler is a subclass, and keeps the records
+            return cls("", handler.level, None, parts)
+        if type(handler) in _FILE_HANDLERS:
+            assert isinstance(handler, logging.FileHandler)
+            _set_append_mode(handler)
+            return cls(handler.baseFilename, handler.level, handler.encoding, parts)
+        for name in ("stdout", "stderr"):
+            streams = getattr(sys, name), getattr(sys, f"__{name}__")
+            if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
+                return cls(name, handler.level, None, parts)
+        return None
+
+    def make(self) -> logging.Handler:
+        """The same handler, in this process."""
+        formatter, filters = _decoded(self.parts)
+        handler: logging.Handler
+        if not self.target:
+            handler = logging.NullHandler()
+        elif self.target in ("stdout", "stderr"):
+            handler = logging.StreamHandler(getattr(sys, self.target))
+        else:
+            handler = _FileOfLauncher(self.target, "a", self.encoding, delay=True)
+        handler.setLevel(self.level)
+        handler.setFormatter(formatter)
+        handler.filters = list(filters)
+        return handler
+
+
+class _FileOfLauncher(WatchedFileHandler):
+    """Opens the file again after the launcher has renamed it (rotation)."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # the file cannot be opened
+            self.handleError(record)
+
+
+def _encoded(formatter: logging.Formatter | None, filters: Sequence[Any]) -> bytes:
+    try:
+        return serialization.encode((formatter, tuple(filters)))
+    except TypeError:
+        return serialization.encode((None, ()))
+
+
+def _decoded(parts: bytes) -> tuple[logging.Formatter | None, Sequence[Any]]:
+    try:
+        formatter, filters = serialization.decode(parts)
+    except Exception:  # a class cannot be imported here
+        return None, ()
+    return formatter, filters
+
+
+def _set_append_mode(handler: logging.FileHandler) -> None:
+    """Let this process write at the end of the file: with mode "w" it would overwrite the workers' lines."""
+    if handler.stream is None:  # not open yet
+        return
+    with suppress(OSError, ValueError):  # closed, or not a file
+        fd = handler.stream.fileno()
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+
+
+@dataclass(frozen=True)
+class _Logger:
+    level: int
+    propagate: bool
+    disabled: bool
+    filters: bytes
+    handlers: tuple[_Handler, ...]
+
+    @classmethod
+    def of(cls, logger: logging.Logger) -> _Logger:
+        handlers = tuple(found for handler in logger.handlers if (found := _Handler.of(handler)) is not None)
+        filters = _encoded(None, logger.filters)
+        return cls(logger.level, logger.propagate, logger.disabled, filters, handlers)
+
+    def apply(self, logger: logging.Logger) -> None:
+        """Configure ``logger``, unless this worker has given it a handler."""
+        if logger.handlers:
+            return
+        logger.setLevel(self.level)
+        logger.propagate, logger.disabled = self.propagate, self.disabled
+        logger.handlers = [handler.make() for handler in self.handlers]
+        logger.filters = list(_decoded(self.filters)[1])
 
 
 @dataclass(frozen=True)
 class LogSettings:
-    """Levels of the launcher's root logger and of its first handler for the terminal, and the format.
+    """Levels, formats, filters and handlers of the launcher's loggers.
 
     Attributes:
-        root_level: level of the root logger.
-        handler_level: level of the handler; None if there is no such handler.
-        formatter: the pickled formatter; empty if it cannot be pickled.
-        to_stdout: True if the handler writes to the standard output, not to the standard error.
+        root: the root logger.
+        others: the other loggers that have been configured, by name.
+        disabled_level: the level of ``logging.disable``.
     """
 
-    root_level: int
-    handler_level: int | None = None
-    formatter: bytes = b""
-    to_stdout: bool = False
+    root: _Logger
+    others: dict[str, _Logger]
+    disabled_level: int
 
     @classmethod
     def of_this_process(cls) -> LogSettings:
         """The settings of the launcher."""
-        root = logging.getLogger()
-        for handler in root.handlers:
-            stream = getattr(handler, "stream", None)
-            is_stdout = stream in (sys.stdout, sys.__stdout__)
-            if isinstance(handler, logging.StreamHandler) and (
-                is_stdout or stream in (sys.stderr, sys.__stderr__)
-            ):
-                return cls(root.level, handler.level, _pickled(handler.formatter), is_stdout)
-        return cls(root.level)
+        loggers: dict[str, Any] = dict(logging.Logger.manager.loggerDict)
+        configured = {
+            name: _Logger.of(one)
+            for name, one in loggers.items()
+            if isinstance(one, logging.Logger)
+            and (one.level or one.handlers or one.filters or one.disabled or not one.propagate)
+        }
+        return cls(_Logger.of(logging.getLogger()), configured, logging.Logger.manager.disable)
 
     def apply(self) -> None:
-        """Log as the launcher does, unless this worker has configured ``logging`` itself.
-
-        The handler replaces ``logging.lastResort``, which handles what no other handler does. So a worker
-        may still call ``logging.basicConfig``, which has no effect if the root logger has a handler.
-        """
-        root = logging.getLogger()
-        if root.handlers:
-            return
-        root.setLevel(self.root_level)
-        if self.handler_level is None:
-            return
-        handler = logging.StreamHandler(sys.stdout if self.to_stdout else sys.stderr)
-        handler.setLevel(self.handler_level)
-        handler.setFormatter(self._formatter())
-        logging.lastResort = handler
-
-    def _formatter(self) -> logging.Formatter | None:
-        try:
-            found: logging.Formatter | None = pickle.loads(self.formatter)
-        except Exception:  # it could not be pickled, or its class cannot be imported here
-            return None
-        return found
-
-
-def _pickled(value: Any) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception:  # of a user's class
-        return b""
+        """Log as the launcher does. A logger to which this worker has added a handler stays as it is."""
+        logging.disable(self.disabled_level)
+        self.root.apply(logging.getLogger())
+        for name, settings in self.others.items():
+            settings.apply(logging.getLogger(name))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ignite_dist.rendezvous import connections
@@ -14,15 +16,42 @@ _SEND_SECONDS = 30.0
 
 
 class Node(NamedTuple):
-    """A machine of the job."""
+    """A machine of the job. ``job_id`` is known of node 0 only."""
 
     rank: int
     host: str
     address: str
     nproc_per_node: int
+    job_id: str = ""
 
     def __str__(self) -> str:
         return f"node {self.rank} ({self.host}, {self.address})"
+
+
+@dataclass(frozen=True)
+class Hello:
+    """First message of a launcher. All nodes need the same ``nnodes``, ``backend`` and ``max_restarts``."""
+
+    node_rank: int
+    nnodes: int
+    nproc_per_node: int
+    backend: str
+    host: str
+    max_restarts: int = 0
+    job_id: str = ""
+
+    def objection(self, other: Hello, taken: Mapping[int, str]) -> str | None:
+        """The reason why the sender of ``other`` cannot join this launcher's job; None if it can."""
+        for name in ("nnodes", "backend", "max_restarts"):
+            value, other_value = getattr(self, name), getattr(other, name)
+            if value != other_value:
+                place = f"{self.host} (node {self.node_rank})"
+                return f"{name} is {value!r} on {place}, and {other_value!r} on {other.host}"
+        if not 0 <= other.node_rank < self.nnodes:
+            return f"node_rank={other.node_rank} on {other.host} is not in [0, {self.nnodes})"
+        if other.node_rank in taken:
+            return f"node_rank is {other.node_rank} on both {taken[other.node_rank]} and {other.host}"
+        return None
 
 
 class Link:

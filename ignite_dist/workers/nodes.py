@@ -4,11 +4,13 @@ The launcher of node 0 listens at the main address. Every other launcher connect
 number of processes. Node 0 answers with the list of all nodes, so nodes may differ in size. The connections
 stay open. Each launcher reports failures to the others through node 0, and all launchers raise the error of
 the rank that failed first. A connection that closes before the job's end means that a launcher was killed, or
-that a machine was lost. Messages are lines of JSON; received data never run as code.
+that a machine was lost. With ``max_restarts``, the connections stay open after a failure, and node 0 decides
+on a restart. Messages are lines of JSON; received data never run as code.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,38 +23,18 @@ from typing import Any
 from ignite_dist.errors import LaunchError, RankFailedError
 from ignite_dist.rendezvous import connections, network_interfaces
 from ignite_dist.workers.failures import FailedRank, Failure, error_of, is_cause_known, summary_line
-from ignite_dist.workers.node_links import Link, Node
+from ignite_dist.workers.node_links import Hello, Link, Node
+
+_logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.1
 # Time limit for a new peer to send its Hello. A port scanner never sends one.
 _HELLO_SECONDS = 5.0
+# Time limit for the launchers of the other nodes to end their workers before a new attempt.
+_END_SECONDS = 60.0
 
 
 # --- meeting -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Hello:
-    """First message of a launcher. ``nnodes`` and ``backend`` must be equal on all nodes."""
-
-    node_rank: int
-    nnodes: int
-    nproc_per_node: int
-    backend: str
-    host: str
-
-    def objection(self, other: Hello, taken: Mapping[int, str]) -> str | None:
-        """The reason why the sender of ``other`` cannot join this launcher's job; None if it can."""
-        for name in ("nnodes", "backend"):
-            value, other_value = getattr(self, name), getattr(other, name)
-            if value != other_value:
-                place = f"{self.host} (node {self.node_rank})"
-                return f"{name} is {value!r} on {place}, and {other_value!r} on {other.host}"
-        if not 0 <= other.node_rank < self.nnodes:
-            return f"node_rank={other.node_rank} on {other.host} is not in [0, {self.nnodes})"
-        if other.node_rank in taken:
-            return f"node_rank is {other.node_rank} on both {taken[other.node_rank]} and {other.host}"
-        return None
 
 
 def meet(
@@ -83,7 +65,7 @@ def meet(
             f"Node 0 cannot wait for the others at {address}:{port}: {error.strerror or error}. master_addr "
             "must be an address of the machine with node_rank=0, and master_port a free port there. Every "
             "other machine needs a node_rank of its own."
-        ) from error
+        ) from None
     peers: dict[int, tuple[Hello, Link]] = {}
     try:
         with connections.log_long_wait(lambda: _waiting_message(own, peers, address, port)):
@@ -167,12 +149,13 @@ def _welcome(
     # A launcher on this machine may have connected to a loopback address, useless to other machines.
     address = next((end for end in ends if not network_interfaces.is_loopback(end)), ends[0])
     store, port = serve(address)
-    nodes = [Node(0, own.host, address, own.nproc_per_node)]
+    nodes = [Node(0, own.host, address, own.nproc_per_node, own.job_id)]
     for rank, (hello, link) in sorted(peers.items()):
         nodes.append(Node(rank, hello.host, link.sock.getpeername()[0], hello.nproc_per_node))
     for _, link in peers.values():
         link.send(nodes=nodes, port=port)
-    return Nodes(nodes, 0, port, {rank: link for rank, (_, link) in peers.items()}, listener, store)
+    links = {rank: link for rank, (_, link) in peers.items()}
+    return Nodes(nodes, 0, port, links, listener, store, own.max_restarts)
 
 
 def _join(own: Hello, address: str, port: int, deadline: float) -> Nodes:
@@ -199,7 +182,8 @@ def _join(own: Hello, address: str, port: int, deadline: float) -> Nodes:
         if "refused" in answer:
             link.sock.close()
             raise LaunchError(answer["refused"])
-        job = Nodes([Node(*node) for node in answer["nodes"]], own.node_rank, answer["port"], {0: link})
+        nodes = [Node(*node) for node in answer["nodes"]]
+        job = Nodes(nodes, own.node_rank, answer["port"], {0: link}, restarts_left=own.max_restarts)
         for message in later_messages:
             job._record(message, 0)
         return job
@@ -220,6 +204,7 @@ class Nodes:
         nodes: all nodes, by node rank.
         rank: node rank of this launcher.
         port: port of the store that node 0 serves for all ranks.
+        restarts_left: number of further attempts. The connections stay open after a failure unless it is 0.
     """
 
     nodes: list[Node]
@@ -228,10 +213,13 @@ class Nodes:
     _links: dict[int, Link]  # by node rank; a node other than 0 has one link, to node 0
     _listener: socket.socket | None = None
     _store: object = None
+    restarts_left: int = 0
     _reported: set[int] = field(default_factory=set)  # ranks whose failure was sent to the other nodes
     _done: set[int] = field(default_factory=set)  # nodes that send no more messages
     _failed: list[FailedRank] = field(default_factory=list)
     _lost: list[tuple[Node, str]] = field(default_factory=list)
+    _ended: set[int] = field(default_factory=set)  # nodes that wait for the decision on a new attempt
+    _next: Nodes | None = None  # of the new attempt
 
     def environs(self) -> list[dict[str, str]]:
         """The environment variables of each rank on this node, by local rank."""
@@ -317,34 +305,81 @@ class Nodes:
             f"\nRank {rank.rank} failed after it: {summary_line(rank.failure)}" for rank in errors
         )
         message = f"N{str(node)[1:]} with {ranks} cannot be reached: {reason}.{after}"
-        return RankFailedError(first, "HostLostError", "", message, node.host)
+        error = RankFailedError(first, "HostLostError", "", message, node.host)
+        error.is_permanent = True  # nobody starts the workers on that node again
+        return error
+
+    def next_attempt(self, is_wanted: bool, serve: Callable[[str], tuple[object, int]]) -> Nodes | None:
+        """The nodes of a new attempt after a failure; None if there is none, and the connections are closed.
+
+        Each launcher calls this method after the end of its workers. Node 0 decides by its own ``is_wanted``,
+        after the workers of all nodes have ended, so ranks of two attempts never meet. ``serve``: see `meet`.
+        """
+        peers = set(range(1, len(self.nodes))) if self.rank == 0 else {0}
+        try:
+            if self.rank > 0:
+                self._send({"node": self.rank, "ended": True})
+                self._read_until(lambda: self._next is not None, peers, 2 * _END_SECONDS)
+            elif is_wanted and self._read_until(lambda: self._ended == peers, peers, _END_SECONDS):
+                store, port = serve(self.nodes[0].address)
+                self._send({"node": 0, "next": port})
+                self._start_next(port, store)
+            if is_wanted and self._next is None:
+                missing = [self.nodes[rank] for rank in peers - self._links.keys() or peers - self._ended]
+                _logger.warning("No restart: %s did not agree or is lost.", ", ".join(map(str, missing)))
+        finally:
+            if self._next is None:
+                self.close()
+        return self._next
+
+    def _read_until(self, is_done: Callable[[], bool], peers: set[int], seconds: float) -> bool:
+        """Read messages of ``peers``. Returns False at the time limit, or if a connection is closed."""
+        deadline = time.monotonic() + seconds
+        while self._links.keys() == peers and not is_done():
+            ready = connection.wait(self.waited_for(), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return False
+            self.read(ready)
+        return self._links.keys() == peers
+
+    def _start_next(self, port: int, store: object = None) -> None:
+        """Hand the connections over to the nodes of the next attempt."""
+        links, listener, left = self._links, self._listener, self.restarts_left - 1
+        self._links, self._listener, self._store = {}, None, None
+        self._next = Nodes(self.nodes, self.rank, port, links, listener, store, left)
 
     def close(self) -> None:
         """Close the connections."""
-        for link in self._links.values():
-            link.sock.close()
-        self._links.clear()
+        if self._next is not None:
+            self._next.close()
+        while self._links:
+            self._links.popitem()[1].sock.close()
         if self._listener is not None:
             self._listener.close()
         self._listener = self._store = None
 
     def _record(self, message: Mapping[str, Any], source: int) -> None:
+        if self._next is not None:
+            self._next._record(message, source)
+            return
         node = message["node"]
         if "failed" in message:
             values = message["failed"]
             self._failed.append(FailedRank(**{**values, "failure": Failure(**values["failure"])}))
-        elif "lost" in message:
-            self._lost.append((self.nodes[node], message["lost"]))
-            self._done.add(node)
+        elif "ended" in message:
+            self._ended.add(node)
+        elif "next" in message:
+            self._start_next(message["next"])
         else:
             self._done.add(node)
+            if "lost" in message:
+                self._lost.append((self.nodes[node], message["lost"]))
         if self.rank == 0:
             self._send(message, exclude=source)
 
     def _send(self, message: Mapping[str, Any], exclude: int | None = None) -> None:
-        for rank, link in self._links.items():
-            if rank != exclude:
-                link.send(**message)
+        for rank in self._links.keys() - {exclude}:
+            self._links[rank].send(**message)
 
     def _refuse_latecomer(self) -> None:
         assert self._listener is not None

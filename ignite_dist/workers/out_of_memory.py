@@ -44,5 +44,5 @@ def sigkill_reason(oom_kills_before: int | None) -> str:
     if now is None or oom_kills_before is None:
         return SIGKILL_HINT
     if now <= oom_kills_before:
-        return " (the control group of this launch has counted no out-of-memory kill)"
+        return " (not by the kernel for lack of memory: its counter has not changed)"
     return " (by the kernel: memory has run out in the control group of this launch)"

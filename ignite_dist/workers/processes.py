@@ -23,7 +23,14 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ignite_dist.errors import RankFailedError
-from ignite_dist.workers.ending import SigtermDelay, SigtermReceived, end_processes, grace_seconds
+from ignite_dist.workers.attempts import JOB_ID_VARIABLE
+from ignite_dist.workers.ending import (
+    GRACE_VARIABLE,
+    SigtermDelay,
+    SigtermReceived,
+    end_processes,
+    grace_seconds,
+)
 from ignite_dist.workers.failures import (
     FailedRank,
     Failure,
@@ -95,11 +102,13 @@ def start(
         context = context_of(start_method)
         call = partial(entry, **entry_kwargs)
         sent_call = call if context.get_start_method() == "fork" else encode_call(call)
-        oom_kills = count_oom_kills()
+        oom_kills, log_settings = count_oom_kills(), LogSettings.of_this_process()
         for position, environ in enumerate(environs):
             first = position * ranks_per_process
             ranks = range(first, first + ranks_per_process)
-            workers += _start_process(context, run or run_alone, sent_call, ranks, environ, daemon, output)
+            workers += _start_process(
+                context, run or run_alone, sent_call, ranks, environ, daemon, output, log_settings
+            )
     except BaseException:
         end_processes(list(dict.fromkeys(worker.process for worker in workers)))
         nodes.close()  # a stored traceback would keep the connections open
@@ -113,6 +122,10 @@ def start(
     return _launches[-1]
 
 
+# Variables of the job to which this process belongs itself.
+_OF_OTHER_JOBS = ("TORCHELASTIC_", JOB_ID_VARIABLE)
+
+
 def _start_process(
     context: BaseContext,
     run: Callable[[SentCall, Sequence[ReportPipe]], Failure | None],
@@ -121,6 +134,7 @@ def _start_process(
     environ: Mapping[str, str],
     daemon: bool,
     output: PrefixedOutput | None,
+    log_settings: LogSettings,
 ) -> list[RunningWorker]:
     """Start one process for the ``local_ranks``, with a pipe for each rank and two for signals."""
     pipes = {local_rank: context.Pipe(duplex=False) for local_rank in local_ranks}
@@ -128,13 +142,13 @@ def _start_process(
     fault_reader, fault_writer = context.Pipe(duplex=False)
     control_reader, control_writer = context.Pipe(duplex=False)
     os.set_blocking(fault_writer.fileno(), False)  # a dying process must not wait for a reader
-    complete = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+    complete = {key: value for key, value in os.environ.items() if not key.startswith(_OF_OTHER_JOBS)}
     complete.update(environ)
     label = _label(environ, local_ranks)
     outputs = output.pipes_for(label, local_ranks[0]) if output is not None else {}
     inherited = {fd: InheritedFile(file) for fd, file in outputs.items()}
     launch = (complete, fault_writer, inherited) if context.get_start_method() == "fork" else None
-    default_method, log_settings = _default_start_method(), LogSettings.of_this_process()
+    default_method = _default_start_method()
     process = context.Process(  # type: ignore[attr-defined]
         target=worker_main,
         args=(run, sent_call, reports, control_reader, launch, default_method, log_settings),
@@ -177,7 +191,7 @@ def _join_launches() -> None:
     is_interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
     for workers in [launch for launch in _launches if launch.belong_to_this_process()]:
         if is_interrupted:
-            workers.pass_on(signal.SIGINT)
+            workers.pass_on(signal.SIGINT, KeyboardInterrupt.__name__)
             continue
         if any(process.daemon for process in workers.processes):
             workers.terminate()
@@ -250,15 +264,16 @@ class Workers:
                 try:
                     if not self._wait(timeout, sigterm):
                         return None
+                    self._conclude()
                 except BaseException as error:  # Ctrl-C, for example
-                    self.pass_on(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+                    is_interrupt = isinstance(error, KeyboardInterrupt)
+                    self.pass_on(signal.SIGINT if is_interrupt else signal.SIGTERM, type(error).__name__)
                     raise
-                self._conclude()
         if self._error is not None:
             raise self._error()
         return self._results
 
-    def pass_on(self, number: int) -> None:
+    def pass_on(self, number: int, reason: str) -> None:
         """Let the workers receive a signal of the launcher, and end them after the grace period."""
         deadline = time.monotonic() + self._grace_seconds
         self._was_terminated = True
@@ -266,11 +281,17 @@ class Workers:
             for control in {worker.control for worker in self._running()}:
                 with suppress(OSError):  # the process has ended
                     control.send_bytes(bytes([number]))
+            if self._running():
+                text = "%s: the workers have %d s to save and to end (%s). Ctrl-C ends them now."
+                _logger.warning(text, reason, self._grace_seconds, GRACE_VARIABLE)
             while self._running() and (left := deadline - time.monotonic()) > 0:
                 self._read(left)
         except KeyboardInterrupt:
             pass  # the second one: do not wait
         finally:
+            if self._running():
+                ranks = ", ".join(str(worker.rank) for worker in self._running())
+                _logger.warning("The workers had not ended, and are ended now: ranks %s", ranks)
             self.terminate()
 
     def terminate(self) -> None:
@@ -336,9 +357,10 @@ class Workers:
         if self._was_terminated:  # a worker ended by terminate() may not have started yet
             failed = [rank._replace(started=True) for rank in failed]
         self._nodes.report(self._local_failures(), is_done=True)
-        self._nodes.close()
+        if not (has_failed and self._nodes.restarts_left):
+            self._nodes.close()
         if has_failed:
-            self.terminate()
+            end_processes(self.processes)
             self._error = partial(self._nodes.error_of, failed, about_sigkill)
         else:
             self._results = results

@@ -23,7 +23,6 @@ from command_line import run_command
 from helpers import (
     end_of_processes,
     end_of_ranks,
-    loopback,
     plain_environ,
     run_python,
     run_ranks,
@@ -32,6 +31,7 @@ from helpers import (
 from ignite_dist.cli import bench, interfaces, jobs, network
 from ignite_dist.cli.env import collect
 from ignite_dist.cli.main import main
+from ignite_dist.comp_models.native import shared_segment
 from ignite_dist.context.live import current_model
 from ignite_dist.environments import Environment
 from ignite_dist.rendezvous import network_interfaces, stores
@@ -124,6 +124,24 @@ def test_env_shows_the_launchers_variables_that_matter(monkeypatch: pytest.Monke
     assert "SLURM_JOB_ACCOUNT" not in shown  # no detect() reads it
 
 
+@pytest.mark.parametrize("variable", [None, "0", "off"])
+def test_env_says_whether_ranks_can_share_memory(
+    variable: str | None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(shared_segment.VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(shared_segment.VARIABLE, variable)
+    try:
+        reason = shared_segment.unavailable_reason()
+    except idist.EnvironmentVariablesError as error:
+        reason = str(error)
+    assert variable != "0" or reason == "IGNITE_DIST_SHARED_MEMORY=0"
+    assert collect(os.environ)["shared_memory"] == {"works": not reason, "reason": reason}
+    assert main(["env"]) == 0
+    (line,) = re.findall(r"^ *shared memory +(.*)", capfd.readouterr().out, re.MULTILINE)
+    assert line.startswith(f"no: {reason}"[:30] if reason else "works")
+
+
 # --- check ---------------------------------------------------------------------------------------------
 
 
@@ -148,7 +166,7 @@ def test_check_prints_a_table(capfd: pytest.CaptureFixture[str]) -> None:
     assert cells["int16"] == ["i32", "-", "i32", "i32", "i32", "i32", "i32", "u8", "u8", "u8"]
     assert cells["complex64"] == ["f32", "f32", "all", "-", "-", "-", "-", "u8", "u8", "u8"]
     assert cells["bool"] == ["-", "-", "-", "ok", "ok", "ok", "ok", "ok", "ok", "ok"]
-    assert "All is well: 78 passed, 66 carried through another dtype, 31 refused." in output
+    assert "All is well: 80 passed, 66 carried through another dtype, 31 refused." in output
 
 
 def test_check_in_a_world_of_one(capfd: pytest.CaptureFixture[str]) -> None:
@@ -156,17 +174,9 @@ def test_check_in_a_world_of_one(capfd: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capfd.readouterr().out)
     assert (report["ok"], report["world_size"], report["links"]) == (True, 1, [])
     outcomes = {(cell["operation"], cell["dtype"]): cell["outcome"] for cell in report["cells"]}
-    assert len(outcomes) == 10 * 17 + 5
+    assert len(outcomes) == 10 * 17 + 7
     assert outcomes["all_reduce SUM", "bool"] == "refused"
     assert outcomes["groups", ""] == "passed"
-
-
-def test_check_under_torchrun() -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    status, output, said = run_command("check", "--json", under=torchrun, **loopback())
-    assert status == 0, said
-    assert json.loads(output)["world_size"] == 2  # of all ranks, one prints
-    assert "Starting" not in said
 
 
 BROKEN_MODEL = """
@@ -301,19 +311,6 @@ def test_links_are_measured_between_the_first_ranks_of_the_hosts() -> None:
 # --- bench -----------------------------------------------------------------------------------------------
 
 
-def test_bench_prints_a_table_and_draws_a_chart(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    chart = tmp_path / "chart.png"
-    arguments = ["--sizes", "1K:16K:4", "--collectives", "all_reduce,barrier", "--save", str(chart)]
-    assert main(["bench", *arguments]) == 0
-    output, said = capfd.readouterr()
-    assert "4 measurements" in said
-    assert max(map(len, output.splitlines())) <= 80
-    lines = [line.split() for line in output.splitlines() if " x " in line]
-    assert [words[:3] for words in lines[:1]] == [["all_reduce", "1", "KiB"]]
-    assert [words[0] for words in lines] == ["all_reduce", "4", "16", "barrier"]
-    assert chart.read_bytes().startswith(b"\x89PNG")
-
-
 def test_bench_as_json_has_raw_torch_beside_ours(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--json", "--sizes", "18,1M", "--collectives", "all_gather"]) == 0
     report = json.loads(capfd.readouterr().out)
@@ -323,6 +320,18 @@ def test_bench_as_json_has_raw_torch_beside_ours(capfd: pytest.CaptureFixture[st
         assert figure["raw_seconds"] > 0
         speed = figure["num_bytes"] / 2 / figure["seconds"] / 1e9
         assert figure["bus_gigabytes_per_second"] == pytest.approx(speed)
+
+
+def test_bench_of_values_has_raw_torch_beside_ours(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--json", "--sizes", "4,8", "--collectives", "numbers,objects"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    figures = report["figures"]
+    assert report["shared_memory"] == (not shared_segment.unavailable_reason())
+    assert [(figure["collective"], figure["num_bytes"]) for figure in figures] == [
+        ("numbers", 0),
+        ("objects", 0),
+    ]
+    assert all(figure["seconds"] > 0 and figure["raw_seconds"] > 0 for figure in figures)
 
 
 def _slow_on_one_rank(local_rank: int) -> int:
@@ -377,7 +386,10 @@ def test_sizes() -> None:
         ("bench --sizes 4:64:1", "a factor of at least 2"),
         ("bench --sizes 2", "at least 4"),
         ("bench --sizes 65G", "at most 64G"),
-        ("bench --collectives all_reduc", "Allowed: all_reduce, all_gather, broadcast, barrier."),
+        (
+            "bench --collectives all_reduc",
+            "Allowed: all_reduce, all_gather, broadcast, barrier, numbers, objects.",
+        ),
         ("bench --save /no/such/chart.png", "no folder /no/such"),
         ("bench --save chart.xyz", "must end in one of"),
         ("bench --save=", "must end in one of"),

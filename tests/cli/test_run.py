@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers import plain_environ, run_python, write_script
+from helpers import free_port, plain_environ, run_python, write_script
 
 SCRIPT = """
     import sys
@@ -49,6 +50,34 @@ def test_a_script_runs_on_every_rank(script: Path) -> None:
     assert ended.stdout == "[0, 1] 2 beside ['--lr', '0.1'] ignite-dist run\n" * 2
 
 
+def test_a_script_may_initialize_the_context_itself(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        import sys
+        import ignite_dist as idist
+
+        idist.initialize("gloo")
+        sys.stdout.write(f"{idist.all_reduce(1)}\\n")
+        idist.finalize()
+        """,
+    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    for ended in (
+        _run("--nproc-per-node", "2", script),
+        _run("--nproc-per-node", "2", "--backend", "gloo", script, launcher=torchrun),
+    ):
+        assert ended.returncode == 0, ended.stdout
+        assert ended.stdout == "2\n2\n"
+
+
+def test_a_module_runs_as_with_python_m(script: Path) -> None:
+    environ = plain_environ(OMP_NUM_THREADS="1")
+    command = ("-m", "ignite_dist", "run", "--nproc-per-node", "2", "-m", "script", "--lr", "0.1")
+    ended = run_python(*command, env=environ, cwd=script.parent)
+    assert ended.stdout == "[0, 1] 2 beside ['--lr', '0.1'] ignite-dist run\n" * 2
+
+
 def test_lines_have_the_rank_in_front(script: Path) -> None:
     ended = _run("--nproc-per-node", "2", "--prefix", script)
     assert ended.returncode == 0, ended.stdout
@@ -71,11 +100,24 @@ def test_a_failure_shows_the_script_and_nothing_else(script: Path) -> None:
     assert again.returncode == 0, again.stdout
 
 
+def test_a_script_starts_again_on_two_nodes(script: Path) -> None:
+    place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    common = (*place, "--nproc-per-node", "2", "--max-restarts", "1")
+    with ThreadPoolExecutor() as pool:
+        nodes = [pool.submit(_run, *common, "--node-rank", str(rank), script, "fail") for rank in (0, 1)]
+    for node in nodes:
+        ended = node.result()
+        assert ended.returncode == 0, ended.stdout
+        assert "Restart 1 of at most 1" in ended.stdout and "LookupError: no data" in ended.stdout
+        # At least two in the second attempt. In the first, a rank may be ended before it prints.
+        assert ended.stdout.count("[0, 1, 2, 3] 4 beside ['fail'] ignite-dist run") >= 2
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
         (["missing.py"], "There is no script 'missing.py' in "),
-        (["--nproc-per-node", "many", "missing.py"], "invalid"),
+        (["--nproc-per-node", "many", "missing.py"], "must be a number or 'auto', got 'many'"),
         ([], "script"),
     ],
 )

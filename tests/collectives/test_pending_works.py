@@ -22,6 +22,7 @@ def leaves_a_work(local_rank: int) -> tuple[list[str], Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         idist.finalize()
+    assert all(one.filename == __file__ for one in caught), "they point at the call"
     return [str(one.message) for one in caught], work.wait()
 
 

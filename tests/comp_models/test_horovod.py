@@ -251,13 +251,15 @@ def _different_shapes(_: int) -> None:
 def test_ranks_that_wait_for_each_other_say_in_which_call(capfd: pytest.CaptureFixture[str]) -> None:
     workers = spawn(_different_shapes, join=False)
     output, deadline = "", time.monotonic() + 120
-    for rank, shape in enumerate(("(2,)", "(3,)")):
-        call = re.escape(f"all_reduce.SUM.torch.float32.{shape}")
-        while re.search(rf"Rank {rank} has waited .*{call}", output) is None:
-            assert time.monotonic() < deadline, output
-            assert workers.join(0.1) is None
-            output += capfd.readouterr().err
-    workers.terminate()
+    try:
+        for rank, shape in enumerate(("(2,)", "(3,)")):
+            call = re.escape(f"all_reduce.SUM.torch.float32.{shape}")
+            while re.search(rf"Rank {rank} has waited .*{call}", output) is None:
+                assert time.monotonic() < deadline, output
+                assert workers.join(0.1) is None
+                output += capfd.readouterr().err
+    finally:
+        workers.terminate()
 
 
 def _removed_set(_: int) -> None:
@@ -310,6 +312,8 @@ def _refusals(_: int) -> None:
     with pytest.raises(ValueError, match="world_size"):
         idist.all_reduce(torch.ones(2), group=[0, 2])
     with pytest.raises(ValueError, match="ProcessSet"):
+        idist.barrier(group=object())
+    with pytest.raises(ValueError, match="mesh"):
         idist.barrier(group="world")
     assert idist.all_reduce(1) == 2  # nothing of the above was sent
 

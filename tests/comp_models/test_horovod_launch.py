@@ -308,6 +308,32 @@ def test_a_ctrl_c_during_horovod_run_is_one() -> None:
         spawn(_interrupt, os.getpid(), nproc_per_node=1, hosts=HOSTS)
 
 
+def _fails_first(_: int, folder: Path, how: str, launcher: int) -> int:
+    count, rank = idist.restart_count(), idist.get_rank()
+    (folder / f"attempt {count} of rank {rank}").touch()
+    idist.barrier()
+    if count == 0 and rank == 1:
+        if how == "SIGTERM":
+            os.kill(launcher, signal.SIGTERM)
+            time.sleep(60)  # until Horovod ends this worker
+        raise ImportError("for good") if how == "permanent" else OSError("once")
+    return idist.all_reduce(count)
+
+
+def test_all_hosts_start_again_through_horovod_run(tmp_path: Path) -> None:
+    kwargs: Any = {"nproc_per_node": 1, "nnodes": 2, "hosts": HOSTS, "max_restarts": 1}
+    assert spawn(_fails_first, tmp_path, "once", 0, **kwargs) == [2, 2]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("how", ["permanent", "SIGTERM"])
+def test_no_restart_through_horovod_run(how: str, tmp_path: Path) -> None:
+    with pytest.raises(idist.RankFailedError) as caught:
+        spawn(_fails_first, tmp_path, how, os.getpid(), nproc_per_node=1, hosts=HOSTS, max_restarts=1)
+    assert caught.value.is_permanent
+    assert {path.name[:9] for path in tmp_path.iterdir()} == {"attempt 0"}
+
+
 def test_a_job_of_one_process_on_a_named_host() -> None:
     with pytest.raises(idist.WorkerRaisedError, match="beside a progress bar"):
         spawn(_end, "progress", nproc_per_node=1, hosts="localhost:1")

@@ -305,7 +305,7 @@ def test_keywords_that_do_not_exist() -> None:
 def _wrong_groups(local_rank: int) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'timeout'"):
         idist.new_group([0], timeout=3)
-    with pytest.raises(ValueError, match="a list of ranks or a result of new_group"):
+    with pytest.raises(ValueError, match="lists of ranks or handles"):
         idist.barrier(group="world")
 
 

@@ -85,7 +85,8 @@ class Table:
     def markdown(self) -> str:
         worlds = sorted(self._worlds, key=lambda world: (world[0] != "serial", world))
         text = f"{_INTRODUCTION}\n## Tensors\n\n{_head(['operation', 'dtypes'], worlds)}"
-        for operation, cells in groupby(self._cells.items(), key=lambda item: item[0][0]):
+        by_operation = sorted(self._cells.items(), key=_operation)  # tests end in any order
+        for operation, cells in groupby(by_operation, key=_operation):
             rows: dict[tuple[str, ...], list[str]] = {}  # dtypes with the same outcomes share a row
             for (_, dtype), outcomes in cells:
                 rows.setdefault(_row(outcomes, worlds), []).append(dtype)
@@ -96,6 +97,10 @@ class Table:
         for (about, name), outcomes in sorted(self._tests.items()):
             text += _line([f"`{about}`", name.replace("_", " "), *_row(outcomes, worlds)])
         return text
+
+
+def _operation(cell: tuple[tuple[str, str], _Outcomes]) -> str:
+    return cell[0][0]
 
 
 def _row(outcomes: _Outcomes, worlds: Sequence[_World]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from fractions import Fraction
 from math import inf, isnan, nan
+from operator import and_, or_, xor
 from typing import Any, NamedTuple
 
 import pytest
@@ -58,11 +59,11 @@ def name_of(dtype: torch.dtype) -> str:
 
 def legal(op: str, dtype: torch.dtype) -> bool:
     if dtype is torch.bool:
-        return op in ("AND", "OR", "MIN", "MAX")
+        return op in ("AND", "OR", "XOR", "MIN", "MAX")
     if dtype.is_complex:
         return op in ("SUM", "PRODUCT", "AVERAGE")
     if dtype.is_floating_point:
-        return op not in ("AND", "OR")
+        return op not in ("AND", "OR", "XOR")
     return op != "AVERAGE"
 
 
@@ -84,7 +85,7 @@ def expected(op: str, values: list[torch.Tensor]) -> torch.Tensor:
     else:
         result = stack[0].clone()
         for row in stack[1:]:
-            result = result & row if op == "AND" else result | row
+            result = {"AND": and_, "OR": or_, "XOR": xor}[op](result, row)
     return result.to(dtype)
 
 
@@ -96,7 +97,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-@pytest.mark.parametrize("op", ["SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR"])
+@pytest.mark.parametrize("op", ["SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR", "XOR"])
 @on_every_rank
 def test_every_dtype_by_every_operation(op: str) -> dict[tuple[str, str], str]:
     """The result is in the tensor that was given, in its dtype; what has no exact meaning is refused."""

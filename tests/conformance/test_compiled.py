@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -63,6 +64,7 @@ IN_A_GRAPH: dict[str, Callable[[Tensor, int], Any]] = {
     "all_reduce by average": lambda x, size: idist.all_reduce(x * 3, op="average"),
     "all_reduce of the argument": lambda x, size: (idist.all_reduce(x), x + 1),
     "all_reduce into a new tensor": lambda x, size: (idist.all_reduce(x, inplace=False), x),
+    "all_reduce by the default of inplace": lambda x, size: (idist.all_reduce(x, inplace=None), x),
     "all_reduce of a view": lambda x, size: (idist.all_reduce(x[1:3]), x),
     "all_reduce of a transposed tensor": lambda x, size: (idist.all_reduce(x.T), x),
     "all_reduce with a gradient": lambda x, size: idist.all_reduce(x * 3, sync_grads=True) * 2,
@@ -77,12 +79,18 @@ IN_A_GRAPH: dict[str, Callable[[Tensor, int], Any]] = {
     "all_gather with a gradient": lambda x, size: idist.all_gather(x * 3, sync_grads=True) * 2,
     "broadcast": lambda x, size: idist.broadcast(x * 3),
     "broadcast from the last": lambda x, size: idist.broadcast(x, size - 1),
+    "all_to_all": lambda x, size: idist.all_to_all(torch.cat([x * 3] * size)),
+    "reduce_scatter": lambda x, size: idist.reduce_scatter(torch.cat([x * 3] * size)) + 1,
+    "reduce_scatter by MAX": lambda x, size: idist.reduce_scatter(torch.cat([x] * size), "max"),
     "barrier": lambda x, size: (idist.barrier(), x * 3)[1],
 }
 # Everything else: the graph ends there, and another begins.
 BETWEEN_GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "a number": lambda x: x + idist.all_reduce(2),
     "a tree": lambda x: idist.all_reduce({"a": x * 3, "b": 2.5, "c": [x[0].clone()]}),
+    "a tree in place": lambda x: idist.all_reduce([x, x.clone()], inplace=True),
+    "a place in a group": lambda x: x + idist.get_rank([0]) * 3 + idist.get_world_size([0]),
+    "a printed line": lambda x: (idist.print("x", file=io.StringIO()), x * 3),
     "an object": lambda x: (idist.all_gather({"rank": idist.get_rank()}), x * 3),
     "an object broadcast": lambda x: (idist.broadcast("from 0"), x * 3),
     "safe mode": lambda x: idist.broadcast(x if idist.get_rank() == 0 else None, safe_mode=True),
@@ -102,6 +110,11 @@ BETWEEN_GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "show_config": lambda x: (idist.show_config(), x)[1],
     "shared_seed": lambda x: (isinstance(idist.shared_seed(), int), x),
     "a batch": lambda x: idist.to_device({"x": x}),
+    "gather": lambda x: (idist.gather(x * 3), x),
+    "scatter": lambda x: idist.scatter([x] * idist.get_world_size() if idist.get_rank() == 0 else None),
+    "reduce": lambda x: (idist.reduce(x), x),
+    "reduce_scatter": lambda x: idist.reduce_scatter([x * 3] * idist.get_world_size()),
+    "all_to_all": lambda x: idist.all_to_all([x * 3] * idist.get_world_size()),
 }
 
 

@@ -25,6 +25,8 @@ class Net(Module):
         super().__init__()
         self.first, self.second = Linear(WIDTH, WIDTH), Linear(WIDTH, 1)
         self.double()
+        if self.first.weight.is_meta:
+            return
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -377,3 +379,21 @@ def test_the_ways_to_join() -> None:
         train(idist.get_rank() + 1, throw_on_early_termination=True)
     weights = [one.detach().tolist() for one in model.parameters()]
     assert idist.all_gather(weights) == [weights] * idist.get_world_size()
+
+
+@on_every_rank
+def test_a_model_on_the_meta_device_gets_values() -> None:
+    """From reset_parameters() of its modules, or a state of rank 0: equal on every rank."""
+    device, world_size = idist.device(), idist.get_world_size()
+    state = {f"0.{name}": one for name, one in Net().state_dict().items()} if idist.get_rank() == 0 else {}
+    with torch.device("meta"):
+        empty, from_state = Linear(WIDTH, 2), Sequential(Net())
+    models = idist.auto_model(empty), idist.auto_model(from_state, state=state)
+    for model in models:
+        assert all(one.device == device for one in model.parameters())
+        values = {name: one.tolist() for name, one in idist.unwrap_model(model).state_dict().items()}
+        assert idist.all_gather(values) == [values] * world_size
+        if model is models[0]:
+            assert len({*values["bias"], *values["weight"][0], *values["weight"][1]}) == 2 * WIDTH + 2
+        else:
+            assert values["0.first.weight"] == Net().first.weight.tolist()

@@ -52,6 +52,11 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[str]]] = 
         lambda: idist.broadcast("x", src=1),
         ["from 0", "from 1"],
     ),
+    "asynchronous": (
+        lambda: idist.all_reduce(here(3), async_op=True).wait(),
+        lambda: idist.all_reduce(here(3)),
+        ["async_op=True"],
+    ),
     "end of the context": (lambda: idist.finalize(), lambda: idist.all_reduce(1), ["the end of the context"]),
     "agreement": (
         lambda: idist.one_rank_only(with_barrier=True)(lambda: None)(),

@@ -12,12 +12,13 @@ import ignite_dist as idist
 
 SECONDS = 120
 
-Seen = tuple[int, int, int, int, str | None, str, str]
+Seen = tuple[int, int, int, int, int, int, str | None, str, str]
 
 
 def seen() -> Seen:
     return (
         *(idist.get_rank(), idist.get_world_size(), idist.get_local_rank(), idist.get_nproc_per_node()),
+        *(idist.get_rank([0]), idist.get_world_size([0])),
         *(idist.backend(), idist.model_name(), str(idist.device())),
     )
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import helpers
 import ignite_dist as idist
 from contexts import SHORT, by_test_rank, my_rank
+from ignite_dist.comp_models.native import shared_segment
 
 # --- show_config -------------------------------------------------------------------------------------
 
@@ -23,6 +24,7 @@ SERIAL_LINES = [
     "distributed configuration: serial",
     "backend: None",
     "device: cpu",
+    "shared memory: no",
     "rank: 0",
     "local rank: 0",
     "world size: 1",
@@ -90,4 +92,24 @@ def test_show_config_never_communicates_and_says_what_is_not_known_yet(tmp_path:
     for line in ("distributed configuration: native-dist", "backend: gloo", "world size: 2", "rank: 0"):
         assert line in first
     assert any(line.startswith("local rank: ") and "not known" in line for line in first)
+    assert "shared memory: not known yet" in first
     assert second == []
+
+
+def _shown_after_a_barrier(local_rank: int) -> list[str]:
+    handler = _Lines()
+    logging.getLogger().addHandler(handler)
+    idist.barrier()
+    idist.show_config()
+    return handler.lines
+
+
+@pytest.mark.parametrize("variable", ["0", "1"])
+def test_show_config_says_whether_the_ranks_share_memory(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(shared_segment.VARIABLE, variable)
+    shown = "no" if shared_segment.unavailable_reason() else "yes"
+    assert shown == "no" or variable == "1"
+    lines, _ = idist.spawn("gloo", _shown_after_a_barrier, nproc_per_node=2, timeout=SHORT)
+    assert f"shared memory: {shown}" in lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 import warnings
 from pathlib import Path
@@ -109,6 +110,47 @@ def test_two_nodes_on_one_host(known: bool) -> None:
     ]
 
 
+def _groups_of_nodes() -> tuple[Any, ...]:
+    idist.initialize("gloo", timeout=SHORT)
+    file, group = io.StringIO(), idist.node_group()
+    idist.print(idist.get_rank(), local=True, file=file)
+    found = group, idist.get_rank(group), idist.all_gather(idist.get_rank(), group), file.getvalue()
+    idist.finalize()
+    return found
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["torchrun", "local-rank-only"])
+def test_the_group_of_a_node_and_what_one_rank_per_node_prints(known: bool) -> None:
+    environs = helpers.torchrun_environs(4, helpers.free_port(), nproc_per_node=2, agent_store=False)
+    for environ in environs if not known else ():
+        for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK"):
+            del environ[name]
+    assert helpers.run_ranks(_groups_of_nodes, world_size=4, environs=environs) == [
+        ([0, 1], 0, [0, 1], "0\n"),
+        ([0, 1], 1, [0, 1], ""),
+        ([2, 3], 0, [2, 3], "2\n"),
+        ([2, 3], 1, [2, 3], ""),
+    ]
+
+
+def _print_per_node(method: str) -> str:
+    dist.init_process_group("gloo", init_method=method, rank=my_rank(), world_size=2, timeout=SHORT)
+    file = io.StringIO()
+    with pytest.raises(RuntimeError, match="local rank is not known yet"):
+        idist.print("too early", local=True, file=file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exchange of host names
+        idist.get_local_rank()
+    idist.print("é", local=True, file=file)
+    idist.finalize()
+    return file.getvalue()
+
+
+def test_to_print_per_node_never_asks_the_other_ranks(tmp_path: Path) -> None:
+    found = helpers.run_ranks(_print_per_node, f"file://{tmp_path}/x", environs=by_test_rank())
+    assert found == ["é\n", ""]
+
+
 @pytest.mark.parametrize(
     ("hosts", "expected"),
     [
@@ -175,6 +217,7 @@ def test_topology_from_what_the_launcher_says(
 def _collectives_of_topology() -> list[tuple[Any, int]]:
     """What each getter says, and how many collectives it has taken."""
     idist.initialize("gloo", timeout=SHORT)
+    idist.barrier()  # the first collective also opens the ranks' shared memory
     model = live.current_model()
     found = []
     for getter in (idist.get_local_rank, topology, model.node_ranks, topology, model.node_ranks):

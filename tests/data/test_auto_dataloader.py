@@ -113,7 +113,7 @@ def test_alone_it_is_a_plain_data_loader() -> None:
     loader, messages = warned(
         lambda: idist.auto_dataloader(Numbers(), batch_size=5, num_workers=0, shuffle=False)
     )
-    assert type(loader) is DataLoader
+    assert isinstance(loader, DataLoader)
     assert (loader.batch_size, loader.pin_memory, messages) == (5, False, [])
     assert indices(loader) == list(range(SIZE))
 

@@ -146,7 +146,8 @@ def test_alone_an_empty_data_set_is_an_empty_loader() -> None:
         {"shuffle": True, "batch_size": 4, "drop_last": True},
     ):
         loader = idist.auto_dataloader([], **kwargs)  # type: ignore[arg-type]
-        assert (type(loader), len(loader), list(loader)) == (DataLoader, 0, [])
+        assert isinstance(loader, DataLoader)
+        assert (len(loader), list(loader)) == (0, [])
     loader = idist.auto_dataloader([1, 2, 3], shuffle=True)  # type: ignore[arg-type]
     assert isinstance(loader.sampler, RandomSampler)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,53 +17,43 @@ import pytest
 
 import helpers
 import job
+from commands import documented, open_mpi
 from slurm import slurm
 
-pytestmark = pytest.mark.launchers
-
-PYTHON = sys.executable
+SCRIPT = "python script.py"  # as in README
 JOB = str(Path(job.__file__))
 LAUNCH_JOB = str(Path(job.__file__).with_name("launch_job.py"))
 FAILURE_SECONDS = 150  # Ray takes a few to stop on a machine that is idle
 
 # launcher, as idist calls it; what its reason names; the command before the script's arguments
-TORCHRUN = (
-    "torchrun",
-    "TORCHELASTIC_RUN_ID",
-    [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", JOB],
-)
-OPEN_MPI = (
-    "Open MPI",
-    "OMPI_COMM_WORLD_RANK",
-    ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2", PYTHON, JOB],
-)
-# MPICH does not name its jobs, and another may run here.
-HYDRA = (
-    "PMI",
-    "PMI_RANK",
-    ["mpiexec.hydra", "-genv", "MASTER_PORT", str(helpers.free_port()), "-n", "2", PYTHON, JOB],
-)
+TORCHRUN = ("torchrun", "TORCHELASTIC_RUN_ID", documented("torchrun --nproc-per-node 2 script.py"))
+OPEN_MPI = ("Open MPI", "OMPI_COMM_WORLD_RANK", documented("mpirun -np 2 python script.py"))
+HYDRA = ("PMI", "PMI_RANK", documented("mpiexec.hydra -n 2 python script.py"))
 ACCELERATE = (
     "torchrun",
     "TORCHELASTIC_RUN_ID",
-    [PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", JOB],
+    f"{documented('accelerate launch')} --multi_gpu --num_processes=2 script.py",
 )
-SRUN = ("Slurm", "SLURM_STEP_NUM_TASKS", ["srun", "-n", "2", PYTHON, JOB])
-RAY = ("Ray Train", "RAY_JOB_ID", [PYTHON, LAUNCH_JOB, "ray"])
+SRUN = ("Slurm", "SLURM_STEP_NUM_TASKS", documented("srun -n 2 python script.py"))
+RUN = ("ignite-dist run", "IGNITE_DIST_RUN", documented("ignite-dist run --nproc-per-node 2 script.py"))
+HOROVODRUN = ("Horovod", "HOROVOD_RANK", documented("horovodrun -np 2 python script.py"))
 LAUNCHERS = {
     "torchrun": TORCHRUN,
     "mpirun": OPEN_MPI,
     "mpiexec.hydra": HYDRA,
     "srun": SRUN,
     "accelerate": ACCELERATE,
-    "ray": RAY,
-    "fabric": ("Lightning", "LOCAL_RANK", [PYTHON, LAUNCH_JOB, "fabric"]),
-    "fabric_spawn": ("none", "", [PYTHON, LAUNCH_JOB, "fabric_spawn"]),
-    "spawn": ("idist.spawn", "IGNITE_DIST_SPAWNED", [PYTHON, LAUNCH_JOB, "spawn"]),
+    "ray": ("Ray Train", "RAY_JOB_ID", f"python {LAUNCH_JOB} ray"),
+    "fabric": ("Lightning", "LOCAL_RANK", f"python {LAUNCH_JOB} fabric"),
+    "fabric_spawn": ("none", "", f"python {LAUNCH_JOB} fabric_spawn"),
+    "spawn": ("idist.spawn", "IGNITE_DIST_SPAWNED", f"python {LAUNCH_JOB} spawn"),
 }
-launchers = pytest.mark.parametrize(
-    ("launcher", "variable", "command"), list(LAUNCHERS.values()), ids=list(LAUNCHERS)
-)
+ROWS = [pytest.param(*row, id=name, marks=pytest.mark.launchers) for name, row in LAUNCHERS.items()]
+ROWS += [
+    pytest.param(*HOROVODRUN, id="horovodrun", marks=pytest.mark.horovod),
+    pytest.param(*RUN, id="ignite-dist run"),
+]
+launchers = pytest.mark.parametrize(("launcher", "variable", "command"), ROWS)
 
 
 class Run(NamedTuple):
@@ -85,23 +75,26 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 
 @pytest.fixture
-def environ() -> dict[str, str]:
+def environ(tmp_path: Path) -> dict[str, str]:
     """What a user's shell would have, and a mark by which everything that comes of it is found again."""
-    more = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "ACCELERATE_USE_CPU": "true"}
-    return helpers.plain_environ(IGNITE_DIST_TEST=uuid.uuid4().hex, **more)
+    more = {"CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0", "ACCELERATE_USE_CPU": "true"}
+    return helpers.plain_environ(IGNITE_DIST_TEST=uuid.uuid4().hex, **more, **open_mpi(tmp_path))
 
 
 @pytest.fixture
 def run(tmp_path: Path, environ: dict[str, str], request: pytest.FixtureRequest) -> Any:
-    """``run(command, *arguments)``: the job under a launcher. Nothing of it may be left at the end."""
+    """``run(command, *arguments)``: ``script.py`` under a launcher. Nothing of it may be left at the end."""
+    (tmp_path / "script.py").symlink_to(JOB)
 
-    def launch(command: list[str], *arguments: str, seconds: float = 240) -> Run:
+    def launch(command: str, *arguments: str, seconds: float = 240) -> Run:
         out = tmp_path / "out"
         out.mkdir()
-        if command[0] in ("srun", "sbatch", "salloc"):
+        if command.startswith(("srun", "sbatch", "salloc")):
             environ.update(request.getfixturevalue("cluster"))
+        if command.startswith("mpiexec.hydra"):  # MPICH does not name its jobs, and another may run here
+            environ["MASTER_PORT"] = str(helpers.free_port())
         ended = subprocess.run(
-            [*command, str(out), *arguments],
+            [*shlex.split(command), str(out), *arguments],
             env=environ,
             cwd=tmp_path,
             stdin=subprocess.DEVNULL,
@@ -173,18 +166,18 @@ TWO_ON_ONE_NODE = [(0, 2, 0, 1), (1, 2, 0, 1)]
 
 @launchers
 def test_a_script_runs_as_it_is(
-    run: Any, losses: list[float], launcher: str, variable: str, command: list[str]
+    run: Any, losses: list[float], launcher: str, variable: str, command: str
 ) -> None:
     check(run(command), losses, launcher, variable, TWO_ON_ONE_NODE)
 
 
 @launchers
-def test_a_rank_that_fails_ends_the_job(run: Any, launcher: str, variable: str, command: list[str]) -> None:
+def test_a_rank_that_fails_ends_the_job(run: Any, launcher: str, variable: str, command: str) -> None:
     ended = run(command, "1")
     assert ended.returncode != 0
     assert ended.ranks == []
     # torch's spawn, which Fabric's is, tells of one rank that failed, of rank 0 if it looks late.
-    tells_of_another = command[-1] == "fabric_spawn" and "Process 0 terminated" in ended.output
+    tells_of_another = command.endswith("fabric_spawn") and "Process 0 terminated" in ended.output
     assert "LookupError: this rank has no data" in ended.output or tells_of_another, ended.output
     assert ", in fit" in ended.output  # its traceback
     assert ended.seconds is not None and ended.seconds < FAILURE_SECONDS
@@ -193,57 +186,56 @@ def test_a_rank_that_fails_ends_the_job(run: Any, launcher: str, variable: str, 
 # --- Slurm: jobs, steps, scripts ----------------------------------------------------------------------
 
 
+@pytest.mark.launchers
 @pytest.mark.parametrize(
     "command",
     [
-        ["salloc", "-n", "2", "srun"],
-        ["salloc", "-n", "4", "srun", "-n", "2"],
-        ["salloc", "-N", "2", "-n", "4", "srun", "-N", "1", "-n", "2"],
-        ["srun", "--mpi=pmi2", "-n", "2"],
+        "salloc -n 2 srun",
+        "salloc -n 4 srun -n 2",
+        "salloc -N 2 -n 4 srun -N 1 -n 2",
+        "srun --mpi=pmi2 -n 2",
     ],
-    ids=" ".join,
 )
-def test_steps_of_a_job(run: Any, losses: list[float], command: list[str]) -> None:
+def test_steps_of_a_job(run: Any, losses: list[float], command: str) -> None:
     """Two ranks each, whatever the size of the job that the step belongs to."""
-    check(run([*command, PYTHON, JOB]), losses, "Slurm", "SLURM_STEP_NUM_TASKS", TWO_ON_ONE_NODE)
+    check(run(f"{command} {SCRIPT}"), losses, "Slurm", "SLURM_STEP_NUM_TASKS", TWO_ON_ONE_NODE)
 
 
+@pytest.mark.launchers
 def test_two_nodes_of_different_sizes(run: Any, losses: list[float]) -> None:
     """Ranks go round the nodes, so those of one node are not neighbours."""
-    ended = run(["srun", "-N", "2", "-n", "3", "-m", "cyclic", PYTHON, JOB])
+    ended = run(f"srun -N 2 -n 3 -m cyclic {SCRIPT}")
     places = [(0, 2, 0, 2), (0, 1, 1, 2), (1, 2, 0, 2)]
     check(ended, losses, "Slurm", "SLURM_STEP_NUM_TASKS", places)
 
 
+@pytest.mark.launchers
 @pytest.mark.parametrize(
     ("inner", "launcher", "variable"),
     [
-        (["mpirun.openmpi", "--allow-run-as-root", "-np", "2"], "Open MPI", "OMPI_COMM_WORLD_RANK"),
-        (["mpiexec.hydra", "-n", "2"], "PMI", "PMI_RANK"),
+        ("mpirun -np 2", "Open MPI", "OMPI_COMM_WORLD_RANK"),
+        ("mpiexec.hydra -n 2", "PMI", "PMI_RANK"),
     ],
     ids=["mpirun", "mpiexec.hydra"],
 )
 def test_another_launcher_inside_of_a_job(
-    run: Any, losses: list[float], inner: list[str], launcher: str, variable: str
+    run: Any, losses: list[float], inner: str, launcher: str, variable: str
 ) -> None:
-    check(run(["salloc", "-n", "2", *inner, PYTHON, JOB]), losses, launcher, variable, TWO_ON_ONE_NODE)
+    check(run(f"salloc -n 2 {inner} {SCRIPT}"), losses, launcher, variable, TWO_ON_ONE_NODE)
 
 
+@pytest.mark.launchers
 def test_a_batch_script_with_srun(run: Any, tmp_path: Path, losses: list[float]) -> None:
-    script = helpers.write_script(tmp_path, f'#!/bin/sh\nsrun {PYTHON} {JOB} "$@"\n', "batch.sh")
-    check(
-        run(["sbatch", "--wait", "-n", "2", str(script)]),
-        losses,
-        "Slurm",
-        "SLURM_STEP_NUM_TASKS",
-        TWO_ON_ONE_NODE,
-    )
+    script = helpers.write_script(tmp_path, f'#!/bin/sh\nsrun {SCRIPT} "$@"\n', "batch.sh")
+    ended = run(f"sbatch --wait -n 2 {script}")
+    check(ended, losses, "Slurm", "SLURM_STEP_NUM_TASKS", TWO_ON_ONE_NODE)
 
 
+@pytest.mark.launchers
 def test_a_batch_script_that_forgets_srun_is_refused(run: Any, tmp_path: Path) -> None:
     """It is one process, and would wait for ever for the other."""
-    script = helpers.write_script(tmp_path, f'#!/bin/sh\n{PYTHON} {JOB} "$@"\n', "batch.sh")
-    ended = run(["sbatch", "--wait", "-n", "2", "--output=batch.out", str(script)])
+    script = helpers.write_script(tmp_path, f'#!/bin/sh\n{SCRIPT} "$@"\n', "batch.sh")
+    ended = run(f"sbatch --wait -n 2 --output=batch.out {script}")
     assert ended.returncode != 0
     said = (tmp_path / "batch.out").read_text(encoding="utf-8")
     assert "EnvironmentVariablesError" in said

@@ -41,8 +41,9 @@ SCRIPT = """
             return f"rank {rank}/{size} on {idist.hostname()}: {local_rank} {places()}"
         idist.barrier()
         say("at work")
-        if way == "fails" and rank == size - 1:
+        if way == "fails" and rank == size - 1 or way == "fails once" and not idist.restart_count():
             raise LookupError("there is no data")
+        say(f"in attempt {idist.restart_count()}")
         tensor = torch.ones(1 << 20)
         try:
             while True:
@@ -78,6 +79,8 @@ SCRIPT = """
             names = ("node_rank", "nnodes", "nproc_per_node", "timeout")
             kwargs = dict(zip(names, map(int, numbers)), master_addr=os.environ["MAIN"], master_port=29500)
             kwargs["timeout"] = timedelta(seconds=kwargs["timeout"])
+        if way == "fails once":
+            kwargs["max_restarts"] = 3
         try:
             if launch == "spawn":
                 results = idist.spawn("gloo", work, (way,), **kwargs)
@@ -249,6 +252,21 @@ def test_a_link_that_is_cut_ends_the_job_on_both_sides(launch: str, two: list[Ho
         node = f"({other.name}, {other.address}) with {ranks} cannot be reached: Connection timed out"
         assert node in output, output
     assert time.monotonic() - cut < 80  # the ranks wait for 100
+    for host in two:
+        _is_empty(host)
+
+
+def test_a_link_that_is_cut_after_a_restart(two: list[Host], script: Path) -> None:
+    """The failed rank starts again, but the lost machine does not."""
+    jobs = start(two, script, "fails once", "spawn", (2, 1))
+    for job in jobs:
+        job.wait_for("in attempt 1")
+    two[1].cut()
+    for job, other in zip(jobs, reversed(two), strict=True):
+        code, output = job.end(90)
+        assert code == 1, output
+        assert output.count("Restart 1 of at most 3") == 1 and "Restart 2" not in output, output
+        assert f"({other.name}, {other.address})" in output and "cannot be reached" in output, output
     for host in two:
         _is_empty(host)
 

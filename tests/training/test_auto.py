@@ -238,7 +238,7 @@ def _sharded(_: int, mixed: bool) -> dict[str, Any]:
             evaluated.shape == (5, 2) and (evaluated[0] - evaluated[3]).abs().max() < 1e-6
         )  # the same input
     for function in (
-        lambda: next(iter(idist.accumulate([1], model, 2))),
+        lambda: idist.accumulate([1], model, 2, strategy=idist.DDPSyncStrategy.FORCED_SYNC),
         lambda: idist.grad_sync(model, strategy=idist.DDPSyncStrategy.FORCED_SYNC).__enter__(),
         lambda: idist.join(model).__enter__(),
     ):

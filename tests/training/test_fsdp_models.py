@@ -78,16 +78,65 @@ def on_meta(fill: float = 0.0) -> Module:
         return Twice(fill)
 
 
+class Scaled(Module):
+    """A module that cannot initialise itself, around one that can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Linear(WIDTH, WIDTH)
+        self.scale = torch.nn.Parameter(torch.ones(WIDTH))
+
+
+def scaled_on_meta() -> Module:
+    with torch.device("meta"):
+        return Scaled()
+
+
 def _without_values(rank: int) -> str:
-    for net in (on_meta(), Twice(1.0) if rank else on_meta()):
-        with pytest.raises(ValueError, match=r"meta device: \['first.weight'"):
-            idist.auto_model(net, strategy="fsdp")
+    for strategy in ("ddp", "fsdp"):
+        with pytest.raises(ValueError, match=r"nothing gives values to: \['scale'\].*reset_parameters"):
+            idist.auto_model(scaled_on_meta(), strategy=strategy)
+    with pytest.raises(ValueError, match=r"meta device: \[.first\.weight"):
+        idist.auto_model(Twice(1.0) if rank else on_meta(), strategy="fsdp")
     assert idist.all_reduce(1) == idist.get_world_size()  # nothing of it was sent
     return "done"
 
 
 def test_a_model_without_values_is_refused_on_every_rank() -> None:
     assert idist.spawn("gloo", _without_values, nproc_per_node=2) == ["done"] * 2
+
+
+def initialised(strategy: str, **options: Any) -> dict[str, Any]:
+    model = idist.auto_model(on_meta(), strategy=strategy, **options)
+    return numbers(idist.model_state(model))
+
+
+def _initialised(rank: int, strategy: str) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    return initialised(strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_modules_initialise_themselves_as_in_one_process(strategy: str) -> None:
+    """With the seed of rank 0, and parameters that two modules share."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        expected = initialised(strategy)
+    assert expected["first.weight"] == expected["tied.weight"] != expected["tied.bias"]
+    assert len({tuple(row) for row in expected["first.weight"]}) == WIDTH
+    assert expected["inner.1.running_var"] == [1.0] * WIDTH
+    assert idist.spawn("gloo", _initialised, (strategy,), nproc_per_node=2) == [expected, {}]
+
+
+def _from_state(rank: int, strategy: str) -> dict[str, Any]:
+    return initialised(strategy, state={} if rank else Twice(7.0).state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_state_of_rank_0_gives_values(strategy: str) -> None:
+    states = idist.spawn("gloo", _from_state, (strategy,), nproc_per_node=2)
+    assert states == [numbers(Twice(7.0).state_dict()), {}]
+    assert initialised(strategy, state=Twice(7.0).state_dict()) == states[0]
 
 
 def _values_of_rank_0(rank: int) -> dict[str, Any]:
@@ -105,8 +154,8 @@ def test_rank_0_alone_needs_values() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_alone_a_model_without_values_is_refused_too(strategy: str) -> None:
-    with pytest.raises(ValueError, match="to_empty"):
-        idist.auto_model(on_meta(), strategy=strategy)
+    with pytest.raises(ValueError, match=r"\['scale'\].*to_empty"):
+        idist.auto_model(scaled_on_meta(), strategy=strategy)
 
 
 def _evaluated(rank: int) -> list[Any]:
@@ -130,9 +179,10 @@ def _after_an_evaluation(_: int) -> str:
     model = idist.auto_model(Linear(WIDTH, 1), strategy="fsdp")
     with torch.no_grad():
         model(torch.ones(1, WIDTH))
+    forced = idist.DDPSyncStrategy.FORCED_SYNC
     for function in (
-        lambda: idist.accumulate([1], model, 2),
-        lambda: idist.grad_sync(model, strategy=idist.DDPSyncStrategy.FORCED_SYNC).__enter__(),
+        lambda: idist.accumulate([1], model, 2, strategy=forced),
+        lambda: idist.grad_sync(model, strategy=forced).__enter__(),
     ):
         with pytest.raises(ValueError, match="FSDP2"):
             function()
@@ -164,3 +214,37 @@ def test_what_is_unfrozen_later_is_averaged() -> None:
     for found in idist.spawn("gloo", _unfrozen_later, nproc_per_node=2):
         for gradient, parameter in zip(found, alone.parameters(), strict=True):
             torch.testing.assert_close(torch.tensor(gradient), parameter.grad)
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(2 + number, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def _accumulated(rank: int) -> list[Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = Sequential(Linear(WIDTH, WIDTH), Sequential(Linear(WIDTH, 1)))
+    model = idist.auto_model(net, strategy="fsdp", wrap=[Sequential])
+    own = [batch(number) for number in range(rank, 6, 2)]
+    gradients = []
+    for x, sync in idist.accumulate(own, model, 2, weight=len):
+        with torch.no_grad():
+            model(x)  # leaves parameters whole
+        with sync:
+            model(x).square().mean().backward()
+        if sync.is_final:
+            gradients.append([one.grad.full_tensor().tolist() for one in model.parameters()])
+            model.zero_grad()
+    return gradients
+
+
+def test_accumulated_gradients_are_those_of_one_process() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = Sequential(Linear(WIDTH, WIDTH), Linear(WIDTH, 1))
+    for found in idist.spawn("gloo", _accumulated, nproc_per_node=2):
+        for step, numbers_of_step in zip(found, ([0, 1, 2, 3], [4, 5]), strict=True):
+            net.zero_grad()
+            net(torch.cat([batch(number) for number in numbers_of_step])).square().mean().backward()
+            for gradient, parameter in zip(step, net.parameters(), strict=True):
+                torch.testing.assert_close(torch.tensor(gradient), parameter.grad)

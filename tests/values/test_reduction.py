@@ -27,7 +27,7 @@ INTS = [
 ]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 ARITHMETIC = ("SUM", "PRODUCT", "MIN", "MAX")
-EVERY_OP = (*ARITHMETIC, "AND", "OR")
+EVERY_OP = (*ARITHMETIC, *reduce_ops.BITWISE)
 
 
 class Backend:
@@ -71,6 +71,7 @@ def _combine(a: Tensor, b: Tensor, op: str) -> Tensor:
         "MAX": torch.maximum,
         "AND": torch.bitwise_and,
         "OR": torch.bitwise_or,
+        "XOR": torch.bitwise_xor,
     }
     return operations[op](a, b)
 
@@ -98,7 +99,7 @@ def test_an_unknown_op_is_a_value_error_that_lists_what_is_allowed(op: Any) -> N
 @pytest.mark.parametrize(
     ("ops", "dtypes"),
     [
-        (("AND", "OR"), [*FLOATS, *COMPLEX]),
+        (reduce_ops.BITWISE, [*FLOATS, *COMPLEX]),
         (("MIN", "MAX"), COMPLEX),
         (("SUM", "PRODUCT"), [torch.bool]),
         (("AVERAGE",), [torch.bool, *INTS]),
@@ -116,7 +117,7 @@ def test_everything_else_is_allowed() -> None:
         reduce_ops.check_op(op, dtype)
     for op, dtype in itertools.product(("SUM", "AVERAGE", "PRODUCT"), [*FLOATS, *COMPLEX]):
         reduce_ops.check_op(op, dtype)
-    for op, dtype in itertools.product(("AND", "OR"), [torch.bool, *INTS]):
+    for op, dtype in itertools.product(reduce_ops.BITWISE, [torch.bool, *INTS]):
         reduce_ops.check_op(op, dtype)
     for op in ("MIN", "MAX"):
         reduce_ops.check_op(op, torch.bool)
@@ -145,8 +146,10 @@ def test_everything_else_is_allowed() -> None:
         ("MAX", [-math.inf, -3], -3),
         ("AND", [0b110, 0b011], 0b010),
         ("OR", [0b110, 0b011], 0b111),
+        ("XOR", [0b110, 0b011], 0b101),
         ("AND", [True, False], False),
         ("OR", [True, False], True),
+        ("XOR", [True, True], False),
         ("AND", [True, 3], 1),
     ],
 )
@@ -158,9 +161,9 @@ def test_numbers_are_reduced_with_pythons_own_arithmetic(op: str, numbers: list[
     assert type(result) is type(expected)
 
 
-@pytest.mark.parametrize("op", ["SUM", "PRODUCT", "MIN", "MAX", "AND", "OR"])
+@pytest.mark.parametrize("op", ["SUM", "PRODUCT", "MIN", "MAX", "AND", "OR", "XOR"])
 def test_a_world_of_one_gives_the_type_of_a_world_of_two(op: str) -> None:
-    for number in (True, 3) if op in ("AND", "OR") else (True, 3, 2.5):
+    for number in (True, 3) if op in reduce_ops.BITWISE else (True, 3, 2.5):
         alone = number_ops.reduce_numbers([[number]], op)[0]
         together = number_ops.reduce_numbers([[number], [number]], op)[0]
         assert type(alone) is type(together)
@@ -179,6 +182,7 @@ def test_a_nan_on_any_rank_is_the_min_and_the_max(op: str, position: int) -> Non
     [
         ("AND", 1.0, TypeError),
         ("OR", Fraction(1, 2), TypeError),
+        ("XOR", 0.5, TypeError),
         ("MIN", 1j, TypeError),
         ("MAX", 1j, TypeError),
         ("ADASUM", 1.0, ValueError),
@@ -330,6 +334,7 @@ def test_ints_of_every_kind_over_a_backend_of_int64(dtype: torch.dtype, op: str)
         "MAX": max,
         "AND": lambda a, b: a & b,
         "OR": lambda a, b: a | b,
+        "XOR": lambda a, b: a ^ b,
     }
     exact = [operations[op](*pair) for pair in pairs]
     bits = dtype.itemsize * 8
@@ -337,13 +342,14 @@ def test_ints_of_every_kind_over_a_backend_of_int64(dtype: torch.dtype, op: str)
     assert Backend(torch.int64).all_reduce(tensors, op).tolist() == wrapped
 
 
-@pytest.mark.parametrize("op", ["AND", "OR", "MIN", "MAX"])
+@pytest.mark.parametrize("op", [*reduce_ops.BITWISE, "MIN", "MAX"])
 @pytest.mark.parametrize("ops", [EVERY_OP, ARITHMETIC], ids=["every-op", "arithmetic"])
 @pytest.mark.parametrize("carried", [torch.bool, torch.uint8, torch.int64])
 def test_bools(op: str, ops: Sequence[str], carried: torch.dtype) -> None:
     tensors = [torch.tensor([False, False, True, True]), torch.tensor([False, True, False, True])]
-    expected = {"AND": [0, 0, 0, 1], "MIN": [0, 0, 0, 1], "OR": [0, 1, 1, 1], "MAX": [0, 1, 1, 1]}[op]
-    if carried is torch.bool and op not in ops:
+    bits = {"AND": [0, 0, 0, 1], "MIN": [0, 0, 0, 1], "OR": [0, 1, 1, 1], "MAX": [0, 1, 1, 1]}
+    expected = {**bits, "XOR": [0, 1, 1, 0]}[op]
+    if op not in ops and (carried is torch.bool or op == "XOR"):  # MIN and MAX serve AND and OR of wider ints
         assert carriers.find_carrier(op, torch.bool, Backend(carried, ops=ops).carries) is None
     else:
         assert Backend(carried, ops=ops).all_reduce(tensors, op).tolist() == [bool(bit) for bit in expected]

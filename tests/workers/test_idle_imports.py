@@ -107,3 +107,44 @@ def test_the_imports_end_with_the_launcher(tmp_path: Path) -> None:
     """It ends while the first leaf is imported: nothing else is."""
     leaf = "import os\nos.getppid = lambda: -1\nimport second_module\n"
     assert run_as_the_server(tmp_path, leaf) == "[]\n"
+
+
+ENDED_AT_ONCE = """
+    import os, signal
+    os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    from ignite_dist.workers import idle_imports  # its own function runs after the lambda
+
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    os.kill(os.getpid(), signal.SIGTERM)  # the server ignores it
+    print(os.WTERMSIG(status))
+"""
+
+
+def test_a_worker_that_is_ended_before_its_first_instruction_ends(tmp_path: Path) -> None:
+    """The server ignores SIGTERM, and an ignored signal would be lost."""
+    ended = helpers.run_python(helpers.write_script(tmp_path, ENDED_AT_ONCE))
+    assert (ended.returncode, ended.stdout) == (0, "15\n")
+
+
+FORKS = """
+    import os, signal
+    import ignite_dist as idist
+
+    def forks(local_rank):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        pid = os.fork()
+        blocked = signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+        if pid == 0:
+            os._exit(blocked)
+        return blocked, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    if __name__ == "__main__":
+        print(idist.spawn("gloo", forks, nproc_per_node=1))
+"""
+
+
+def test_a_worker_that_blocks_sigterm_may_fork(tmp_path: Path) -> None:
+    assert helpers.run_python(helpers.write_script(tmp_path, FORKS)).stdout == "[(True, 1)]\n"

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-import helpers
 import ignite_dist as idist
+import interrupted_jobs
+from interrupted_jobs import Job, read_until
 
 SCRIPT = """
     import os, signal, sys, threading
@@ -68,49 +64,8 @@ SCRIPT = """
 """
 
 
-class Job(NamedTuple):
-    """A launcher and its workers, which are all at work; and the folder where they save."""
-
-    launcher: subprocess.Popen[str]
-    workers: list[int]
-    folder: Path
-
-    def end(self) -> tuple[int, list[list[str]], str]:
-        """The launcher's exit code, what each rank has saved, and the output, once all have ended."""
-        out, err = self.launcher.communicate(timeout=280)
-        assert helpers.end_of_processes(self.workers, 0) == []
-        assert not re.search(r"TCPStore|Exception raised from|frame #|sendBytes|recvValue", err), err
-        assert err.count("Traceback") <= 1, err  # of the launcher
-        saved = [path.read_text().splitlines() if path.exists() else [] for path in self._paths()]
-        return self.launcher.returncode, saved, out
-
-    def _paths(self) -> list[Path]:
-        return [self.folder / str(rank) for rank in range(2)]
-
-
-@contextmanager
-def job(folder: Path, how: str, of_launcher: str = "", seconds: int = 600) -> Iterator[Job]:
-    """Its workers are at work. By default only their end, or a second Ctrl-C, ends the grace period."""
-    script = helpers.write_script(folder, SCRIPT)
-    launcher = subprocess.Popen(
-        [sys.executable, str(script), how, of_launcher, str(folder)],
-        env=helpers.plain_environ(IGNITE_DIST_GRACE_SECONDS=str(seconds)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    found = Job(launcher, [], folder)
-    try:
-        while len(found.workers) < 2:
-            line = launcher.stdout.readline()  # type: ignore[union-attr]
-            assert line, launcher.stderr.read()  # type: ignore[union-attr]
-            found.workers.extend(map(int, re.findall(r"worker (\d+)", line)))
-        yield found
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(launcher.pid, signal.SIGKILL)
-        launcher.communicate()
+def job(folder: Path, how: str, of_launcher: str = "", seconds: int = 600) -> AbstractContextManager[Job]:
+    return interrupted_jobs.job(SCRIPT, how, of_launcher, folder=folder, seconds=seconds)
 
 
 SAVED = ["KeyboardInterrupt", "finally"]
@@ -133,17 +88,12 @@ def test_an_interrupt_of_one_worker_and_then_of_the_launcher(tmp_path: Path) -> 
     """The worker that has been interrupted already is not interrupted again while it saves."""
     with job(tmp_path, "saves for ever") as found:
         os.kill(found.workers[0], signal.SIGINT)
-        _read_until(found, "saving")
+        read_until(found, "saving")
         found.launcher.send_signal(signal.SIGINT)
-        _read_until(found, "saving")  # the other one
+        read_until(found, "saving")  # the other one
         found.launcher.send_signal(signal.SIGINT)
         code, saved, _ = found.end()
         assert (code, saved) == (-signal.SIGINT, [SAVED[:1], SAVED[:1]])
-
-
-def _read_until(found: Job, text: str) -> None:
-    while text not in (line := found.launcher.stdout.readline()):  # type: ignore[union-attr]
-        assert line, found.launcher.stderr.read()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("receiver", ["launcher", "group"])
@@ -158,8 +108,8 @@ def test_a_handler_of_the_worker_is_called_once(receiver: str, tmp_path: Path) -
 def test_a_second_interrupt_ends_the_workers_at_once(tmp_path: Path) -> None:
     with job(tmp_path, "saves for ever") as found:
         found.launcher.send_signal(signal.SIGINT)
-        _read_until(found, "saving")
-        _read_until(found, "saving")
+        read_until(found, "saving")
+        read_until(found, "saving")
         found.launcher.send_signal(signal.SIGINT)
         code, saved, _ = found.end()
         assert (code, saved) == (-signal.SIGINT, [SAVED[:1], SAVED[:1]])
@@ -171,6 +121,9 @@ def test_workers_that_ignore_signals_are_killed(number: signal.Signals, tmp_path
         found.launcher.send_signal(number)
         code, saved, _ = found.end()
         assert (code, saved) == (-number, [[], []])
+    said = (tmp_path / "stderr").read_text()
+    assert ": the workers have 1 s to save and to end (IGNITE_DIST_GRACE_SECONDS)" in said
+    assert "The workers had not ended, and are ended now: ranks 0, 1\n" in said
 
 
 @pytest.mark.parametrize(("of_launcher", "expected"), [("", -signal.SIGTERM), ("goes on", 4)])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import ignite_dist as idist
 from helpers import free_port, plain_environ, run_python, write_script
@@ -64,6 +66,73 @@ def test_arguments_in_the_wrong_order_or_without_their_comma() -> None:
     for value in (config, "text", 3):
         with pytest.raises(TypeError, match=r"args must be a tuple, got .*args=\(value,\)"):
             idist.spawn("gloo", _where, args=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "meant"), [("nprocs", "nproc_per_node"), ("kwargs", "kwargs_dict")])
+def test_names_of_other_launchers(name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"Did you mean '{meant}'"):
+        idist.spawn("gloo", _where, **{name: 2})  # type: ignore[call-overload]
+
+
+def _returns_a_model(local_rank: int) -> Any:
+    return idist.auto_model(torch.nn.Linear(2, 1))
+
+
+def test_a_result_that_cannot_be_sent() -> None:
+    with pytest.raises(idist.WorkerRaisedError) as info:
+        idist.spawn("gloo", _returns_a_model, nproc_per_node=2)
+    message = str(info.value)
+    assert "The result of the function cannot be sent to the launcher" in message
+    assert "Return idist.model_state(model)." in message and "cloudpickle.py" not in message
+
+
+def test_objects_of_another_kind() -> None:
+    net = torch.nn.Linear(2, 1)
+    for call, text in (
+        (lambda: idist.auto_model(torch.nn.Linear), "auto_model takes a model, .* got the class Linear"),
+        (lambda: idist.auto_optim(net), "auto_optim takes a torch optimizer, got a Linear"),
+        (lambda: idist.auto_optim(net.parameters()), "auto_optim takes a torch optimizer, got a generator"),
+        (lambda: idist.clip_grad_norm(net.parameters(), 1.0), "clip_grad_norm takes a model, .* a generator"),
+        (lambda: idist.auto_dataloader(DataLoader([1])), "takes a data set .* got DataLoader"),
+        (lambda: idist.auto_dataloader(None), "takes a data set .* got NoneType"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            call()  # type: ignore[no-untyped-call]
+
+
+def _wraps_twice(local_rank: int) -> None:
+    wrapped = idist.auto_model(torch.nn.Linear(2, 1))
+    for model in (wrapped, torch.nn.Sequential(wrapped), torch.compile(wrapped)):
+        with pytest.raises(ValueError, match="wrapped already"):
+            idist.auto_model(model)  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_wrapped_already() -> None:
+    idist.spawn("gloo", _wraps_twice, nproc_per_node=2)
+
+
+def test_a_function_that_does_not_take_what_workers_pass() -> None:
+    def takes_nothing() -> None: ...
+
+    def takes_two(local_rank: int, config: Any) -> None: ...
+
+    for function, args, kwargs in (
+        (takes_nothing, (), {}),
+        (takes_two, (), {}),
+        (takes_two, (1, 2), {}),
+        (takes_two, (), {"cfg": 1}),
+    ):
+        message = f"{function.__name__}.* cannot be called with the local rank, .* {len(args)} args"
+        with pytest.raises(TypeError, match=message):
+            idist.spawn("gloo", function, args, kwargs, nproc_per_node=1)  # type: ignore[arg-type]
+
+    @functools.wraps(takes_two)
+    def takes_one(*args: Any) -> int:
+        return len(args)
+
+    assert idist.spawn("gloo", takes_one, nproc_per_node=1) == [1], "the wrapper is what is called"
+    with pytest.raises(TypeError, match=r"got NoneType\. Pass the function itself"):
+        idist.spawn("gloo", takes_two(0, 1))  # type: ignore[arg-type, func-returns-value]
 
 
 @pytest.mark.parametrize(("backend", "hint"), [("cuda", "'nccl'"), ("gpu", "'nccl'"), ("cpu", "'gloo'")])
@@ -124,6 +193,15 @@ def test_another_number_than_that_of_the_launcher_is_refused(tmp_path: Path) -> 
     assert ended.returncode != 0
     last = ended.stdout.splitlines()[-1]
     assert "has started 2 processes on this machine" in last and "Pass nproc_per_node=2" in last
+
+
+def test_spawn_in_the_processes_of_a_launcher_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match=r"torchrun has started 2 processes .* use idist\.Parallel"):
+        assert idist.spawn("gloo", _world, nproc_per_node=1) == [("gloo", 1)]
 
 
 def test_ranks_of_initialize(tmp_path: Any) -> None:

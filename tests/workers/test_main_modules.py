@@ -64,3 +64,26 @@ def test_functions_of_the_main_module_of_a_package(tmp_path: Path) -> None:
     environ = plain_environ()
     environ["PYTHONPATH"] += os.pathsep + str(tmp_path)
     assert run_python("-m", "package", env=environ).stdout == "['package 0', 'package 1']\n"
+
+
+CELLS = """
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+shell.run_cell('''
+def train(local_rank):
+    raise ValueError(local_rank)  # the line that failed
+''')
+shell.run_cell('''
+import ignite_dist as idist
+try:
+    idist.spawn("gloo", train, nproc_per_node=2)
+except idist.WorkerRaisedError as error:
+    print(error)
+''')
+"""
+
+
+def test_a_traceback_shows_the_line_of_a_notebooks_cell(tmp_path: Path) -> None:
+    ended = run_python(write_script(tmp_path, CELLS), env=plain_environ(IPYTHONDIR=str(tmp_path)))
+    assert "raise ValueError(local_rank)  # the line that failed" in ended.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import ignite_dist as idist
+from ignite_dist import restarts
+from ignite_dist.comp_models.xla.launcher import XlaLauncher
 
 
 def _attempt(folder: Path) -> int:
@@ -52,19 +55,22 @@ def test_the_last_attempt_raises(tmp_path: Path) -> None:
         parallel.run(_dies_twice, tmp_path, "raises")
 
 
-def _cannot_get_better(local_rank: int, folder: Path, what: str) -> None:
+def _cannot_get_better(local_rank: int, folder: Path, what: str) -> Any:
     _attempt(folder)
     if what == "an import":
         import no_such_module_anywhere  # noqa: F401
     elif what == "a call":
         len(3)  # type: ignore[arg-type]
+    elif what == "a result":
+        return threading.Lock()
     elif what == "a call after a collective":
         idist.all_reduce(torch.ones(1))
         len(3)  # type: ignore[arg-type]
+    return None
 
 
 @pytest.mark.parametrize(
-    ("what", "attempts"), [("an import", 1), ("a call", 1), ("a call after a collective", 2)]
+    ("what", "attempts"), [("an import", 1), ("a call", 1), ("a result", 1), ("a call after a collective", 2)]
 )
 def test_an_error_that_would_come_again_is_raised_at_once(what: str, attempts: int, tmp_path: Path) -> None:
     with pytest.raises(idist.RankFailedError) as info:
@@ -80,7 +86,10 @@ def test_an_error_that_would_come_again_is_raised_at_once(what: str, attempts: i
         ({"max_restarts": 1.0}, "an int >= 0"),
         ({"max_restarts": True}, "an int >= 0"),
         ({"max_restarts": 1, "join": False}, "join=True"),
-        ({"max_restarts": 1, "nnodes": 2, "node_rank": 0, "master_addr": "a", "master_port": 1}, "torchrun"),
+        (
+            {"max_restarts": 1, "nnodes": 2, "node_rank": 0, "init_method": "file:///meet"},
+            "needs master_addr and master_port",
+        ),
     ],
 )
 def test_wrong_arguments(options: Any, text: str) -> None:
@@ -88,3 +97,9 @@ def test_wrong_arguments(options: Any, text: str) -> None:
         idist.spawn("gloo", _attempt, nproc_per_node=1, **options)
     with pytest.raises(ValueError, match=text):
         idist.Parallel("gloo", nproc_per_node=1, **options)
+
+
+def test_a_launcher_that_does_not_talk_to_other_nodes() -> None:
+    with pytest.raises(ValueError, match="max_restarts is for one machine"):
+        restarts.check_max_restarts(XlaLauncher, 1, {"nnodes": 2})
+    restarts.check_max_restarts(XlaLauncher, 1, {"nnodes": 1})

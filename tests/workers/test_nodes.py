@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
@@ -20,16 +22,17 @@ from helpers import free_port
 from ignite_dist.rendezvous import connections, network_interfaces, stores
 from ignite_dist.workers import nodes, processes
 from ignite_dist.workers.failures import FailedRank, Failure
+from ignite_dist.workers.node_links import Hello
 
 ADDRESS = "127.0.0.1"
 
 
-def meeting(*hellos: nodes.Hello, port: int | None = None, seconds: float = 30) -> list[Any]:
+def meeting(*hellos: Hello, port: int | None = None, seconds: float = 30) -> list[Any]:
     """What each launcher gets: the nodes of the job, or an error."""
     port = port or free_port()
     results: list[Any] = [None] * len(hellos)
 
-    def meet(position: int, hello: nodes.Hello) -> None:
+    def meet(position: int, hello: Hello) -> None:
         timeout = timedelta(seconds=seconds)
         try:
             results[position] = nodes.meet(hello, ADDRESS, port, timeout, stores.serve_store)
@@ -45,15 +48,20 @@ def meeting(*hellos: nodes.Hello, port: int | None = None, seconds: float = 30) 
     return results
 
 
-def join(mine: nodes.Hello, port: int) -> nodes.Nodes:
+def join(mine: Hello, port: int) -> nodes.Nodes:
     """As a launcher that connects, whatever its node_rank: that of node 0 would listen."""
     return nodes._join(mine, ADDRESS, port, time.monotonic() + 30)
 
 
 def hello(
-    node_rank: int, nnodes: int = 2, nproc: int = 1, backend: str = "gloo", host: str = ""
-) -> nodes.Hello:
-    return nodes.Hello(node_rank, nnodes, nproc, backend, host or f"host{node_rank}")
+    node_rank: int,
+    nnodes: int = 2,
+    nproc: int = 1,
+    backend: str = "gloo",
+    host: str = "",
+    restarts: int = 0,
+) -> Hello:
+    return Hello(node_rank, nnodes, nproc, backend, host or f"host{node_rank}", restarts)
 
 
 @pytest.fixture
@@ -103,11 +111,12 @@ def test_ranks_are_counted_over_nodes_of_all_sizes() -> None:
     [
         (hello(1, nnodes=3), "nnodes is 2 on host0 (node 0), and 3 on host1"),
         (hello(1, backend="nccl"), "backend is 'gloo' on host0 (node 0), and 'nccl' on host1"),
+        (hello(1, restarts=3), "max_restarts is 0 on host0 (node 0), and 3 on host1"),
         (hello(2), "node_rank=2 on host2 is not in [0, 2)"),
         (hello(0, host="hostb"), "node_rank is 0 on both host0 and hostb"),
     ],
 )
-def test_launchers_that_want_different_jobs(other: nodes.Hello, said: str) -> None:
+def test_launchers_that_want_different_jobs(other: Hello, said: str) -> None:
     port = free_port()
     results: list[Any] = []
     first = threading.Thread(target=lambda: results.extend(meeting(hello(0), port=port)))
@@ -329,6 +338,68 @@ def test_a_latecomer_is_refused(pair: tuple[nodes.Nodes, nodes.Nodes]) -> None:
     here.read(connection.wait(here.waited_for(), 30))
     coming.join(30)
     assert "The job has all its nodes" in str(late[0]) and "node 1 (host1, 127.0.0.1)" in str(late[0])
+
+
+# --- a new attempt ---------------------------------------------------------------------------------------
+
+
+def next_attempts(*jobs: nodes.Nodes, wanted: bool = True) -> list[nodes.Nodes | None]:
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda job: job.next_attempt(wanted, stores.serve_store), jobs))
+
+
+def test_a_new_attempt_has_the_same_nodes_and_nothing_of_the_old_one() -> None:
+    jobs = meeting(hello(0, 3, restarts=2), hello(1, 3, 2, restarts=2), hello(2, 3, restarts=2))
+    jobs[1].report([failed(1)], is_done=True)
+    again = next_attempts(*jobs)
+    for old, new in zip(jobs, again, strict=True):
+        assert new is not None and new.nodes == old.nodes and new.restarts_left == 1
+        assert new.port == again[0].port != old.port  # type: ignore[union-attr]
+        assert not new.has_failure() and new.failed_ranks() == [] and new.has_unfinished_peers()
+        assert old.waited_for() == [] and old._store is None
+    again[2].report([failed(3)], is_done=True)  # type: ignore[union-attr]
+    for new in again[:2]:
+        read(new, new.has_failure)  # type: ignore[arg-type, union-attr]
+        assert new.failed_ranks() == [failed(3)]  # type: ignore[union-attr]
+    for new in again:
+        new.close()  # type: ignore[union-attr]
+
+
+def test_what_follows_the_decision_belongs_to_the_new_attempt() -> None:
+    here, there = meeting(hello(0, restarts=1), hello(1, restarts=1))
+    report = {"node": 0, "failed": {**failed(0)._asdict(), "failure": vars(failed(0).failure)}}
+    lines = [{"node": 0, "done": True}, {"node": 0, "next": 4242}, report]  # in one packet
+    here._links[1].sock.sendall(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+    new = there.next_attempt(True, stores.serve_store)
+    assert new is not None and new.port == 4242
+    assert new.failed_ranks() == [failed(0)] and there.failed_ranks() == []
+    for job in (here, new):
+        job.close()
+
+
+@pytest.mark.parametrize("leaves", [0, 1, 2])
+def test_no_new_attempt_without_a_launcher(leaves: int, caplog: pytest.LogCaptureFixture) -> None:
+    jobs = meeting(*[hello(rank, 3, restarts=1) for rank in range(3)])
+    jobs.pop(leaves).close()
+    assert next_attempts(*jobs) == [None, None]
+    assert all(job.waited_for() == [] for job in jobs)
+    assert f"No restart: node {leaves} (host{leaves}, {ADDRESS}) did not agree" in caplog.text
+
+
+def test_no_new_attempt_if_node_0_does_not_want_one() -> None:
+    here, there = meeting(hello(0, restarts=1), hello(1, restarts=1))
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(there.next_attempt, True, stores.serve_store)
+        assert here.next_attempt(False, stores.serve_store) is None
+    assert other.result() is None
+
+
+def test_a_launcher_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_END_SECONDS", 0.2)
+    for silent in (0, 1):
+        jobs = meeting(hello(0, restarts=1), hello(1, restarts=1))
+        assert next_attempts(jobs[1 - silent]) == [None]
+        jobs[silent].close()
 
 
 # --- the connections of others ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pty
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import helpers
+from ignite_dist import spawn
 
 # The worker looks what has arrived in a pipe after each call of write().
 LINES = """
@@ -199,7 +201,7 @@ LOGS = """
 
     def logs(local_rank, configures):
         if configures:
-            logging.basicConfig(format="worker's %(message)s", level=logging.ERROR)
+            logging.basicConfig(format="worker's %(message)s", level=logging.ERROR, force=True)
         logging.getLogger("some").info("message")
         logging.getLogger("some").debug("not to be seen")
         logging.getLogger("some").error("error")
@@ -219,3 +221,92 @@ def test_workers_log_as_the_launcher_does(start_method: str, tmp_path: Path) -> 
     assert ended.stdout.splitlines() == ["own some: message", "own some: error"], ended.stdout
     ended = helpers.run_python(script, "configures", start_method)
     assert ended.stdout.splitlines() == ["worker's error"], ended.stdout
+
+
+LOGS_OF_FILES = """
+    import logging, sys
+    import ignite_dist as idist
+
+    def logs(local_rank):
+        logging.getLogger("some").info("message of %d", local_rank)
+        logging.getLogger("named").info("named %d", local_rank)
+        logging.getLogger("named.quiet").info("not to be seen")
+        logging.getLogger("off").error("not to be seen")
+        logging.info("root %d", local_rank)
+
+    if __name__ == "__main__":
+        if sys.argv[1] == "root":
+            logging.basicConfig(filename="a.log", filemode="w", level=logging.INFO, format="%(message)s")
+            logging.info("launcher")
+        handler = logging.FileHandler("b.log")
+        logging.getLogger("named").addHandler(handler)
+        logging.getLogger("named").setLevel(logging.INFO)
+        logging.getLogger("named.quiet").setLevel(logging.ERROR)
+        handler.addFilter(lambda record: "root" not in record.getMessage())
+        logging.getLogger("off").addHandler(logging.NullHandler())
+        logging.getLogger("off").propagate = False
+        idist.spawn("gloo", logs, nproc_per_node=2, start_method=sys.argv[2])
+        logging.info("end")
+"""
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("root", ["root", ""])
+def test_what_the_launcher_logs_to_a_file(root: str, start_method: str, tmp_path: Path) -> None:
+    script = helpers.write_script(tmp_path, LOGS_OF_FILES)
+    ended = helpers.run_python(script, root, start_method, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "")
+    named = ["named 0", "named 1"]
+    assert sorted((tmp_path / "b.log").read_text().splitlines()) == named
+    if root:
+        first, *middle, last = (tmp_path / "a.log").read_text().splitlines()
+        assert (first, last) == ("launcher", "end")
+        assert sorted(middle) == ["message of 0", "message of 1", *named, "root 0", "root 1"]
+
+
+def _warns(local_rank: int) -> None:
+    logging.getLogger("of the worker").warning("warning of %d", local_rank)
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])  # after a fork, the handlers are the same
+def test_warnings_of_workers_are_seen_in_a_test(
+    start_method: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """pytest's handlers keep the launcher's records; those of a worker have only the terminal."""
+
+    class Keeps(logging.NullHandler):
+        pass
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [Keeps()])
+    spawn("gloo", _warns, nproc_per_node=2, start_method=start_method)
+    assert sorted(capfd.readouterr().err.splitlines()) == ["warning of 0", "warning of 1"]
+
+
+LOGS_NOWHERE = """
+    import io, logging, shutil, tempfile
+    import ignite_dist as idist
+
+    class Memory(logging.FileHandler):
+        def _open(self):
+            return io.StringIO()
+
+    def logs(local_rank):
+        logging.getLogger("gone").error("not to be written")
+        return local_rank
+
+    if __name__ == "__main__":
+        folder = tempfile.mkdtemp()
+        logging.getLogger("gone").addHandler(logging.FileHandler(folder + "/a.log"))
+        shutil.rmtree(folder)
+        closed = logging.FileHandler("b.log")
+        closed.stream.close()
+        logging.getLogger("closed").addHandler(closed)
+        logging.getLogger("memory").addHandler(Memory("c.log"))
+        print(idist.spawn("gloo", logs, nproc_per_node=2))
+"""
+
+
+def test_a_file_that_cannot_be_opened_is_no_failure(tmp_path: Path) -> None:
+    ended = helpers.run_python(helpers.write_script(tmp_path, LOGS_NOWHERE), cwd=tmp_path)
+    assert ended.returncode == 0 and "[0, 1]" in ended.stdout, ended.stdout
+    assert ended.stdout.count("--- Logging error ---") == 2  # Python's own report, of each worker

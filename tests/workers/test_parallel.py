@@ -321,3 +321,21 @@ def test_one_process_of_a_launcher_on_each_node_may_start_workers(monkeypatch: p
     idist.Parallel("gloo", 3, nnodes=2, node_rank=0, master_addr="host1", master_port=29500)
     with pytest.raises(ValueError, match="Slurm has started 1 process on this machine"):
         idist.Parallel("gloo", nproc_per_node=3)
+
+
+def _in_a_live_context(local_rank: int) -> tuple[str | None, int]:
+    with idist.Parallel("auto", nproc_per_node="auto") as parallel:
+        return parallel.run(lambda _: (idist.backend(), idist.get_world_size()))
+
+
+def test_auto_uses_the_live_context_of_a_worker() -> None:
+    assert idist.spawn("gloo", _in_a_live_context, nproc_per_node=2) == [("gloo", 2)] * 2
+
+
+def test_auto_with_contradictory_variables_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch script that forgets srun: the job's other tasks would be idle."""
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    with pytest.raises(idist.EnvironmentVariablesError, match="Start the script with srun"):
+        idist.Parallel("gloo", nproc_per_node="auto").__enter__()
+    idist.Parallel("gloo", nproc_per_node=2)  # it says what it wants

@@ -1,11 +1,12 @@
-"""The example under ``torchrun --max-restarts``: a rank is killed, and it learns what it would have."""
+"""The example with restarts, of torchrun or its own: a rank is killed, and it learns what it would have."""
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import ignite_dist as idist
+from commands import BIN, documented
 from helpers import (
     ROOT,
     end_of_ranks,
@@ -32,7 +34,9 @@ from helpers import (
 
 DIGITS = ROOT / "examples" / "digits.py"
 EPOCHS = 3
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max-restarts", "3", "--nproc-per-node", "2")
+SURVIVES = shlex.split(
+    documented("torchrun --standalone --max-restarts 3 --nproc-per-node 2 examples/digits.py")
+)
 
 # The example, with a rank 0 that dies once in the middle of the checkpoint of an epoch, half of it written.
 DIES_WHILE_WRITING = """
@@ -48,7 +52,8 @@ DIES_WHILE_WRITING = """
     whole = torch.save
 
     def save(value, file, **kwargs):  # torch calls it as well, to pickle a tensor
-        if not isinstance(value, dict) or value["epoch"] != int(fatal_epoch) or os.path.exists(marker):
+        epoch = value["values"]["epoch"] if isinstance(value, dict) else None
+        if epoch != int(fatal_epoch) or os.path.exists(marker):
             return whole(value, file, **kwargs)
         buffer = io.BytesIO()
         whole(value, buffer)
@@ -77,7 +82,9 @@ class Run(NamedTuple):
 
     @property
     def losses(self) -> torch.Tensor:
-        return torch.tensor([metrics["loss"] for metrics in self.checkpoint["history"]], dtype=torch.float64)
+        return torch.tensor(
+            [metrics["loss"] for metrics in self.checkpoint["values"]["history"]], dtype=torch.float64
+        )
 
     @property
     def epochs_begun(self) -> list[int]:
@@ -92,11 +99,17 @@ class Watched:
         self.epoch = 0  # of the checkpoint
         self._seen: tuple[int, ...] = ()
         self._output, self._progress = folder / "output.txt", folder / "progress.txt"
-        arguments = [sys.executable, *command, "--epochs", EPOCHS, "--output-dir", folder]
+        arguments = [*command, "--epochs", EPOCHS, "--output-dir", folder]
         with self._output.open("w") as output, self._progress.open("w") as progress:
             self._process = subprocess.Popen(
                 list(map(str, arguments)),
-                env=plain_environ(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", **loopback()),
+                env=plain_environ(
+                    CUDA_VISIBLE_DEVICES="",
+                    OMP_NUM_THREADS="1",
+                    PATH=f"{BIN}:{os.environ['PATH']}",
+                    **loopback(),
+                ),
+                cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=progress,
@@ -122,7 +135,7 @@ class Watched:
             stat = self.path.stat()
             seen = stat.st_ino, stat.st_size, stat.st_mtime_ns
             if seen != self._seen:
-                self.epoch = torch.load(self.path)["epoch"]
+                self.epoch = torch.load(self.path)["values"]["epoch"]
                 self._seen = seen
 
     def workers(self) -> list[psutil.Process]:
@@ -159,7 +172,7 @@ def watched(folder: Path, *command: Any) -> Iterator[Watched]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    with watched(tmp_path_factory.mktemp("undisturbed"), DIGITS, "--nproc-per-node", 2) as run:
+    with watched(tmp_path_factory.mktemp("undisturbed"), "python", DIGITS, "--nproc-per-node", 2) as run:
         return run.finish()
 
 
@@ -168,8 +181,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def kill_while_starting(folder: Path, undisturbed: Run, choice: random.Random) -> tuple[Run, int]:
     """Before the first epoch, or soon after. An earlier job has left a checkpoint there, not to be taken."""
-    torch.save({**undisturbed.checkpoint, "job": "an earlier one"}, folder / "checkpoint.pt")
-    with watched(folder, *TORCHRUN, DIGITS) as run:
+    values = {**undisturbed.checkpoint["values"], "job": "an earlier one"}
+    torch.save({**undisturbed.checkpoint, "values": values}, folder / "checkpoint.pt")
+    with watched(folder, *SURVIVES) as run:
         run.watch_until(lambda: len(run.workers()) == 2)
         _kill_one(run, choice, after=choice.uniform(0, 4))
         return run.finish(), 0
@@ -178,7 +192,7 @@ def kill_while_starting(folder: Path, undisturbed: Run, choice: random.Random) -
 def kill_while_training(folder: Path, undisturbed: Run, choice: random.Random) -> tuple[Run, int]:
     """Anywhere in an epoch, or in what comes before the next. Not the last, which may be over soon."""
     epoch = choice.randrange(1, EPOCHS)
-    with watched(folder, *TORCHRUN, DIGITS) as run:
+    with watched(folder, *SURVIVES) as run:
         run.watch_until(lambda: f"epoch {epoch:2}/{EPOCHS}" in run.progress)
         saved = _kill_one(run, choice, after=choice.uniform(0, 0.4))
         return run.finish(), saved
@@ -188,7 +202,7 @@ def kill_while_writing(folder: Path, undisturbed: Run, choice: random.Random) ->
     """In the middle of a checkpoint."""
     epoch = choice.randrange(1, EPOCHS + 1)
     script = write_script(folder, DIES_WHILE_WRITING)
-    with watched(folder, *TORCHRUN, script, DIGITS, folder / "has-died", epoch) as run:
+    with watched(folder, *SURVIVES[:-1], script, DIGITS, folder / "has-died", epoch) as run:
         run.watch_until((folder / "has-died").exists)
         saved = run.epoch
         assert saved == epoch - 1
@@ -197,7 +211,7 @@ def kill_while_writing(folder: Path, undisturbed: Run, choice: random.Random) ->
 
 def kill_at_the_end(folder: Path, undisturbed: Run, choice: random.Random) -> tuple[Run, int]:
     """Behind the last checkpoint: nothing is left to train."""
-    with watched(folder, *TORCHRUN, DIGITS) as run:
+    with watched(folder, *SURVIVES) as run:
         run.watch_until(lambda: run.epoch == EPOCHS)
         _kill_one(run, choice, after=choice.uniform(0, 0.3))
         return run.finish(), EPOCHS
@@ -231,6 +245,20 @@ def test_training_survives_the_death_of_a_rank(
         torch.testing.assert_close(run.losses, undisturbed.losses, rtol=0, atol=1e-4)
         assert_only_the_current_epoch_was_lost(run.epochs_begun, saved)
         tally(f"digits.py under torchrun, {kill.__name__}")
+
+
+def test_training_survives_without_torchrun(undisturbed: Run, tmp_path: Path) -> None:
+    command = documented("python examples/digits.py --nproc-per-node 2 --max-restarts 3")
+    with watched(tmp_path, *shlex.split(command)) as run:
+        run.watch_until(lambda: run.epoch == 1)
+        saved = run.epoch
+        (server,) = [child for child in run.workers() if child.children()]  # the fork server
+        server.children()[-1].kill()
+        ended = run.finish()
+    assert ended.accuracies == undisturbed.accuracies
+    torch.testing.assert_close(ended.losses, undisturbed.losses, rtol=0, atol=1e-4)
+    assert ended.progress.count("Restart 1 of at most 3") == ended.progress.count("was ended by SIGKILL") == 1
+    assert_only_the_current_epoch_was_lost(ended.epochs_begun, saved)
 
 
 def assert_only_the_current_epoch_was_lost(begun: list[int], saved: int) -> None:

@@ -23,6 +23,7 @@ from ignite_dist.errors import RankFailedError
 from ignite_dist.rendezvous import network_interfaces, stores
 from ignite_dist.values import serialization
 from ignite_dist.workers import processes
+from ignite_dist.workers.cell_sources import encode_with_sources
 from ignite_dist.workers.failures import FailedRank, Failure, error_of, outcome_of
 
 # --- on this machine -----------------------------------------------------------------------------------
@@ -115,13 +116,14 @@ class _Finished(defaultdict[str, list[str]]):
 # leading newline ends an unfinished line, for example of a progress bar. The token identifies the launch.
 _REPORT = (
     "\nRank {rank} (local rank {local_rank}, pid {pid} on {host}) failed at {time:.6f} with {error_type} "
-    "(exit code {exit_code}{consequence}) in launch {token}. Its traceback:\n"
+    "(exit code {exit_code}{consequence}{permanent}) in launch {token}. Its traceback:\n"
     "{traceback}End of the traceback of {token}.\n"
 )
 _REPORTED = (
     r"^Rank (?P<rank>\d+) \(local rank (?P<local_rank>\d+), pid (?P<pid>\d+) on (?P<host>[^\n]+?)\) "
     r"failed at (?P<time>[\d.]+) with (?P<error_type>\S+) "
-    r"\(exit code (?P<exit_code>\w+)(?P<consequence>, a consequence)?\) in launch {token}\. "
+    r"\(exit code (?P<exit_code>\w+)(?P<consequence>, a consequence)?(?P<permanent>, permanent)?\) "
+    r"in launch {token}\. "
     r"Its traceback:\n(?P<traceback>.*?)^End of the traceback of {token}\.$"
 )
 _PREFIX = re.compile(r"^(.{24})?\[\d+\]<stderr>:", re.MULTILINE)  # (.{24})? is a timestamp
@@ -185,7 +187,7 @@ def run_on_hosts(
     if num_proc == 1 and hosts is not None and not filter_local_addresses([hosts.partition(":")[0]]):
         return list(start_local_workers(entry, 1, start_method=None, daemon=False).join() or [])
     token = secrets.token_hex(8)
-    call = partial(_run_and_report, serialization.encode_by_value(entry), list(sys.path), token)
+    call = partial(_run_and_report, encode_with_sources(entry), list(sys.path), token)
     options = {"hosts": hosts, **run_options}
     with tempfile.TemporaryDirectory() as folder, _restore_signals():
         if num_proc > 1:  # Horovod computes a logarithm of num_proc - 1
@@ -214,6 +216,7 @@ def _run_and_report(entry: bytes, path: list[str], token: str) -> tuple[str, byt
     rank, _ = get_env_rank_and_size()
     place = {"rank": rank, "local_rank": local_rank, "pid": os.getpid(), "host": host, "token": token}
     place["consequence"] = ", a consequence" if outcome.is_consequence else ""
+    place["permanent"] = ", permanent" if outcome.is_permanent else ""
     sys.stderr.write(_REPORT.format(**place, **vars(outcome)))
     sys.stderr.flush()
     raise SystemExit(outcome.exit_code or 1)
@@ -245,17 +248,22 @@ def _parse_report(
     error_type: str,
     exit_code: str,
     consequence: str | None,
+    permanent: str | None,
     traceback: str,
 ) -> FailedRank:
     summary = traceback.strip().rpartition("\n")[2]
     code = int(exit_code) if exit_code != "None" else None
-    failure = Failure(float(time), error_type, summary, traceback, code, is_consequence=bool(consequence))
+    when = float(time)
+    failure = Failure(when, error_type, summary, traceback, code, bool(consequence), bool(permanent))
     return FailedRank(int(rank), int(local_rank), int(pid), host, failure)
 
 
 @contextmanager
 def _restore_signals() -> Iterator[None]:
-    """Restore the signal handlers that ``horovod.run`` replaces, and turn Ctrl-C into KeyboardInterrupt."""
+    """Restore the signal handlers that ``horovod.run`` replaces, and turn Ctrl-C into KeyboardInterrupt.
+
+    An error after SIGTERM is permanent: there is no restart.
+    """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -263,10 +271,12 @@ def _restore_signals() -> Iterator[None]:
     previous_fd = signal.set_wakeup_fd(writer)  # Python writes each signal's number into the pipe
     try:
         yield
-    except RankFailedError:
+    except RankFailedError as error:
         with suppress(BlockingIOError):
-            if signal.SIGINT in os.read(reader, 1024):
+            received = os.read(reader, 1024)
+            if signal.SIGINT in received:
                 raise KeyboardInterrupt from None
+            error.is_permanent = error.is_permanent or signal.SIGTERM in received
         raise
     finally:
         signal.set_wakeup_fd(previous_fd)

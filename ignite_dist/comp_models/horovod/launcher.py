@@ -12,6 +12,8 @@ from ignite_dist.comp_models.launcher import Launcher
 class HorovodLauncher(Launcher):
     """Starts workers with the environment variables that Horovod reads."""
 
+    restarts_several_nodes = True  # one launcher starts the workers of all nodes
+
     @classmethod
     def options(cls) -> set[str]:
         from ignite_dist.comp_models.horovod import jobs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
@@ -12,6 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ignite_dist import _torch
+from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.comp_models.training import NO_OPTIMIZER, Training
 from ignite_dist.comp_models.transport import Group
@@ -40,9 +40,7 @@ class HorovodTraining(Training):
 
     def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
         if sync_bn and self.context.device().type == "cpu":
-            warnings.warn(
-                "sync_bn=True leaves BatchNorm as it is: Horovod's SyncBatchNorm needs a GPU.", stacklevel=3
-            )
+            warn_user("sync_bn=True leaves BatchNorm as it is: Horovod's SyncBatchNorm needs a GPU.")
         elif sync_bn:
             return _with_sync_bn(model, self._hvd.SyncBatchNorm)
         return model

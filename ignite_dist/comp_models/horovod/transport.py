@@ -25,13 +25,7 @@ from ignite_dist.arguments import check_keywords
 from ignite_dist.call_sites import local_of
 from ignite_dist.comp_models.groups import Once
 from ignite_dist.comp_models.horovod import _horovod
-from ignite_dist.comp_models.transport import (
-    STANDARD_DTYPES,
-    CollectiveKind,
-    Group,
-    Transport,
-    Wait,
-)
+from ignite_dist.comp_models.transport import STANDARD_DTYPES, CollectiveKind, Group, Sizes, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Work, waits_for_ranks, work_of
 from ignite_dist.rendezvous import connections, stores
 
@@ -63,6 +57,7 @@ _REMOVED = (
     "ranks. Make a new group."
 )
 _MOST_RANKS = 1 << 14
+_LARGEST_PART = (1 << 31) - 1
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 # The dtypes that the torch extension of Horovod 0.28.1 supports.
 _REDUCED = frozenset({torch.int32, torch.int64, torch.float16, torch.float32, torch.float64})
@@ -223,7 +218,7 @@ class HorovodTransport(Transport):
             return False
         if kind == "all_reduce":
             return op in self._ops and dtype in _REDUCED
-        return kind in ("all_gather", "broadcast") and dtype in STANDARD_DTYPES
+        return kind in ("all_gather", "all_to_all", "broadcast") and dtype in STANDARD_DTYPES
 
     # Horovod matches calls by name. Each process numbers unnamed calls itself, and ranks outside a group
     # would count fewer calls. Horovod negotiates known names with a few bits. So each call here has a name,
@@ -250,6 +245,18 @@ class HorovodTransport(Transport):
         return self._begin(
             partial(self._hvd.broadcast_async_, tensor, src), f"broadcast.{src}", tensor, group
         )
+
+    def all_to_all(self, tensor: Tensor, group: Group, out: Tensor, sizes: Sizes | None) -> Work:
+        if sizes is None:
+            sent, layout = [tensor.numel() // len(group.ranks)] * len(group.ranks), tensor
+        else:  # the sizes of the tensors differ between the ranks, and the names of the calls must not
+            sent, layout = list(sizes.sent), tensor.new_empty(0)
+        if max(sent) > _LARGEST_PART:
+            raise ValueError(f"Horovod exchanges parts of at most {_LARGEST_PART} elements, got {max(sent)}.")
+        submit = partial(self._hvd.alltoall_async, tensor, splits=torch.tensor(sent, dtype=torch.int32))
+        with torch.inference_mode(False):
+            begun = self._begin(submit, "all_to_all", layout, group)
+        return begun.then(lambda received: out.copy_(received[0]))
 
     def barrier(self, group: Group) -> Work:
         # Not hvd.barrier(), which would spin: see _wait.

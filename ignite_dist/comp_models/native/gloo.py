@@ -16,7 +16,7 @@ import atexit
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -86,9 +86,18 @@ def fits_one_round(nbytes: int, group_size: int) -> bool:
     return nbytes * group_size <= _ONE_ROUND_BYTES
 
 
-def exchange(group: ProcessGroup, sent: Tensor, received: Tensor) -> Work:
-    """Send row ``i`` of ``sent`` to rank ``i``; write rank ``i``'s row for this rank into ``received[i]``."""
-    return group.alltoall_base(lend(received), lend(sent), [], [], _EXCHANGE)
+def exchange(
+    group: ProcessGroup,
+    sent: Tensor,
+    received: Tensor,
+    sent_sizes: Sequence[int] = (),
+    received_sizes: Sequence[int] = (),
+) -> Work:
+    """Send row ``i`` of ``sent`` to rank ``i``; write rank ``i``'s row for this rank into ``received[i]``.
+
+    With sizes, the first dimension is split into parts of these sizes instead of rows.
+    """
+    return group.alltoall_base(lend(received), lend(sent), list(received_sizes), list(sent_sizes), _EXCHANGE)
 
 
 def begin_broadcasts(group: ProcessGroup, rows: Tensor) -> list[Work] | None:

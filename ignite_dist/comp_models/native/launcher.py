@@ -16,10 +16,14 @@ from ignite_dist.comp_models.launcher import Launcher
 from ignite_dist.environments import spawned
 from ignite_dist.rendezvous import stores
 from ignite_dist.workers import nodes, processes
+from ignite_dist.workers.attempts import JOB_ID_VARIABLE, Attempts
+from ignite_dist.workers.node_links import Hello
 
 
 class NativeLauncher(Launcher):
     """Starts workers that rendezvous over a store. The launcher of node 0 serves the store."""
+
+    restarts_several_nodes = True
 
     @classmethod
     def check(
@@ -52,6 +56,7 @@ class NativeLauncher(Launcher):
         join: bool = True,
         daemon: bool = False,
         prefix_output: bool = False,
+        attempts: Attempts | None = None,
     ) -> Any:
         """See ``idist.spawn``."""
         check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
@@ -60,9 +65,11 @@ class NativeLauncher(Launcher):
         store, environ = None, stores.loopback_variables() if nnodes == 1 else {}
         job = nodes.assumed_nodes(node_rank, nnodes, nproc_per_node)
         if init_method in (None, "env://"):
-            hello = nodes.Hello(node_rank, nnodes, nproc_per_node, backend, socket.gethostname())
+            attempts = attempts or Attempts()
+            settings = attempts.max_restarts, attempts.job_id
+            hello = Hello(node_rank, nnodes, nproc_per_node, backend, socket.gethostname(), *settings)
             address = master_addr or "127.0.0.1", master_port or 0
-            store, job, variables = _rendezvous(hello, *address, timeout or default_pg_timeout)
+            store, job, variables = _rendezvous(hello, *address, timeout or default_pg_timeout, attempts)
             environ.update(variables)
         environ.update(spawned.mark({**os.environ, **environ}))  # with an init_method, MASTER_* is inherited
         workers = processes.start(
@@ -80,9 +87,9 @@ class NativeLauncher(Launcher):
 
 
 def _rendezvous(
-    hello: nodes.Hello, address: str, port: int, timeout: timedelta
+    hello: Hello, address: str, port: int, timeout: timedelta, attempts: Attempts
 ) -> tuple[Any, nodes.Nodes, dict[str, str]]:
-    """Serve a store for one node, or wait for the launchers of all nodes.
+    """Serve a store for one node, or wait for the launchers of all nodes, which stay connected for a restart.
 
     Returns:
         The store (None for several nodes), the nodes, and the workers' environment variables.
@@ -90,5 +97,7 @@ def _rendezvous(
     if hello.nnodes == 1:
         store, port = stores.serve_store(address, port)
         return store, nodes.assumed_nodes(0, 1, hello.nproc_per_node), stores.join_variables(address, port)
-    job = nodes.meet(hello, address, port, timeout, stores.serve_store)
-    return None, job, stores.join_variables(job.nodes[0].address, job.port)
+    job = attempts.nodes or nodes.meet(hello, address, port, timeout, stores.serve_store)
+    attempts.nodes = job
+    main = job.nodes[0]
+    return None, job, {JOB_ID_VARIABLE: main.job_id, **stores.join_variables(main.address, job.port)}

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -19,9 +18,11 @@ from torch.distributed import ProcessGroup
 from ignite_dist import _torch, devices, environments
 from ignite_dist._torch import WORLD_STATE
 from ignite_dist.arguments import as_int, check_keywords, check_timeout
+from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.base import ProcessModel, weak_method
 from ignite_dist.comp_models.native import gloo
 from ignite_dist.comp_models.native.launcher import NativeLauncher
+from ignite_dist.comp_models.native.one_machine import OneMachineTransport
 from ignite_dist.comp_models.native.training import NativeTraining
 from ignite_dist.comp_models.native.transport import NativeTransport
 from ignite_dist.comp_models.topology import Topology
@@ -78,8 +79,9 @@ class NativeModel(ProcessModel):
         self._fixed_device = None if devices.accelerator_in(self._backends) else torch.device("cpu")
         self._environment = environment or _environment_of(self._rank, self._world_size)
         self._local_rank = self._environment.local_rank if self._environment else _local_rank_without_rank()
+        has_gloo = self._backends.get("cpu") == "gloo"
         super().__init__(
-            NativeTransport(
+            (OneMachineTransport if has_gloo else NativeTransport)(
                 world,
                 self._rank,
                 self._backends,
@@ -207,11 +209,10 @@ class NativeModel(ProcessModel):
     def _find_local_rank(self) -> int:
         if self._local_rank_hint is not None:
             return self._local_rank_hint
-        warnings.warn(
+        warn_user(
             "The local rank is not in the environment. This call gathers the host names of all ranks to find "
             "the local rank, so every rank must make this call. To avoid it, set LOCAL_RANK or call "
             "idist.set_local_rank(local_rank).",
-            stacklevel=4,
         )
         return self.find_topology().local_rank
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -20,7 +19,8 @@ from torch.optim import Optimizer
 
 from ignite_dist import _torch
 from ignite_dist.arguments import check_keywords
-from ignite_dist.comp_models.native import ddp_reduction
+from ignite_dist.call_sites import warn_user
+from ignite_dist.comp_models.native import ddp_reduction, replicas
 from ignite_dist.comp_models.training import Training
 from ignite_dist.comp_models.transport import Group
 from ignite_dist.gradients import parameters_of
@@ -69,11 +69,17 @@ class NativeTraining(Training):
     def shard_model(self, model: Module, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
         return _shard_model(model, self.context.device(), wrap, **kwargs)
 
+    def replicate_model(
+        self, model: Module, group: Group, average: Callable[[list[Parameter], Group], None]
+    ) -> None:
+        replicas.replicate(model, group, average)
+
     def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         return _shard_optimizer(optimizer)
 
     def gradient_group(self, model: Module, optimizers: Sequence[Optimizer]) -> Group:
         groups = {self.context.transport.ranks_of(handle): handle for handle in _process_groups(model)}
+        groups.update((group.ranks, group.handle) for group in replicas.groups_of(model))
         if len(groups) > 1:
             raise ValueError(
                 "The parts of the model have process groups with different ranks: "
@@ -94,7 +100,7 @@ class NativeTraining(Training):
     def average_in_block(
         self, model: Module, optimizers: Sequence[Optimizer]
     ) -> AbstractContextManager[None]:
-        return ddp_reduction.complete_in_block(model)
+        return _averaging_in_block(model)
 
     def join(
         self, model: Module, optimizer: Optimizer | None, **kwargs: Any
@@ -118,9 +124,7 @@ def _wrap_model(
     """``model`` in ``wrapper``, with its hooks; see ``auto_model``."""
     hook = _find_hook(comm_hook, backend)
     if sync_bn and device.type == "cpu":
-        warnings.warn(
-            "sync_bn=True leaves BatchNorm as it is: torch's SyncBatchNorm needs a GPU.", stacklevel=4
-        )
+        warn_user("sync_bn=True leaves BatchNorm as it is: torch's SyncBatchNorm needs a GPU.")
     elif sync_bn:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     if device.type != "cpu":
@@ -153,10 +157,17 @@ def _find_hook(comm_hook: Any, backend: str) -> Any:
 
 
 @contextmanager
+def _averaging_in_block(model: Module) -> Iterator[None]:
+    with replicas.average_after_block(model), ddp_reduction.complete_in_block(model):
+        yield
+
+
+@contextmanager
 def _accumulating(model: Module) -> Iterator[None]:
-    """Keep every ``DistributedDataParallel`` and FSDP2 module in ``model`` from synchronising gradients."""
+    """Keep every DDP and FSDP2 module, and every replica, in ``model`` from synchronising gradients."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     with ExitStack() as stack:
+        stack.enter_context(replicas.local_in_block(model))
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 if module.static_graph and not _torch.has_learnt_static_graph(module):

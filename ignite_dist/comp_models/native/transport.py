@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import count
 from types import FrameType
@@ -14,17 +14,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DistError, GroupMember, PrefixStore, ProcessGroup, Store
+from torch.distributed import (
+    DeviceMesh,
+    DistError,
+    GroupMember,
+    PrefixStore,
+    ProcessGroup,
+    Store,
+    init_device_mesh,
+)
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ignite_dist import _torch
 from ignite_dist.comp_models.native import gloo, narrow_floats, waits
 from ignite_dist.comp_models.native.works import TorchWork, TorchWorks
-from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, Wait
+from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.rendezvous import connections
+from ignite_dist.values import meshes
 from ignite_dist.values.ranks import describe_ranks
-from ignite_dist.values.reduce_ops import is_rounded, reduce_rows
+from ignite_dist.values.reduce_ops import BITWISE, is_rounded, reduce_rows
 from ignite_dist.values.serialization import as_bytes, as_tensor
 
 
@@ -48,6 +57,7 @@ _OPS = {
     "MAX": dist.ReduceOp.MAX,
     "AND": dist.ReduceOp.BAND,
     "OR": dist.ReduceOp.BOR,
+    "XOR": dist.ReduceOp.BXOR,
 }
 # Options by is_async. If is_async is False, gloo works in the caller's thread, and NCCL in its stream.
 _ALL_REDUCE = {
@@ -63,7 +73,7 @@ _CARRIED_DTYPES = {
     "gloo": _FLOATS | _INTS | {torch.bool},
     "mpi": (_INTS - {torch.int8}) | {torch.float32, torch.float64},
 }
-_CARRIED_OPS = {"gloo": _ARITHMETIC | {"AND", "OR"}}
+_CARRIED_OPS = {"gloo": _ARITHMETIC | set(BITWISE)}
 
 # gloo does not split so small a tensor into segments, so one exchange is not faster than gloo's all-reduce.
 _UNCUT_NUMEL = 2
@@ -147,7 +157,7 @@ class NativeTransport(Transport):
                 PrefixStore(f"ignite_dist:asynchronous:{name}/", store),
                 position,
                 len(group.ranks),
-                _torch.timeout_of(self._handle(group), self._device()),
+                _torch.timeout_of(self.handle_of(group), self._device()),
             )
         self._free_connections.append(store)
         return group._replace(handle=handle)
@@ -196,6 +206,25 @@ class NativeTransport(Transport):
                 "This ProcessGroup was destroyed, or belongs to a context that has ended."
             ) from None
 
+    def make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
+        with self._connecting(), self._group_connections.recording():
+            return init_device_mesh(self._device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def group_of_mesh(self, mesh: DeviceMesh, dimensions: Collection[int]) -> Any:
+        ranks = meshes.ranks_along(mesh, dimensions, self._rank)
+        if len(dimensions) != 1 or not ranks:
+            return ranks
+        try:
+            handle = mesh.get_group(next(iter(dimensions)))
+            is_live = tuple(dist.get_process_group_ranks(handle)) == ranks
+        except (KeyError, RuntimeError, ValueError):
+            is_live = False
+        if not is_live:
+            raise ValueError(
+                f"The {meshes.describe(mesh)} belongs to a context that has ended: call idist.mesh() again."
+            )
+        return handle
+
     def group_key(self, group: Group) -> str:
         handle = group.handle
         return "" if handle is None or handle is self._world else handle.group_name
@@ -217,13 +246,15 @@ class NativeTransport(Transport):
             return False
         if kind == "all_reduce":
             return op in _CARRIED_OPS.get(backend, _ARITHMETIC)
-        return kind in ("all_gather", "broadcast")
+        if kind == "reduce_scatter":  # gloo's reduces all rows on all ranks
+            return backend not in ("gloo", "mpi") and op in _ARITHMETIC
+        return kind in ("all_gather", "all_to_all", "broadcast")
 
     # The primitives call the process group's methods. torch.distributed's functions also log and count calls,
     # which takes 15-25 us per call if the CPU's caches are cold after waiting for other ranks.
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
-        handle = self._handle(group)
+        handle = self.handle_of(group)
         group_size = len(group.ranks)
         if (
             tensor.numel() > _UNCUT_NUMEL
@@ -250,7 +281,7 @@ class NativeTransport(Transport):
         return gathered.then(lambda _: reduce_rows(rows.unbind(), op, out=tensor))
 
     def _reduce_in_parts(self, tensor: Tensor, op: str, group: Group) -> Tensor:
-        handle, group_size = self._handle(group), len(group.ranks)
+        handle, group_size = self.handle_of(group), len(group.ranks)
 
         def exchange(sent: Tensor, received: Tensor) -> None:
             TorchWork(lambda _: gloo.exchange(handle, sent, received), None, handle, group.ranks).wait()
@@ -261,7 +292,7 @@ class NativeTransport(Transport):
         return narrow_floats.reduce_in_parts(tensor, op, group_size, exchange, gather)
 
     def all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
-        handle = self._handle(group)
+        handle = self.handle_of(group)
         group_size = len(group.ranks)
         if out is None:
             out = torch.empty((group_size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
@@ -287,7 +318,7 @@ class NativeTransport(Transport):
         group_size = len(group.ranks)
         if self._backends.get("cpu") != "gloo" or not gloo.fits_one_round(len(buffer), group_size):
             return super().gather_bytes(buffer, group)
-        handle, gathered = self._handle(group), bytearray(group_size * len(buffer))
+        handle, gathered = self.handle_of(group), bytearray(group_size * len(buffer))
         # Copies of bytes take less time than torch's operators on tensors.
         sent, received = as_tensor(buffer * group_size), as_tensor(gathered)
         TorchWork(lambda _: gloo.exchange(handle, sent, received), None, handle, group.ranks).wait()
@@ -296,7 +327,7 @@ class NativeTransport(Transport):
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
         root = group.position(src)
         assert root is not None
-        handle = self._handle(group)
+        handle = self.handle_of(group)
         lent, is_src = [gloo.lend(tensor)], src == self._rank
         return TorchWork(
             lambda is_async: handle.broadcast(lent, gloo.broadcast_options(root, is_async)),
@@ -306,10 +337,26 @@ class NativeTransport(Transport):
             needs_all=not is_src,
         )
 
+    def all_to_all(self, tensor: Tensor, group: Group, out: Tensor, sizes: Sizes | None) -> Work:
+        handle = self.handle_of(group)
+        sent, received = ((), ()) if sizes is None else sizes
+        return TorchWork(
+            lambda _: gloo.exchange(handle, tensor, out, sent, received), out, handle, group.ranks
+        )
+
+    def reduce_scatter(self, tensor: Tensor, op: str, group: Group, out: Tensor) -> Work:
+        handle = self.handle_of(group)
+        return TorchWork(
+            lambda is_async: dist.reduce_scatter_tensor(out, tensor, _OPS[op], handle, is_async),
+            out,
+            handle,
+            group.ranks,
+        )
+
     def barrier(self, group: Group) -> Work:
         # Without device_ids NCCL guesses a device.
         device_ids = None if "cpu" in self._backends else [self._device().index]
-        handle = self._handle(group)
+        handle = self.handle_of(group)
         return TorchWork(
             lambda is_async: dist.barrier(group=handle, async_op=is_async, device_ids=device_ids),
             None,
@@ -317,7 +364,8 @@ class NativeTransport(Transport):
             group.ranks,
         )
 
-    def _handle(self, group: Group) -> ProcessGroup:
+    def handle_of(self, group: Group) -> ProcessGroup:
+        """The process group of ``group``."""
         handle: ProcessGroup | None = group.handle
         return self._world if handle is None else handle
 

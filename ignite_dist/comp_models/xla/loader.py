@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader
 from torch_xla.distributed.parallel_loader import MpDeviceLoader, ParallelLoader
 
 from ignite_dist.comp_models.xla import _torch_xla
-from ignite_dist.samplers import Pass
+from ignite_dist.passes import Pass, Resumable
 
 
-class DeviceLoader(MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no type information
+class DeviceLoader(Resumable, MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no type information
     """An ``MpDeviceLoader`` that prefetches batches to the device, with the attributes of ``DataLoader``.
 
     Each ``next()`` ends a step of torch_xla, which runs the lazy computations.
@@ -25,7 +25,11 @@ class DeviceLoader(MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no ty
 
     def __iter__(self) -> Pass:
         # Batches are prefetched, so the pass over the inner loader ends before this pass.
-        return Pass(_DeviceBatches(self._host_loader, self._batch_device), self.sampler)
+        return self.begin_pass(lambda loader: _DeviceBatches(loader, self._batch_device))
+
+    def host_loader(self) -> DataLoader[Any]:
+        """See ``Resumable``."""
+        return self._host_loader
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # an attribute that __init__ has not set yet, or a private name of torch

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-import warnings
 from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +16,7 @@ import torch
 
 from ignite_dist._torch import WORLD_STATE
 from ignite_dist.arguments import check_keywords
+from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.comp_models.xla import _torch_xla, dtype_views, replicas
@@ -140,7 +140,7 @@ class XlaModel(ComputationModel):
         try:
             self.transport.meet(replicas.END)
         except RankFailedError as error:
-            warnings.warn(f"Not every rank reached finalize(): {error}", stacklevel=4)
+            warn_user(f"Not every rank reached finalize(): {error}")
 
     def close(self) -> None:
         self._mark_ended()

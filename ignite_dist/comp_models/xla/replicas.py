@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from types import FrameType
@@ -20,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from ignite_dist.comp_models.work import waits_for_ranks
-from ignite_dist.comp_models.xla import _torch_xla
+from ignite_dist.comp_models.xla import _torch_xla, interrupts
 from ignite_dist.devices import num_cores
 from ignite_dist.errors import CollectiveMismatchError, DistributedError, MissingRanksError, RankFailedError
 from ignite_dist.values import pytree, serialization
@@ -93,8 +94,10 @@ class Meeting:
             CollectiveMismatchError: the replicas make different calls; raised on all replicas.
             RankFailedError: another replica has failed.
             DistributedError: another replica has ended without :meth:`fail`.
+            KeyboardInterrupt, SystemExit: see :meth:`given_up`.
         """
-        with self._changed:
+        with interrupts.delayed(), self._changed:
+            interrupts.raise_delayed()
             joined = self._round
             if joined.failure is None and rank in joined.calls:
                 raise RuntimeError(
@@ -105,16 +108,7 @@ class Meeting:
             if joined.ended() or (len(joined.calls) == self.size and joined.failure is None):
                 self._round = _Round()
                 self._changed.notify_all()
-            warn_at = time.monotonic() + _PATIENCE_SECONDS
-            while len(joined.calls) < self.size and joined.failure is None and not joined.ended():
-                if self._changed.wait(_LOOK_SECONDS) or self._round is not joined:
-                    continue
-                if 0 < _num_running() < self.size:  # 0: other code has started the replicas
-                    del joined.calls[rank]
-                    raise DistributedError(_ENDED.format(call=call))
-                if time.monotonic() > warn_at:
-                    warn_at = inf
-                    _logger.warning(_WAITING, rank, _PATIENCE_SECONDS, call, sorted(joined.calls))
+            self._wait(joined, rank, call)
         if joined.failure is not None:
             raise RankFailedError(*joined.failure)
         if ended := joined.ended():
@@ -129,9 +123,36 @@ class Meeting:
             described = "; ".join(f"rank {rank}: {call}" for rank, call in sorted(joined.calls.items()))
             raise CollectiveMismatchError(f"The ranks made different calls. {described}. {_RULE}")
 
+    def _wait(self, joined: _Round, rank: int, call: str) -> None:
+        """Return when the outcome of the round is known. The caller holds the lock."""
+        warn_at = time.monotonic() + _PATIENCE_SECONDS
+        while len(joined.calls) < self.size and joined.failure is None and not joined.ended():
+            interrupts.raise_delayed()  # see given_up()
+            if self._changed.wait(_LOOK_SECONDS) or self._round is not joined:
+                continue
+            if 0 < _num_running() < self.size:  # 0: other code has started the replicas
+                del joined.calls[rank]
+                raise DistributedError(_ENDED.format(call=call))
+            if time.monotonic() > warn_at:
+                warn_at = inf
+                _logger.warning(_WAITING, rank, _PATIENCE_SECONDS, call, sorted(joined.calls))
+
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Context manager in which the main thread interrupts all replicas.
+
+        No replica makes the collective for which some replicas wait: these replicas raise their interrupts.
+        If all replicas have met, all make the collective, and raise their interrupts after it.
+        """
+        with self._changed:
+            if self._round.failure is None:
+                self._round = _Round()
+            yield
+            self._changed.notify_all()
+
     def enter(self, rank: int) -> None:
         """Begin a context of ``rank``, possibly after an earlier one."""
-        with self._changed:
+        with interrupts.delayed(), self._changed:
             if rank in self.ended:
                 self.ended.remove(rank)
                 if self._round.failure is not None:
@@ -139,7 +160,7 @@ class Meeting:
 
     def fail(self, rank: int, error_type: str, traceback: str) -> None:
         """Mark ``rank`` as failed. Replicas that wait in :meth:`meet`, or call it later, raise this error."""
-        with self._changed:
+        with interrupts.delayed(), self._changed:
             if self._round.failure is None:
                 self._round.failure = (rank, error_type, traceback)
             self._changed.notify_all()
@@ -274,16 +295,13 @@ def _run_replicas(sent: Any, pipes: Sequence[ReportPipe]) -> Failure | None:
             "to the number of devices of this host."
         )
     failures: list[Failure] = []
-    threads = [
-        threading.Thread(
-            target=_run_replica, args=(sent, pipe, device, failures), name=f"replica on {device}"
-        )
-        for pipe, device in zip(pipes, devices, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interrupts.run_in_threads(
+        {
+            f"replica on {device}": partial(_run_replica, sent, pipe, device, failures)
+            for pipe, device in zip(pipes, devices, strict=True)
+        },
+        get_meeting().given_up(),
+    )
     return failures[0] if failures else None
 
 
@@ -304,7 +322,8 @@ def _run_replica(sent: Any, pipe: ReportPipe, device: Any, failures: list[Failur
 def _result_on_cpu(sent: Any, local_rank: int) -> Any:
     """The result of the sent call, with tensors on the CPU, because the launcher has no XLA device."""
     call = serialization.decode(sent) if isinstance(sent, bytes) else sent
-    result = call(local_rank)
+    with interrupts.allowed():
+        result = call(local_rank)
     leaves, _ = pytree.flatten(result, is_local=True)
     on_xla = [isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in leaves]
     if not any(on_xla):

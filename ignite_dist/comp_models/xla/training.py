@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
+from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.comp_models.training import Training
 from ignite_dist.gradients import parameters_of
-from ignite_dist.samplers import loader_class
+from ignite_dist.samplers import Shard, ShardLoader
 
 
 class XlaTraining(Training):
@@ -30,9 +30,16 @@ class XlaTraining(Training):
         super().seed(seed)
         self._xla_model.set_rng_state(seed, str(self.context.device()))
 
+    def random_state(self) -> dict[str, Any]:
+        return {"type": "xla", "state": int(self._xla_model.get_rng_state(str(self.context.device())))}
+
+    def set_random_state(self, saved: dict[str, Any] | None) -> None:
+        if saved is not None and saved["type"] == "xla":
+            self._xla_model.set_rng_state(saved["state"], str(self.context.device()))
+
     def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
         if sync_bn:
-            warnings.warn("sync_bn=True leaves BatchNorm as it is with XLA.", stacklevel=3)
+            warn_user("sync_bn=True leaves BatchNorm as it is with XLA.")
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
@@ -51,4 +58,5 @@ class XlaTraining(Training):
         if self.context.ranks_in_process() > 1:
             seed = torch.initial_seed() + self.context.get_rank()
             kwargs.setdefault("generator", torch.Generator().manual_seed(seed))
-        return DeviceLoader(loader_class(dataset, None)(dataset, **kwargs), self.context.device())
+        kind = ShardLoader if isinstance(dataset, Shard) else DataLoader
+        return DeviceLoader(kind(dataset, **kwargs), self.context.device())

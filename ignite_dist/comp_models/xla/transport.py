@@ -13,9 +13,9 @@ from torch.distributed import HashStore, Store
 from ignite_dist import _torch
 from ignite_dist.arguments import check_keywords
 from ignite_dist.comp_models.base import ComputationModel
-from ignite_dist.comp_models.transport import STANDARD_DTYPES, CollectiveKind, Group, Transport
+from ignite_dist.comp_models.transport import STANDARD_DTYPES, CollectiveKind, Group, Sizes, Transport
 from ignite_dist.comp_models.work import Completed, Work, waits_for_ranks
-from ignite_dist.comp_models.xla import _torch_xla, dtype_views, replicas
+from ignite_dist.comp_models.xla import _torch_xla, dtype_views, interrupts, replicas
 from ignite_dist.values import message_header
 
 _OPS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}
@@ -69,7 +69,7 @@ class XlaTransport(Transport):
     def supports(
         self, kind: CollectiveKind, op: str | None, dtype: torch.dtype, device: torch.device
     ) -> bool:
-        if kind not in ("all_reduce", "all_gather", "broadcast"):
+        if kind not in ("all_reduce", "all_gather", "all_to_all", "broadcast"):
             return False
         if device.type != "xla":
             return device.type == "cpu" and self._world_size == 1
@@ -106,6 +106,29 @@ class XlaTransport(Transport):
             bits = bits_by_rank if group.handle is None else bits_by_rank[list(group.ranks)]
             rows = dtype_views.from_bits(bits, tensor.dtype).view(len(group.ranks), *tensor.shape)
         return Completed(rows if out is None else out.copy_(rows))
+
+    def all_to_all(self, tensor: Tensor, group: Group, out: Tensor, sizes: Sizes | None) -> Work:
+        num_ranks = len(group.ranks)
+        if sizes is None:
+            rows = tensor.view(num_ranks, -1)
+        else:  # XLA's parts all have the same size
+            width = torch.tensor([max(sizes.sent)], device=tensor.device)
+            self.all_reduce(width, "MAX", group).wait()
+            rows = tensor.new_zeros(num_ranks, int(width.item()))
+            for row, part in zip(rows, torch.split(tensor, list(sizes.sent)), strict=True):
+                row[: part.numel()] = part
+        if not rows.numel():
+            return Completed(out)
+        bits = self._run(
+            _describe("all_to_all", tensor if sizes is None else rows, group),
+            dtype_views.bits(rows),
+            lambda sent: self._xm.all_to_all(sent, 0, 0, num_ranks, pin_layout=False),
+        )
+        received = dtype_views.from_bits(bits, tensor.dtype).view(rows.shape)
+        if sizes is None:
+            return Completed(out.copy_(received.view(-1)))
+        parts = [row[:size] for row, size in zip(received, sizes.received, strict=True)]
+        return Completed(out.copy_(torch.cat(parts)))
 
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
         if len(group.ranks) == 1 or not tensor.numel():
@@ -150,15 +173,18 @@ class XlaTransport(Transport):
                 "see idist.device()."
             )
         self._xm.unlazy([tensor])
-        self._meeting.meet(self._context.get_rank(), call)
-        result = collective(tensor)  # not in place: PJRT's CPU hangs if an input is donated
-        with _compiling:
-            _torch_xla.begin_to_compute(result)
-        # Otherwise the next collective would depend on this collective, which has already started.
-        _torch_xla.forget_order_of_collectives(tensor.device)
-        # Running calls occupy threads of a pool; too many of them would block each other. Wait for this
-        # device only, because replicas on other devices may wait for this replica.
-        self._xm.wait_device_ops([self._real_names[tensor.device]])
+        # An interrupt before the replicas have met ends this call on all replicas, an interrupt after that on
+        # none. A replica that left here would block the devices of the others.
+        with interrupts.delayed():
+            self._meeting.meet(self._context.get_rank(), call)
+            result = collective(tensor)  # not in place: PJRT's CPU hangs if an input is donated
+            with _compiling:
+                _torch_xla.begin_to_compute(result)
+            # Otherwise the next collective would depend on this collective, which has already started.
+            _torch_xla.forget_order_of_collectives(tensor.device)
+            # Running calls occupy threads of a pool; too many of them would block each other. Wait for this
+            # device only, because replicas on other devices may wait for this replica.
+            self._xm.wait_device_ops([self._real_names[tensor.device]])
         return result
 
 
@@ -172,6 +198,7 @@ def _has_one_rank_of_several(group: Group) -> bool:
 
 def _describe(call: str, tensor: Tensor, group: Group) -> str:
     """The description of a collective for users. Objects and numbers begin with a header."""
-    is_header = tensor.dtype is torch.uint8 and tuple(tensor.shape) == (message_header.HEADER_BYTES,)
+    size = message_header.HEADER_BYTES * (len(group.ranks) if call == "all_to_all" else 1)
+    is_header = tensor.dtype is torch.uint8 and tuple(tensor.shape) == (size,)
     value = "an object or a number" if is_header else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
     return f"{call} of {value}" + (f" in the group {list(group.ranks)}" if group.handle is not None else "")

@@ -1,0 +1,249 @@
+"""The transport of gloo contexts: over shared memory in the groups whose ranks are on one machine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ignite_dist import _torch
+from ignite_dist.comp_models.native import gloo
+from ignite_dist.comp_models.native.shared_memory import SharedMemory
+from ignite_dist.comp_models.native.shared_segment import (
+    MAX_RANKS,
+    open_segment,
+    part_bytes,
+    unavailable_reason,
+)
+from ignite_dist.comp_models.native.transport import NativeTransport
+from ignite_dist.comp_models.transport import Group, Sizes
+from ignite_dist.comp_models.work import Steps, Work, waits_for_ranks
+from ignite_dist.rendezvous import connections
+from ignite_dist.values.ranks import describe_ranks
+
+_logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+
+
+class OneMachineTransport(NativeTransport):
+    """Carries blocking collectives of CPU tensors over shared memory, in groups whose ranks share memory.
+
+    The ranks of a group find out whether they can share memory in the first of these collectives. If they
+    cannot, gloo carries the collectives. gloo also carries asynchronous collectives.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        unavailable_reason()  # raises now if the environment variable is wrong
+        # By the id of the process group; None if its ranks share no memory.
+        self._memories: dict[int, SharedMemory | None] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._openings: dict[int, Future[SharedMemory | None]] = {}
+
+    # --- primitives ---
+
+    def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
+        over_gloo = partial(super().all_reduce, tensor, op, group)
+        return self._work(tensor.device, group, lambda memory: memory.all_reduce(tensor, op), over_gloo)
+
+    def reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Work:
+        over_gloo = partial(super().reduce_narrow, tensor, op, group)
+        work = self._work(tensor.device, group, lambda memory: memory.all_reduce(tensor, op), over_gloo)
+        # gloo needs several collectives for a large tensor, which start() cannot begin.
+        return work if gloo.fits_one_round(tensor.nbytes, len(group.ranks)) else Steps(work.wait)
+
+    def all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
+        rows = tensor.new_empty((len(group.ranks), *tensor.shape)) if out is None else out
+        over_gloo = partial(super().all_gather, tensor, group, rows)
+        return self._work(tensor.device, group, lambda memory: memory.all_gather(tensor, rows), over_gloo)
+
+    def all_to_all(self, tensor: Tensor, group: Group, out: Tensor, sizes: Sizes | None) -> Work:
+        over_gloo = partial(super().all_to_all, tensor, group, out, sizes)
+        if sizes is not None or tensor.nbytes > part_bytes(len(group.ranks)):
+            return over_gloo()
+        return self._work(tensor.device, group, lambda memory: memory.all_to_all(tensor, out), over_gloo)
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
+        over_gloo = partial(super().broadcast, tensor, src, group)
+        root, is_src = group.position(src), src == self._rank
+        assert root is not None
+        work = self._work(tensor.device, group, lambda memory: memory.broadcast(tensor, root), over_gloo)
+        if isinstance(work, _SharedWork) and tensor.nbytes <= part_bytes(len(group.ranks)):  # one step
+            work.needs_all = not is_src
+            work.ranks = work.ranks if is_src or not work.ranks else (src,)
+        return work
+
+    def barrier(self, group: Group) -> Work:
+        # On an accelerator a barrier also waits for the device, which gloo's does.
+        return self._work(self._device(), group, SharedMemory.barrier, partial(super().barrier, group))
+
+    def gather_bytes(self, buffer: bytearray, group: Group) -> bytearray:
+        over_gloo = partial(super().gather_bytes, buffer, group)
+        gathered: bytearray = self._work(
+            _CPU, group, lambda memory: memory.gather_bytes(buffer), lambda: Steps(over_gloo)
+        ).wait()
+        return gathered
+
+    def _work(
+        self,
+        device: torch.device,
+        group: Group,
+        run: Callable[[SharedMemory], Any],
+        over_gloo: Callable[[], Work],
+    ) -> Work:
+        if device.type != "cpu" or not 1 < len(group.ranks) <= MAX_RANKS:
+            return over_gloo()
+        return _SharedWork(self, group, run, over_gloo)
+
+    # --- the memory of each group ---
+
+    def memory_of(self, group: Group) -> SharedMemory | None:
+        """The memory of ``group``; None if its ranks share none. All ranks make the first call together."""
+        handle = self.handle_of(group)
+        try:
+            return self._memories[id(handle)]
+        except KeyError:
+            pass
+        # In a thread, because the other ranks would not notice that an interrupt has ended the opening on
+        # this rank. The next call of this rank waits for the same opening.
+        begun: Future[SharedMemory | None] = Future()
+        opening = self._openings.setdefault(id(handle), begun)  # atomic: threads of one group share it
+        if opening is begun:
+            threading.Thread(target=self._open_in_thread, args=(opening, handle, group), daemon=True).start()
+        try:
+            return opening.result()
+        finally:
+            if opening.done() and opening.exception() is not None:
+                self._openings.pop(id(handle), None)
+
+    def _open_in_thread(self, opening: Future[SharedMemory | None], handle: Any, group: Group) -> None:
+        try:
+            opening.set_result(self._open_memory(handle, group))
+        except BaseException as error:
+            opening.set_exception(error)
+
+    def _open_memory(self, handle: Any, group: Group) -> SharedMemory | None:
+        position = group.position(self._rank)
+        assert position is not None
+        timeout = _torch.timeout_of(handle, self._device())
+        gather = partial(super().gather_bytes, group=group)
+        segment = open_segment(gather, self._rank, position, len(group.ranks), timeout)
+        if isinstance(segment, str):
+            _logger.info("%s share no memory: %s", describe_ranks(group.ranks).capitalize(), segment)
+            memory = None
+        else:
+            memory = SharedMemory(segment, handle.group_name if isinstance(handle, ProcessGroup) else "")
+        key, memories, openings = id(handle), self._memories, self._openings
+
+        def forget(_: Any) -> None:
+            openings.pop(key, None)
+            forgotten = memories.pop(key, None)
+            if forgotten is not None:
+                forgotten.segment.leave()
+
+        self._references[key] = weakref.ref(handle, forget)
+        memories[key] = memory
+        return memory
+
+    def shares_memory(self, group: Group) -> bool | None:
+        if not 1 < len(group.ranks) <= MAX_RANKS:
+            return False
+        try:
+            return self._memories[id(self.handle_of(group))] is not None
+        except KeyError:
+            return None
+
+    def _live_memories(self) -> list[SharedMemory]:
+        return [memory for memory in list(self._memories.values()) if memory is not None]
+
+    def forget(self) -> None:
+        super().forget()
+        for memory in self._live_memories():
+            memory.segment.leave()
+        self._references.clear()
+        self._memories.clear()
+        self._openings.clear()
+
+    # --- for the watchdog ---
+
+    def num_collectives(self) -> int:
+        return super().num_collectives() + sum(memory.segment.number for memory in self._live_memories())
+
+    def calls_begun(self) -> dict[str, int | None]:
+        begun = super().calls_begun()
+        for memory in self._live_memories():
+            number = begun.get(memory.name)
+            if number is not None:
+                begun[memory.name] = number + memory.segment.number
+        return begun
+
+    def end_waits(self) -> None:
+        super().end_waits()
+        for memory in self._live_memories():
+            memory.segment.leave()
+
+
+class _SharedWork(Work):
+    """A collective that goes over shared memory, unless :meth:`start` is called or the ranks share no memory.
+
+    Args:
+        transport: has the memory of ``group``.
+        group: the group.
+        run: runs the collective in a memory.
+        over_gloo: begins the collective over gloo.
+    """
+
+    __slots__ = ("_group", "_inner", "_over_gloo", "_result", "_run", "_transport", "needs_all", "ranks")
+
+    def __init__(
+        self,
+        transport: OneMachineTransport,
+        group: Group,
+        run: Callable[[SharedMemory], Any],
+        over_gloo: Callable[[], Work],
+    ) -> None:
+        self._transport, self._group = transport, group
+        self._run: Callable[[SharedMemory], Any] | None = run
+        self._over_gloo = over_gloo
+        self._inner: Work | None = None
+        self._result: Any = None
+        # The members of a group without a name have all made the call: see TorchWork.
+        self.ranks = group.ranks if group.handle is None or isinstance(group.handle, ProcessGroup) else ()
+        self.needs_all = True
+
+    @property
+    def group_name(self) -> str:
+        handle = self._transport.handle_of(self._group)
+        return handle.group_name if isinstance(handle, ProcessGroup) else ""
+
+    def start(self) -> None:
+        self._run = None
+        self._inner = self._over_gloo()
+        self._inner.start()
+
+    @waits_for_ranks
+    def wait(self, timeout: timedelta | None = None) -> Any:
+        run, self._run = self._run, None
+        if run is not None:
+            memory = self._transport.memory_of(self._group)
+            if memory is None:
+                self._inner = self._over_gloo()
+            else:
+                try:
+                    self._result = memory.run(run)
+                except RuntimeError as error:
+                    connections.raise_with_cause(error)
+        return self._result if self._inner is None else self._inner.wait()
+
+    def is_completed(self) -> bool:
+        return self._run is None and (self._inner is None or self._inner.is_completed())

@@ -1,0 +1,217 @@
+"""Collectives of CPU tensors over memory that the ranks of a group share.
+
+In each step the ranks copy data into their parts of the memory, and read the parts of the other ranks after
+these have published. Tensors that are larger than a part take several steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ignite_dist.comp_models.native.shared_segment import DESCRIPTION_BYTES, Call, Segment
+from ignite_dist.values.reduce_ops import is_rounded, reduce_rows
+from ignite_dist.values.serialization import as_tensor
+
+# Up to this size every rank reduces the whole tensor. Above, each rank reduces a chunk, which takes a second
+# step, in which the ranks exchange the reduced chunks.
+_WHOLE_BYTES = 1 << 16
+_MAX_LAYOUTS = 256
+
+
+class _Layout(NamedTuple):
+    """A call with a tensor of one dtype and shape, and views of the memory: one per rank, for both parts."""
+
+    call: Call
+    rows: tuple[list[Tensor], list[Tensor]]
+
+
+class SharedMemory:
+    """The collectives of one group. Tensors are contiguous, and of the same dtype and size on all ranks.
+
+    Args:
+        segment: the group's memory.
+        name: the group's name.
+    """
+
+    def __init__(self, segment: Segment, name: str) -> None:
+        self.segment = segment
+        self.name = name
+        self._position = segment.position
+        self._positions = range(len(segment.others) + 1)
+        self._parts = [[segment.bytes_of(place, parity) for place in self._positions] for parity in (0, 1)]
+        self._layouts: dict[tuple[str, torch.dtype, torch.Size], _Layout] = {}
+        self._lock = threading.RLock()  # a signal handler does not wait for its own thread
+        self._is_running = False  # guarded by _lock
+
+    def run(self, collective: Callable[[SharedMemory], Any]) -> Any:
+        """Run ``collective``. Only one thread at a time may be in a collective of the group.
+
+        Raises:
+            RuntimeError: this thread is in a collective of the group already.
+        """
+        with self._lock:
+            if self._is_running:
+                raise RuntimeError(
+                    "A signal handler or a finalizer has called a collective while its thread was in a "
+                    "collective of the same group. Let the handler set a flag, and call the collective later."
+                )
+            self._is_running = True
+            try:
+                return collective(self)
+            finally:
+                self._is_running = False
+
+    # --- collectives, in run() -------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+        """Reduce ``tensor`` in place and in rank order, with the same bits on every rank."""
+        has_chunks = tensor.nbytes > _WHOLE_BYTES and (
+            len(self._positions) > 2 or is_rounded(op, tensor.dtype)
+        )
+        for name, piece in self._steps(f"all_reduce {op}", tensor):
+            if has_chunks:
+                self._reduce_in_chunks(name, piece, op)
+            else:
+                reduce_rows(self._share(name, piece), op, out=piece)
+        return tensor
+
+    def _reduce_in_chunks(self, name: str, piece: Tensor, op: str) -> None:
+        bounds = [
+            len(piece) * place // len(self._positions) for place in (*self._positions, len(self._positions))
+        ]
+        chunks = [slice(*bounds[place : place + 2]) for place in self._positions]
+        own = chunks[self._position]
+        reduced = piece[own]
+        reduce_rows([row[own] for row in self._share(name, piece)], op, out=reduced)
+        number, rows, call = self._begin(f"{name} (reduced)", piece)
+        rows[self._position][own].copy_(reduced)
+        self._meet(number, call)
+        for place in self.segment.others:
+            piece[chunks[place]].copy_(rows[place][chunks[place]])
+
+    def all_gather(self, tensor: Tensor, out: Tensor) -> Tensor:
+        """Fill the rows of ``out`` with the tensors of all ranks."""
+        rows = [self._pieces(row) for row in out.unbind()]
+        for (name, piece), *targets in zip(self._steps("all_gather", tensor), *rows, strict=True):
+            shared = self._share(name, piece)
+            targets[self._position].copy_(piece)
+            for place in self.segment.others:
+                targets[place].copy_(shared[place])
+        return out
+
+    def all_to_all(self, tensor: Tensor, out: Tensor) -> Tensor:
+        """Send one of the equal parts of the 1-d ``tensor`` to each rank. The tensor fits into a part."""
+        size = len(tensor) // len(self._positions)
+        own = slice(self._position * size, (self._position + 1) * size)
+        for place, row in enumerate(self._share("all_to_all", tensor)):
+            out[place * size : (place + 1) * size].copy_(row[own])
+        return out
+
+    def broadcast(self, tensor: Tensor, src: int) -> Tensor:
+        """Fill ``tensor`` with the values of the rank at position ``src``."""
+        sent: Call | None = None
+        steps = self._steps(f"broadcast from {src}", tensor)
+        # In several steps all ranks compare their calls, so none waits for the steps of a rank that raised.
+        awaited = (src,) if len(steps) == 1 else self.segment.others
+        for name, piece in steps:
+            if src == self._position:
+                if sent is not None:
+                    self.segment.wait_for_call(self.segment.number, sent, self.segment.others)
+                number, rows, sent = self._begin(name, piece)
+                rows[src].copy_(piece)
+                self.segment.publish(number, sent)
+            else:
+                number = self.segment.number + 1
+                rows, call = self._layout(name, piece, number)
+                self.segment.publish(number, call)
+                self.segment.wait_for_call(number, call, awaited)
+                piece.copy_(rows[src])
+        return tensor
+
+    def barrier(self) -> None:
+        """Return when all ranks have called."""
+        self._meet(self.segment.number + 1, _BARRIER)
+
+    def gather_bytes(self, buffer: bytearray) -> bytearray:
+        """The buffers of all ranks, of the same size, concatenated."""
+        size = len(buffer)
+        if size > self.segment.part_bytes:
+            gathered = bytearray(size * len(self._positions))
+            self.all_gather(as_tensor(buffer), as_tensor(gathered).view(-1, size))
+            return gathered
+        number = self.segment.begin()
+        parts = self._parts[number % 2]
+        parts[self._position][:size] = buffer
+        self._meet(number, _call("gather", size, "bytes"))
+        return bytearray().join([part[:size] for part in parts])
+
+    # --- one step ----------------------------------------------------------------------------------------
+
+    def _share(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks. Valid until this rank begins the next step."""
+        number, rows, call = self._begin(name, tensor)
+        rows[self._position].copy_(tensor)
+        self._meet(number, call)
+        return rows
+
+    def _begin(self, name: str, tensor: Tensor) -> tuple[int, list[Tensor], Call]:
+        number = self.segment.begin()
+        return (number, *self._layout(name, tensor, number))
+
+    def _meet(self, number: int, call: Call) -> None:
+        self.segment.publish(number, call)
+        self.segment.wait_for_call(number, call, self.segment.others)
+
+    def _steps(self, name: str, tensor: Tensor) -> Sequence[tuple[str, Tensor]]:
+        """The pieces of ``tensor``, each with a name that tells its step from those of other calls.
+
+        So a step of a longer or an interrupted call is a mismatch.
+        """
+        first, *others = self._pieces(tensor)
+        if not others:
+            return ((name, first),)
+        name = f"{name} of {tensor.numel()}"
+        return [(f"{name}: first piece", first), *((f"{name}: next piece", piece) for piece in others)]
+
+    def _pieces(self, tensor: Tensor) -> Sequence[Tensor]:
+        if tensor.nbytes <= self.segment.part_bytes:
+            return (tensor,)
+        return torch.split(tensor.view(-1), self.segment.part_bytes // tensor.itemsize)
+
+    def _layout(self, name: str, tensor: Tensor, number: int) -> tuple[list[Tensor], Call]:
+        key = name, tensor.dtype, tensor.shape
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts = {}
+            layout = self._layouts[key] = self._make_layout(name, tensor)
+        return layout.rows[number % 2], layout.call
+
+    def _make_layout(self, name: str, tensor: Tensor) -> _Layout:
+        with torch.inference_mode(False):  # an inference tensor could be written to in inference mode only
+            rows = [
+                [
+                    self.segment.tensor_of(place, parity)[: tensor.nbytes]
+                    .view(tensor.dtype)
+                    .view(tensor.shape)
+                    for place in self._positions
+                ]
+                for parity in (0, 1)
+            ]
+        return _Layout(_call(name, tensor.numel(), str(tensor.dtype)), (rows[0], rows[1]))
+
+
+@lru_cache(maxsize=_MAX_LAYOUTS)
+def _call(name: str, size: int, unit: str) -> Call:
+    text = f"{name} of {size} {unit}".encode()
+    return Call(zlib.crc32(text), text[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES))
+
+
+_BARRIER = _call("barrier", 0, "bytes")

@@ -1,0 +1,400 @@
+"""Memory that the ranks of a group share on one machine, and a number of each rank, for which others wait.
+
+The memory is a file without a name in any folder (``memfd_create``), so no death leaves anything behind, and
+``/dev/shm`` is not used. One rank makes the file. The others open it through ``/proc/<pid>/fd``, which only
+processes of this user may do. The random name of the file proves that the ranks have opened the same file.
+Host names prove nothing: containers may share a name, or a machine but not their processes.
+
+A rank writes its data, then its number, and then wakes the ranks that sleep until the number changes (a
+futex). x86-64 keeps the order of a processor's writes, and of its reads. So a rank that has read the number
+then reads the data. Other processors need barriers in between, which Python does not have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import platform
+import secrets
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import DistBackendError
+
+from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError
+
+VARIABLE = "IGNITE_DIST_SHARED_MEMORY"
+"""The environment variable that turns shared memory off, by ``0`` on any rank."""
+
+MAX_RANKS = 64
+# The parts of all ranks fit into the processor's cache.
+_MAX_PART_BYTES = 1 << 20
+_MAX_BYTES = 8 << 20
+
+# The words of a rank, in cache lines of their own: the number of its last step, whether it has left, the
+# position (from 1) of the rank for which it sleeps, the checksums and the descriptions of its last steps. A
+# rank may be two steps ahead of a rank that still compares an earlier step.
+_WORDS_PER_RANK, _SLOTS = 64, 4
+_HAS_LEFT, _SLEEPS_FOR, _CHECKSUMS, _DESCRIPTIONS = 1, 2, 3, 3 + _SLOTS
+DESCRIPTION_BYTES = (_WORDS_PER_RANK - _DESCRIPTIONS) // _SLOTS * 8
+_PAGE_BYTES, _LOW_BITS = 4096, 0xFFFFFFFF
+
+# A rank looks this often, for 0.3 ms, before it sleeps. With 60 looks, 4 bytes took 44 us instead of 14.
+_LOOKS = 500
+# After this time a sleeping rank checks whether the others are alive. Signals are handled then at the latest.
+_SLEEP_SECONDS = 0.25
+
+_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL_SLEEPERS = 202, 0, 1, 0x7FFFFFFF  # the system call on x86-64
+_TIMEOUT = struct.pack("qq", 0, int(_SLEEP_SECONDS * 1e9))
+
+_OFFER_BYTES, _REASON_CHARACTERS = 512, 120
+
+
+def _find_syscall() -> Any:
+    if sys.platform != "linux":
+        return None
+    syscall = ctypes.CDLL(None).syscall
+    syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p]
+    syscall.restype = ctypes.c_long
+    return syscall
+
+
+_syscall = _find_syscall()
+
+
+class Call(NamedTuple):
+    """A collective, as the ranks compare it.
+
+    Attributes:
+        checksum: 32 bits that are equal on all ranks if they make the same call.
+        description: up to ``DESCRIPTION_BYTES`` bytes for the error message, padded.
+    """
+
+    checksum: int
+    description: bytes
+
+
+class Segment:
+    """The shared memory of one group, on one rank.
+
+    A collective takes one or more steps. Each rank has two parts and a number, which counts its steps. The
+    data of step ``n`` is in the rank's part ``n % 2``. A rank publishes ``n`` after it has read the data of
+    step ``n - 1``, or has given that step up. So a rank that has seen ``n - 1`` at all ranks may write the
+    data of ``n`` over those of ``n - 2``. Only ranks that write data wait for this, in :meth:`begin`.
+
+    Args:
+        memory: the mapped file.
+        position: this rank's position in the group.
+        peers: the processes of the group.
+        timeout: how long to wait for another rank.
+    """
+
+    def __init__(self, memory: mmap.mmap, position: int, peers: list[_Offer], timeout: timedelta) -> None:
+        self.position = position
+        self.others = [place for place in range(len(peers)) if place != position]
+        self.part_bytes = part_bytes(len(peers))
+        self._peers = peers
+        self._timeout = timeout
+        self._header_bytes = _header_bytes(len(peers))
+        self._bytes = memoryview(memory)
+        self._words = self._bytes[: self._header_bytes].cast("Q")
+        with torch.inference_mode(False):  # an inference tensor could be written to in inference mode only
+            self._tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self._address = self._tensor.data_ptr()
+        self._own = position * _WORDS_PER_RANK
+        self._sleepers = [place * _WORDS_PER_RANK + _SLEEPS_FOR for place in self.others]
+        self._fence = threading.Lock()
+        self._described: list[Call | None] = [None] * _SLOTS
+        self._has_left = False
+
+    @property
+    def number(self) -> int:
+        """Number of this rank's steps."""
+        return self._words[self._own]
+
+    def bytes_of(self, position: int, parity: int) -> memoryview:
+        """The part of the rank at ``position`` for steps of even or odd numbers."""
+        return self._bytes[self._extent(position, parity)]
+
+    def tensor_of(self, position: int, parity: int) -> Tensor:
+        """:meth:`bytes_of` as a tensor."""
+        return self._tensor[self._extent(position, parity)]
+
+    def _extent(self, position: int, parity: int) -> slice:
+        start = self._header_bytes + (2 * position + parity) * self.part_bytes
+        return slice(start, start + self.part_bytes)
+
+    # --- a step: begin, write the data, publish, wait, read the data ---
+
+    def begin(self) -> int:
+        """The number of this rank's next step. Returns when no rank reads the part that the step writes."""
+        number = self._words[self._own] + 1
+        self.wait_for(number - 1, self.others)
+        return number
+
+    def publish(self, number: int, call: Call) -> None:
+        """Tell the other ranks that this rank has begun a step of ``call``, and written its data."""
+        words, own = self._words, self._own
+        words[own + _CHECKSUMS + number % _SLOTS] = (number & _LOW_BITS) << 32 | call.checksum
+        if call is not self._described[number % _SLOTS]:
+            start = (own + _DESCRIPTIONS) * 8 + number % _SLOTS * DESCRIPTION_BYTES
+            self._bytes[start : start + DESCRIPTION_BYTES] = call.description
+            self._described[number % _SLOTS] = call
+        words[own] = number
+        # Taking a lock is a memory fence. A rank that goes to sleep first writes _SLEEPS_FOR, and then the
+        # kernel reads the number. So it sees the new number, or this rank sees _SLEEPS_FOR.
+        with self._fence:
+            pass
+        for word in self._sleepers:
+            if words[word] == self.position + 1:
+                self._wake()
+                return
+
+    def wait_for_call(self, number: int, call: Call, positions: Collection[int]) -> None:
+        """Return when the ranks at ``positions`` have published ``call``.
+
+        Raises:
+            CollectiveMismatchError: a rank has published another call.
+            RuntimeError: a rank has ended, or the timeout has passed.
+        """
+        self.wait_for(number, positions)
+        expected = (number & _LOW_BITS) << 32 | call.checksum
+        words, offset = self._words, _CHECKSUMS + number % _SLOTS
+        for place in positions:
+            found = words[place * _WORDS_PER_RANK + offset]
+            # With another number, the rank has gone on after an interrupt.
+            if found != expected and found >> 32 == number & _LOW_BITS:
+                self._raise_mismatch(number)
+
+    def wait_for(self, number: int, positions: Collection[int]) -> None:
+        """Return when the ranks at ``positions`` have published ``number``."""
+        words = self._words
+        for place in positions:
+            word = place * _WORDS_PER_RANK
+            if words[word] < number:
+                for _ in range(_LOOKS):
+                    if words[word] >= number:
+                        break
+                    os.sched_yield()  # there may be more ranks than processors
+                else:
+                    self._sleep(word, number, positions)
+
+    def _sleep(self, word: int, number: int, positions: Collection[int]) -> None:
+        words = self._words
+        began = checked = time.monotonic()
+        words[self._own + _SLEEPS_FOR] = word // _WORDS_PER_RANK + 1
+        while (seen := words[word]) < number:
+            _syscall(_FUTEX, self._address + 8 * word, _FUTEX_WAIT, seen & _LOW_BITS, _TIMEOUT)
+            now = time.monotonic()
+            if self._has_left or words[word + _HAS_LEFT] or now - checked >= _SLEEP_SECONDS:
+                checked = now
+                self._check_peers(number, positions)
+                late = [place for place in positions if words[place * _WORDS_PER_RANK] < number]
+                if late and now - began > self._timeout.total_seconds():
+                    self.leave()
+                    raise RuntimeError(
+                        f"Timed out waiting {self._timeout.total_seconds() * 1e3:.0f}ms for "
+                        f"{', '.join(self._peers[place].who for place in late)} in a collective."
+                    )
+        words[self._own + _SLEEPS_FOR] = 0
+
+    def _check_peers(self, number: int, positions: Collection[int]) -> None:
+        """Raise if one of the awaited ranks has ended."""
+        if self._has_left:
+            raise DistBackendError("Connection closed by peer, or the context of this rank has ended.")
+        for place in positions:
+            word, peer = place * _WORDS_PER_RANK, self._peers[place]
+            if self._words[word] < number:
+                has_left, has_ended = self._words[word + _HAS_LEFT], _has_ended(peer)
+                if (has_left or has_ended) and self._words[word] < number:
+                    what = "has ended" if has_ended else "has ended its context"
+                    raise DistBackendError(f"Connection closed by peer: {peer.who} {what}.")
+
+    def _raise_mismatch(self, number: int) -> None:
+        calls: dict[str, list[str]] = {}
+        for place, peer in enumerate(self._peers):
+            word = place * _WORDS_PER_RANK
+            start = (word + _DESCRIPTIONS) * 8 + number % _SLOTS * DESCRIPTION_BYTES
+            description = bytes(self._bytes[start : start + DESCRIPTION_BYTES]).rstrip().decode()
+            if self._words[word + _CHECKSUMS + number % _SLOTS] >> 32 != number & _LOW_BITS:
+                description = "not there yet" if self._words[word] < number else "a later call"
+            calls.setdefault(description, []).append(str(peer.rank))
+        texts = [f"rank {', '.join(ranks)}: {description}" for description, ranks in calls.items()]
+        raise CollectiveMismatchError(
+            f"The ranks made different calls ({'; '.join(texts)}). idist.debug() shows their places."
+        )
+
+    def _wake(self) -> None:
+        _syscall(_FUTEX, self._address + 8 * self._own, _FUTEX_WAKE, _ALL_SLEEPERS, None)
+
+    def leave(self) -> None:
+        """Mark that this rank has left. Its waits, and waits for it, then raise."""
+        if os.getpid() == self._peers[self.position].pid:  # not a forked child
+            self._has_left = True
+            self._words[self._own + _HAS_LEFT] = 1
+            self._wake()
+
+
+def _header_bytes(group_size: int) -> int:
+    return -(-group_size * _WORDS_PER_RANK * 8 // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def part_bytes(group_size: int) -> int:
+    """Size of a part of the memory of a group."""
+    free = _MAX_BYTES - _header_bytes(group_size)
+    return min(_MAX_PART_BYTES, free // (2 * group_size) // _PAGE_BYTES * _PAGE_BYTES)
+
+
+# --- opening ---------------------------------------------------------------------------------------------
+
+
+class _Offer(NamedTuple):
+    """What a rank tells the others. Only the first rank has a file."""
+
+    reason: str  # why this rank cannot share memory; empty if it can
+    rank: int
+    pid: int = 0
+    start: str = ""
+    pid_namespace: str = ""
+    name: str = ""
+    fd: int = -1
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
+
+
+def unavailable_reason() -> str:
+    """The reason why this process cannot share memory; empty if it can.
+
+    Raises:
+        EnvironmentVariablesError: :data:`VARIABLE` is neither 0 nor 1.
+    """
+    text = os.environ.get(VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise EnvironmentVariablesError(f"The environment variable {VARIABLE} must be 0 or 1, got {text!r}.")
+    if text == "0":
+        return f"{VARIABLE}=0"
+    if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
+        return f"only on Linux and x86-64, not on {sys.platform} and {platform.machine()}"
+    try:
+        fd, name = _make_file(_PAGE_BYTES)
+        with os.fdopen(fd):
+            os.close(_open_through_proc(os.getpid(), fd, name))
+    except OSError as error:
+        return str(error)
+    return "" if _start_time(os.getpid()) else "/proc does not show this process"
+
+
+def open_segment(
+    gather: Callable[[bytearray], bytearray], rank: int, position: int, group_size: int, timeout: timedelta
+) -> Segment | str:
+    """The memory of a group, or the reason why its ranks share none. Every rank of the group calls this.
+
+    Args:
+        gather: gathers buffers of one length from all ranks of the group.
+        rank: this rank.
+        position: its position in the group.
+        group_size: number of ranks.
+        timeout: how long to wait for another rank in a collective.
+    """
+    fd, size = -1, _header_bytes(group_size) + 2 * group_size * part_bytes(group_size)
+    offer = _Offer("", rank)
+    try:
+        try:
+            offer = _Offer(unavailable_reason(), rank)
+            if not offer.reason:
+                pid = os.getpid()
+                offer = _Offer("", rank, pid, _start_time(pid) or "", os.readlink("/proc/self/ns/pid"))
+                if position == 0:
+                    fd, name = _make_file(size)
+                    offer = offer._replace(name=name, fd=fd)
+        except (OSError, EnvironmentVariablesError) as error:
+            offer = _Offer(str(error), rank)
+        offers, reason = _exchange(gather, offer, group_size)
+        if reason:
+            return reason
+        memory: mmap.mmap | None = None
+        try:
+            memory = _map(offers, position, size)
+        except OSError as error:
+            offer = offer._replace(reason=str(error))
+        _, reason = _exchange(gather, offer, group_size)
+        return reason if memory is None or reason else Segment(memory, position, offers, timeout)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _make_file(size: int) -> tuple[int, str]:
+    """A file in memory that this user alone may open, and its name, which no other file has."""
+    name = f"ignite_dist-{secrets.token_hex(16)}"
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, name
+
+
+def _exchange(
+    gather: Callable[[bytearray], bytearray], offer: _Offer, group_size: int
+) -> tuple[list[_Offer], str]:
+    """The offers of all ranks, and the reason of the first rank that cannot share memory."""
+    text = json.dumps(offer._replace(reason=ascii(offer.reason)[1:-1][:_REASON_CHARACTERS])).encode()
+    gathered = gather(bytearray(text.ljust(_OFFER_BYTES)))
+    rows = [gathered[_OFFER_BYTES * row : _OFFER_BYTES * (row + 1)] for row in range(group_size)]
+    offers = [_Offer(*json.loads(row)) for row in rows]
+    return offers, next((f"rank {one.rank}: {one.reason}" for one in offers if one.reason), "")
+
+
+def _map(offers: list[_Offer], position: int, size: int) -> mmap.mmap:
+    """Map the first rank's file.
+
+    Raises:
+        OSError: this process cannot, or does not see the processes of the other ranks.
+    """
+    first, own = offers[0], offers[position]
+    if any(one.pid_namespace != own.pid_namespace or _start_time(one.pid) != one.start for one in offers):
+        raise OSError("the ranks are on different machines, or in different PID namespaces")
+    fd = _open_through_proc(first.pid, first.fd, first.name)
+    try:
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
+
+
+def _open_through_proc(pid: int, fd: int, name: str) -> int:
+    """Open a file of another process. Its name is compared first: opening another file may have effects."""
+    path = f"/proc/{pid}/fd/{fd}"
+    if not os.readlink(path).startswith(f"/memfd:{name}"):
+        raise OSError(f"{path} is another file")
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _has_ended(peer: _Offer) -> bool:
+    try:
+        return _start_time(peer.pid) != peer.start
+    except OSError:  # this process has no free file descriptor
+        return False
+
+
+def _start_time(pid: int) -> str | None:
+    """When the process started, which tells it from a later one with its number; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            state, *fields = file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else fields[18]

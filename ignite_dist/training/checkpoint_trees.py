@@ -1,0 +1,181 @@
+"""Trees of plain values, which ``torch.load(weights_only=True)`` reads, and checks whether a state fits.
+
+In the tree of a sharded state, a dict of plain values stands for each sharded tensor: its mark.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ignite_dist.collectives.checks import is_sharded
+from ignite_dist.training.state_dicts import check_optimizer_state, check_state
+
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
+_MARK = "ignite_dist.shard"
+
+
+def plain(value: Any, name: str, copies: bool = True) -> Any:
+    """``value`` with tensors on the CPU, without classes that ``weights_only`` refuses.
+
+    Args:
+        value: None, a bool, number, str, bytes, dtype or device; a tensor; a numpy scalar, which becomes a
+            number; or a dict, list or tuple of these.
+        name: for the error message.
+        copies: False keeps tensors that are on the CPU already.
+
+    Raises:
+        TypeError: another type. The message gives its place in ``value``.
+    """
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    if isinstance(value, Tensor) and not is_sharded(value):
+        tensor = value.detach().to("cpu", copy=copies or _is_part_of_storage(value))
+        if type(tensor) is Tensor:
+            return tensor
+    if isinstance(value, dict):
+        children = {
+            _plain_key(key, name): plain(child, f"{name}[{key!r}]", copies) for key, child in value.items()
+        }
+        if kind is not OrderedDict:
+            return Counter(children) if kind is Counter else children
+        ordered = copy(value)  # keeps the versions of the modules, which are an attribute of a state dict
+        ordered.clear()
+        ordered.update(children)
+        return ordered
+    if kind in (list, tuple):
+        return kind(plain(child, f"{name}[{number}]", copies) for number, child in enumerate(value))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return plain(value.item(), name)
+    raise TypeError(
+        f"{name} is a {kind.__module__}.{kind.__qualname__}. A checkpoint holds tensors, numbers, strings, "
+        f"None, and dicts, lists and tuples of these: reading it runs no code. {_advice(value)}"
+    )
+
+
+def _is_part_of_storage(tensor: Tensor) -> bool:
+    """True if ``torch.save`` would write more than the elements of ``tensor``."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def _plain_key(key: Any, name: str) -> Any:
+    parts = key if type(key) is tuple else (key,)
+    if all(type(part) in _LEAVES for part in parts):
+        return key
+    raise TypeError(
+        f"{name} has the key {key!r}, a {type(key).__qualname__}. Use a str, a number or a tuple."
+    )
+
+
+def _advice(value: Any) -> str:
+    if is_sharded(value):
+        return "Pass tensor.full_tensor()."
+    if hasattr(value, "state_dict"):
+        return "Pass its state_dict()."
+    if hasattr(value, "__array__"):
+        return "Pass torch.as_tensor(...)."
+    return "Pass its data."
+
+
+# --- marks of sharded tensors --------------------------------------------------------------------------
+
+
+def split_shards(tree: Any, name: str, shards: dict[str, Any]) -> Any:
+    """``tree`` with marks in place of its sharded tensors, which are put into ``shards`` by name."""
+    if is_sharded(tree):
+        shards[name] = tree.detach()
+        return {_MARK: name, "shape": list(tree.shape), "dtype": str(tree.dtype).removeprefix("torch.")}
+    if isinstance(tree, dict):
+        children = copy(tree)
+        for key, child in tree.items():  # update() of a Counter would add
+            children[key] = split_shards(child, f"{name}.{key}", shards)
+        return children
+    if type(tree) in (list, tuple):
+        return type(tree)(
+            split_shards(child, f"{name}.{number}", shards) for number, child in enumerate(tree)
+        )
+    return tree
+
+
+def is_mark(value: Any) -> bool:
+    """True if ``value`` stands for a sharded tensor."""
+    return isinstance(value, dict) and _MARK in value
+
+
+def fill_marks(tree: Any, fill: Callable[[str, Tensor], Any]) -> Any:
+    """``tree`` with ``fill(name, tensor)`` for each mark; ``tensor`` has its shape and dtype, on "meta"."""
+    if is_mark(tree):
+        dtype = getattr(torch, tree["dtype"])
+        return fill(tree[_MARK], torch.empty(tree["shape"], dtype=dtype, device="meta"))
+    if isinstance(tree, dict):
+        children = copy(tree)
+        for key, child in tree.items():
+            children[key] = fill_marks(child, fill)
+        return children
+    if type(tree) in (list, tuple):
+        return type(tree)(fill_marks(child, fill) for child in tree)
+    return tree
+
+
+def as_meta(tree: Any) -> Any:
+    """``tree`` with a tensor on the meta device for each mark."""
+    return fill_marks(tree, lambda _, tensor: tensor)
+
+
+def names_of_shards(tree: Any) -> dict[str, Tensor]:
+    """The sharded tensors of ``tree`` by name, on the meta device."""
+    found: dict[str, Tensor] = {}
+    fill_marks(tree, found.__setitem__)
+    return found
+
+
+# --- does a checkpoint fit? ----------------------------------------------------------------------------
+
+
+def check_fits(
+    content: dict[str, Any], model: Module | None, optimizer: Optimizer | None, scheduler: Any, loader: Any
+) -> None:
+    """Raise if the content of a checkpoint does not fit the objects that are to be loaded.
+
+    Raises:
+        ValueError: it lacks one of them, or is of another model, optimizer or scheduler.
+    """
+    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+    missing = [name for name, part in given.items() if part is not None and content[name] is None]
+    if missing:
+        saved = [name for name in given if content[name] is not None]
+        raise ValueError(
+            f"The checkpoint has no {' and no '.join(missing)}: it was saved with "
+            f"{', '.join(saved) or 'values'} only. Do not pass {', '.join(missing)}."
+        )
+    if model is not None:
+        check_state(model, as_meta(content["model"]))
+    if optimizer is not None:
+        check_optimizer_state(optimizer, content["optimizer"])
+        for own, saved in zip(optimizer.param_groups, content["optimizer"]["param_groups"], strict=True):
+            _check_keys(optimizer, own, saved)
+    if scheduler is not None:
+        _check_keys(scheduler, scheduler.state_dict(), content["scheduler"])
+
+
+def _check_keys(part: Any, own: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raise if each has a setting that the other lacks. Another version of torch may add some."""
+    missing = sorted(key for key in own.keys() - saved.keys() if not key.startswith("_"))
+    unexpected = sorted(key for key in saved.keys() - own.keys() if not key.startswith("_"))
+    if missing and unexpected:
+        raise ValueError(
+            f"The checkpoint does not fit a {type(part).__name__}: it lacks {', '.join(missing)}, and has "
+            f"{', '.join(unexpected)}."
+        )

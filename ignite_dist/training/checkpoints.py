@@ -1,0 +1,332 @@
+"""Checkpoints of a training run: written whole or not at all, loaded on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ignite_dist.arguments import check_module
+from ignite_dist.comp_models import ComputationModel
+from ignite_dist.comp_models.per_context import PerContext
+from ignite_dist.comp_models.work import Completed, Work
+from ignite_dist.context.live import current_model
+from ignite_dist.coordination import one_rank_only, same_outcome
+from ignite_dist.passes import check_resumable
+from ignite_dist.training import checkpoint_files
+from ignite_dist.training.checkpoint_trees import check_fits, plain, split_shards
+from ignite_dist.training.loaded_states import LoadedStates, share
+from ignite_dist.training.pending_saves import PendingSave, wait_for_pending
+from ignite_dist.training.wrapped_models import unwrap_model
+from ignite_dist.values.random_states import RandomStates
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: Module | None = None,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    **values: Any,
+) -> Work:
+    """Save a training run into the file ``path``, whole or not at all. Every rank calls this.
+
+    A kill at any moment leaves the previous file of this name, or none. The file also has the random states
+    of each rank: torch's (CPU and device), Python's and numpy's. Rank 0 writes the file.
+    ``torch.load(path, weights_only=True)`` reads it without this package: a dict with "model", "optimizer",
+    "scheduler" and "values".
+
+    Sharded tensors (``DTensor``: FSDP2, tensor parallel) are in a folder beside the file,
+    ``<path>.shards-<number>``. All ranks write them with ``torch.distributed.checkpoint``, into the same file
+    system. Move, copy or rename the folder together with the file: its name begins with the file's.
+
+    Args:
+        path: the file. Missing folders are made.
+        model: the result of :func:`auto_model`.
+        optimizer: the result of :func:`auto_optim`.
+        scheduler: any object with ``state_dict()`` and ``load_state_dict()``; that of rank 0 is saved.
+        loader: the result of :func:`auto_dataloader`, for the epoch of its sampler and the position in it:
+            the batches that the loop has received, not those that workers have fetched ahead. All ranks must
+            have received equally many.
+        keep: after a successful save, delete older checkpoints in the folder of ``path``, so that this one
+            and the ``keep - 1`` before it are left. All checkpoints in the folder count, also those of other
+            names and of other jobs; symbolic links do not. Other files stay.
+        asynchronous: True copies the states to the CPU, and writes them in a thread while training goes on.
+            The next save, the next load and the end of the context wait for the write.
+        values: anything else, of rank 0: tensors, numbers, strings, None, and dicts, lists and tuples of
+            these.
+
+    Returns:
+        A :class:`Work`, which is complete unless ``asynchronous``. Its ``wait()`` returns the path, or raises
+        the error of the write. Every rank calls ``wait()``, or none: a rank that waits alone waits for ever.
+
+    Raises:
+        TypeError: a value of another type, or ``loader`` is not a loader of ``auto_dataloader``.
+        ValueError: ``keep`` is less than 1, ``path`` is a folder, or the ranks are at different batches.
+        OSError, RuntimeError: the file cannot be written, or the previous asynchronous write has failed.
+
+        Every rank raises, and the previous file is unchanged.
+
+    Example::
+
+        for epoch in range(first_epoch, num_epochs):
+            train(model, loader, optimizer)
+            parts = {"model": model, "optimizer": optimizer, "loader": loader}
+            idist.save_checkpoint(f"run/{epoch}.pt", **parts, keep=3, epoch=epoch + 1)
+    """
+    if model is not None:
+        check_module("save_checkpoint", model)
+    live = current_model()
+    live.groups.check_not_joining()
+    wait_for_pending(live)
+    given, path = Path(path), Path(os.path.abspath(path))  # a thread may write after os.chdir
+    content: dict[str, Any] = {}
+
+    def prepare() -> dict[str, Any]:
+        _check_target(path, keep)
+        content["scheduler"] = None if scheduler is None else plain(scheduler.state_dict(), "scheduler")
+        content["values"] = {name: plain(value, name) for name, value in values.items()}
+        return _part_of_rank(live, path, loader)
+
+    parts = same_outcome(live, prepare)
+    _check_positions(parts)
+    number = parts[0]["number"]
+    shards: dict[str, Any] = {}
+    is_gathered = hasattr(optimizer, "consolidate_state_dict")  # ZeRO: whole on rank 0, after this
+    if is_gathered:
+        optimizer.consolidate_state_dict(to=0)  # type: ignore[union-attr]
+    has_optimizer = not is_gathered or live.get_rank() == 0
+
+    def take_states() -> None:
+        states = _states(model, optimizer if has_optimizer else None, shards)
+        if live.get_rank() == 0:
+            content.update({name: plain(state, name, asynchronous) for name, state in states.items()})
+
+    same_outcome(live, take_states)
+    folder = checkpoint_files.shards_folder(path, number) if shards else None
+    content.update(
+        format=checkpoint_files.FORMAT,
+        version=checkpoint_files.VERSION,
+        number=number,
+        shards=bool(shards),
+        loader=None if loader is None else [part["loader"] for part in parts],
+        random_states=[part["random_states"] for part in parts],
+    )
+    write = _writer(live, path, content, folder, shards, keep, asynchronous)
+    if asynchronous:
+        return PendingSave(live, given, write)
+    same_outcome(live, write)
+    return Completed(given)
+
+
+def _part_of_rank(live: ComputationModel, path: Path, loader: Any) -> dict[str, Any]:
+    return {
+        "number": _prepare_folder(path) if live.get_rank() == 0 else 0,
+        "loader": None if loader is None else check_resumable(loader).position(),
+        "random_states": {**RandomStates.now().plain(), "device": live.training.random_state()},
+    }
+
+
+def _check_target(path: Path, keep: Any) -> None:
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all; got {keep!r}.")
+    if path.is_dir():
+        raise ValueError(
+            f"path must be a file, and {path} is a folder: save_checkpoint({str(path / 'name.pt')!r})."
+        )
+    if path.name.endswith(checkpoint_files.TEMPORARY):
+        raise ValueError(
+            f"path must not end with {checkpoint_files.TEMPORARY}, which marks unfinished files."
+        )
+
+
+def _prepare_folder(path: Path) -> int:
+    """Make the folder of ``path``, and return the number of the next checkpoint in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number = checkpoint_files.next_number(path.parent)
+    # Left behind by a job that was killed before it wrote the file.
+    shutil.rmtree(checkpoint_files.shards_folder(path, number), ignore_errors=True)
+    return number
+
+
+def _check_positions(parts: list[dict[str, Any]]) -> None:
+    batches = [part["loader"]["batches"] for part in parts if part["loader"] is not None]
+    if len(set(batches)) > 1 or len(batches) not in (0, len(parts)):
+        raise ValueError(
+            f"save_checkpoint(loader=...) needs all ranks at the same batch, but they have received "
+            f"{batches} batches (in rank order). Call it after the same step on every rank."
+        )
+
+
+def _states(model: Module | None, optimizer: Optimizer | None, shards: dict[str, Any]) -> dict[str, Any]:
+    """The states with marks for sharded tensors, which are put into ``shards``. Never communicates."""
+    states = {
+        "model": None if model is None else unwrap_model(model).state_dict(),
+        "optimizer": None if optimizer is None else optimizer.state_dict(),
+    }
+    return {name: split_shards(state, name, shards) for name, state in states.items()}
+
+
+_groups: PerContext[Any] = PerContext()
+"""The group of each context whose collectives write sharded checkpoints in a thread."""
+
+
+def _writer(
+    live: ComputationModel,
+    path: Path,
+    content: dict[str, Any],
+    folder: Path | None,
+    shards: dict[str, Any],
+    keep: int | None,
+    asynchronous: bool,
+) -> Callable[[], None]:
+    """The function that writes this rank's part. Sharded tensors are copied now if it is called later."""
+    rank, write_shards = live.get_rank(), None
+    if folder is not None:
+        from ignite_dist.training import shard_files
+
+        if asynchronous and _groups.get(live) is None:
+            # Not groups.new(): users' lists of all ranks would then select this group.
+            _groups[live] = live.transport.make_group(tuple(range(live.get_world_size())), backend="gloo")
+        write_shards = shard_files.writer(folder, shards, _groups.get(live) if asynchronous else None)
+
+    def write() -> None:
+        try:
+            if write_shards is not None:
+                write_shards()
+            if rank == 0:
+                checkpoint_files.write(path, content, folder)
+        except Exception:
+            if rank == 0 and folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if rank == 0:
+            checkpoint_files.delete_old(path, content["number"], keep)
+
+    return write
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: Module | None = None,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+) -> dict[str, Any]:
+    """Load what :func:`save_checkpoint` has saved into the given objects, in place. Every rank calls this.
+
+    The number of ranks, the backend and the strategy (``DistributedDataParallel``, FSDP2, ZeRO, none) may be
+    others than those of the save. Rank 0 reads the file, and sends the others what they need; all ranks read
+    the folder of sharded tensors, if there is one and the model is sharded. No code of the file runs.
+
+    Each rank gets its random states. If there are more ranks than in the checkpoint, the others keep theirs.
+
+    The next pass over ``loader`` goes on at the saved position, counted in samples of all ranks (rounded down
+    to a multiple of the number of ranks). ``set_epoch`` with another epoch begins that epoch instead. Random
+    numbers that data loader workers draw are not restored.
+
+    Args:
+        path: the file; see :func:`latest`.
+        model: the result of :func:`auto_model`. None loads no model; this holds for the other objects too.
+        optimizer: the result of :func:`auto_optim`.
+        scheduler: an object with ``load_state_dict()``.
+        loader: the result of :func:`auto_dataloader`.
+
+    Returns:
+        The ``values`` of :func:`save_checkpoint`, with tensors on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is torn, not a checkpoint, of a newer version or of another optimizer, or it lacks
+            one of the objects.
+        RuntimeError: names or shapes of the model differ.
+        TypeError: ``loader`` is not a loader of ``auto_dataloader``.
+
+        Every rank raises, before anything is changed.
+
+    Example::
+
+        first_epoch = 0
+        if (path := idist.latest("run")) is not None:
+            first_epoch = idist.load_checkpoint(path, model=model, optimizer=optimizer)["epoch"]
+    """
+    live = current_model()
+    live.groups.check_not_joining()
+    wait_for_pending(live)
+    path = Path(path)
+    content: dict[str, Any] = {}
+
+    def read() -> None:
+        if loader is not None:
+            check_resumable(loader)
+        if live.get_rank() == 0:
+            content.update(checkpoint_files.read(path))
+            check_fits(content, model, optimizer, scheduler, loader)
+
+    same_outcome(live, read)
+    states = LoadedStates(live, path, content)
+    states.check(model, optimizer)
+    names = ("scheduler", "loader", "values", "random_states")
+    received = share(live, {name: content[name] for name in names if content})
+    if model is not None:
+        states.load_model(model)
+    if optimizer is not None:
+        states.load_optimizer(optimizer)
+    if scheduler is not None:
+        scheduler.load_state_dict(received["scheduler"])
+    _restore_ranks(live, received, loader)
+    values: dict[str, Any] = received["values"]
+    return values
+
+
+def _restore_ranks(live: ComputationModel, received: dict[str, Any], loader: Any) -> None:
+    """Restore what each rank has of its own: the loader's position and the random states."""
+    rank, saved = live.get_rank(), received["random_states"]
+    is_same_rank = len(saved) == live.get_world_size()
+    if loader is not None:
+        positions = received["loader"]
+        loader.resume(positions[rank if is_same_rank else 0], is_same_rank)
+    if rank < len(saved):
+        RandomStates.of_plain(saved[rank]).restore()
+        live.training.set_random_state(saved[rank]["device"])
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint in ``folder`` that :func:`save_checkpoint` wrote last; None if there is none.
+
+    Every rank calls this. Rank 0 looks, so all ranks get the same path. The order is that of the saves, which
+    each file holds, not that of times or names. Torn files and symbolic links are not returned.
+
+    Args:
+        folder: a folder, which need not exist.
+
+    Raises:
+        OSError: rank 0 cannot read the folder; raised on rank 0.
+        RankFailedError: this happened; raised on the other ranks.
+    """
+    wait_for_pending(current_model())
+    found: str | None = _latest(Path(folder))
+    return None if found is None else Path(found)
+
+
+@one_rank_only(broadcast=True)
+def _latest(folder: Path) -> str | None:
+    for path, shards in checkpoint_files.newest_first(folder):
+        if shards is None:
+            return str(path)
+        from ignite_dist.training import shard_files
+
+        with suppress(ValueError):
+            shard_files.check(shards, {})
+            return str(path)
+    return None

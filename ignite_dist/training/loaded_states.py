@@ -1,0 +1,149 @@
+"""The states of a checkpoint, loaded into models and optimizers that may be sharded in another way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ignite_dist.collectives.checks import is_sharded
+from ignite_dist.comp_models import ComputationModel
+from ignite_dist.coordination import same_outcome
+from ignite_dist.gradients import parameters_of
+from ignite_dist.training.checkpoint_files import shards_folder
+from ignite_dist.training.checkpoint_trees import fill_marks, names_of_shards
+from ignite_dist.training.state_dicts import (
+    as_sharded,
+    fill_sharded_model,
+    load_model_state,
+    load_optimizer_state,
+)
+from ignite_dist.training.wrapped_models import unwrap_model
+from ignite_dist.values import safe_objects
+
+
+class LoadedStates:
+    """The states of a checkpoint that rank 0 has read. Every rank calls each method.
+
+    A whole state is sent by rank 0. Sharded tensors are read by every rank if they go into sharded tensors,
+    and by rank 0 if they go into whole ones.
+
+    Args:
+        live: the context.
+        path: the checkpoint.
+        content: its content on rank 0, and an empty dict on the other ranks.
+
+    Raises:
+        ValueError: the folder of sharded tensors is torn; raised on every rank.
+    """
+
+    def __init__(self, live: ComputationModel, path: Path, content: dict[str, Any]) -> None:
+        self._live = live
+        self._content = content
+        header = None
+        if content.get("shards"):
+            names = {name: None for name in content["model"] or {} if names_of_shards(content["model"][name])}
+            header = content["number"], list(names), content["optimizer"]
+        self._header = share(live, header)
+        if self._header is not None:
+            self._folder = shards_folder(path, self._header[0])
+            if path.is_symlink() and not self._folder.exists():
+                self._folder = shards_folder(path.resolve(), self._header[0])
+
+    def check(self, *parts: Module | Optimizer | None) -> None:
+        """Raise if a rank that has to read sharded tensors for ``parts`` cannot.
+
+        Raises:
+            ValueError: their folder or a file is missing or too short, or holds other data.
+        """
+        if self._header is None:
+            return
+        from ignite_dist.training import shard_files
+
+        tensors = {**names_of_shards(self._content.get("model")), **names_of_shards(self._header[2])}
+        reads = self._live.get_rank() == 0 or any(map(_has_shards, parts))
+        same_outcome(self._live, lambda: shard_files.check(self._folder, tensors) if reads else None)
+
+    def load_model(self, model: Module) -> None:
+        """Fill the model, which fits."""
+        if self._header is None or not _has_shards(model):
+            load_model_state(model, self._whole("model"))
+            return
+        from ignite_dist.training import shard_files
+
+        inner, names = unwrap_model(model), self._header[1]
+        own = inner.state_dict()
+        shard_files.read_into(self._folder, {f"model.{name}": own[name] for name in names})
+        fill_sharded_model(inner, self._content.get("model"), names)
+
+    def load_optimizer(self, optimizer: Optimizer) -> None:
+        """Fill the optimizer, which fits."""
+        if self._header is None or not _has_shards(optimizer):
+            load_optimizer_state(optimizer, self._whole("optimizer"))
+            return
+        from ignite_dist.training import shard_files
+
+        state, tensors = self._header[2], {}
+        for number, parameter in enumerate(parameters_of(optimizer)):
+
+            def allocate(name: str, like: Tensor, parameter: Tensor = parameter) -> Tensor:
+                tensors[name] = _allocate(like, parameter)
+                return tensors[name]
+
+            values = fill_marks(state["state"].get(number, {}), allocate)
+            if is_sharded(parameter):  # perhaps it was whole when it was saved
+                values = {name: as_sharded(value, parameter) for name, value in values.items()}
+            if values:
+                state["state"][number] = values
+        shard_files.read_into(self._folder, tensors)
+        optimizer.load_state_dict(state)
+
+    def _whole(self, part: str) -> Any:
+        """The whole state on rank 0, which reads sharded tensors alone."""
+        if self._header is None:
+            return self._content.get(part)
+        from ignite_dist.training import shard_files
+
+        tensors: dict[str, Tensor] = {}
+
+        def allocate(name: str, like: Tensor) -> Tensor:
+            tensors[name] = torch.empty_like(like, device="cpu")
+            return tensors[name]
+
+        def read() -> Any:
+            state = fill_marks(self._content.get(part), allocate)
+            if tensors:
+                shard_files.read_into(self._folder, tensors, alone=True)
+            return state
+
+        found: list[Any] = []
+        same_outcome(self._live, lambda: found.append(read()))
+        return found[0]
+
+
+def share(live: ComputationModel, value: Any) -> Any:
+    """The ``value`` of rank 0, a part of a checkpoint: pickle would refuse some of its dtypes."""
+    is_rank_0 = live.get_rank() == 0
+    if live.get_world_size() == 1:
+        return value
+    saved = safe_objects.save(value) if is_rank_0 else b""
+    received = live.objects.broadcast_bytes(saved, 0, live.groups.resolve(None))
+    return value if is_rank_0 else safe_objects.load(received, 0)
+
+
+def _has_shards(part: Module | Optimizer | None) -> bool:
+    if part is None:
+        return False
+    values = unwrap_model(part).state_dict().values() if isinstance(part, Module) else parameters_of(part)
+    return any(map(is_sharded, values))
+
+
+def _allocate(like: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor like ``like``, sharded like ``parameter`` if both have the same shape."""
+    if is_sharded(parameter) and like.shape == parameter.shape:
+        return torch.empty_like(parameter.detach(), dtype=like.dtype)
+    return torch.empty_like(like, device=parameter.device)

@@ -1,0 +1,84 @@
+"""The states of this process's random generators, also as plain values, which ``weights_only`` can load."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# The process has one global random state, and replicas of XLA may be threads of the process.
+_lock = threading.RLock()
+
+
+class RandomStates(NamedTuple):
+    """The states of torch's CPU generator, ``random``, and ``numpy.random`` if numpy is imported.
+
+    Another bit generator than numpy's default is left out.
+    """
+
+    torch: Tensor
+    python: tuple[Any, ...]
+    numpy: dict[str, Any] | None
+
+    @classmethod
+    def now(cls) -> RandomStates:
+        """The present states."""
+        numpy: Any = sys.modules.get("numpy")
+        state = None if numpy is None else numpy.random.get_state(legacy=False)
+        if state is not None and state["bit_generator"] != "MT19937":
+            state = None
+        return cls(torch.get_rng_state(), random.getstate(), state)
+
+    def restore(self) -> None:
+        """Set the generators to these states. numpy's is set if numpy is imported."""
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and self.numpy is not None:
+            numpy.random.set_state(self.numpy)
+
+    def plain(self) -> dict[str, Any]:
+        """A dict of tensors, numbers and strings."""
+        version, words, gauss = self.python
+        states = {
+            "torch": self.torch,
+            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        }
+        if self.numpy is not None:
+            states["numpy"] = {
+                "words": torch.tensor(self.numpy["state"]["key"].tolist()),
+                "position": int(self.numpy["state"]["pos"]),
+                "has_gauss": int(self.numpy["has_gauss"]),
+                "gauss": float(self.numpy["gauss"]),
+            }
+        return states
+
+    @classmethod
+    def of_plain(cls, states: dict[str, Any]) -> RandomStates:
+        """The inverse of :meth:`plain`."""
+        python, saved = states["python"], states.get("numpy")
+        numpy: Any = sys.modules.get("numpy")
+        state = None
+        if numpy is not None and saved is not None:
+            key = numpy.array(saved["words"].tolist(), dtype=numpy.uint32)
+            state = {"bit_generator": "MT19937", "state": {"key": key, "pos": saved["position"]}}
+            state.update(has_gauss=saved["has_gauss"], gauss=saved["gauss"])
+        words = tuple(python["words"].tolist())
+        return cls(states["torch"], (python["version"], words, python["gauss"]), state)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Restore the states after the block. No other rank of this process changes them in the block."""
+    with _lock:
+        states = RandomStates.now()
+        try:
+            yield
+        finally:
+            states.restore()

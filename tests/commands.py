@@ -1,0 +1,149 @@
+"""The commands that the documents show, and a shell that runs them as a reader would.
+
+A test that runs a command names it as ``documented("...")``. ``test_commands.py`` finds these names, and
+compares them with what the documents show.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from helpers import ROOT, TESTS, loopback, plain_environ, without_gloos
+
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+# The folder of ``python``, ``torchrun``, ``horovodrun``, ...: that of the interpreter that runs the tests.
+BIN = Path(sys.executable).parent
+
+_PROGRAM = "accelerate|env|horovodrun|ignite-dist|make|mpiexec|mpirun|pip|python|salloc|sbatch|srun|torchrun"
+_COMMAND = re.compile(rf"([A-Z_]+=\S+ )*(\S+/)?({_PROGRAM}|pre-commit)(\.\w+)? \S.*")
+
+
+def documented(command: str) -> str:
+    """The command, which stands like this in a document."""
+    return command
+
+
+def with_markers(*commands: str) -> list[Any]:
+    """The commands for ``parametrize``: those with Horovod or XLA are run where these are installed."""
+    marks = {"horovod": pytest.mark.horovod, "xla-tpu": pytest.mark.xla}
+    return [
+        pytest.param(command, marks=[mark for word, mark in marks.items() if f"--backend {word}" in command])
+        for command in commands
+    ]
+
+
+def with_test() -> set[str]:
+    """The commands that some test names as ``documented(...)``."""
+    found = set()
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == documented.__name__:
+                found.add(ast.literal_eval(node.args[0]))
+    return found
+
+
+# --- what the documents show ---------------------------------------------------------------------------
+
+
+def shown() -> set[str]:
+    """Every command of the documents and of the examples' docstrings, without its comment."""
+    found = set()
+    for path in DOCUMENTS:
+        found.update(_of_document(path.read_text(encoding="utf-8")))
+    for path in EXAMPLES:
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False) or ""
+        lines = [line.strip() for line in docstring.splitlines() if line.startswith("    ")]
+        found.update(filter(_COMMAND.fullmatch, [*map(_plain, lines), *_inline(docstring)]))
+    return found
+
+
+def _of_document(text: str) -> Iterator[str]:
+    for language, block in blocks(text):
+        if language == "bash":
+            yield from filter(None, map(_plain, block.splitlines()))
+        elif language == "console":
+            yield from (_plain(line[2:]) for line in block.splitlines() if line.startswith("$ "))
+    yield from filter(_COMMAND.fullmatch, _inline(_BLOCK.sub("", text)))
+
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Language and text of each code block."""
+    return _BLOCK.findall(text)
+
+
+def _inline(text: str) -> list[str]:
+    """The code inside of the text; it may go over the end of a line."""
+    codes = (re.findall(r"(?<!`)`([^`]+)`(?!`)", paragraph) for paragraph in re.split(r"\n\s*\n", text))
+    return [" ".join(code.split()) for code in itertools.chain.from_iterable(codes)]
+
+
+def _plain(line: str) -> str:
+    """The line without the comment at its end."""
+    return re.sub(r"(^|\s+)#.*", "", line).strip()
+
+
+# --- the shell -----------------------------------------------------------------------------------------
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    returncode: int
+    output: str
+    errors: str
+
+
+def at_a_shell(
+    command: str, folder: Path, *, programs: Path = BIN, seconds: float = 280, **environ: str
+) -> Ended:
+    """Run lines of a shell in ``folder``, with the programs of ``programs``, on the CPU."""
+    environment = plain_environ(CUDA_VISIBLE_DEVICES="", **loopback())
+    environment["PATH"] = f"{programs}:{environment['PATH']}"
+    ended: Any = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env={**environment, **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    return Ended(ended.returncode, without_gloos(ended.stdout), ended.stderr)
+
+
+def open_mpi(folder: Path) -> dict[str, str]:
+    """The environment in which ``mpirun`` is that of Open MPI, and starts as root and on few cores too."""
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "mpirun").symlink_to(shutil.which("mpirun.openmpi") or "/nowhere")
+    return {
+        "PATH": f"{programs}:{BIN}:{os.environ['PATH']}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def with_examples(folder: Path) -> Path:
+    """``folder``, where ``examples/`` is that of this checkout: what a command writes stays in the folder."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return folder

@@ -1,0 +1,336 @@
+"""Failures in groups that share memory: deaths, different calls, interrupts. Nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ignite_dist as idist
+from ignite_dist.comp_models.native.shared_segment import VARIABLE
+from spawned import FAILURE_SECONDS, within
+from test_leaks import Held
+
+NUM_RANKS = 3
+SECONDS = 60
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "number": lambda: idist.all_reduce(1),
+    "all_reduce": lambda: idist.all_reduce(torch.ones(1_500_000)),
+    "all_gather": lambda: idist.all_gather(torch.ones(400_000)),
+    "broadcast": lambda: idist.broadcast(torch.ones(1_000), src=NUM_RANKS - 1),
+    "all_to_all": lambda: idist.all_to_all(torch.ones(NUM_RANKS * 100)),
+    "objects": lambda: idist.all_gather({"text": "x" * 20_000}),
+    "barrier": idist.barrier,
+}
+
+
+@pytest.fixture(autouse=True)
+def on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the whole suite runs without shared memory."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """For the temporary files of the ranks. The fork server outlives the test, so it has another folder."""
+    tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(prefix="shm") as path:
+        monkeypatch.setenv("TMPDIR", path)
+        yield path
+
+
+# --- deaths --------------------------------------------------------------------------------------------
+
+# Stops the process, and kills it when it has stopped.
+STOP_AND_KILL = """
+    kill -STOP $1
+    until grep -q '^State:.T' /proc/$1/status; do :; done
+    kill -KILL $1
+"""
+
+
+def _kill_at(seconds: float, how: str) -> None:
+    """Kill this process from another thread, wherever its main thread is by then."""
+
+    def kill() -> None:
+        if how == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        subprocess.run(["sh", "-c", STOP_AND_KILL, "sh", str(os.getpid())], check=False, timeout=SECONDS)
+
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    timer.start()
+
+
+def _leave(how: str) -> None:
+    if how == "exception":
+        raise LookupError("no data here")
+    if how == "os._exit":
+        os._exit(3)
+    if how == "destroy_process_group":
+        dist.destroy_process_group()
+
+
+def _call_until_one_dies(_: int, how: str, kinds: list[str], victim: int, seed: int) -> None:
+    """Calls of ``kinds`` in turn; the victim dies after a random number of them, or at a random time."""
+    rank, moment = idist.get_rank(), random.Random(seed).random()
+    idist.barrier()
+    if rank == victim and how.startswith("SIG"):
+        _kill_at(moment / 4, how)
+    num_calls = int(moment * 40)
+    for number in range(10**9):
+        if rank == victim and number == num_calls and not how.startswith("SIG"):
+            return _leave(how)
+        CALLS[kinds[number % len(kinds)]]()
+
+
+def _die(how: str, kinds: list[str], victim: int, seed: int) -> idist.RankFailedError:
+    with within(FAILURE_SECONDS), pytest.raises(idist.RankFailedError) as caught:
+        idist.spawn("gloo", _call_until_one_dies, (how, kinds, victim, seed), nproc_per_node=NUM_RANKS)
+    return caught.value
+
+
+# Who has failed first, and how. A rank that returns or that has destroyed its groups has not failed.
+WAYS = {
+    "exception": ("rank 2", "LookupError"),
+    "os._exit": ("rank 2", "SystemExit"),
+    "return": ("another", "MissingRanksError"),
+    "destroy_process_group": ("another", "DistBackendError"),
+    "SIGKILL": ("rank 2", "SIGKILL"),
+    "SIGSTOP": ("rank 2", "SIGKILL"),
+}
+
+
+@pytest.mark.parametrize("how", list(WAYS))
+def test_every_way_to_end_while_others_wait(how: str, folder: str) -> None:
+    error = _die(how, list(CALLS), victim=2, seed=len(how))
+    assert ("rank 2" if error.rank == 2 else "another", error.error_type) == WAYS[how]
+    assert "rank 2" in str(error).lower() or how == "destroy_process_group"
+
+
+@pytest.mark.stress
+def test_deaths_in_every_kind_of_call_leave_nothing_behind(
+    folder: str, repetitions: Callable[[int, int], int], tally: Callable[[str], None]
+) -> None:
+    hows, kinds, held = ("SIGKILL", "os._exit", "SIGSTOP"), list(CALLS), None
+    for number in range(repetitions(len(CALLS), 200)):
+        how, victim = hows[number % len(hows)], number % NUM_RANKS
+        error = _die(how, [kinds[number % len(kinds)]], victim, number)
+        assert error.rank == victim
+        held = held or Held.now()
+        tally("deaths of a rank in a group that shares memory")
+    assert held is not None
+    held.check()
+
+
+# --- different calls -----------------------------------------------------------------------------------
+
+
+def _control() -> Any:
+    """A group of all ranks that goes over gloo."""
+    group = idist.new_group(range(idist.get_world_size()))
+    os.environ[VARIABLE] = "0"
+    idist.barrier(group)
+    del os.environ[VARIABLE]
+    return group
+
+
+PART = 1 << 20  # bytes, or more than a part
+
+# What rank 0 calls, what the others call, and who must raise. The source of a broadcast waits for nobody.
+MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "op": (
+        lambda: idist.all_reduce(torch.ones(10)),
+        lambda: idist.all_reduce(torch.ones(10), "MAX"),
+        "all",
+    ),
+    "size": (
+        lambda: idist.all_reduce(torch.ones(10)),
+        lambda: idist.all_reduce(torch.ones(11)),
+        "all",
+    ),
+    "sizes of several parts": (
+        lambda: idist.all_reduce(torch.ones(2 * PART // 4)),
+        lambda: idist.all_reduce(torch.ones(3 * PART // 4)),
+        "all",
+    ),
+    "sizes of several parts, ints": (
+        lambda: idist.all_gather(torch.ones(3 * PART, dtype=torch.uint8)),
+        lambda: idist.all_gather(torch.ones(2 * PART, dtype=torch.uint8)),
+        "all",
+    ),
+    "dtype": (
+        lambda: idist.all_reduce(torch.ones(10)),
+        lambda: idist.all_reduce(torch.ones(10, dtype=torch.int32)),
+        "all",
+    ),
+    "kind": (
+        lambda: idist.all_reduce(torch.ones(12)),
+        lambda: idist.all_gather(torch.ones(12)),
+        "all",
+    ),
+    "all_to_all": (
+        lambda: idist.all_gather(torch.ones(12)),
+        lambda: idist.all_to_all(torch.ones(12)),
+        "all",
+    ),
+    "barrier": (idist.barrier, lambda: idist.all_reduce(torch.ones(12)), "all"),
+    "object": (lambda: idist.all_gather(torch.ones(12)), lambda: idist.all_gather("text"), "all"),
+    "broadcast": (
+        lambda: idist.broadcast(torch.ones(10)),
+        lambda: idist.all_reduce(torch.ones(10)),
+        "others",
+    ),
+    "broadcast of several parts": (
+        lambda: idist.broadcast(torch.ones(4 * PART)),
+        lambda: idist.all_reduce(torch.ones(10)),
+        "all",
+    ),
+    "source": (
+        lambda: idist.broadcast(torch.ones(10), src=1),
+        lambda: idist.broadcast(torch.ones(10), src=0),
+        "all",  # rank 0 waits for rank 1, the others for rank 0
+    ),
+}
+
+
+def _mismatched(_: int) -> dict[str, list[str]]:
+    """The messages of the errors on all ranks, by the name of the mismatch."""
+    control, rank = _control(), idist.get_rank()
+    found = {}
+    for name, (first, others, _) in MISMATCHES.items():
+        message = ""
+        try:
+            (first if rank == 0 else others)()
+        except idist.CollectiveMismatchError as error:
+            message = str(error)
+        found[name] = idist.all_gather(message, control)
+        values = torch.full((5,), float(rank))
+        assert idist.all_reduce(values).tolist() == [sum(range(NUM_RANKS))] * 5, name
+        assert idist.all_gather(f"{name} {rank}")[0] == f"{name} 0"
+    return found
+
+
+def test_different_calls_raise_and_the_group_remains_usable() -> None:
+    found, *_ = idist.spawn("gloo", _mismatched, nproc_per_node=NUM_RANKS)
+    for name, (_, _, who) in MISMATCHES.items():
+        raised = [bool(message) for message in found[name]]
+        assert raised == [who == "all", True, True], (name, found[name])
+        for message in filter(None, found[name]):
+            assert "rank 0: " in message, name
+            # A receiver raises as soon as the source has come.
+            is_broadcast = name.startswith(("broadcast", "source"))
+            assert ("rank 1" if is_broadcast else "rank 1, 2: ") in message, (name, message)
+
+
+# --- interrupts ----------------------------------------------------------------------------------------
+
+
+def when_waiting(function: Callable[[], Any]) -> None:
+    """Call ``function`` in another thread as soon as the main thread waits for another rank."""
+
+    def look() -> None:
+        while not _is_waiting(sys._current_frames()[threading.main_thread().ident or 0]):
+            time.sleep(0.001)
+        function()
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def _is_waiting(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("shared_segment.py") and frame.f_code.co_name == "_sleep":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _interrupted(_: int) -> tuple[float, float]:
+    control = _control()
+    idist.barrier()
+    if idist.get_rank() == 0:
+        when_waiting(lambda: os.kill(os.getpid(), signal.SIGINT))
+        with within(10), pytest.raises(KeyboardInterrupt):
+            idist.all_reduce(torch.ones(3))
+        idist.barrier(control)
+        first = 0.0
+    else:
+        idist.barrier(control)
+        first = idist.all_reduce(torch.ones(3))[0].item()
+    return first, idist.all_reduce(torch.full((3,), 5.0))[0].item()
+
+
+def test_an_interrupt_ends_a_wait_and_the_call_counts() -> None:
+    assert idist.spawn("gloo", _interrupted, nproc_per_node=2) == [(0, 10), (2, 10)]
+
+
+LARGE: dict[str, Callable[[], Any]] = {
+    "all_reduce of floats": lambda: idist.all_reduce(torch.ones(PART)),
+    "all_reduce of ints": lambda: idist.all_reduce(torch.ones(PART, dtype=torch.int32)),
+    "all_gather": lambda: idist.all_gather(torch.ones(PART)),
+    "broadcast": lambda: idist.broadcast(torch.ones(PART)),
+}
+
+
+def _interrupted_between(_: int, kind: str) -> tuple[bool, list[int]]:
+    """Rank 0 gives up in the middle of a call, and makes it again, while rank 1 is in its first."""
+    control, call = _control(), LARGE[kind]
+    idist.barrier()
+    if idist.get_rank() == 0:
+        when_waiting(lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    idist.barrier(control)
+    raised = False
+    try:
+        call()
+    except idist.CollectiveMismatchError:
+        raised = True
+    idist.barrier(control)
+    return raised, idist.all_gather(idist.get_rank())
+
+
+@pytest.mark.parametrize("kind", list(LARGE))
+def test_after_an_interrupt_within_a_call_of_several_steps_the_next_call_raises(kind: str) -> None:
+    found = idist.spawn("gloo", _interrupted_between, (kind,), nproc_per_node=2)
+    assert found == [(True, [0, 1])] * 2
+
+
+def _in_a_handler(_: int) -> tuple[str, list[float], int]:
+    control, message = _control(), ""
+    idist.barrier()
+
+    def handle(*_: Any) -> None:
+        nonlocal message
+        with pytest.raises(RuntimeError) as caught:
+            idist.all_reduce(1)
+        message = str(caught.value)
+        idist.barrier(control)  # of another group: allowed
+
+    if idist.get_rank() == 0:
+        signal.signal(signal.SIGUSR1, handle)
+        when_waiting(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    else:
+        idist.barrier(control)
+    reduced = idist.all_reduce(torch.ones(2)).tolist()
+    return message, reduced, idist.all_reduce(1)
+
+
+def test_a_call_in_a_signal_handler_in_the_wait_of_its_group_raises() -> None:
+    (message, *first), (none, *second) = idist.spawn("gloo", _in_a_handler, nproc_per_node=2)
+    assert message.startswith("A signal handler or a finalizer has called a collective")
+    assert none == ""
+    assert first == second == [[2.0, 2.0], 2]

@@ -1,0 +1,69 @@
+"""Jobs that are interrupted while all their ranks are at work."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import helpers
+
+
+class Job(NamedTuple):
+    """A launcher, the process of each of its two ranks, and the folder where the ranks save."""
+
+    launcher: subprocess.Popen[str]
+    workers: list[int]
+    folder: Path
+
+    def end(self) -> tuple[int, list[list[str]], str]:
+        """The launcher's exit code, what each rank has saved, and the output, once all have ended."""
+        out, err = self.launcher.communicate(timeout=280)
+        assert helpers.end_of_processes(self.workers, 0) == []
+        assert not re.search(r"TCPStore|Exception raised from|frame #|sendBytes|recvValue", err), err
+        assert err.count("Traceback") <= 1, err  # of the launcher
+        (self.folder / "stderr").write_text(err)
+        saved = [path.read_text().splitlines() if path.exists() else [] for path in self._paths()]
+        return self.launcher.returncode, saved, out
+
+    def _paths(self) -> list[Path]:
+        return [self.folder / str(rank) for rank in range(2)]
+
+
+@contextmanager
+def job(text: str, *args: str, folder: Path, seconds: int, **environ: str) -> Iterator[Job]:
+    """A script with the given text, arguments and folder, whose ranks are at work.
+
+    Each rank has said ``worker <pid>``, and saves in ``<folder>/<rank>``. The grace period has ``seconds``.
+    """
+    script = helpers.write_script(folder, text)
+    launcher = subprocess.Popen(
+        [sys.executable, str(script), *args, str(folder)],
+        env=helpers.plain_environ(IGNITE_DIST_GRACE_SECONDS=str(seconds), **environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    found = Job(launcher, [], folder)
+    try:
+        while len(found.workers) < 2:
+            line = launcher.stdout.readline()  # type: ignore[union-attr]
+            assert line, launcher.stderr.read()  # type: ignore[union-attr]
+            found.workers.extend(map(int, re.findall(r"worker (\d+)", line)))
+        yield found
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.communicate()
+
+
+def read_until(found: Job, text: str) -> None:
+    while text not in (line := found.launcher.stdout.readline()):  # type: ignore[union-attr]
+        assert line, found.launcher.stderr.read()  # type: ignore[union-attr]

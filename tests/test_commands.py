@@ -1,0 +1,174 @@
+"""Every command of README.md, CONTRIBUTING.md, SECURITY.md, docs/ and the examples' docstrings has its test.
+
+Most are run by other files, which name them as ``documented("...")``. Here are the commands of the Makefile,
+and the few that no test can run.
+"""
+
+from __future__ import annotations
+
+import configparser
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import commands
+from commands import at_a_shell, documented
+from helpers import ROOT
+from installed import copy_checkout
+
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+BUILD_HOROVOD = (ROOT / ".ci" / "build-horovod").read_text(encoding="utf-8")
+
+# Run by .ci/run, as a target of its own or as what this target needs first.
+RUN_BY_CI = {
+    "make demo": "demo",
+    "make lint": "lint",
+    "make lint type": "lint type",
+    "make type": "type",
+    "make test": "test",
+    "make horovod": "test-horovod",
+    "make test-horovod": "test-horovod",
+    "make test-launchers": "test-launchers",
+    "make test-mpi4py": "test-mpi4py",
+    "make xla": "test-xla",
+    "make test-xla": "test-xla",
+    "make conformance-newest": "conformance-newest",
+}
+PREPARE_HOROVOD = (
+    "pip download --no-deps --no-binary horovod --no-build-isolation horovod==0.28.1 "
+    "&& tar xzf horovod-0.28.1.tar.gz",
+    "sed -i.orig 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' "
+    "horovod-0.28.1/{,horovod/torch/}CMakeLists.txt",
+)
+BUILD = (
+    "env HOROVOD_WITH_{PYTORCH,GLOO}=1 HOROVOD_WITHOUT_{MPI,TENSORFLOW,MXNET}=1 "
+    "pip install --no-build-isolation ./horovod-0.28.1"
+)
+# Not run, and why.
+NOT_RUN = {
+    **dict.fromkeys(
+        (*PREPARE_HOROVOD, BUILD), "needs the network and 3 minutes; .ci/build-horovod does the same"
+    ),
+    "make test-gpu": "needs a CUDA device",
+    "make stress": "takes 35 minutes; `make test` has the short forms of its tests",
+    "make conformance": "an hour; .ci/run runs the same tests, writes the same table and compares it",
+    'make test ARGS="-k gather"': "a part of `make test`, which runs this test",
+    "make bench-xla": "measures for minutes; its environment is that of `make test-xla`",
+    "make bench-xla ARGS='--only XLA'": "measures for a minute; its environment is that of `make test-xla`",
+    "pip install mpi4py": "`make test-mpi4py` installs it, as an extra",
+    "pip install numpy": "`make test` installs it, with an extra",
+    # Not whole: a name, or an option of a command.
+    "ignite-dist run": "a name",
+    "ignite-dist run --prefix": "no script; tests/cli/test_run.py runs it with one",
+    "ignite-dist run --max-restarts 3": "no script; tests/cli/test_run.py runs it with one",
+    "mpirun -x MASTER_ADDR=node0 ...": "no script, and needs several machines with Open MPI's daemons",
+    "sbatch --signal=TERM@60": "no script; tests/workers/test_interrupts.py sends the signal",
+}
+
+
+def test_every_command_has_a_test_or_a_reason() -> None:
+    tables = {*RUN_BY_CI, *NOT_RUN}
+    with_test = commands.with_test()
+    assert not tables & with_test
+    assert tables | with_test == commands.shown()
+
+
+def test_ci_runs_what_is_said_to_be_run_by_it() -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    lines = re.findall(r"^make ([a-z0-9 -]+?)(?: ARGS=.*)?$", script, re.MULTILINE)
+    targets = {target for line in lines for target in line.split()}
+    assert {target for line in RUN_BY_CI.values() for target in line.split()} <= targets
+    assert re.search(r"^test-horovod: .*\bhorovod\)", MAKEFILE, re.MULTILINE)
+    assert re.search(r"^test-xla: xla\b", MAKEFILE, re.MULTILINE)
+
+
+# --- make ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of this checkout, where commands may change files."""
+    copy_checkout(tmp_path / "checkout")
+    return tmp_path / "checkout"
+
+
+needs_lint = pytest.mark.skipif(
+    importlib.util.find_spec("ruff") is None, reason="needs what `make lint` installs"
+)
+
+
+def test_make_lists_the_targets_that_are_shown() -> None:
+    listed = at_a_shell("make", ROOT).output
+    targets = set(re.findall(r"^  make ([a-z0-9-]+)", listed, re.MULTILINE))
+    lines = [command.partition(" ARGS")[0] for command in commands.shown() if command.startswith("make ")]
+    assert {target for line in lines for target in line.split()[1:]} == targets - {"help", "venv"}
+
+
+@pytest.mark.parametrize(
+    "command", [documented("make bench"), documented("make latency"), documented("make scale")]
+)
+def test_a_benchmark_starts(command: str) -> None:
+    """It would take minutes: its options are shown."""
+    ended = at_a_shell(f"{command} ARGS=--help", ROOT, PY=sys.executable)
+    assert ended.returncode == 0 and "options:" in ended.output, ended.errors
+
+
+def test_clean_removes_what_tools_leave(checkout: Path) -> None:
+    files = sorted(checkout.rglob("*"))
+    for name in (".venv/bin", ".venv-xla", "build", "dist", ".mypy_cache", "runs", "tests/__pycache__"):
+        (checkout / name).mkdir(parents=True)
+    ended = at_a_shell(documented("make clean"), checkout)
+    assert ended.returncode == 0, ended.errors
+    assert sorted(checkout.rglob("*")) == files
+
+
+@needs_lint
+def test_style_formats(checkout: Path) -> None:
+    path = checkout / "examples" / "digits.py"
+    formatted = path.read_text(encoding="utf-8")
+    path.write_text(formatted.replace("import ignite_dist as idist", "import ignite_dist  as  idist"))
+    ended = at_a_shell(documented("make style"), checkout, PY=sys.executable)
+    assert path.read_text(encoding="utf-8") == formatted, ended.output
+
+
+@needs_lint
+def test_git_runs_lint_before_a_commit(checkout: Path) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=checkout, check=True, timeout=60)
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / "bin").symlink_to(commands.BIN)
+    ended = at_a_shell(documented(".venv/bin/pre-commit install"), checkout)
+    assert ended.returncode == 0, ended.output + ended.errors
+    assert "pre_commit" in (checkout / ".git" / "hooks" / "pre-commit").read_text(encoding="utf-8")
+    hooks = re.findall(r"entry: (.*)", (checkout / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    assert hooks == ["make lint", "make type"]
+
+
+# --- Horovod and XLA -----------------------------------------------------------------------------------
+
+
+def _words(command: str) -> list[str]:
+    """The words of a command, as a shell expands them."""
+    return at_a_shell(f"printf '%s\\n' {command.partition(' && ')[0]}", ROOT).output.splitlines()
+
+
+def test_horovod_is_built_as_in_ci() -> None:
+    download, edit = map(_words, PREPARE_HOROVOD)
+    script = BUILD_HOROVOD.replace("$sources/$release", "horovod-0.28.1")
+    assert "release=horovod-0.28.1\n" in script and download[-1] == "horovod==0.28.1"
+    in_ci = re.search(r"-m pip (download .*)", script)
+    assert in_ci and set(download[1:-1]) <= set(in_ci[1].split())
+    assert f"{edit[0]} {edit[1]} '{edit[2]}'" in script
+    assert set(edit[3:]) == set(re.findall(r"horovod-0\.28\.1/\S*CMakeLists\.txt", script))
+    flags = [word for word in _words(BUILD) if word.startswith("HOROVOD_")]
+    assert set(flags) == set(re.findall(r"HOROVOD_\w+=1", script)) and len(flags) == 5
+
+
+def test_xla_is_the_one_of_the_extra() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    (line,) = [command for command in commands.shown() if "python -m venv xla" in command]
+    assert setup["options.extras_require"]["xla"].split() == re.findall(r"\S+==\S+", line)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from datetime import timedelta
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import CodeType, FunctionType, ModuleType
 from typing import IO, Any
 
@@ -30,6 +30,7 @@ _OLD = "2.9 or older"  # 2.9 is the oldest torch that the package supports
 _NO_IMPORT = "none: `import ignite_dist` fails, with this name in the message"
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.DistributedDataParallel"
+_OPTIMIZER = "torch.optim.Optimizer"
 _VARIABLES = "torch._dynamo.variables.functions"
 
 _NAMES = (
@@ -54,19 +55,15 @@ _NAMES = (
     ),
     (
         "torch.distributed.ProcessGroup._allgather_base",
-        "torch.distributed.all_gather_into_tensor() adds logs and counters, 15-25 us per call. The public "
-        "method all_gather_single() is newer than torch 2.9.",
+        "torch.distributed.all_gather_into_tensor() adds 15-25 us. all_gather_single() is newer than 2.9.",
         "none: an all-gather that is too large for one round raises AttributeError",
     ),
-    (
-        "torch.distributed.ProcessGroup._get_backend",
-        "No public function gives the timeout of a group.",
-        "none: AttributeError, as for _new_process_group_helper",
-    ),
-    (
-        "torch._C._distributed_c10d.Backend.Options._timeout",
-        "No public function gives the timeout of a group.",
-        "none: AttributeError, as for _new_process_group_helper",
+    *(
+        (name, "No public function gives the timeout of a group.", "none: new_group() raises AttributeError")
+        for name in (
+            "torch.distributed.ProcessGroup._get_backend",
+            "torch._C._distributed_c10d.Backend.Options._timeout",
+        )
     ),
     (
         "torch.distributed.ProcessGroup._get_sequence_number_for_group",
@@ -121,6 +118,11 @@ _NAMES = (
         "none: auto_model(buffer_hook=) raises AttributeError",
     ),
     (
+        "torch.distributed.Reducer._update_process_group",
+        "A DistributedDataParallel whose own group is not the world cannot be pickled.",
+        "none: auto_model on one machine raises AttributeError",
+    ),
+    (
         f"{_DDP}._static_graph_delay_allreduce_enqueued",
         "Shows if a DistributedDataParallel with static_graph=True has finished its first backward pass. "
         "Accumulation before that pass fails deep inside torch.",
@@ -132,16 +134,13 @@ _NAMES = (
         "the list only in this attribute of the module.",
         "no parameter or buffer is ignored",
     ),
-    (
-        "torch.optim.Optimizer._optimizer_step_pre_hooks",
-        "No public function tells if a hook is registered already. ZeRO makes a new optimizer, and the hooks "
-        "are copied to it.",
-        "none: auto_optim raises AttributeError",
-    ),
-    (
-        "torch.optim.Optimizer._optimizer_step_post_hooks",
-        "ZeRO makes a new optimizer, and the hooks are copied to it.",
-        "none: auto_optim(zero=True) raises KeyError",
+    *(
+        (
+            name,
+            "ZeRO makes a new optimizer. The hooks are copied to it, and no public function returns them.",
+            "none: auto_optim raises AttributeError",
+        )
+        for name in (f"{_OPTIMIZER}._optimizer_step_pre_hooks", f"{_OPTIMIZER}._optimizer_step_post_hooks")
     ),
     (
         "torch._dynamo",
@@ -302,15 +301,11 @@ FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Number of in-place changes of a tensor. An ``attrgetter``, for speed: it runs for each gradient."""
 
+storage_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The base of a view; None if the tensor is not a view."""
 
-def storage_base(tensor: Tensor) -> Tensor | None:
-    """The base of the view ``tensor``; None if ``tensor`` is not a view."""
-    return tensor._base
-
-
-def is_view(tensor: Tensor) -> bool:
-    """True if ``tensor`` is a view of another tensor."""
-    return tensor._is_view()
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+"""True if a tensor is a view of another tensor."""
 
 
 def save(value: Any, file: IO[bytes], pickle_module: Any, protocol: int, *, as_zip: bool) -> None:
@@ -334,6 +329,11 @@ def register_builtin_hook(wrapper: Any, hook: dist.BuiltinCommHookType) -> None:
 def register_buffer_hook(wrapper: Any, *hook: Any) -> None:
     """Register ``(state, function)`` or ``(state, function, location)`` as DDP's hook for buffers."""
     wrapper._register_buffer_comm_hook(*hook)
+
+
+def reduce_gradients_in(wrapper: DistributedDataParallel, group: ProcessGroup) -> None:
+    """Let ``wrapper`` average gradients in ``group``, which has the same ranks as its process group."""
+    wrapper.reducer._update_process_group(group)
 
 
 def has_learnt_static_graph(wrapper: DistributedDataParallel) -> bool:

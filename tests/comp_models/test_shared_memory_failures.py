@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -34,7 +35,13 @@ CALLS: dict[str, Callable[[], Any]] = {
     "all_to_all": lambda: idist.all_to_all(torch.ones(NUM_RANKS * 100)),
     "objects": lambda: idist.all_gather({"text": "x" * 20_000}),
     "barrier": idist.barrier,
+    "gradients": lambda: _wrapped_model()(torch.ones(1, 1_000)).sum().backward(),
 }
+
+
+@cache
+def _wrapped_model() -> Any:
+    return idist.auto_model(torch.nn.Linear(1_000, 400))
 
 
 @pytest.fixture(autouse=True)

@@ -91,7 +91,7 @@ class NativeModel(ProcessModel):
             ),
             undo,
         )
-        self.training = NativeTraining(self)
+        self.training = NativeTraining(self, self.transport)
         gloo.wait_for_threads_at_exit()
 
     # --- lifecycle ---------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from ignite_dist import _torch
 from ignite_dist.comp_models.native import gloo
+from ignite_dist.comp_models.native.reducer_group import ReducerGroup
 from ignite_dist.comp_models.native.shared_memory import SharedMemory
 from ignite_dist.comp_models.native.shared_segment import (
     MAX_RANKS,
@@ -104,6 +105,11 @@ class OneMachineTransport(NativeTransport):
         if device.type != "cpu" or not 1 < len(group.ranks) <= MAX_RANKS:
             return over_gloo()
         return _SharedWork(self, group, run, over_gloo)
+
+    def reducer_group(self, group: Group) -> ProcessGroup | None:
+        if not 1 < len(group.ranks) <= MAX_RANKS or self.memory_of(group) is None:
+            return None
+        return ReducerGroup(self.handle_of(group), lambda tensor: self.all_reduce(tensor, "SUM", group))
 
     # --- the memory of each group ---
 

@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,28 @@ from ignite_dist.comp_models.training import Training
 from ignite_dist.comp_models.transport import Group
 from ignite_dist.gradients import parameters_of
 
+if TYPE_CHECKING:
+    from ignite_dist.comp_models.base import ComputationModel
+    from ignite_dist.comp_models.native.transport import NativeTransport
+
 _LOCAL = "_ignite_dist_local"  # attribute of an FSDP2 module while it does not synchronise gradients
+_REDUCER_GROUP = "_ignite_dist_reducer_group"  # attribute of a DistributedDataParallel over shared memory
 
 
 class NativeTraining(Training):
-    """Wraps models in DDP, shards models with FSDP2 and optimizers with ZeRO."""
+    """Wraps models in DDP, shards models with FSDP2 and optimizers with ZeRO.
+
+    Args:
+        context: the context.
+        transport: the context's transport.
+    """
 
     averages_gradients: ClassVar[bool] = True
     averages_in_backward: ClassVar[bool] = True
+
+    def __init__(self, context: ComputationModel, transport: NativeTransport) -> None:
+        super().__init__(context)
+        self._transport = transport
 
     def wrap_model(
         self,
@@ -47,16 +61,19 @@ class NativeTraining(Training):
             parameter.requires_grad for parameter in model.parameters()
         ):
             return model
-        return _wrap_model(
-            model,
-            self.context.device(),
-            self.context.backend() or "",
-            sync_bn,
-            wrapper,
-            comm_hook,
-            buffer_hook,
-            kwargs,
-        )
+        device, backend = self.context.device(), self.context.backend() or ""
+        wrapped = _wrap_model(model, device, backend, sync_bn, wrapper, comm_hook, buffer_hook, kwargs)
+        if device.type == "cpu" and isinstance(wrapped, DistributedDataParallel):
+            self._average_in_memory(wrapped)
+        return wrapped
+
+    def _average_in_memory(self, wrapped: DistributedDataParallel) -> None:
+        """Let ``wrapped`` average gradients over shared memory if its ranks are on one machine."""
+        handle = wrapped.process_group
+        group = self._transport.reducer_group(Group(handle, self._transport.ranks_of(handle)))
+        if group is not None:
+            vars(wrapped)[_REDUCER_GROUP] = group  # the reducer does not keep the Python object alive
+            _torch.reduce_gradients_in(wrapped, group)
 
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
         if self.context.get_world_size() > 1:

@@ -225,6 +225,10 @@ class NativeTransport(Transport):
             )
         return handle
 
+    def reducer_group(self, group: Group) -> ProcessGroup | None:
+        """A faster process group in which DDP averages gradients on the CPU. All ranks of ``group`` call."""
+        return None
+
     def group_key(self, group: Group) -> str:
         handle = group.handle
         return "" if handle is None or handle is self._world else handle.group_name

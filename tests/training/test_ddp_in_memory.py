@@ -1,0 +1,198 @@
+"""DistributedDataParallel averages gradients over shared memory, and everything else stays torch's."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn import Embedding, Linear, Module
+from torch.nn.parallel import DistributedDataParallel
+
+import ignite_dist as idist
+from ignite_dist import _torch
+from ignite_dist.comp_models.native.shared_segment import VARIABLE
+from on_ranks import on_ranks
+
+
+@pytest.fixture(autouse=True)
+def on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the whole suite runs without shared memory."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def linear() -> Linear:
+    torch.manual_seed(0)
+    return Linear(300, 1000, bias=False)
+
+
+def backward(model: Module, scale: float = 1.0) -> Tensor:
+    """The gradient after a backward pass, in which the gradient of rank ``r`` is ``scale * (r + 1)``."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(torch.full((1, 300), scale * (idist.get_rank() + 1))).sum().backward()
+    (gradient,) = [parameter.grad for parameter in model.parameters()]
+    assert gradient is not None
+    return gradient
+
+
+def over_gloo(run: Callable[[], Any], group: Any = None) -> int:
+    """Number of collectives that ``run`` begins in torch's process group."""
+    handle = dist.group.WORLD if group is None else group
+    before = _torch.sequence_number(handle)
+    run()
+    return (_torch.sequence_number(handle) or 0) - (before or 0)
+
+
+# --- results -------------------------------------------------------------------------------------------
+
+
+def _averages(_: int) -> None:
+    average = (idist.get_world_size() + 1) / 2
+    for kwargs in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 0.3}):
+        model = idist.auto_model(linear(), **kwargs)
+        for _ in range(3):  # DDP agrees on its buckets in the first steps
+            assert backward(model).eq(average).all()
+        assert over_gloo(partial(backward, model)) == 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_are_averaged_without_gloo(world_size: int) -> None:
+    on_ranks(_averages, world_size=world_size)
+
+
+def _same_bits(_: int) -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    factors = torch.randn((size, 1000, 300), generator=torch.Generator().manual_seed(1))
+    model = idist.auto_model(_Weighted())
+    model(factors[rank]).backward()
+    expected = factors[0] * (1 / size)
+    for other in range(1, size):
+        expected = expected + factors[other] * (1 / size)
+    assert torch.equal(model.module.weight.grad, expected)
+
+
+class _Weighted(Module):
+    """Its gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1000, 300))
+
+    def forward(self, factors: Tensor) -> Tensor:
+        return (self.weight * factors).sum()
+
+
+def test_gradients_are_added_in_rank_order() -> None:
+    on_ranks(_same_bits, world_size=3)
+
+
+# --- what torch does with a wrapped model --------------------------------------------------------------
+
+
+def _hooked(_: int) -> None:
+    model = idist.auto_model(linear())
+    assert backward(model).eq(1.5).all()
+    model.register_comm_hook(None, fp16_compress_hook)
+    assert backward(model, 1 + 1e-4).eq(1.5).all(), "float16 has no 1.0001"
+    assert over_gloo(partial(backward, model)) > 0
+
+
+def test_a_hook_of_the_user_replaces_shared_memory() -> None:
+    on_ranks(_hooked)
+
+
+def _copied(_: int) -> None:
+    model = idist.auto_model(linear())
+    for _ in range(2):  # DDP agrees on its buckets in the first steps
+        backward(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert backward(copied).eq(1.5).all()
+    assert over_gloo(partial(backward, model)) == 0
+
+
+def test_a_wrapped_model_can_be_copied_and_pickled() -> None:
+    on_ranks(_copied)
+
+
+def _joined(_: int) -> list[list[float]]:
+    found = []
+    for by_all in (True, False):
+        for model in (idist.auto_model(linear()), DistributedDataParallel(linear())):
+            gradients = []
+            with idist.join(model, divide_by_initial_world_size=by_all):
+                for _ in range(1 + 2 * idist.get_rank()):
+                    gradients.append(float(backward(model)[0, 0]))
+            found.append(gradients)
+    return found
+
+
+def test_uneven_inputs() -> None:
+    """A rank without data sends zeros, and the divisor may be the number of the others."""
+    assert on_ranks(_joined) == [[[1.5]] * 4, [[1.5, 1, 1]] * 2 + [[1.5, 2, 2]] * 2]
+
+
+def _sparse(_: int) -> None:
+    model = idist.auto_model(Embedding(4, 3, sparse=True))
+    model(torch.tensor([idist.get_rank()])).sum().backward()
+    assert model.module.weight.grad.to_dense()[:, 0].tolist() == [0.5, 0.5, 0, 0]
+
+
+def test_sparse_gradients() -> None:
+    on_ranks(_sparse)
+
+
+def _in_pairs(_: int) -> None:
+    rank = idist.get_rank()
+    pairs = [idist.new_group(pair) for pair in ([0, 1], [2, 3])]
+    pair = pairs[rank // 2]
+    model = idist.auto_model(linear(), process_group=pair)
+    for _ in range(2):
+        assert backward(model).eq(1.5 if rank < 2 else 3.5).all()
+    assert over_gloo(partial(backward, model), pair) == 0
+
+
+def test_a_process_group_of_the_user() -> None:
+    on_ranks(_in_pairs, world_size=4)
+
+
+def _over_gloo(_: int) -> None:
+    if idist.get_rank() == 1:
+        os.environ[VARIABLE] = "0"
+    try:
+        model = idist.auto_model(linear())
+        assert backward(model).eq(1.5).all()
+        assert over_gloo(partial(backward, model)) > 0
+    finally:
+        os.environ.pop(VARIABLE, None)
+
+
+def test_ranks_that_share_no_memory_average_over_gloo() -> None:
+    on_ranks(_over_gloo)
+
+
+# --- failures ------------------------------------------------------------------------------------------
+
+
+def _other_call(_: int) -> None:
+    model = idist.auto_model(linear())
+    if idist.get_rank() == 0:
+        backward(model)
+    else:
+        idist.all_reduce(torch.ones(3))
+
+
+def test_another_call_on_another_rank() -> None:
+    with pytest.raises(idist.WorkerRaisedError) as caught:
+        on_ranks(_other_call)
+    text = str(caught.value)
+    assert "CollectiveMismatchError: The ranks made different calls (" in text
+    assert "rank 0: all_reduce SUM of 300000" in text and "rank 1: all_reduce SUM of 3 " in text

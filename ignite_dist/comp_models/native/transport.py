@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from itertools import count
 from types import FrameType
 from typing import Any
 
@@ -16,23 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import (
     DeviceMesh,
-    DistError,
     GroupMember,
-    PrefixStore,
     ProcessGroup,
     Store,
-    init_device_mesh,
 )
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ignite_dist import _torch
 from ignite_dist.comp_models.native import gloo, narrow_floats, waits
+from ignite_dist.comp_models.native.group_factory import GroupFactory
 from ignite_dist.comp_models.native.works import TorchWork, TorchWorks
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.rendezvous import connections
 from ignite_dist.values import meshes
-from ignite_dist.values.ranks import describe_ranks
 from ignite_dist.values.reduce_ops import BITWISE, is_rounded, reduce_rows
 from ignite_dist.values.serialization import as_bytes, as_tensor
 
@@ -104,17 +98,12 @@ class NativeTransport(Transport):
         self._rank = rank
         self._backends = backends
         self._device = device
-        self._connecting = connecting
         self._own_store = own_store
         self.overlap = backends.get("cpu", "gloo") == "gloo"  # the only one on CPUs with separate_group()
         self._world_ranks = tuple(range(world.size()))
-        # A counter of the groups made of each tuple of ranks, and the connections to the store that no thread
-        # is using. No lock is needed, because next(), pop() and append() are atomic.
-        self._generations: dict[tuple[int, ...], Iterator[int]] = {}
-        self._free_connections: list[Store] = []
         self._scratch = gloo.ScratchBuffers()
-        # gloo's connections in the world and in groups; recorded only if open() has made the context
-        self.world_connections, self._group_connections = connections.Connections(), connections.Connections()
+        self._groups = GroupFactory(world, rank, device, connecting)
+        self.world_connections = connections.Connections()  # recorded only if open() has made the context
 
     # --- groups ---
 
@@ -122,17 +111,7 @@ class NativeTransport(Transport):
         return self._world
 
     def make_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
-        if not ranks:  # torch treats an empty list as all ranks
-            inspect.signature(dist.new_group).bind([], **options)
-            return GroupMember.NON_GROUP_MEMBER
-        if options:
-            with self._connecting(), self._group_connections.recording():
-                return dist.new_group(list(ranks), **options)
-        # torch names a group by the number of groups that this rank has made, so ranks with different numbers
-        # would wait for each other forever. With a name made of the ranks, only members must call.
-        generation = next(self._generations.setdefault(ranks, count(1)))
-        digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
-        return self._make_named_group(f"ignite_dist:{digest}:{generation}", ranks)
+        return self._groups.make(ranks, **options)
 
     def separate_group(self, group: Group) -> Work:
         if not self.overlap or len(group.ranks) == 1:
@@ -140,56 +119,12 @@ class NativeTransport(Transport):
         # All members have called when they have each other's tokens. The first token names the new group.
         tokens = self.all_gather(as_tensor(bytearray(os.urandom(16))), group)
         tokens.start()
-        return tokens.then(lambda rows: self._connect_again(group, bytes(rows[0].tolist()).hex()))
+        handle = self.handle_of(group)
 
-    def _connect_again(self, group: Group, name: str) -> Group:
-        """``group`` with a handle of its own, which torch's tables of groups do not have.
+        def connect(rows: Tensor) -> Group:
+            return self._groups.connect_again(group, handle, name=bytes(rows[0].tolist()).hex())
 
-        The tables differ between the ranks while threads make groups, and torch derives names from them.
-        """
-        from torch.distributed import ProcessGroupGloo  # missing in builds without gloo
-
-        position = group.position(self._rank)
-        assert position is not None
-        store = self._take_connection(_torch.backend_and_store(self._world)[1])
-        with self._connecting(), self._group_connections.recording():
-            handle = ProcessGroupGloo(
-                PrefixStore(f"ignite_dist:asynchronous:{name}/", store),
-                position,
-                len(group.ranks),
-                _torch.timeout_of(self.handle_of(group), self._device()),
-            )
-        self._free_connections.append(store)
-        return group._replace(handle=handle)
-
-    def _make_named_group(self, name: str, ranks: tuple[int, ...]) -> Any:
-        backend, world_store = _torch.backend_and_store(self._world)
-        store = self._take_connection(world_store) if self._rank in ranks else world_store
-        with self._connecting(), self._group_connections.recording():
-            handle = _torch.new_group_by_name(
-                name,
-                ranks,
-                self._rank,
-                backend,
-                store,
-                # torch would not pass the world's timeout on to the group.
-                timeout=_torch.timeout_of(self._world, self._device()),
-                description=f"ignite_dist:{describe_ranks(ranks)}",
-            )
-        if handle is not GroupMember.NON_GROUP_MEMBER:
-            self._free_connections.append(store)  # not after an error: a reply may still be unread
-        return handle
-
-    def _take_connection(self, world_store: Any) -> Any:
-        """Take or make a connection to the store that no other thread is using.
-
-        A thread keeps its connection while it waits for the other members. Two threads with one connection
-        would deadlock if two ranks made their groups in opposite orders.
-        """
-        try:
-            return self._free_connections.pop()
-        except IndexError:
-            return _new_connection(world_store)
+        return tokens.then(connect)
 
     def is_alive(self, handle: Any) -> bool:
         return _torch.is_live(handle) or handle == GroupMember.NON_GROUP_MEMBER
@@ -207,8 +142,7 @@ class NativeTransport(Transport):
             ) from None
 
     def make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
-        with self._connecting(), self._group_connections.recording():
-            return init_device_mesh(self._device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return self._groups.make_mesh(sizes)
 
     def group_of_mesh(self, mesh: DeviceMesh, dimensions: Collection[int]) -> Any:
         ranks = meshes.ranks_along(mesh, dimensions, self._rank)
@@ -235,7 +169,7 @@ class NativeTransport(Transport):
 
     def forget(self) -> None:
         """Drop the connections to the store, because the context has ended."""
-        self._free_connections.clear()
+        self._groups.forget()
 
     # --- primitives ---
 
@@ -401,16 +335,4 @@ class NativeTransport(Transport):
 
     def end_waits(self) -> None:
         self.world_connections.shut_down()
-        self._group_connections.shut_down()
-
-
-def _new_connection(store: Any) -> Any:
-    """A new connection to ``store``, or ``store`` if it cannot be cloned; None without a store (MPI)."""
-    if store is None:
-        return None
-    try:
-        return store.clone()
-    except DistError:  # the store's server is gone
-        raise
-    except RuntimeError:  # a user's store, written in Python, has no clone()
-        return store
+        self._groups.connections.shut_down()

@@ -86,8 +86,8 @@ def auto_model(
         wrapper: a class to use instead of ``DistributedDataParallel``, with the same arguments.
         comm_hook: how ``DistributedDataParallel`` sends gradients: torch's hooks ``"fp16"``, ``"bf16"`` (NCCL
             only) or ``"powersgd"``; a ``torch.distributed.BuiltinCommHookType``; or a pair ``(state, hook)``
-            for ``register_comm_hook``. Ignored without such a wrapper. On the CPUs of one machine gradients go
-            over shared memory if there is no hook.
+            for ``register_comm_hook``. Ignored without such a wrapper. Without a hook, gradients go over
+            shared memory on the CPUs of one machine.
         buffer_hook: ``(state, hook)`` for the buffers, optionally with its position in the forward pass.
         strategy: ``"ddp"``, or ``"fsdp"`` for torch's FSDP2: parameters, gradients and optimizer state are
             sharded, so make the optimizer afterwards.

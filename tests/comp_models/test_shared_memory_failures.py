@@ -284,6 +284,31 @@ def test_an_interrupt_ends_a_wait_and_the_call_counts() -> None:
     assert idist.spawn("gloo", _interrupted, nproc_per_node=2) == [(0, 10), (2, 10)]
 
 
+def _interrupted_before(_: int) -> tuple[str, list[int]]:
+    """Rank 0 cannot send a second broadcast while rank 1 has not received the first."""
+    control = _control()
+    idist.barrier()
+    if idist.get_rank() == 0:
+        idist.broadcast(torch.ones(3))
+        when_waiting(lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            idist.broadcast(torch.full((3,), 2.0))
+        idist.barrier(control)
+        return "", idist.all_gather(0)
+    idist.barrier(control)
+    assert idist.broadcast(torch.zeros(3)).tolist() == [1, 1, 1]
+    with pytest.raises(idist.CollectiveMismatchError) as caught:
+        idist.broadcast(torch.zeros(3))
+    return str(caught.value), idist.all_gather(1)
+
+
+def test_an_interrupt_before_a_call_has_sent_anything_raises_on_the_others() -> None:
+    (first, gathered), (message, others) = idist.spawn("gloo", _interrupted_before, nproc_per_node=2)
+    assert (first, gathered, others) == ("", [0, 1], [0, 1])
+    assert "rank 0: interrupted, or failed, before it" in message
+    assert "rank 1: broadcast from 0 of 3 torch.float32" in message
+
+
 LARGE: dict[str, Callable[[], Any]] = {
     "all_reduce of floats": lambda: idist.all_reduce(torch.ones(PART)),
     "all_reduce of ints": lambda: idist.all_reduce(torch.ones(PART, dtype=torch.int32)),

@@ -26,6 +26,7 @@ from ignite_dist.comp_models.native.shared_segment import (
     unavailable_reason,
 )
 from ignite_dist.comp_models.native.transport import NativeTransport
+from ignite_dist.comp_models.native.works import awaited_ranks
 from ignite_dist.comp_models.transport import Group, Sizes
 from ignite_dist.comp_models.work import Steps, Work, waits_for_ranks
 from ignite_dist.rendezvous import connections
@@ -223,8 +224,7 @@ class _SharedWork(Work):
         self._over_gloo = over_gloo
         self._inner: Work | None = None
         self._result: Any = None
-        # The members of a group without a name have all made the call: see TorchWork.
-        self.ranks = group.ranks if group.handle is None or isinstance(group.handle, ProcessGroup) else ()
+        self.ranks = awaited_ranks(transport.handle_of(group), group.ranks)
         self.needs_all = True
 
     @property

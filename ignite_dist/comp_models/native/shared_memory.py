@@ -63,8 +63,13 @@ class SharedMemory:
                     "collective of the same group. Let the handler set a flag, and call the collective later."
                 )
             self._is_running = True
+            number = self.segment.number
             try:
                 return collective(self)
+            except BaseException:
+                if self.segment.number == number:  # the other ranks would take the next call for this one
+                    self.segment.publish(number + 1, _GIVEN_UP)
+                raise
             finally:
                 self._is_running = False
 
@@ -83,6 +88,7 @@ class SharedMemory:
         return tensor
 
     def _reduce_in_chunks(self, name: str, piece: Tensor, op: str) -> None:
+        piece = piece.view(-1)
         bounds = [
             len(piece) * place // len(self._positions) for place in (*self._positions, len(self._positions))
         ]
@@ -210,8 +216,13 @@ class SharedMemory:
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
 def _call(name: str, size: int, unit: str) -> Call:
-    text = f"{name} of {size} {unit}".encode()
-    return Call(zlib.crc32(text), text[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES))
+    return _described(f"{name} of {size} {unit}")
 
 
-_BARRIER = _call("barrier", 0, "bytes")
+def _described(text: str) -> Call:
+    description = text.encode()
+    return Call(zlib.crc32(description), description[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES))
+
+
+_BARRIER = _described("barrier")
+_GIVEN_UP = _described("interrupted, or failed, before it sent anything")

@@ -13,12 +13,13 @@ from ignite_dist.comp_models.work import Work, waits_for_ranks
 from ignite_dist.rendezvous import connections
 
 
-class TorchWork(Work):
-    """A collective of a process group. ``begin(is_async)`` begins the collective.
+def awaited_ranks(group: Any, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """``ranks``, but none for a separate group: all of its members have made the call already."""
+    return ranks if isinstance(group, ProcessGroup) else ()
 
-    The ranks of a separate group are not given: all of them have made the call, so none is waited for that
-    has ended its context.
-    """
+
+class TorchWork(Work):
+    """A collective of a process group. ``begin(is_async)`` begins the collective."""
 
     __slots__ = ("_begin", "_group", "_result", "_work", "needs_all", "ranks")
 
@@ -34,7 +35,7 @@ class TorchWork(Work):
         self._work: dist.Work | None = None
         self._result = result
         self._group = group
-        self.ranks = ranks if isinstance(group, ProcessGroup) else ()
+        self.ranks = awaited_ranks(group, ranks)
         self.needs_all = needs_all
 
     @property

@@ -30,6 +30,7 @@ from ignite_dist.rendezvous import stores
 from ignite_dist.values import message_header, serialization
 
 _RANKS = (2, 4, 8, 16, 32, 64)
+_FITTED = 16  # the model is fitted to worlds of up to this many ranks
 _MANY = (1_000, 10_000, 100_000)
 # The topology's variables, except the local rank.
 _TOPOLOGY_VARIABLES = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK")
@@ -290,7 +291,7 @@ def predict(worlds: dict[int, Any], store: dict[str, float]) -> dict[str, Any]:
 
     predicted: dict[str, Any] = {}
     for variant in VARIANTS:
-        small = [num_ranks for num_ranks in worlds if num_ranks <= 16]
+        small = [num_ranks for num_ranks in worlds if num_ranks <= _FITTED]
         peers = [len(store_model.peers_of(0, n)) if variant == "lazy" else n for n in small]
         computing = [worlds[n]["starts"][variant]["computing, per rank"] for n in small]
         fitted = report.fit_line(peers, computing)
@@ -325,6 +326,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=list(_RANKS))
     parser.add_argument("--repeats", type=int, default=5, help="contexts in each world")
     arguments = parser.parse_args()
+    if sum(num_ranks <= _FITTED for num_ranks in set(arguments.ranks)) < 2:
+        parser.error(f"--ranks needs two numbers up to {_FITTED}: the model is fitted to them")
     os.environ[shared_segment.VARIABLE] = "0"  # a job of many ranks has many machines
 
     # Imported here because workers import this module too, but need none of these modules.

@@ -51,7 +51,7 @@ _PAGE_BYTES, _LOW_BITS = 4096, 0xFFFFFFFF
 # A rank looks this often, for 0.3 ms, before it sleeps. With 60 looks, 4 bytes took 44 us instead of 14.
 _LOOKS = 500
 # After this time a sleeping rank checks whether the others are alive. Signals are handled then at the latest.
-_SLEEP_SECONDS = 0.25
+_SLEEP_SECONDS = 0.5
 
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL_SLEEPERS = 202, 0, 1, 0x7FFFFFFF  # the system call on x86-64
 _TIMEOUT = struct.pack("qq", 0, int(_SLEEP_SECONDS * 1e9))

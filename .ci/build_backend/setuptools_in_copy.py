@@ -19,7 +19,7 @@ from setuptools import build_meta
 build_editable = build_meta.build_editable
 
 _FOLDERS = ("ignite_dist", ".ci/build_backend")
-_FILES = ("LICENSE", "README.md", "pyproject.toml", "setup.cfg")
+_FILES = ("LICENSE", "README.md", "pyproject.toml", "pytest_ignite_dist.py", "setup.cfg")
 
 
 @contextmanager

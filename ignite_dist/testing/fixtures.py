@@ -1,0 +1,38 @@
+"""Fixtures of tests that run on ranks. Only the pytest of a worker has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ignite_dist.context import identity
+
+FOLDER: pytest.StashKey[str] = pytest.StashKey()
+"""The folder of the current test, equal on all ranks."""
+
+
+@pytest.fixture
+def rank() -> int:
+    """This rank."""
+    return identity.get_rank()
+
+
+@pytest.fixture
+def world_size() -> int:
+    """Number of ranks."""
+    return identity.get_world_size()
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest) -> Path:
+    """An empty folder, the same on all ranks."""
+    return Path(request.config.stash[FOLDER])
+
+
+@pytest.fixture
+def rank_tmp_path(tmp_path: Path) -> Path:
+    """An empty folder of this rank alone."""
+    folder = tmp_path / f"rank-{identity.get_rank()}"
+    folder.mkdir()
+    return folder

@@ -1,0 +1,88 @@
+"""One report of pytest, made of those of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ignite_dist.testing.rank_session import RankReport
+from ignite_dist.testing.worlds import Outcome
+
+
+def merge(config: pytest.Config, item: pytest.Item, phase: str, outcome: Outcome) -> pytest.TestReport | None:
+    """The report of a phase of a test; None if no rank has reached the phase.
+
+    A failure of any rank is the test's. The report of the rank that has failed first is shown in full.
+    """
+    by_rank = outcome.reports.get(phase, {})
+    unfinished = outcome.unfinished if phase == _last_phase(outcome) else {}
+    if not by_rank and not unfinished:
+        return None
+    reports = {rank: _read(config, report) for rank, report in sorted(by_rank.items())}
+    failed = sorted(
+        (rank for rank, report in reports.items() if report.failed), key=lambda rank: by_rank[rank].ended
+    )
+    if any(hasattr(report, "wasxfail") and report.skipped for report in reports.values()):
+        # With strict=True a rank that passes has failed, but one failing rank was expected.
+        failed = [rank for rank in failed if "[XPASS(strict)]" not in reports[rank].longreprtext]
+    ended = [rank for rank, one in unfinished.items() if one.has_ended]
+    if ended:  # the failures of other ranks are consequences
+        merged = failure_of(item, phase, f"Rank {ended[0]} {unfinished[ended[0]].text}.")
+        consequences = failed
+    elif failed:
+        merged, consequences = reports[failed[0]], failed[1:]
+        _name_rank(merged, failed[0], outcome)
+    elif unfinished:
+        merged = failure_of(item, phase, "The sections below show where each unfinished rank was.")
+        consequences = []
+    else:
+        return _with_sections(min(reports.values(), key=_rank_of_outcome), reports)
+    _with_sections(merged, reports)
+    merged.sections += [(f"rank {rank} failed too", reports[rank].longreprtext) for rank in consequences]
+    merged.sections += [(f"rank {rank} {one.text}", one.stacks) for rank, one in sorted(unfinished.items())]
+    return merged
+
+
+def _with_sections(merged: pytest.TestReport, reports: dict[int, pytest.TestReport]) -> pytest.TestReport:
+    """Give ``merged`` the captured output of all ranks, and the longest duration."""
+    merged.sections = [
+        (f"{name} (rank {rank})", content)
+        for rank, report in reports.items()
+        for name, content in report.sections
+    ]
+    merged.duration = max([report.duration for report in reports.values()], default=0.0)
+    return merged
+
+
+def _read(config: pytest.Config, report: RankReport) -> pytest.TestReport:
+    read: pytest.TestReport = config.hook.pytest_report_from_serializable(config=config, data=report.data)
+    return read
+
+
+def _last_phase(outcome: Outcome) -> str:
+    """The phase that unfinished ranks were in: the first that not all ranks have reported."""
+    finished = [
+        phase
+        for phase in ("setup", "call", "teardown")
+        if outcome.unfinished.keys() <= outcome.reports.get(phase, {}).keys()
+    ]
+    return {0: "setup", 1: "call"}.get(len(finished), "teardown")
+
+
+def _rank_of_outcome(report: pytest.TestReport) -> int:
+    """Failures that were expected come before skips, and skips before passes."""
+    return 0 if hasattr(report, "wasxfail") and report.skipped else 1 if report.skipped else 2
+
+
+def _name_rank(report: pytest.TestReport, rank: int, outcome: Outcome) -> None:
+    """Add the rank to the headline of the failure."""
+    path, line, name = report.location
+    others = sum(len(reports) for reports in outcome.reports.values()) + len(outcome.unfinished)
+    report.location = (path, line, f"{name}: rank {rank}" + (" failed first" if others > 1 else ""))
+
+
+def failure_of(item: pytest.Item, phase: Any, text: str) -> pytest.TestReport:
+    """The report of a failure outside of the test's own code."""
+    keywords: dict[str, Any] = dict.fromkeys(item.keywords, 1)
+    return pytest.TestReport(item.nodeid, item.location, keywords, "failed", text, phase)

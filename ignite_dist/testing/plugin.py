@@ -1,0 +1,161 @@
+"""The plugin in the pytest that the user has started: sends tests to the ranks, and merges their reports."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ignite_dist.testing import fixtures
+from ignite_dist.testing.merged_reports import failure_of, merge
+from ignite_dist.testing.settings import (
+    PARAMETER,
+    Request,
+    SessionSettings,
+    WorldSettings,
+    timeout_of,
+    worlds_of,
+)
+from ignite_dist.testing.worlds import Outcome, World
+
+NAME = "ignite_dist.testing"
+
+# Options that only the launching pytest follows: what to collect, where to report, how to distribute.
+_OWN_OPTIONS = {
+    *("basetemp", "cacheclear", "collectonly", "deselect", "dist", "distload", "failedfirst", "file_or_dir"),
+    *("help", "inifilename", "keyword", "lf", "loadgroup", "markexpr", "maxfail", "maxprocesses", "newfirst"),
+    *("numprocesses", "override_ini", "plugins", "px", "rootdir", "rsyncdir", "stepwise", "stepwise_skip"),
+    *("testrunuid", "trace", "tx", "usepdb", "version"),
+}
+_PHASES = ("setup", "call", "teardown")
+
+
+def parametrize(metafunc: pytest.Metafunc, marker: pytest.Mark) -> None:
+    """Make a test of each world that the marker names."""
+    try:
+        worlds = worlds_of(marker)
+    except (TypeError, ValueError) as error:
+        raise pytest.UsageError(f"{metafunc.definition.nodeid}: {error}") from None
+    manager, is_worker = metafunc.config.pluginmanager, fixtures.FOLDER in metafunc.config.stash
+    if not is_worker and not manager.has_plugin(NAME):
+        manager.register(RankTests(metafunc.config), NAME)
+    metafunc.fixturenames.append(PARAMETER)
+    # By the scope, pytest runs the tests of a world together.
+    metafunc.parametrize(PARAMETER, worlds, ids=[str(world) for world in worlds], scope="session")
+
+
+class RankTests:
+    """Runs the tests that have the marker. Keeps the workers of one world."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._world: World | None = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        """Run one test, if it has the marker."""
+        settings = _world_of(item)
+        if settings is None:
+            return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in self._reports(item, nextitem, settings):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        item.session._setupstate.teardown_exact(nextitem)  # of earlier tests that ran in this process
+        return True
+
+    def pytest_sessionfinish(self) -> None:
+        """End the workers."""
+        self._close()
+
+    def _reports(
+        self, item: pytest.Item, nextitem: pytest.Item | None, settings: WorldSettings
+    ) -> Iterator[pytest.TestReport]:
+        marker = item.get_closest_marker("ranks")
+        assert marker is not None
+        try:
+            world = self._world_for(settings, item)
+        except Exception as error:  # raised by the launcher, or by the user's code that workers import
+            yield failure_of(item, "setup", f"The ranks were not started: {error}")
+            return
+        following = "" if nextitem is None or _world_of(nextitem) != settings else nextitem.nodeid
+        request = Request(str(item.path), item.nodeid, following, self._folder(item))
+        try:
+            outcome = world.run(request, timeout_of(marker))
+        except BaseException:
+            self._close()
+            raise
+        self._pass_on_warnings(outcome)
+        if not outcome.is_reusable or not following:
+            self._close()
+        for phase in _PHASES:
+            report = merge(self._config, item, phase, outcome)
+            if report is not None:
+                yield report
+
+    def _world_for(self, settings: WorldSettings, item: pytest.Item) -> World:
+        if self._world is not None and self._world.settings != settings:
+            self._close()
+        if self._world is None:
+            self._world = World(settings, self._session_settings(item))
+        return self._world
+
+    def _close(self) -> None:
+        world, self._world = self._world, None
+        if world is not None:
+            world.close()
+
+    def _session_settings(self, item: pytest.Item) -> SessionSettings:
+        config = self._config
+        arguments = ["-p", "no:terminal", "-o", "addopts=", "--rootdir", str(config.rootpath)]
+        if config.inipath is not None:
+            arguments += ["-c", str(config.inipath)]
+        for name in config.option.plugins:
+            arguments += ["-p", name]
+        for setting in config.option.override_ini or ():
+            arguments += ["-o", setting]
+        return SessionSettings(
+            directory=os.getcwd(),
+            module_path=list(sys.path),
+            arguments=[*arguments, f"--capture={config.option.capture}", str(item.path)],
+            options={
+                name: value
+                for name, value in vars(config.option).items()
+                if name not in _OWN_OPTIONS and _can_be_sent(value)
+            },
+            stacks=str(_temporary(config, "stacks")),
+        )
+
+    def _folder(self, item: pytest.Item) -> str:
+        """A folder for ``tmp_path`` if the test uses it."""
+        names = getattr(item, "fixturenames", ())
+        if "tmp_path" not in names and "rank_tmp_path" not in names:
+            return ""
+        return str(_temporary(item.config, item.name))
+
+    def _pass_on_warnings(self, outcome: Outcome) -> None:
+        """Warn as in a test of this process, once for all ranks."""
+        for warning in {warning.key: warning for warning in outcome.warnings}.values():
+            self._config.hook.pytest_warning_recorded.call_historic(kwargs=warning.arguments())
+
+
+def _world_of(item: pytest.Item) -> WorldSettings | None:
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get(PARAMETER)
+
+
+def _temporary(config: pytest.Config, name: str) -> Any:
+    letters = "".join(letter if letter.isalnum() else "_" for letter in name)[:30]
+    return config._tmp_path_factory.mktemp(letters, numbered=True)  # type: ignore[attr-defined]
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # raised by a class of another plugin
+        return False
+    return True

@@ -1,0 +1,181 @@
+"""The workers of one world, which run tests until one of them fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ignite_dist import launcher
+from ignite_dist.errors import DistributedError
+from ignite_dist.testing import rank_session
+from ignite_dist.testing.rank_session import RankDone, RankReport, RankWarning
+from ignite_dist.testing.settings import Request, SessionSettings, WorldSettings
+
+# The other ranks have this long after a failure. Most of them wait for the rank that failed.
+_GRACE_SECONDS = 1.0
+_POLLING_SECONDS = 0.02
+
+
+class Unfinished(NamedTuple):
+    """A rank that did not finish a test.
+
+    Attributes:
+        text: how it ended, or that it still ran.
+        stacks: of its threads; empty if the rank has ended.
+    """
+
+    text: str
+    stacks: str
+
+    @property
+    def has_ended(self) -> bool:
+        """True if its process has ended."""
+        return not self.stacks
+
+
+class Outcome(NamedTuple):
+    """What the ranks of a world have reported about a test.
+
+    Attributes:
+        reports: for each phase, the report of each rank that has sent one.
+        warnings: those of all ranks.
+        unfinished: the ranks that did not finish the test.
+        is_reusable: True if the world can run another test.
+    """
+
+    reports: dict[str, dict[int, RankReport]]
+    warnings: list[RankWarning]
+    unfinished: dict[int, Unfinished]
+    is_reusable: bool
+
+
+class World:
+    """Workers of ``idist.spawn``, each with a pytest that runs the tests of this one.
+
+    Raises:
+        DistributedError, ValueError: the workers could not be started.
+    """
+
+    def __init__(self, settings: WorldSettings, session: SessionSettings) -> None:
+        self.settings = settings
+        self._session = session
+        self._pids: dict[int, int] = {}
+        self._connections: dict[int, Connection] = {}
+        with (
+            tempfile.TemporaryDirectory(prefix="idist-") as folder,
+            socket.socket(socket.AF_UNIX) as listener,
+        ):
+            address = str(Path(folder) / "tests")
+            listener.bind(address)
+            listener.listen(settings.world_size)
+            self._workers: Any = launcher.spawn(
+                settings.backend,
+                rank_session.serve,
+                (address, session),
+                nproc_per_node=settings.world_size,
+                join=False,
+            )
+            try:
+                while len(self._connections) < settings.world_size:
+                    self._accept(listener)
+            except BaseException:
+                self.close()
+                raise
+
+    def _accept(self, listener: socket.socket) -> None:
+        listener.settimeout(_POLLING_SECONDS)
+        try:
+            accepted, _ = listener.accept()
+        except TimeoutError:
+            self._workers.join(0)  # raises if a worker has failed
+            return
+        accepted.setblocking(True)
+        connection = Connection(accepted.detach())
+        rank, pid = connection.recv()
+        self._connections[rank], self._pids[rank] = connection, pid
+
+    def run(self, request: Request, timeout: float) -> Outcome:
+        """Run a test on every rank.
+
+        Args:
+            request: the test.
+            timeout: how long the ranks may take, in seconds.
+        """
+        outcome = Outcome({}, [], {}, is_reusable=True)
+        ended: dict[int, RankDone] = {}
+        running = dict(self._connections)
+        deadline = time.monotonic() + timeout
+        for connection in self._connections.values():
+            with suppress(OSError):  # the rank has ended, which _receive() finds
+                connection.send(request)
+        while running and (ready := wait(list(running.values()), max(0.0, deadline - time.monotonic()))):
+            for rank in [rank for rank, connection in running.items() if connection in ready]:
+                message = self._receive(rank)
+                if isinstance(message, RankWarning):
+                    outcome.warnings.append(message)
+                elif isinstance(message, RankReport):
+                    outcome.reports.setdefault(message.data["when"], {})[rank] = message
+                else:
+                    del running[rank]
+                    if message is not None:
+                        ended[rank] = message
+                if message is None or (isinstance(message, RankReport) and message.has_failed):
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        lost = [rank for rank in self._connections if rank not in ended]
+        outcome.unfinished.update({rank: self._describe(rank, timeout) for rank in lost})
+        return outcome._replace(is_reusable=not lost and _is_reusable(outcome, ended))
+
+    def _receive(self, rank: int) -> Any:
+        """The next message of a rank; None if the rank has ended."""
+        try:
+            return self._connections[rank].recv()
+        except (EOFError, OSError):
+            return None
+
+    def _describe(self, rank: int, timeout: float) -> Unfinished:
+        pid = self._pids[rank]
+        exit_code = self._exit_code(rank)
+        if exit_code is not None:
+            how = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+            return Unfinished(f"ended during the test ({how})", "")
+        file = Path(self._session.stacks) / str(pid)
+        try:
+            os.kill(pid, rank_session.STACKS_SIGNAL)
+        except ProcessLookupError:
+            return Unfinished("ended during the test", "")
+        size, before, until = 0, -1, time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < until and not (size and size == before):
+            time.sleep(_POLLING_SECONDS)
+            size, before = file.stat().st_size, size
+        return Unfinished("did not finish the test", file.read_text(encoding="utf-8", errors="replace"))
+
+    def _exit_code(self, rank: int) -> int | None:
+        """The exit code of a worker of this machine; None if it runs, or is not known."""
+        processes = getattr(self._workers, "processes", ())
+        process = next((process for process in processes if process.pid == self._pids[rank]), None)
+        if process is None:
+            return None
+        process.join(_POLLING_SECONDS)
+        exit_code: int | None = process.exitcode
+        return exit_code
+
+    def close(self) -> None:
+        """End the workers."""
+        for connection in self._connections.values():
+            connection.close()
+        self._workers.terminate()
+        with suppress(DistributedError):  # the workers were ended
+            self._workers.join()
+
+
+def _is_reusable(outcome: Outcome, ended: dict[int, RankDone]) -> bool:
+    has_failed = any(report.has_failed for reports in outcome.reports.values() for report in reports.values())
+    same = len({end.num_collectives for end in ended.values()}) == 1
+    return not has_failed and same and all(end.has_context for end in ended.values())

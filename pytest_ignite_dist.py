@@ -1,0 +1,32 @@
+"""pytest's entry to ``ignite_dist.testing``. Imports the package, and so torch, if a test runs on ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line(
+        "markers",
+        "ranks(*world_sizes, backends='gloo', timeout=60): run the test on every rank of each world size and "
+        "backend (ignite_dist.testing)",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of each world that the marker names."""
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker is not None:
+        from ignite_dist.testing import plugin
+
+        plugin.parametrize(metafunc, marker)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Refuse the marker where pytest makes no parameters: the test would run in one process alone."""
+    if item.get_closest_marker("ranks") is not None and not hasattr(item, "callspec"):
+        raise pytest.UsageError(
+            f"{item.nodeid}: @pytest.mark.ranks works with functions and methods of plain classes, not with "
+            f"{type(item).__name__}."
+        )

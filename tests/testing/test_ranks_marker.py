@@ -1,0 +1,283 @@
+"""Tests that run on ranks: what users write, and what pytest then reports."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import helpers
+
+IMPORTS = """
+import os, signal, threading, time, warnings
+import pytest
+import ignite_dist as idist
+"""
+Runner = Callable[..., tuple[dict[str, str], str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Runner:
+    """``run(text, *arguments)``: run a file of tests. Returns the outcome of each, and the output."""
+
+    def run_file(text: str, *arguments: str) -> tuple[dict[str, str], str]:
+        helpers.write_script(tmp_path, text, "test_theirs.py")
+        file = tmp_path / "test_theirs.py"
+        file.write_text(IMPORTS + file.read_text())
+        return run_folder(tmp_path, *arguments)
+
+    return run_file
+
+
+def run_folder(folder: Path, *arguments: str) -> tuple[dict[str, str], str]:
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
+    ended = run_pytest(folder, "--junitxml=outcomes.xml", *arguments)
+    return outcomes(folder / "outcomes.xml"), ended.stdout
+
+
+def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return helpers.run_python(
+        *("-m", "pytest", "-p", "pytest_ignite_dist", "-p", "no:cacheprovider", *arguments), cwd=folder
+    )
+
+
+def outcomes(path: Path) -> dict[str, str]:
+    """By test: passed, or the worst of what pytest has written: failure, error or skipped."""
+    found = {}
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+        found[case.attrib["name"]] = kinds[0] if kinds else "passed"
+    return found
+
+
+def test_a_test_runs_on_every_rank_of_every_world(run: Runner) -> None:
+    found, output = run("""
+        @pytest.mark.ranks(1, 3)
+        def test_sum(rank, world_size):
+            assert idist.all_reduce(rank) == sum(range(world_size))
+
+        def test_alone():
+            assert idist.get_world_size() == 1
+
+        @pytest.mark.ranks(2)
+        class TestGroup:
+            @pytest.mark.parametrize("value", [1, 2])
+            def test_method(self, value):
+                assert idist.all_gather(value) == [value] * 2
+    """)
+    names = ["test_sum[gloo-1]", "test_sum[gloo-3]", "test_alone"]
+    names += ["test_method[gloo-2-1]", "test_method[gloo-2-2]"]
+    assert {re.sub("1-gloo-2|2-gloo-2", lambda one: f"gloo-2-{one[0][0]}", name) for name in found} == set(
+        names
+    )
+    assert set(found.values()) == {"passed"}, output
+
+
+def test_what_pytest_offers_works_on_ranks(run: Runner) -> None:
+    found, output = run(
+        """
+        @pytest.fixture(scope="module")
+        def everybody():
+            yield idist.all_gather(idist.get_rank())
+            idist.barrier()
+
+        @pytest.mark.ranks(2)
+        def test_folders(everybody, tmp_path, rank_tmp_path, rank):
+            (tmp_path / f"{rank}.txt").touch()
+            (rank_tmp_path / "own.txt").touch()
+            idist.barrier()
+            assert len(list(tmp_path.rglob("*.txt"))) == 4 and everybody == [0, 1]
+
+        @pytest.mark.ranks(2)
+        def test_other_fixtures(everybody, monkeypatch, capsys, caplog, rank):
+            monkeypatch.setenv("RANK_OF_TEST", str(rank))
+            print("printed", os.environ["RANK_OF_TEST"])
+            assert capsys.readouterr().out == f"printed {rank}\\n"
+            with pytest.raises(ValueError, match="NO"):
+                idist.all_reduce(1, "NO")
+
+        @pytest.mark.ranks(2)
+        def test_skipped():
+            pytest.skip("not today")
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.xfail(strict=True)
+        def test_expected_on_one_rank(rank):
+            assert rank == 0
+
+        @pytest.mark.ranks(2)
+        def test_warns():
+            warnings.warn("be careful")
+    """,
+        "-rA",
+    )
+    skipped = {"test_skipped[gloo-2]", "test_expected_on_one_rank[gloo-2]"}
+    assert {name for name, outcome in found.items() if outcome == "skipped"} == skipped, output
+    assert len(found) == 5 and set(found.values()) == {"passed", "skipped"}, output
+    assert "not today" in output and "1 xfailed" in output
+    assert output.count("UserWarning: be careful") == 1, output
+
+
+def test_a_failure_names_the_rank_and_costs_only_its_world(run: Runner) -> None:
+    found, output = run("""
+        @pytest.mark.ranks(2)
+        def test_one_fails(rank):
+            print("hello from", rank)
+            assert rank == 0 or [1, 2, rank] == [1, 2, 3]
+            idist.barrier()
+
+        @pytest.mark.ranks(2)
+        def test_later():
+            idist.barrier()
+    """)
+    assert found == {"test_one_fails[gloo-2]": "failure", "test_later[gloo-2]": "passed"}, output
+    assert "test_one_fails[gloo-2]: rank 1 failed first" in output
+    assert "At index 2 diff: 1 != 3" in output  # a rewritten assertion
+    assert "Captured stdout call (rank 1)" in output and "hello from 1" in output
+    assert "rank 0 did not finish the test" in output and "in barrier" in output, output
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 ended during the test (SIGKILL)"),
+        ("os._exit(3)", "rank 1 ended during the test (exit code 3)"),
+        ("threading.Event().wait()", "rank 1 did not finish the test"),
+    ],
+)
+def test_a_rank_that_ends_or_hangs(run: Runner, body: str, expected: str) -> None:
+    found, output = run(f"""
+        @pytest.mark.ranks(2, timeout=5)
+        def test_broken(rank):
+            if rank == 1:
+                {body}
+            idist.barrier()
+
+        @pytest.mark.ranks(2)
+        def test_later():
+            idist.barrier()
+    """)
+    assert found == {"test_broken[gloo-2]": "failure", "test_later[gloo-2]": "passed"}, output
+    assert expected in output, output
+
+
+def test_failures_before_and_after_the_test(run: Runner) -> None:
+    found, output = run("""
+        @pytest.fixture
+        def broken(rank):
+            assert rank == 0
+
+        @pytest.fixture
+        def breaks_later(rank):
+            yield
+            assert rank == 1
+
+        @pytest.mark.ranks(2)
+        def test_setup(broken):
+            pass
+
+        @pytest.mark.ranks(2)
+        def test_teardown(breaks_later):
+            pass
+
+        @pytest.mark.ranks(2)
+        def test_ends_its_context():
+            idist.finalize()
+
+        @pytest.mark.ranks(2)
+        def test_sends_what_nobody_receives(rank):
+            if rank == 0:
+                idist.broadcast(1)
+
+        @pytest.mark.ranks(2)
+        def test_later(rank):
+            assert idist.all_gather(rank) == [0, 1]
+    """)
+    failed = {name for name, outcome in found.items() if outcome == "error"}
+    assert failed == {"test_setup[gloo-2]", "test_teardown[gloo-2]"}, output
+    assert found["test_later[gloo-2]"] == "passed", output
+    assert "test_setup[gloo-2]: rank 1" in output and "test_teardown[gloo-2]: rank 0" in output
+
+
+def test_a_backend_that_is_not_there(run: Runner) -> None:
+    found, output = run("""
+        @pytest.mark.ranks(2, backends=["nope", "gloo"])
+        def test_sum():
+            idist.barrier()
+    """)
+    assert found == {"test_sum[nope-2]": "error", "test_sum[gloo-2]": "passed"}, output
+    assert "nope" in output
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ("ranks()", "ranks() needs the number of ranks"),
+        ("ranks('2')", "got '2'"),
+        ("ranks(0)", "got 0"),
+        ("ranks(2, timeout=0)", "got 0"),
+        ("ranks(2, backend='gloo')", "no keyword backend"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, marker: str, message: str) -> None:
+    (tmp_path / "test_theirs.py").write_text(f"{IMPORTS}@pytest.mark.{marker}\ndef test_it(): pass\n")
+    ended = run_pytest(tmp_path)
+    assert ended.returncode != 0 and message in ended.stdout, ended.stdout
+
+
+def test_a_class_of_unittest_is_refused(tmp_path: Path) -> None:
+    text = "@pytest.mark.ranks(2)\nclass TestIt(unittest.TestCase):\n    def test_it(self): pass\n"
+    (tmp_path / "test_theirs.py").write_text(f"{IMPORTS}import unittest\n{text}")
+    ended = run_pytest(tmp_path)
+    assert ended.returncode != 0 and "not with TestCaseFunction" in ended.stdout, ended.stdout
+
+
+def test_options_of_the_command_line(tmp_path: Path) -> None:
+    """Selections, -x, options of a conftest, and several processes of pytest-xdist."""
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--theirs', default='unset')\n"
+    )
+    (tmp_path / "test_theirs.py").write_text(
+        IMPORTS
+        + "@pytest.mark.ranks(2)\n"
+        + "def test_option(request):\n    assert request.config.getoption('--theirs') == 'set'\n"
+        + "@pytest.mark.ranks(2)\ndef test_other(): assert False\n"
+        + "@pytest.mark.ranks(2)\ndef test_third(): assert False\n"
+    )
+    found, output = run_folder(tmp_path, "--theirs=set", "-k", "option or other")
+    assert found == {"test_option[gloo-2]": "passed", "test_other[gloo-2]": "failure"}, output
+    found, output = run_folder(tmp_path, "--theirs=unset", "-x")
+    assert found == {"test_option[gloo-2]": "failure"}, output
+    found, output = run_folder(tmp_path, "--theirs=set", "-n", "2")
+    assert list(found.values()).count("failure") == 2 and len(found) == 3, output
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    (example, *_) = re.findall(
+        "```python\n(.*?)```", (helpers.ROOT / "docs" / "testing.md").read_text(), re.S
+    )
+    (tmp_path / "test_theirs.py").write_text(example)
+    assert run_folder(tmp_path)[0] == {"test_mean[gloo-2]": "passed"}
+
+
+def test_many_tests_share_their_workers(run: Runner) -> None:
+    found, output = run("""
+        @pytest.mark.ranks(2)
+        @pytest.mark.parametrize("number", range(50))
+        def test_pids(number, request, cache=[]):
+            cache.append(os.getpid())
+            assert len(cache) == number + 1 and len(set(cache)) == 1
+    """)
+    assert len(found) == 50 and set(found.values()) == {"passed"}, output
+
+
+def test_nothing_is_imported_before_it_is_used(tmp_path: Path) -> None:
+    (tmp_path / "test_theirs.py").write_text(
+        "import sys\ndef test_modules():\n    assert not {'torch', 'ignite_dist'} & set(sys.modules)\n"
+    )
+    ended = run_pytest(tmp_path)
+    assert ended.returncode == 0, ended.stdout

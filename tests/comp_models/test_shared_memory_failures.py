@@ -6,13 +6,11 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ import ignite_dist as idist
 from ignite_dist.comp_models.native.shared_segment import VARIABLE
 from spawned import FAILURE_SECONDS, within
 from test_leaks import Held
+from waiting import when_waiting
 
 NUM_RANKS = 3
 SECONDS = 60
@@ -246,25 +245,6 @@ def test_different_calls_raise_and_the_group_remains_usable() -> None:
 # --- interrupts ----------------------------------------------------------------------------------------
 
 
-def when_waiting(function: Callable[[], Any]) -> None:
-    """Call ``function`` in another thread as soon as the main thread waits for another rank."""
-
-    def look() -> None:
-        while not _is_waiting(sys._current_frames()[threading.main_thread().ident or 0]):
-            time.sleep(0.001)
-        function()
-
-    threading.Thread(target=look, daemon=True).start()
-
-
-def _is_waiting(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("shared_segment.py") and frame.f_code.co_name == "_sleep":
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _interrupted(_: int) -> tuple[float, float]:
     control = _control()
     idist.barrier()
@@ -305,8 +285,56 @@ def _interrupted_before(_: int) -> tuple[str, list[int]]:
 def test_an_interrupt_before_a_call_has_sent_anything_raises_on_the_others() -> None:
     (first, gathered), (message, others) = idist.spawn("gloo", _interrupted_before, nproc_per_node=2)
     assert (first, gathered, others) == ("", [0, 1], [0, 1])
-    assert "rank 0: interrupted, or failed, before it" in message
+    assert "rank 0: a call that ended before it sent data" in message
     assert "rank 1: broadcast from 0 of 3 torch.float32" in message
+
+
+def _interrupted_often(_: int, num_interrupts: int) -> list[float]:
+    """Rank 0 cannot send its all_reduces while rank 1 has not received a broadcast."""
+    control, rank = _control(), idist.get_rank()
+    for _ in range(2):
+        idist.all_reduce(torch.full((3,), 100.0))
+    if rank == 0:
+        idist.broadcast(torch.ones(3))
+        for _ in range(num_interrupts):
+            when_waiting(lambda: os.kill(os.getpid(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                idist.all_reduce(torch.full((3,), 2.0))
+    idist.barrier(control)
+    if rank == 1:
+        with suppress(idist.CollectiveMismatchError):  # the ranks compare their last four calls
+            assert idist.broadcast(torch.zeros(3)).tolist() == [1, 1, 1]
+        for _ in range(num_interrupts):
+            with pytest.raises(idist.CollectiveMismatchError):
+                idist.all_reduce(torch.full((3,), 3.0))
+    return idist.all_reduce(torch.full((3,), 5.0)).tolist()
+
+
+@pytest.mark.parametrize("num_interrupts", [2, 4, 5, 9])
+def test_old_data_is_never_taken_for_that_of_a_call_that_ended_early(num_interrupts: int) -> None:
+    found = idist.spawn("gloo", _interrupted_often, (num_interrupts,), nproc_per_node=2)
+    assert found == [[10.0] * 3] * 2
+
+
+def _ended_beside_a_call_that_ended_early(_: int) -> None:
+    control, rank = _control(), idist.get_rank()
+    idist.barrier()
+    if rank == 2:
+        idist.barrier(control)
+        os._exit(3)
+    if rank == 0:
+        idist.broadcast(torch.ones(3))
+        idist.barrier(control)
+        idist.broadcast(torch.ones(3))  # rank 2 never receives the first
+    idist.barrier(control)
+    for _ in range(2):
+        idist.broadcast(torch.ones(3))
+
+
+def test_a_rank_that_ends_is_the_cause_although_another_call_ended_early() -> None:
+    with pytest.raises(idist.RankFailedError) as caught:
+        idist.spawn("gloo", _ended_beside_a_call_that_ended_early, nproc_per_node=NUM_RANKS)
+    assert caught.value.rank == 2 and "CollectiveMismatchError" not in str(caught.value)
 
 
 LARGE: dict[str, Callable[[], Any]] = {

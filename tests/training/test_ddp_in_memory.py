@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.nn import Embedding, Linear, Module
+from torch.nn import Embedding, Linear, Module, Sequential
 from torch.nn.parallel import DistributedDataParallel
 
+import helpers
 import ignite_dist as idist
 from ignite_dist import _torch
 from ignite_dist.comp_models.native.shared_segment import VARIABLE
 from on_ranks import on_ranks
+from waiting import when_waiting
 
 
 @pytest.fixture(autouse=True)
@@ -123,10 +126,11 @@ def test_a_wrapped_model_can_be_copied_and_pickled() -> None:
     on_ranks(_copied)
 
 
-def _joined(_: int) -> list[list[float]]:
+def _joined(_: int, unused: bool) -> list[list[float]]:
     found = []
     for by_all in (True, False):
-        for model in (idist.auto_model(linear()), DistributedDataParallel(linear())):
+        for wrap in (idist.auto_model, DistributedDataParallel):
+            model = wrap(linear(), find_unused_parameters=unused)
             gradients = []
             with idist.join(model, divide_by_initial_world_size=by_all):
                 for _ in range(1 + 2 * idist.get_rank()):
@@ -135,9 +139,10 @@ def _joined(_: int) -> list[list[float]]:
     return found
 
 
-def test_uneven_inputs() -> None:
+@pytest.mark.parametrize("unused", [False, True])
+def test_uneven_inputs(unused: bool) -> None:
     """A rank without data sends zeros, and the divisor may be the number of the others."""
-    assert on_ranks(_joined) == [[[1.5]] * 4, [[1.5, 1, 1]] * 2 + [[1.5, 2, 2]] * 2]
+    assert on_ranks(_joined, unused) == [[[1.5]] * 4, [[1.5, 1, 1]] * 2 + [[1.5, 2, 2]] * 2]
 
 
 def _sparse(_: int) -> None:
@@ -179,6 +184,36 @@ def test_ranks_that_share_no_memory_average_over_gloo() -> None:
     on_ranks(_over_gloo)
 
 
+def _in_a_later_context() -> None:
+    """A wrapped model goes on as torch's own does."""
+    idist.initialize("gloo")
+    model = idist.auto_model(linear())
+    backward(model)
+    for _ in range(2):
+        idist.finalize()
+        idist.initialize("gloo")
+        assert backward(model).eq(1.5).all()
+        assert backward(idist.auto_model(linear())).eq(1.5).all()
+    idist.finalize()
+
+
+def test_a_model_outlives_its_context() -> None:
+    helpers.run_ranks(_in_a_later_context)
+
+
+def _unsorted(_: int) -> str:
+    group = dist.new_group([1, 0], sort_ranks=False)
+    with pytest.raises(ValueError, match="ascending") as caught:
+        idist.auto_model(linear(), process_group=group)
+    with pytest.raises(ValueError, match="ascending"):
+        idist.all_reduce(1, group=group)
+    return str(caught.value)
+
+
+def test_a_group_that_is_not_in_ascending_order() -> None:
+    assert "[1, 0]" in on_ranks(_unsorted)[0]
+
+
 # --- failures ------------------------------------------------------------------------------------------
 
 
@@ -196,3 +231,38 @@ def test_another_call_on_another_rank() -> None:
     text = str(caught.value)
     assert "CollectiveMismatchError: The ranks made different calls (" in text
     assert "rank 0: all_reduce SUM of 300000" in text and "rank 1: all_reduce SUM of 3 " in text
+
+
+def _interrupted(_: int) -> None:
+    """Rank 0 is interrupted while it waits for rank 1 in the first of several buckets."""
+    control = idist.new_group([0, 1])
+    os.environ[VARIABLE] = "0"
+    idist.barrier(control)
+    del os.environ[VARIABLE]
+    model = idist.auto_model(Sequential(*(Linear(30, 30) for _ in range(4))), bucket_cap_mb=1e-5)
+    data = torch.ones(2, 30) * (idist.get_rank() + 1)
+    for _ in range(2):
+        model(data).sum().backward()
+    loss = model(data).sum()
+    if idist.get_rank() == 0:
+        when_waiting(lambda: (os.kill(os.getpid(), signal.SIGINT), idist.barrier(control)))
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    else:
+        idist.barrier(control)
+        loss.backward()
+    for _ in range(2):
+        model.zero_grad()
+        model(data).sum().backward()
+        assert model.module[3].bias.grad.eq(2).all()
+        assert len({float(one.grad.sum()) for one in model.parameters()}) > 1
+        assert all_equal([one.grad for one in model.parameters()])
+
+
+def all_equal(gradients: list[Any]) -> bool:
+    flat = torch.cat([one.reshape(-1) for one in gradients])
+    return torch.equal(*idist.all_gather(flat[None]).unbind())
+
+
+def test_an_interrupt_in_a_backward_pass_is_raised_at_its_end() -> None:
+    on_ranks(_interrupted)

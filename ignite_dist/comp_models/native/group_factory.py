@@ -76,7 +76,7 @@ class GroupFactory:
         with self._connecting(), self.connections.recording():
             return init_device_mesh(self._device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
-    def connect_again(self, group: Group, handle: ProcessGroup, name: str) -> Group:
+    def connect_again(self, group: Group, handle: ProcessGroup, key: str) -> Group:
         """``group`` with another handle than ``handle``, which torch's tables of groups do not have.
 
         The tables differ between the ranks while threads make groups, and torch derives names from them.
@@ -88,7 +88,7 @@ class GroupFactory:
         store = self._take_connection(_torch.backend_and_store(self._world)[1])
         with self._connecting(), self.connections.recording():
             again = ProcessGroupGloo(
-                PrefixStore(f"ignite_dist:asynchronous:{name}/", store),
+                PrefixStore(f"ignite_dist:asynchronous:{key}/", store),
                 position,
                 len(group.ranks),
                 _torch.timeout_of(handle, self._device()),

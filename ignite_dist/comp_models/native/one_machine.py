@@ -110,7 +110,10 @@ class OneMachineTransport(NativeTransport):
     def reducer_group(self, group: Group) -> ProcessGroup | None:
         if not 1 < len(group.ranks) <= MAX_RANKS or self.memory_of(group) is None:
             return None
-        return ReducerGroup(self.handle_of(group), lambda tensor: self.all_reduce(tensor, "SUM", group))
+        return ReducerGroup(self.handle_of(group), partial(self._sum_in_memory, group=group))
+
+    def _sum_in_memory(self, tensor: Tensor, group: Group) -> Work | None:
+        return self.all_reduce(tensor, "SUM", group) if self.shares_memory(group) else None
 
     # --- the memory of each group ---
 

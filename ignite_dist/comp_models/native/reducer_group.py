@@ -11,24 +11,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 
+from ignite_dist import _torch
 from ignite_dist.comp_models.work import Work
 
 
 class ReducerGroup(ProcessGroup):
-    """Adds dense tensors over shared memory. All other collectives go through ``handle``.
+    """Adds gradients over shared memory. All other collectives go through ``handle``.
 
     DDP's reducer calls these methods from C++, in the backward pass. The reducer divides by the number of
-    ranks itself, so ``join()``, and communication hooks of the user, work as without this group.
+    ranks itself, as in ``join()``.
 
     Args:
         handle: the process group with the same ranks.
-        all_reduce: begins to add a tensor of each rank in place, over shared memory.
+        sum_in_memory: adds a tensor over all ranks, in place, when the result is waited for. Returns None if
+            the ranks share no memory any more.
     """
 
-    def __init__(self, handle: ProcessGroup, all_reduce: Callable[[Tensor], Work]) -> None:
+    def __init__(self, handle: ProcessGroup, sum_in_memory: Callable[[Tensor], Work | None]) -> None:
         super().__init__(handle.rank(), handle.size())  # type: ignore[call-arg]
         self._handle = handle
-        self._all_reduce = all_reduce
+        self._sum_in_memory = sum_in_memory
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the wrapped model has another reducer, which uses its process group
@@ -37,14 +39,39 @@ class ReducerGroup(ProcessGroup):
         return self._handle.name()
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:  # type: ignore[override]  # noqa: D102
-        is_sum = options.reduceOp == dist.ReduceOp.SUM
-        if not is_sum or len(tensors) > 1 or tensors[0].layout != torch.strided:
+        work = self._sum_in_memory(tensors[0]) if _is_of_gradients(tensors, options) else None
+        if work is None:
             return self._handle.allreduce(tensors, options)
-        self._all_reduce(tensors[0]).wait()
+        try:
+            work.wait()
+        except KeyboardInterrupt as interrupt:
+            _raise_after_pass(interrupt)
         return _Completed(tensors)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:  # type: ignore[override]  # noqa: D102
         return self._handle.broadcast(tensors, options)
+
+
+def _is_of_gradients(tensors: list[Tensor], options: Any) -> bool:
+    """True for a dense bucket. In ``join()`` torch sends ints, without the reducer on some ranks."""
+    if len(tensors) > 1 or options.reduceOp != dist.ReduceOp.SUM:
+        return False
+    tensor = tensors[0]
+    is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return is_number and tensor.layout == torch.strided
+
+
+def _raise_after_pass(interrupt: KeyboardInterrupt) -> None:
+    """Raise ``interrupt`` at the end of the backward pass. Before, DDP's reducer could not be used again."""
+
+    def raise_now() -> None:
+        raise interrupt
+
+    try:
+        # The first callback may run before the reducer's own, the second runs after it.
+        _torch.run_after_backward(lambda: _torch.run_after_backward(raise_now))
+    except RuntimeError:  # there is no backward pass
+        raise interrupt from None
 
 
 class _Completed(dist.Work):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import DistBackendError
 
 from ignite_dist.comp_models.native.shared_segment import DESCRIPTION_BYTES, Call, Segment
 from ignite_dist.values.reduce_ops import is_rounded, reduce_rows
@@ -62,16 +63,21 @@ class SharedMemory:
                     "A signal handler or a finalizer has called a collective while its thread was in a "
                     "collective of the same group. Let the handler set a flag, and call the collective later."
                 )
-            self._is_running = True
             number = self.segment.number
+            self._is_running = True
             try:
                 return collective(self)
-            except BaseException:
-                if self.segment.number == number:  # the other ranks would take the next call for this one
-                    self.segment.publish(number + 1, _GIVEN_UP)
+            except BaseException as error:
+                # Otherwise the other ranks would receive this rank's next call instead of this call.
+                if self.segment.number == number and not self._has_broken(error):
+                    self.segment.publish(number + 1, _ENDED_EARLY)
                 raise
             finally:
                 self._is_running = False
+
+    def _has_broken(self, error: BaseException) -> bool:
+        """True if no rank can make another call of the group."""
+        return self.segment.has_left or isinstance(error, DistBackendError)
 
     # --- collectives, in run() -------------------------------------------------------------------------
 
@@ -225,4 +231,4 @@ def _described(text: str) -> Call:
 
 
 _BARRIER = _described("barrier")
-_GIVEN_UP = _described("interrupted, or failed, before it sent anything")
+_ENDED_EARLY = _described("a call that ended before it sent data")

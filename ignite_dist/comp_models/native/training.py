@@ -63,12 +63,15 @@ class NativeTraining(Training):
             return model
         device, backend = self.context.device(), self.context.backend() or ""
         wrapped = _wrap_model(model, device, backend, sync_bn, wrapper, comm_hook, buffer_hook, kwargs)
-        if device.type == "cpu" and isinstance(wrapped, DistributedDataParallel):
+        if device.type == "cpu" and comm_hook is None and isinstance(wrapped, DistributedDataParallel):
             self._average_in_memory(wrapped)
         return wrapped
 
     def _average_in_memory(self, wrapped: DistributedDataParallel) -> None:
-        """Let ``wrapped`` average gradients over shared memory if its ranks are on one machine."""
+        """Let ``wrapped`` average gradients over shared memory if its ranks are on one machine.
+
+        All ranks of its process group call this function.
+        """
         handle = wrapped.process_group
         group = self._transport.reducer_group(Group(handle, self._transport.ranks_of(handle)))
         if group is not None:

@@ -122,7 +122,7 @@ class NativeTransport(Transport):
         handle = self.handle_of(group)
 
         def connect(rows: Tensor) -> Group:
-            return self._groups.connect_again(group, handle, name=bytes(rows[0].tolist()).hex())
+            return self._groups.connect_again(group, handle, key=bytes(rows[0].tolist()).hex())
 
         return tokens.then(connect)
 
@@ -135,11 +135,17 @@ class NativeTransport(Transport):
                 return ()
             raise ValueError(f"A group is a list of ranks or a ProcessGroup, got {handle!r}.")
         try:
-            return tuple(dist.get_process_group_ranks(handle))
+            ranks = tuple(dist.get_process_group_ranks(handle))
         except KeyError:
             raise ValueError(
                 "This ProcessGroup was destroyed, or belongs to a context that has ended."
             ) from None
+        if ranks != tuple(sorted(ranks)):
+            raise ValueError(
+                f"The ranks of a group are in ascending order, and this ProcessGroup has {list(ranks)}. Omit "
+                "sort_ranks=False in new_group()."
+            )
+        return ranks
 
     def make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
         return self._groups.make_mesh(sizes)

@@ -28,5 +28,5 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker("ranks") is not None and not hasattr(item, "callspec"):
         raise pytest.UsageError(
             f"{item.nodeid}: @pytest.mark.ranks works with functions and methods of plain classes, not with "
-            f"{type(item).__name__}."
+            "unittest.TestCase."
         )

@@ -34,7 +34,8 @@ def merge(config: pytest.Config, item: pytest.Item, phase: str, outcome: Outcome
         merged, consequences = reports[failed[0]], failed[1:]
         _name_rank(merged, failed[0], outcome)
     elif unfinished:
-        merged = failure_of(item, phase, "The sections below show where each unfinished rank was.")
+        texts = [f"Rank {rank} {one.text}." for rank, one in sorted(unfinished.items())]
+        merged = failure_of(item, phase, " ".join(texts))
         consequences = []
     else:
         return _with_sections(min(reports.values(), key=_rank_of_outcome), reports)

@@ -81,7 +81,7 @@ def worlds_of(marker: pytest.Mark) -> list[WorldSettings]:
     timeout_of(marker)
     backends: str | Sequence[str] = marker.kwargs.get("backends", "gloo")
     names = [backends] if isinstance(backends, str) else list(backends)
-    return [WorldSettings(backend, size) for backend in names for size in marker.args]
+    return list(dict.fromkeys(WorldSettings(backend, size) for backend in names for size in marker.args))
 
 
 def timeout_of(marker: pytest.Mark) -> float:

@@ -21,6 +21,13 @@ from ignite_dist.testing.settings import Request, SessionSettings, WorldSettings
 # The other ranks have this long after a failure. Most of them wait for the rank that failed.
 _GRACE_SECONDS = 1.0
 _POLLING_SECONDS = 0.02
+_END_SECONDS = 10.0  # from the end of a worker's connection to the end of its process, at most
+
+# Frames that every worker has, by parts of their paths.
+_OUTER_FRAMES = (
+    *("/_pytest/", "/pluggy/", "/pytest/", "/multiprocessing/", 'File "<string>"'),
+    *("/ignite_dist/testing/", "/ignite_dist/workers/", "/ignite_dist/restarts.py"),
+)
 
 
 class Unfinished(NamedTuple):
@@ -68,6 +75,7 @@ class World:
         self._session = session
         self._pids: dict[int, int] = {}
         self._connections: dict[int, Connection] = {}
+        self._lost: set[int] = set()
         with (
             tempfile.TemporaryDirectory(prefix="idist-") as folder,
             socket.socket(socket.AF_UNIX) as listener,
@@ -111,7 +119,8 @@ class World:
         outcome = Outcome({}, [], {}, is_reusable=True)
         ended: dict[int, RankDone] = {}
         running = dict(self._connections)
-        deadline = time.monotonic() + timeout
+        started = time.monotonic()
+        deadline = started + timeout
         for connection in self._connections.values():
             with suppress(OSError):  # the rank has ended, which _receive() finds
                 connection.send(request)
@@ -129,7 +138,8 @@ class World:
                 if message is None or (isinstance(message, RankReport) and message.has_failed):
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         lost = [rank for rank in self._connections if rank not in ended]
-        outcome.unfinished.update({rank: self._describe(rank, timeout) for rank in lost})
+        seconds = time.monotonic() - started
+        outcome.unfinished.update({rank: self._describe(rank, seconds) for rank in lost})
         return outcome._replace(is_reusable=not lost and _is_reusable(outcome, ended))
 
     def _receive(self, rank: int) -> Any:
@@ -137,14 +147,17 @@ class World:
         try:
             return self._connections[rank].recv()
         except (EOFError, OSError):
+            self._lost.add(rank)
             return None
 
-    def _describe(self, rank: int, timeout: float) -> Unfinished:
+    def _describe(self, rank: int, seconds: float) -> Unfinished:
         pid = self._pids[rank]
         exit_code = self._exit_code(rank)
         if exit_code is not None:
             how = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
             return Unfinished(f"ended during the test ({how})", "")
+        if rank in self._lost:
+            return Unfinished("ended during the test", "")
         file = Path(self._session.stacks) / str(pid)
         try:
             os.kill(pid, rank_session.STACKS_SIGNAL)
@@ -154,7 +167,8 @@ class World:
         while time.monotonic() < until and not (size and size == before):
             time.sleep(_POLLING_SECONDS)
             size, before = file.stat().st_size, size
-        return Unfinished("did not finish the test", file.read_text(encoding="utf-8", errors="replace"))
+        stacks = file.read_text(encoding="utf-8", errors="replace")
+        return Unfinished(f"had not finished the test after {seconds:.0f} s", relevant_frames(stacks))
 
     def _exit_code(self, rank: int) -> int | None:
         """The exit code of a worker of this machine; None if it runs, or is not known."""
@@ -162,7 +176,7 @@ class World:
         process = next((process for process in processes if process.pid == self._pids[rank]), None)
         if process is None:
             return None
-        process.join(_POLLING_SECONDS)
+        process.join(_END_SECONDS if rank in self._lost else 0)
         exit_code: int | None = process.exitcode
         return exit_code
 
@@ -173,6 +187,17 @@ class World:
         self._workers.terminate()
         with suppress(DistributedError):  # the workers were ended
             self._workers.join()
+
+
+def relevant_frames(stacks: str) -> str:
+    """The stacks of the threads that run the test's code or the package's, without the frames around it."""
+    shown = []
+    for thread in stacks.strip().split("\n\n"):
+        heading, *frames = thread.splitlines()
+        frames = [frame for frame in frames if not any(part in frame for part in _OUTER_FRAMES)]
+        if any("/threading.py" not in frame for frame in frames):
+            shown.append("\n".join([heading, *frames]))
+    return "\n".join(shown) or stacks
 
 
 def _is_reusable(outcome: Outcome, ended: dict[int, RankDone]) -> bool:

@@ -29,8 +29,11 @@ OF_PYTHON = {
     *("_config", "_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid", "_inheriting"),
     "_preload_modules",
 }
-# pytorch-ignite's are not promised either. This one file uses them.
-OF_IGNITE = {"context/ignite_bridge.py": {"_NativeDistModel", "_SerialModel", "_set_model"}}
+# Those of other libraries, by the one file that uses them: pytorch-ignite's, and pytest's.
+OF_OTHERS = {
+    "context/ignite_bridge.py": {"_NativeDistModel", "_SerialModel", "_set_model"},
+    "testing/plugin.py": {"_setupstate", "_tmp_path_factory"},
+}
 # In torch's objects, and in the code of nobody else.
 OWN_MARK = re.compile(r"_ignite_dist_\w+")
 
@@ -200,7 +203,7 @@ class Walk:
             yield from (f"{file}:{node.lineno}: {one}" for one in found)  # type: ignore[attr-defined]
 
     def is_ours(self, node: ast.Attribute, file: str, here: set[str], library: str) -> bool:
-        if library in sys.stdlib_module_names or node.attr in OF_PYTHON | OF_IGNITE.get(file, set()):
+        if library in sys.stdlib_module_names or node.attr in OF_PYTHON | OF_OTHERS.get(file, set()):
             return True
         if node.attr in LISTED or library not in ("", "ignite_dist"):
             return False

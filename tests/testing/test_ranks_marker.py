@@ -138,15 +138,15 @@ def test_a_failure_names_the_rank_and_costs_only_its_world(run: Runner) -> None:
     assert "test_one_fails[gloo-2]: rank 1 failed first" in output
     assert "At index 2 diff: 1 != 3" in output  # a rewritten assertion
     assert "Captured stdout call (rank 1)" in output and "hello from 1" in output
-    assert "rank 0 did not finish the test" in output and "in barrier" in output, output
+    assert "rank 0 had not finished the test after 1 s" in output and "in barrier" in output, output
 
 
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 ended during the test (SIGKILL)"),
-        ("os._exit(3)", "rank 1 ended during the test (exit code 3)"),
-        ("threading.Event().wait()", "rank 1 did not finish the test"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "Rank 1 ended during the test (SIGKILL)."),
+        ("os._exit(3)", "Rank 1 ended during the test (exit code 3)."),
+        ("threading.Event().wait()", "Rank 1 had not finished the test after 5 s"),
     ],
 )
 def test_a_rank_that_ends_or_hangs(run: Runner, body: str, expected: str) -> None:
@@ -233,7 +233,7 @@ def test_a_class_of_unittest_is_refused(tmp_path: Path) -> None:
     text = "@pytest.mark.ranks(2)\nclass TestIt(unittest.TestCase):\n    def test_it(self): pass\n"
     (tmp_path / "test_theirs.py").write_text(f"{IMPORTS}import unittest\n{text}")
     ended = run_pytest(tmp_path)
-    assert ended.returncode != 0 and "not with TestCaseFunction" in ended.stdout, ended.stdout
+    assert ended.returncode != 0 and "not with unittest.TestCase" in ended.stdout, ended.stdout
 
 
 def test_options_of_the_command_line(tmp_path: Path) -> None:

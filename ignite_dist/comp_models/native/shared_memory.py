@@ -161,7 +161,7 @@ class SharedMemory:
         number = self.segment.begin()
         parts = self._parts[number % 2]
         parts[self._position][:size] = buffer
-        self._meet(number, _call("gather", size, "bytes"))
+        self._meet(number, _call("numbers or objects", size, "bytes"))
         return bytearray().join([part[:size] for part in parts])
 
     # --- one step ----------------------------------------------------------------------------------------

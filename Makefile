@@ -29,7 +29,7 @@ endif
 # Two pips at once in one .venv would break it; the tests use all cores by themselves.
 .NOTPARALLEL:
 .PHONY: help venv demo test test-gpu stress horovod test-horovod test-launchers test-mpi4py xla test-xla xla-suite \
-    conformance conformance-results conformance-newest other-torch bench latency scale bench-xla bench-here lint style type clean
+    conformance conformance-gloo conformance-results conformance-newest other-torch bench latency scale bench-xla bench-here lint style type clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -90,6 +90,10 @@ conformance-results: $(call needs,test examples $(if $(findstring xla,$(VENV)),x
 # The newest torch has an environment of its own too, and no Horovod: that is built for one torch at a time.
 conformance-newest:  ## run the conformance suite on the newest torch, in .venv-newest (6 GB)
 	+$(MAKE) VENV=.venv-newest CONSTRAINTS=constraints-newest.txt other-torch
+
+conformance-gloo: $(call needs,test examples)  ## run the conformance suite with two ranks, without shared memory
+	IGNITE_DIST_SHARED_MEMORY=0 $(PY) -m pytest tests/conformance -n logical \
+	    -m "not gpu and not horovod and not mpi4py and not xla" -k gloo-2 $(ARGS)
 
 # One rank and two: what more ranks add does not depend on torch's version.
 other-torch: $(call needs,test examples)

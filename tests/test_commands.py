@@ -37,6 +37,7 @@ RUN_BY_CI = {
     "make xla": "test-xla",
     "make test-xla": "test-xla",
     "make conformance-newest": "conformance-newest",
+    "make conformance-gloo": "conformance-gloo",
 }
 PREPARE_HOROVOD = (
     "pip download --no-deps --no-binary horovod --no-build-isolation horovod==0.28.1 "

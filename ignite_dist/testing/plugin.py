@@ -77,20 +77,24 @@ class RankTests:
     ) -> Iterator[pytest.TestReport]:
         marker = item.get_closest_marker("ranks")
         assert marker is not None
+        following = nextitem if nextitem is not None and _world_of(nextitem) == settings else None
+        request = Request(
+            paths=(str(item.path), *([] if following is None else [str(following.path)])),
+            nodeid=item.nodeid,
+            following="" if following is None else following.nodeid,
+            folder=self._folder(item),
+        )
         try:
-            world = self._world_for(settings, item)
-        except Exception as error:  # raised by the launcher, or by the user's code that workers import
-            yield failure_of(item, "setup", f"The ranks were not started: {error}")
+            outcome = self._world_for(settings, item).run(request, timeout_of(marker))
+        except (Exception, pytest.fail.Exception) as error:  # the latter: pytest-timeout's
+            self._close()
+            yield failure_of(item, "setup", f"The test was not run: {error}")
             return
-        following = "" if nextitem is None or _world_of(nextitem) != settings else nextitem.nodeid
-        request = Request(str(item.path), item.nodeid, following, self._folder(item))
-        try:
-            outcome = world.run(request, timeout_of(marker))
         except BaseException:
             self._close()
             raise
         self._pass_on_warnings(outcome)
-        if not outcome.is_reusable or not following:
+        if not outcome.is_reusable or following is None:
             self._close()
         for phase in _PHASES:
             report = merge(self._config, item, phase, outcome)

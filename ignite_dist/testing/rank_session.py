@@ -76,6 +76,12 @@ class RankDone(NamedTuple):
     has_context: bool
 
 
+class NotStarted(NamedTuple):
+    """pytest has ended before the first test, for example because of a wrong ``conftest.py``."""
+
+    text: str
+
+
 def serve(local_rank: int, address: str, settings: SessionSettings) -> None:
     """Run pytest in this worker until the launching pytest closes the connection."""
     with Client(address, "AF_UNIX") as connection:
@@ -85,7 +91,10 @@ def serve(local_rank: int, address: str, settings: SessionSettings) -> None:
         os.environ.pop("PYTEST_ADDOPTS", None)  # is in the options already
         with open(Path(settings.stacks) / str(os.getpid()), "w", encoding="utf-8") as stacks:
             faulthandler.register(STACKS_SIGNAL, stacks)
-            pytest.main(settings.arguments, plugins=[RankSession(connection, settings), fixtures])
+            session = RankSession(connection, settings)
+            exit_code = pytest.main(settings.arguments, plugins=[session, fixtures])
+        if not session.has_started:
+            connection.send(NotStarted(f"pytest did not start in a worker ({exit_code!r}): see its output."))
     os._exit(0)  # the ranks of a world that was closed do not wait for each other
 
 
@@ -98,6 +107,7 @@ class RankSession:
         self._items: dict[str, pytest.Item] = {}
         self._collected: set[str] = set()
         self._errors: list[str] = []
+        self.has_started = False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> None:
@@ -120,6 +130,7 @@ class RankSession:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run tests until the connection is closed."""
+        self.has_started = True
         model = current_model()
         while True:
             try:
@@ -156,9 +167,9 @@ class RankSession:
             self._errors.append(report.longreprtext)
 
     def _run(self, session: pytest.Session, request: Request) -> None:
-        if request.path not in self._collected:
-            self._collected.add(request.path)
-            self._items.update((item.nodeid, item) for item in session.perform_collect([request.path]))
+        for path in set(request.paths) - self._collected:
+            self._collected.add(path)
+            self._items.update((item.nodeid, item) for item in session.perform_collect([path]))
         item = self._items.get(request.nodeid)
         if item is not None:
             session.config.stash[fixtures.FOLDER] = request.folder
@@ -167,8 +178,8 @@ class RankSession:
             )
             return
         causes = "\n".join(self._errors) or "Are its parameters the same in every process?"
-        text = f"The worker did not find {request.nodeid} in {request.path}.\n{causes}"
-        location = (request.path, None, request.nodeid)
+        text = f"The worker did not find {request.nodeid}.\n{causes}"
+        location = (request.paths[0], None, request.nodeid)
         self.pytest_runtest_logreport(
             pytest.TestReport(request.nodeid, location, {}, "failed", text, "setup")
         )

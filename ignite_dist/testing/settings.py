@@ -50,13 +50,13 @@ class Request(NamedTuple):
     """A test that the ranks should run.
 
     Attributes:
-        path: the file of the test.
+        paths: the files of the test and of the next test.
         nodeid: pytest's id of the test.
         following: the id of the next test of the same world; empty if there is none.
         folder: for ``tmp_path``; empty if the test does not use it.
     """
 
-    path: str
+    paths: tuple[str, ...]
     nodeid: str
     following: str
     folder: str

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ignite_dist import launcher
 from ignite_dist.errors import DistributedError
 from ignite_dist.testing import rank_session
-from ignite_dist.testing.rank_session import RankDone, RankReport, RankWarning
+from ignite_dist.testing.rank_session import NotStarted, RankDone, RankReport, RankWarning
 from ignite_dist.testing.settings import Request, SessionSettings, WorldSettings
 
 # The other ranks have this long after a failure. Most of them wait for the rank that failed.
@@ -28,6 +28,8 @@ _OUTER_FRAMES = (
     *("/_pytest/", "/pluggy/", "/pytest/", "/multiprocessing/", 'File "<string>"'),
     *("/ignite_dist/testing/", "/ignite_dist/workers/", "/ignite_dist/restarts.py"),
 )
+# Threads of only these frames belong to the package.
+_IDLE_FRAMES = ("/threading.py", "/selectors.py", "/ignite_dist/diagnostics/watchdog.py")
 
 
 class Unfinished(NamedTuple):
@@ -115,6 +117,9 @@ class World:
         Args:
             request: the test.
             timeout: how long the ranks may take, in seconds.
+
+        Raises:
+            RuntimeError: pytest has not started in a worker.
         """
         outcome = Outcome({}, [], {}, is_reusable=True)
         ended: dict[int, RankDone] = {}
@@ -129,6 +134,8 @@ class World:
                 message = self._receive(rank)
                 if isinstance(message, RankWarning):
                     outcome.warnings.append(message)
+                elif isinstance(message, NotStarted):
+                    raise RuntimeError(message.text)
                 elif isinstance(message, RankReport):
                     outcome.reports.setdefault(message.data["when"], {})[rank] = message
                 else:
@@ -195,7 +202,7 @@ def relevant_frames(stacks: str) -> str:
     for thread in stacks.strip().split("\n\n"):
         heading, *frames = thread.splitlines()
         frames = [frame for frame in frames if not any(part in frame for part in _OUTER_FRAMES)]
-        if any("/threading.py" not in frame for frame in frames):
+        if not all(any(part in frame for part in _IDLE_FRAMES) for frame in frames):
             shown.append("\n".join([heading, *frames]))
     return "\n".join(shown) or stacks
 

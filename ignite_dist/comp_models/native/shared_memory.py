@@ -55,8 +55,10 @@ class SharedMemory:
         """Run ``collective``. Only one thread at a time may be in a collective of the group.
 
         Raises:
-            RuntimeError: this thread is in a collective of the group already.
+            RuntimeError: this thread is in a collective of the group already, or this rank has left it.
         """
+        if self.segment.has_left:
+            raise DistBackendError("Connection closed: this rank has ended its context.")
         with self._lock:
             if self._is_running:
                 raise RuntimeError(

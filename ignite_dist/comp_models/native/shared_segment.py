@@ -54,7 +54,6 @@ _SLEEP_SECONDS = 0.5
 
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL_SLEEPERS = 202, 0, 1, 0x7FFFFFFF  # the system call on x86-64
 _TIMEOUT = struct.pack("qq", 0, int(_SLEEP_SECONDS * 1e9))
-
 _OFFER_BYTES, _REASON_CHARACTERS = 512, 120
 
 

@@ -29,7 +29,7 @@ endif
 # Two pips at once in one .venv would break it; the tests use all cores by themselves.
 .NOTPARALLEL:
 .PHONY: help venv demo test test-gpu stress horovod test-horovod test-launchers test-mpi4py xla test-xla xla-suite \
-    conformance conformance-gloo conformance-results conformance-newest other-torch bench latency scale bench-xla bench-here lint style type clean
+    conformance conformance-gloo conformance-results conformance-newest other-torch docs bench latency scale bench-xla bench-here lint style type clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -99,6 +99,10 @@ conformance-gloo: $(call needs,test examples)  ## run the conformance suite with
 other-torch: $(call needs,test examples)
 	$(PY) -m pytest tests/conformance tests/comp_models/test_private_names.py -n logical \
 	    -m "not gpu and not horovod and not mpi4py and not xla" -k "serial or gloo-2 or private" $(ARGS)
+
+docs: $(call needs,docs)  ## build the site in build/site, with every warning as an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q
+	! grep -rnE ":(func|class|meth|data|exc|mod):" build/site/api  # what docs/docstrings.py has not converted
 
 bench: $(call needs,bench horovod)  ## measure against torch.distributed, Horovod and pytorch-ignite
 	$(PY) benchmarks/bench.py $(ARGS)

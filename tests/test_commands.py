@@ -26,6 +26,7 @@ BUILD_HOROVOD = (ROOT / ".ci" / "build-horovod").read_text(encoding="utf-8")
 # Run by .ci/run, as a target of its own or as what this target needs first.
 RUN_BY_CI = {
     "make demo": "demo",
+    "make docs": "docs",
     "make lint": "lint",
     "make lint type": "lint type",
     "make type": "type",

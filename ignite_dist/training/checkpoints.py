@@ -73,8 +73,7 @@ def save_checkpoint(
         TypeError: a value of another type, or ``loader`` is not a loader of ``auto_dataloader``.
         ValueError: ``keep`` is less than 1, ``path`` is a folder, or the ranks are at different batches.
         OSError, RuntimeError: the file cannot be written, or the previous asynchronous write has failed.
-
-        Every rank raises, and the previous file is unchanged.
+            Every rank raises each of these errors, and the previous file is unchanged.
 
     Example::
 
@@ -250,9 +249,8 @@ def load_checkpoint(
         ValueError: it is torn, not a checkpoint, of a newer version or of another optimizer, or it lacks
             one of the objects.
         RuntimeError: names or shapes of the model differ.
-        TypeError: ``loader`` is not a loader of ``auto_dataloader``.
-
-        Every rank raises, before anything is changed.
+        TypeError: ``loader`` is not a loader of ``auto_dataloader``. Every rank raises each of these errors,
+            before anything is changed.
 
     Example::
 

@@ -1,0 +1,30 @@
+"""The site: every public name and every page has its place."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import ignite_dist as idist
+from helpers import ROOT
+
+DOCS = ROOT / "docs"
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    pages = [path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md")]
+    names = Counter(re.findall(r"^::: ignite_dist\.(\w+)$", "\n".join(pages), re.MULTILINE))
+    assert names == Counter(idist.__all__)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+def test_the_first_page_has_the_script_of_the_readme() -> None:
+    readme, index = (
+        (folder / name).read_text() for folder, name in ((ROOT, "README.md"), (DOCS, "index.md"))
+    )
+    (script,) = re.findall(r"```python\nimport torch\n.*?```\n\n```console\n.*?```", index, re.DOTALL)
+    assert script in readme

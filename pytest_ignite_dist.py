@@ -25,7 +25,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Refuse the marker where pytest makes no parameters: the test would run in one process alone."""
-    if item.get_closest_marker("ranks") is not None and not hasattr(item, "callspec"):
+    has_marker = isinstance(item, pytest.Function) and item.get_closest_marker("ranks") is not None
+    if has_marker and not hasattr(item, "callspec"):
         raise pytest.UsageError(
             f"{item.nodeid}: @pytest.mark.ranks works with functions and methods of plain classes, not with "
             "unittest.TestCase."

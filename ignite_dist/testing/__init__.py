@@ -10,6 +10,6 @@ A test marked with ``ranks`` runs on every rank of a context. The plugin keeps t
         assert idist.all_reduce(float(idist.get_rank()), "AVERAGE") == 0.5
 
 Every worker runs pytest, so fixtures, parameters, ``pytest.raises``, skips, captured output and rewritten
-assertions work as in any test. pytest loads the plugin by itself. It imports nothing before a test has the
-marker.
+assertions work as in any test. pytest loads the plugin by itself. The plugin imports this package and torch
+only if a test has the marker.
 """

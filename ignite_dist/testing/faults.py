@@ -5,13 +5,15 @@ Each function returns a context manager. All ranks may enter it; the fault happe
     from ignite_dist.testing import faults
 
     def train(local_rank):
-        with faults.kill(rank=1, at="all_reduce", call=3):
+        if idist.restart_count() == 0:
+            with faults.kill(rank=1, at="all_reduce", call=3):
+                run_epoch()
+        else:
             run_epoch()
 
     idist.spawn("gloo", train, nproc_per_node=2, max_restarts=1)
 
-The module needs no pytest and works in any context. A call counts when the user's code makes it. Calls that
-other functions of the package make count by the name of that function, such as ``one_rank_first``.
+The module needs no pytest and works in any context.
 """
 
 from __future__ import annotations
@@ -23,12 +25,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import ignite_dist
 from ignite_dist.comp_models import ComputationModel
+from ignite_dist.comp_models.transport import Transport
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics.announcing import get_or_create_recorder
 
-__all__ = ["delay", "disconnect", "kill", "raise_"]
+__all__ = ["COLLECTIVES", "delay", "disconnect", "kill", "raise_"]
+
+COLLECTIVES = (
+    *("all_gather", "all_gather_ragged", "all_gather_tensors_with_shapes", "all_reduce", "all_to_all"),
+    *("average_parameters", "barrier", "broadcast", "gather", "gather_in_order", "reduce", "reduce_scatter"),
+    "scatter",
+)
+"""The functions at which a fault may happen."""
 
 
 def kill(*, rank: int, at: str, call: int = 1) -> AbstractContextManager[None]:
@@ -36,13 +45,13 @@ def kill(*, rank: int, at: str, call: int = 1) -> AbstractContextManager[None]:
 
     Args:
         rank: the rank.
-        at: name of the function that begins the collective, such as ``"all_reduce"``; ``"any"`` for every
-            function.
+        at: the function that begins the collective, one of :data:`COLLECTIVES`; ``"any"`` also counts the
+            collectives of other functions, such as ``one_rank_first``.
         call: number of the call, from 1, counted from the beginning of the block.
 
     Raises:
-        ValueError: a rank that does not exist, no name of a public function, or ``call`` less than 1; raised
-            on all ranks, before the block.
+        ValueError: a rank that does not exist, another name, or ``call`` less than 1; raised on all ranks,
+            before the block.
 
     Example::
 
@@ -100,6 +109,8 @@ def disconnect(*, rank: int, at: str, call: int = 1) -> AbstractContextManager[N
         with faults.disconnect(rank=1, at="barrier"), pytest.raises(RuntimeError):
             idist.barrier()
     """
+    if type(current_model().transport).end_waits is Transport.end_waits:
+        raise ValueError("disconnect() needs a context of torch.distributed.")
     return _fault(rank, at, call, lambda model: model.transport.end_waits())
 
 
@@ -108,7 +119,7 @@ def _fault(rank: int, at: str, call: int, act: Callable[[ComputationModel], None
     model = current_model()
     _check(rank, at, call, model.get_world_size())
     recorder = get_or_create_recorder(model, keep_calls=True)
-    record, num_calls = recorder.record, 0
+    outer, record, num_calls = vars(recorder).get("record"), recorder.record, 0
 
     def record_or_fail(calling: int, operation: str, *args: Any, **kwargs: Any) -> Any:
         nonlocal num_calls
@@ -122,15 +133,16 @@ def _fault(rank: int, at: str, call: int, act: Callable[[ComputationModel], None
     try:
         yield
     finally:
-        vars(recorder)["record"] = record
+        if outer is None:
+            del vars(recorder)["record"]
+        else:
+            vars(recorder)["record"] = outer
 
 
 def _check(rank: int, at: str, call: int, world_size: int) -> None:
     if type(rank) is not int or not 0 <= rank < world_size:
         raise ValueError(f"rank= is one of the {world_size} ranks, from 0; got {rank!r}.")
-    if at != "any" and at not in ignite_dist.__all__:
-        raise ValueError(
-            f"at= is the name of a function of idist, such as 'all_reduce', or 'any'; got {at!r}."
-        )
+    if at != "any" and at not in COLLECTIVES:
+        raise ValueError(f"at= is 'any' or one of {', '.join(COLLECTIVES)}; got {at!r}.")
     if type(call) is not int or call < 1:
         raise ValueError(f"call= is the number of a call, from 1; got {call!r}.")

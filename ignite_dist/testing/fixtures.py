@@ -8,8 +8,8 @@ import pytest
 
 from ignite_dist.context import identity
 
-FOLDER: pytest.StashKey[str] = pytest.StashKey()
-"""The folder of the current test, equal on all ranks."""
+FOLDER_KEY: pytest.StashKey[Path] = pytest.StashKey()
+"""The folder of the current test, equal on all ranks. Only the pytest of a worker has this key."""
 
 
 @pytest.fixture
@@ -27,7 +27,9 @@ def world_size() -> int:
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest) -> Path:
     """An empty folder, the same on all ranks."""
-    return Path(request.config.stash[FOLDER])
+    folder = request.config.stash[FOLDER_KEY]
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture

@@ -6,12 +6,13 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
 
 from ignite_dist.testing import fixtures
-from ignite_dist.testing.merged_reports import failure_of, merge
+from ignite_dist.testing.merged_reports import failure_of, merge, subtests
 from ignite_dist.testing.settings import (
     PARAMETER,
     Request,
@@ -28,8 +29,8 @@ NAME = "ignite_dist.testing"
 _OWN_OPTIONS = {
     *("basetemp", "cacheclear", "collectonly", "deselect", "dist", "distload", "failedfirst", "file_or_dir"),
     *("help", "inifilename", "keyword", "lf", "loadgroup", "markexpr", "maxfail", "maxprocesses", "newfirst"),
-    *("numprocesses", "override_ini", "plugins", "px", "rootdir", "rsyncdir", "stepwise", "stepwise_skip"),
-    *("testrunuid", "trace", "tx", "usepdb", "version"),
+    *("numprocesses", "override_ini", "plugins", "px", "rootdir", "rsyncdir", "setuponly", "setupplan"),
+    *("setupshow", "stepwise", "stepwise_skip", "testrunuid", "trace", "tx", "usepdb", "version"),
 }
 _PHASES = ("setup", "call", "teardown")
 
@@ -40,7 +41,7 @@ def parametrize(metafunc: pytest.Metafunc, marker: pytest.Mark) -> None:
         worlds = worlds_of(marker)
     except (TypeError, ValueError) as error:
         raise pytest.UsageError(f"{metafunc.definition.nodeid}: {error}") from None
-    manager, is_worker = metafunc.config.pluginmanager, fixtures.FOLDER in metafunc.config.stash
+    manager, is_worker = metafunc.config.pluginmanager, fixtures.FOLDER_KEY in metafunc.config.stash
     if not is_worker and not manager.has_plugin(NAME):
         manager.register(RankTests(metafunc.config), NAME)
     metafunc.fixturenames.append(PARAMETER)
@@ -54,6 +55,7 @@ class RankTests:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._world: World | None = None
+        self._numbers = count()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
@@ -64,8 +66,8 @@ class RankTests:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in self._reports(item, nextitem, settings):
             item.ihook.pytest_runtest_logreport(report=report)
+        _tear_down_earlier(item, nextitem)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        item.session._setupstate.teardown_exact(nextitem)  # of earlier tests that ran in this process
         return True
 
     def pytest_sessionfinish(self) -> None:
@@ -82,7 +84,7 @@ class RankTests:
             paths=(str(item.path), *([] if following is None else [str(following.path)])),
             nodeid=item.nodeid,
             following="" if following is None else following.nodeid,
-            folder=self._folder(item),
+            number=next(self._numbers),
         )
         try:
             outcome = self._world_for(settings, item).run(request, timeout_of(marker))
@@ -96,10 +98,13 @@ class RankTests:
         self._pass_on_warnings(outcome)
         if not outcome.is_reusable or following is None:
             self._close()
-        for phase in _PHASES:
-            report = merge(self._config, item, phase, outcome)
-            if report is not None:
-                yield report
+        yield from subtests(self._config, outcome)
+        reports = {phase: merge(self._config, item, phase, outcome) for phase in _PHASES}
+        setup, call = reports["setup"], reports["call"]
+        if setup is not None and not setup.passed and call is not None:  # pytest expects no call then
+            setup.sections += call.sections
+            del reports["call"]
+        yield from filter(None, reports.values())
 
     def _world_for(self, settings: WorldSettings, item: pytest.Item) -> World:
         if self._world is not None and self._world.settings != settings:
@@ -115,31 +120,30 @@ class RankTests:
 
     def _session_settings(self, item: pytest.Item) -> SessionSettings:
         config = self._config
+        # What pytest reads before it takes over the options, and what plugins read at their import.
+        early = config.known_args_namespace
         arguments = ["-p", "no:terminal", "-o", "addopts=", "--rootdir", str(config.rootpath)]
-        if config.inipath is not None:
-            arguments += ["-c", str(config.inipath)]
-        for name in config.option.plugins:
-            arguments += ["-p", name]
-        for setting in config.option.override_ini or ():
-            arguments += ["-o", setting]
+        arguments += [f"--capture={early.capture}", f"--import-mode={early.importmode}"]
+        arguments += [f"--assert={early.assertmode}", *(["--noconftest"] if early.noconftest else [])]
+        arguments += [] if config.inipath is None else ["-c", str(config.inipath)]
+        for option, values in (
+            ("-p", early.plugins),
+            ("-o", early.override_ini),
+            ("-W", early.pythonwarnings),
+        ):
+            arguments += [word for value in values or () for word in (option, value)]
         return SessionSettings(
             directory=os.getcwd(),
             module_path=list(sys.path),
-            arguments=[*arguments, f"--capture={config.option.capture}", str(item.path)],
+            arguments=[*arguments, str(item.path)],
             options={
                 name: value
                 for name, value in vars(config.option).items()
                 if name not in _OWN_OPTIONS and _can_be_sent(value)
             },
-            stacks=str(_temporary(config, "stacks")),
+            worker_input=dict(getattr(config, "workerinput", {})),
+            folder=str(config._tmp_path_factory.mktemp("ranks", numbered=True)),  # type: ignore[attr-defined]
         )
-
-    def _folder(self, item: pytest.Item) -> str:
-        """A folder for ``tmp_path`` if the test uses it."""
-        names = getattr(item, "fixturenames", ())
-        if "tmp_path" not in names and "rank_tmp_path" not in names:
-            return ""
-        return str(_temporary(item.config, item.name))
 
     def _pass_on_warnings(self, outcome: Outcome) -> None:
         """Warn as in a test of this process, once for all ranks."""
@@ -147,14 +151,21 @@ class RankTests:
             self._config.hook.pytest_warning_recorded.call_historic(kwargs=warning.arguments())
 
 
+def _tear_down_earlier(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Tear down the fixtures of earlier tests of this process that the next test does not use."""
+    call = pytest.CallInfo.from_call(
+        lambda: item.session._setupstate.teardown_exact(nextitem),
+        "teardown",
+        reraise=(pytest.exit.Exception, KeyboardInterrupt),
+    )
+    if call.excinfo is not None:
+        report = item.ihook.pytest_runtest_makereport(item=item, call=call)
+        item.ihook.pytest_runtest_logreport(report=report)
+
+
 def _world_of(item: pytest.Item) -> WorldSettings | None:
     callspec = getattr(item, "callspec", None)
     return None if callspec is None else callspec.params.get(PARAMETER)
-
-
-def _temporary(config: pytest.Config, name: str) -> Any:
-    letters = "".join(letter if letter.isalnum() else "_" for letter in name)[:30]
-    return config._tmp_path_factory.mktemp(letters, numbered=True)  # type: ignore[attr-defined]
 
 
 def _can_be_sent(value: Any) -> bool:

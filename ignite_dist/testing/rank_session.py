@@ -37,7 +37,13 @@ class RankReport(NamedTuple):
     @property
     def has_failed(self) -> bool:
         """True if other ranks may wait in vain for this one."""
-        return self.data["outcome"] == "failed" or "wasxfail" in self.data
+        outcome = self.data["outcome"]
+        return outcome == "failed" or (outcome == "skipped" and "wasxfail" in self.data)
+
+    @property
+    def is_of_subtest(self) -> bool:
+        """True if this is the report of a block ``with subtests.test(...)``."""
+        return self.data.get("_report_type") == "SubTestReport"
 
 
 class RankWarning(NamedTuple):
@@ -64,6 +70,10 @@ class RankWarning(NamedTuple):
         }
 
 
+class Running(NamedTuple):
+    """The rank has collected the test, and runs it now."""
+
+
 class RankDone(NamedTuple):
     """The test has ended on this rank.
 
@@ -77,7 +87,7 @@ class RankDone(NamedTuple):
 
 
 class NotStarted(NamedTuple):
-    """pytest has ended before the first test, for example because of a wrong ``conftest.py``."""
+    """pytest has ended before the first test, for example because of an error in ``conftest.py``."""
 
     text: str
 
@@ -89,7 +99,7 @@ def serve(local_rank: int, address: str, settings: SessionSettings) -> None:
         os.chdir(settings.directory)
         sys.path[:] = settings.module_path
         os.environ.pop("PYTEST_ADDOPTS", None)  # is in the options already
-        with open(Path(settings.stacks) / str(os.getpid()), "w", encoding="utf-8") as stacks:
+        with open(Path(settings.folder) / str(os.getpid()), "w", encoding="utf-8") as stacks:
             faulthandler.register(STACKS_SIGNAL, stacks)
             session = RankSession(connection, settings)
             exit_code = pytest.main(settings.arguments, plugins=[session, fixtures])
@@ -103,26 +113,34 @@ class RankSession:
 
     def __init__(self, connection: Connection, settings: SessionSettings) -> None:
         self._connection = connection
-        self._options = settings.options
-        self._items: dict[str, pytest.Item] = {}
+        self._settings = settings
+        self._items: dict[tuple[str, str], pytest.Item] = {}
         self._collected: set[str] = set()
         self._errors: list[str] = []
         self.has_started = False
 
+    def pytest_addoption(self, parser: pytest.Parser) -> None:
+        """Accept settings of the plugin that prints, which workers do not have."""
+        for name in ("console_output_style", "verbosity_test_cases"):
+            parser.addini(name, "only for the launching pytest")
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> None:
         """Take over the options, before other plugins read them."""
-        vars(config.option).update(self._options)
-        config.stash[fixtures.FOLDER] = ""
+        vars(config.option).update(self._settings.options)
+        config.stash[fixtures.FOLDER_KEY] = Path(self._settings.folder)
         # By this attribute, which pytest-xdist has introduced, plugins know that they write no files.
-        config.workerinput = {"workerid": f"rank{identity.get_rank()}"}  # type: ignore[attr-defined]
+        given = self._settings.worker_input
+        own = {"workerid": "-".join(filter(None, [given.get("workerid"), f"rank{identity.get_rank()}"]))}
+        config.workerinput = {"testrunuid": "", **given, **own}  # type: ignore[attr-defined]
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Leave timeouts to the launching pytest: pytest-timeout would end this process."""
-        timeouts = config.pluginmanager.get_plugin("timeout")
-        if timeouts is not None:
-            config.pluginmanager.unregister(timeouts)
+        """Turn off plugins that would end this process, or repeat a test on this rank alone."""
+        for name in ("timeout", "rerunfailures"):
+            plugin = config.pluginmanager.get_plugin(name)
+            if plugin is not None:
+                config.pluginmanager.unregister(plugin)
 
     def pytest_collection(self) -> bool:
         """Collect nothing yet."""
@@ -144,19 +162,24 @@ class RankSession:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Send the report of a phase."""
-        config = self._config
-        data: dict[str, Any] = config.hook.pytest_report_to_serializable(config=config, report=report)
-        self._connection.send(RankReport(data, time.monotonic()))
+        try:
+            self._send(report)
+        except Exception as error:  # raised by pickle, or by a class of the user
+            text = f"The report of this rank cannot be sent: {type(error).__name__}: {error}"
+            self._send(pytest.TestReport(report.nodeid, report.location, {}, "failed", text, report.when))
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Keep the configuration."""
         self._config = session.config
 
     def pytest_warning_recorded(self, warning_message: Any, when: str, nodeid: str, location: Any) -> None:
-        """Send the warning, if it can be pickled."""
+        """Send the warning of a test, if it can be pickled. The launching pytest has the others itself."""
+        if when != "runtest":
+            return
         warning_message.source = None
         try:
             message = pickle.dumps(warning_message)
+            pickle.loads(message)
         except Exception:  # raised by a class of the user
             return
         self._connection.send(RankWarning(message, when, nodeid, location))
@@ -166,16 +189,29 @@ class RankSession:
         if report.failed:
             self._errors.append(report.longreprtext)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Keep all tests, before other plugins leave some out: the launching pytest has chosen already."""
+        self._items.update((_key(str(item.path), item.nodeid), item) for item in items)
+
+    def _send(self, report: pytest.TestReport) -> None:
+        config = self._config
+        data: dict[str, Any] = config.hook.pytest_report_to_serializable(config=config, report=report)
+        self._connection.send(RankReport(data, time.monotonic()))
+
     def _run(self, session: pytest.Session, request: Request) -> None:
-        for path in set(request.paths) - self._collected:
-            self._collected.add(path)
-            self._items.update((item.nodeid, item) for item in session.perform_collect([path]))
-        item = self._items.get(request.nodeid)
+        for path in request.paths:
+            if path not in self._collected:
+                self._collected.add(path)
+                session.perform_collect([path])
+        self._connection.send(Running())
+        item = self._items.get(_key(request.paths[0], request.nodeid))
         if item is not None:
-            session.config.stash[fixtures.FOLDER] = request.folder
-            session.config.hook.pytest_runtest_protocol(
-                item=item, nextitem=self._items.get(request.following)
-            )
+            letters = "".join(letter if letter.isalnum() else "_" for letter in item.name)[:30]
+            folder = Path(self._settings.folder, f"{letters}-{request.number}")
+            session.config.stash[fixtures.FOLDER_KEY] = folder
+            following = self._items.get(_key(request.paths[-1], request.following))
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             return
         causes = "\n".join(self._errors) or "Are its parameters the same in every process?"
         text = f"The worker did not find {request.nodeid}.\n{causes}"
@@ -183,3 +219,8 @@ class RankSession:
         self.pytest_runtest_logreport(
             pytest.TestReport(request.nodeid, location, {}, "failed", text, "setup")
         )
+
+
+def _key(path: str, nodeid: str) -> tuple[str, str]:
+    """Identifies a test. The part of ``nodeid`` before ``::`` depends on the command line of pytest."""
+    return path, nodeid.partition("::")[2]

@@ -10,7 +10,7 @@ import pytest
 PARAMETER = "world_of_ranks"
 """The name of the parameter by which the plugin gives a test its world."""
 
-SECONDS = 60.0
+DEFAULT_TIMEOUT_SECONDS = 60.0
 
 
 class WorldSettings(NamedTuple):
@@ -36,14 +36,16 @@ class SessionSettings(NamedTuple):
         module_path: ``sys.path``.
         arguments: command line of the worker's pytest.
         options: values of pytest's options, by name.
-        stacks: the folder for the stacks of ranks that hang.
+        worker_input: what pytest-xdist has told the launching pytest, for plugins that read it.
+        folder: for the files of the tests, and for the stacks of ranks that hang.
     """
 
     directory: str
     module_path: list[str]
     arguments: list[str]
     options: dict[str, Any]
-    stacks: str
+    worker_input: dict[str, Any]
+    folder: str
 
 
 class Request(NamedTuple):
@@ -53,13 +55,13 @@ class Request(NamedTuple):
         paths: the files of the test and of the next test.
         nodeid: pytest's id of the test.
         following: the id of the next test of the same world; empty if there is none.
-        folder: for ``tmp_path``; empty if the test does not use it.
+        number: number of the test in its world.
     """
 
     paths: tuple[str, ...]
     nodeid: str
     following: str
-    folder: str
+    number: int
 
 
 def worlds_of(marker: pytest.Mark) -> list[WorldSettings]:
@@ -90,7 +92,7 @@ def timeout_of(marker: pytest.Mark) -> float:
     Raises:
         ValueError: not a positive number.
     """
-    timeout = marker.kwargs.get("timeout", SECONDS)
+    timeout = marker.kwargs.get("timeout", DEFAULT_TIMEOUT_SECONDS)
     if type(timeout) not in (int, float) or timeout <= 0:
         raise ValueError(f"ranks(timeout=) is a positive number of seconds, got {timeout!r}.")
     return float(timeout)

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 from ignite_dist import launcher
 from ignite_dist.errors import DistributedError
 from ignite_dist.testing import rank_session
-from ignite_dist.testing.rank_session import NotStarted, RankDone, RankReport, RankWarning
+from ignite_dist.testing.rank_session import NotStarted, RankDone, RankReport, RankWarning, Running
 from ignite_dist.testing.settings import Request, SessionSettings, WorldSettings
 
 # The other ranks have this long after a failure. Most of them wait for the rank that failed.
 _GRACE_SECONDS = 1.0
 _POLLING_SECONDS = 0.02
+# For the start of pytest in the workers and the import of the tests.
+_START_SECONDS = 120.0
 _END_SECONDS = 10.0  # from the end of a worker's connection to the end of its process, at most
 
 # Frames that every worker has, by parts of their paths.
@@ -38,15 +40,12 @@ class Unfinished(NamedTuple):
     Attributes:
         text: how it ended, or that it still ran.
         stacks: of its threads; empty if the rank has ended.
+        ended: when its process ended; None if it still ran.
     """
 
     text: str
     stacks: str
-
-    @property
-    def has_ended(self) -> bool:
-        """True if its process has ended."""
-        return not self.stacks
+    ended: float | None
 
 
 class Outcome(NamedTuple):
@@ -54,12 +53,14 @@ class Outcome(NamedTuple):
 
     Attributes:
         reports: for each phase, the report of each rank that has sent one.
+        subtests: the reports of subtests, by rank.
         warnings: those of all ranks.
         unfinished: the ranks that did not finish the test.
         is_reusable: True if the world can run another test.
     """
 
     reports: dict[str, dict[int, RankReport]]
+    subtests: dict[int, list[RankReport]]
     warnings: list[RankWarning]
     unfinished: dict[int, Unfinished]
     is_reusable: bool
@@ -77,7 +78,7 @@ class World:
         self._session = session
         self._pids: dict[int, int] = {}
         self._connections: dict[int, Connection] = {}
-        self._lost: set[int] = set()
+        self._lost: dict[int, float] = {}  # when the rank's connection ended
         with (
             tempfile.TemporaryDirectory(prefix="idist-") as folder,
             socket.socket(socket.AF_UNIX) as listener,
@@ -121,11 +122,11 @@ class World:
         Raises:
             RuntimeError: pytest has not started in a worker.
         """
-        outcome = Outcome({}, [], {}, is_reusable=True)
+        outcome = Outcome({}, {}, [], {}, is_reusable=True)
         ended: dict[int, RankDone] = {}
-        running = dict(self._connections)
+        running, collecting = dict(self._connections), set(self._connections)
         started = time.monotonic()
-        deadline = started + timeout
+        deadline = started + timeout + _START_SECONDS
         for connection in self._connections.values():
             with suppress(OSError):  # the rank has ended, which _receive() finds
                 connection.send(request)
@@ -136,6 +137,13 @@ class World:
                     outcome.warnings.append(message)
                 elif isinstance(message, NotStarted):
                     raise RuntimeError(message.text)
+                elif isinstance(message, Running):
+                    collecting.discard(rank)
+                    if not collecting:
+                        started = time.monotonic()
+                        deadline = min(deadline, started + timeout)
+                elif isinstance(message, RankReport) and message.is_of_subtest:
+                    outcome.subtests.setdefault(rank, []).append(message)
                 elif isinstance(message, RankReport):
                     outcome.reports.setdefault(message.data["when"], {})[rank] = message
                 else:
@@ -154,28 +162,28 @@ class World:
         try:
             return self._connections[rank].recv()
         except (EOFError, OSError):
-            self._lost.add(rank)
+            self._lost[rank] = time.monotonic()
             return None
 
     def _describe(self, rank: int, seconds: float) -> Unfinished:
         pid = self._pids[rank]
         exit_code = self._exit_code(rank)
+        ended = self._lost.get(rank, time.monotonic())
         if exit_code is not None:
-            how = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
-            return Unfinished(f"ended during the test ({how})", "")
+            return Unfinished(f"ended during the test ({_describe_exit(exit_code)})", "", ended)
         if rank in self._lost:
-            return Unfinished("ended during the test", "")
-        file = Path(self._session.stacks) / str(pid)
+            return Unfinished("ended during the test", "", ended)
+        file = Path(self._session.folder) / str(pid)
         try:
             os.kill(pid, rank_session.STACKS_SIGNAL)
         except ProcessLookupError:
-            return Unfinished("ended during the test", "")
+            return Unfinished("ended during the test", "", ended)
         size, before, until = 0, -1, time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < until and not (size and size == before):
             time.sleep(_POLLING_SECONDS)
             size, before = file.stat().st_size, size
-        stacks = file.read_text(encoding="utf-8", errors="replace")
-        return Unfinished(f"had not finished the test after {seconds:.0f} s", relevant_frames(stacks))
+        stacks = file.read_text(encoding="utf-8", errors="replace") or "It wrote no stacks within a second."
+        return Unfinished(f"had not finished the test after {seconds:.0f} s", relevant_frames(stacks), None)
 
     def _exit_code(self, rank: int) -> int | None:
         """The exit code of a worker of this machine; None if it runs, or is not known."""
@@ -196,11 +204,16 @@ class World:
             self._workers.join()
 
 
+def _describe_exit(exit_code: int) -> str:
+    names = {int(number): number.name for number in signal.Signals}
+    return names.get(-exit_code, f"signal {-exit_code}") if exit_code < 0 else f"exit code {exit_code}"
+
+
 def relevant_frames(stacks: str) -> str:
     """The stacks of the threads that run the test's code or the package's, without the frames around it."""
     shown = []
     for thread in stacks.strip().split("\n\n"):
-        heading, *frames = thread.splitlines()
+        heading, *frames = thread.splitlines() or [""]
         frames = [frame for frame in frames if not any(part in frame for part in _OUTER_FRAMES)]
         if not all(any(part in frame for part in _IDLE_FRAMES) for frame in frames):
             shown.append("\n".join([heading, *frames]))

@@ -60,7 +60,7 @@ def _delayed(_: int) -> float:
 
 
 def test_a_rank_is_late() -> None:
-    assert min(on_ranks(_delayed)) > 0.4
+    assert on_ranks(_delayed)[1] >= 0.5
 
 
 def _disconnected(_: int) -> bool:
@@ -79,7 +79,7 @@ def test_a_rank_loses_its_connections() -> None:
     ("arguments", "message"),
     [
         ({"rank": 1, "at": "barrier"}, "one of the 1 ranks"),
-        ({"rank": 0, "at": "nothing"}, "'nothing'"),
+        ({"rank": 0, "at": "get_rank"}, "'get_rank'"),
         ({"rank": 0, "at": "barrier", "call": 0}, "got 0"),
         ({"rank": True, "at": "barrier"}, "got True"),
     ],

@@ -142,16 +142,16 @@ def test_a_failure_names_the_rank_and_costs_only_its_world(run: Runner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "expected"),
+    ("body", "timeout", "expected"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "Rank 1 ended during the test (SIGKILL)."),
-        ("os._exit(3)", "Rank 1 ended during the test (exit code 3)."),
-        ("threading.Event().wait()", "Rank 1 had not finished the test after"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 60, "Rank 1 ended during the test (SIGKILL)."),
+        ("os._exit(3)", 60, "Rank 1 ended during the test (exit code 3)."),
+        ("threading.Event().wait()", 5, "Rank 1 had not finished the test after"),
     ],
 )
-def test_a_rank_that_ends_or_hangs(run: Runner, body: str, expected: str) -> None:
+def test_a_rank_that_ends_or_hangs(run: Runner, body: str, timeout: int, expected: str) -> None:
     found, output = run(f"""
-        @pytest.mark.ranks(2, timeout=5)
+        @pytest.mark.ranks(2, timeout={timeout})
         def test_broken(rank):
             if rank == 1:
                 {body}
@@ -286,6 +286,52 @@ def test_fixtures_of_the_session_serve_all_files(tmp_path: Path) -> None:
         )
     found, output = run_folder(tmp_path)
     assert found == {"test_one[gloo-2]": "passed", "test_two[gloo-2]": "passed"}, output
+
+
+def test_what_fails_before_the_test_is_its_only_outcome(run: Runner) -> None:
+    _, output = run("""
+        @pytest.fixture
+        def broken(rank):
+            assert rank == 0
+
+        @pytest.mark.ranks(2)
+        def test_setup(broken):
+            pass
+    """)
+    assert "= 1 error in" in output, output
+
+
+def test_warnings_as_errors_and_other_ways_to_use_fixtures(run: Runner) -> None:
+    found, output = run(
+        """
+        @pytest.mark.ranks(2)
+        def test_warns():
+            warnings.warn("careful")
+
+        @pytest.mark.ranks(2)
+        def test_requested(request, rank):
+            folder = request.getfixturevalue("tmp_path")
+            (folder / str(rank)).touch()
+            idist.barrier()
+            assert len(list(folder.iterdir())) == 2
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.xfail
+        def test_passes_after_all():
+            idist.barrier()
+
+        @pytest.mark.ranks(2)
+        def test_parts(subtests, rank):
+            for number in range(3):
+                with subtests.test(number=number):
+                    assert number != 1 or rank != 1, "part of rank 1"
+        """,
+        "-W",
+        "error::UserWarning",
+    )
+    assert found["test_warns[gloo-2]"] == "failure", output
+    assert found["test_requested[gloo-2]"] == "passed", output
+    assert "part of rank 1" in output and "1 xpassed" in output, output
 
 
 def test_a_conftest_that_fails_in_the_workers(tmp_path: Path) -> None:

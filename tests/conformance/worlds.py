@@ -164,6 +164,7 @@ worlds._serve(idist.get_local_rank(), sys.argv[1])
 def _serve(local_rank: int, address: str) -> None:
     with Client(address, "AF_UNIX") as connection:
         connection.send(idist.get_rank())
+        idist.barrier()  # gloo's ranks decide whether they share memory in their first collective
         while True:
             try:
                 module, name, kwargs = connection.recv()

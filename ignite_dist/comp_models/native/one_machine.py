@@ -103,7 +103,7 @@ class OneMachineTransport(NativeTransport):
         run: Callable[[SharedMemory], Any],
         over_gloo: Callable[[], Work],
     ) -> Work:
-        if device.type != "cpu" or not 1 < len(group.ranks) <= MAX_RANKS:
+        if device.type != "cpu" or self.shares_memory(group) is False:
             return over_gloo()
         return _SharedWork(self, group, run, over_gloo)
 

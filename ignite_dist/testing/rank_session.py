@@ -43,7 +43,7 @@ class RankReport(NamedTuple):
     @property
     def is_of_subtest(self) -> bool:
         """True if this is the report of a block ``with subtests.test(...)``."""
-        return self.data.get("_report_type") == "SubTestReport"
+        return "$report_type" not in self.data  # pytest marks the reports of tests so
 
 
 class RankWarning(NamedTuple):

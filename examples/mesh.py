@@ -19,7 +19,7 @@ Each of them prints the same losses, because each takes the same steps:
     epoch  9   loss 0.7112
     epoch 10   loss 0.5491
 
-The model continues sequences such as 19, 23, 27, 31, 3, ... (modulo 32), whose step it has to find out.
+The model predicts the next number of sequences such as 19, 23, 27, 31, 3, ... (modulo 32).
 
 ``idist.mesh`` makes the mesh. ``parallelize_module``, of torch, splits the layers over the dimension ``tp``.
 In the block ``with idist.mesh(...)``, ``auto_model`` averages gradients over the dimension ``dp`` (with

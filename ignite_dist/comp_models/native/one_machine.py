@@ -108,7 +108,7 @@ class OneMachineTransport(NativeTransport):
         return _SharedWork(self, group, run, over_gloo)
 
     def reducer_group(self, group: Group) -> ProcessGroup | None:
-        if not 1 < len(group.ranks) <= MAX_RANKS or self.memory_of(group) is None:
+        if self.shares_memory(group) is False or self.memory_of(group) is None:
             return None
         return ReducerGroup(self.handle_of(group), partial(self._sum_in_memory, group=group))
 

@@ -1,7 +1,7 @@
 """The commands that the documents show, and a shell that runs them as a reader would.
 
 A test that runs a command names it as ``documented("...")``. ``test_commands.py`` finds these names, and
-compares them with what the documents show.
+compares them with what the documents show. ``test_pages.py`` runs the other commands of the pages.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from typing import Any, NamedTuple
 import pytest
 
 from helpers import ROOT, TESTS, loopback, plain_environ, without_gloos
+from pages import PAGES, blocks, commands_of, without_blocks, without_comment
 
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 # The folder of ``python``, ``torchrun``, ``horovodrun``, ...: that of the interpreter that runs the tests.
 BIN = Path(sys.executable).parent
 
-_PROGRAM = "accelerate|env|horovodrun|ignite-dist|make|mpiexec|mpirun|pip|python|salloc|sbatch|srun|torchrun"
+_PROGRAM = (
+    "accelerate|env|horovodrun|ignite-dist|make|mpiexec|mpirun|pip|pytest|python|salloc|sbatch|srun|torchrun"
+)
 _COMMAND = re.compile(rf"([A-Z_]+=\S+ )*(\S+/)?({_PROGRAM}|pre-commit)(\.\w+)? \S.*")
 
 
@@ -67,36 +69,25 @@ def shown() -> set[str]:
     for path in EXAMPLES:
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False) or ""
         lines = [line.strip() for line in docstring.splitlines() if line.startswith("    ")]
-        found.update(filter(_COMMAND.fullmatch, [*map(_plain, lines), *_inline(docstring)]))
+        found.update(filter(_COMMAND.fullmatch, [*map(without_comment, lines), *_inline(docstring)]))
     return found
 
 
+def in_blocks_of_pages() -> set[str]:
+    """The commands in code blocks of pages: ``test_pages.py`` runs them unless they have another test."""
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    return {command for text in texts for block in blocks(text) for command, _ in commands_of(block)}
+
+
 def _of_document(text: str) -> Iterator[str]:
-    for language, block in blocks(text):
-        if language == "bash":
-            yield from filter(None, map(_plain, block.splitlines()))
-        elif language == "console":
-            yield from (_plain(line[2:]) for line in block.splitlines() if line.startswith("$ "))
-    yield from filter(_COMMAND.fullmatch, _inline(_BLOCK.sub("", text)))
-
-
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def blocks(text: str) -> list[tuple[str, str]]:
-    """Language and text of each code block."""
-    return _BLOCK.findall(text)
+    yield from (command for block in blocks(text) for command, _ in commands_of(block))
+    yield from filter(_COMMAND.fullmatch, _inline(without_blocks(text)))
 
 
 def _inline(text: str) -> list[str]:
     """The code inside of the text; it may go over the end of a line."""
     codes = (re.findall(r"(?<!`)`([^`]+)`(?!`)", paragraph) for paragraph in re.split(r"\n\s*\n", text))
     return [" ".join(code.split()) for code in itertools.chain.from_iterable(codes)]
-
-
-def _plain(line: str) -> str:
-    """The line without the comment at its end."""
-    return re.sub(r"(^|\s+)#.*", "", line).strip()
 
 
 # --- the shell -----------------------------------------------------------------------------------------

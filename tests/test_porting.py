@@ -1,4 +1,4 @@
-"""The table of docs/porting.md: every line runs, on one rank and on two, and gives what its row says."""
+"""The table of docs/coming_from/mmengine.md: every line runs, on one rank and on two, and gives what its row says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ignite_dist as idist
 from ignite_dist import spawn
 
 _ROW = re.compile(r"^\| `(\w+)\(.*?\)` \| `(.*?)` \|", re.MULTILINE)
-ROWS = _ROW.findall((helpers.ROOT / "docs" / "porting.md").read_text(encoding="utf-8"))
+ROWS = _ROW.findall((helpers.ROOT / "docs" / "coming_from" / "mmengine.md").read_text(encoding="utf-8"))
 # The public functions of mmengine.dist 0.10.
 PUBLIC = """
     all_gather_object all_reduce all_gather all_reduce_dict collect_results collect_results_cpu

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from commands import DOCUMENTS, blocks, documented
-from helpers import ROOT, run_python, write_script
+from commands import documented
+from helpers import ROOT, write_script
 from installed import Installed, copy_checkout, new_environment
+from page_session import is_as_shown
+from pages import blocks, commands_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SNIPPETS = [
-    text for path in DOCUMENTS for language, text in blocks(path.read_text("utf-8")) if language == "python"
-]
-SCRIPT, *LATER_SNIPPETS = SNIPPETS
-(CONSOLE,) = [text for language, text in blocks(README) if language == "console"]
+(SCRIPT,) = [block.text for block in blocks(README) if block.title == "train.py"]
+SHOWN = {command: lines for block in blocks(README) for command, lines in commands_of(block)}
 
 
 @pytest.fixture(scope="module")
@@ -109,35 +108,7 @@ def test_the_first_script_prints_what_is_shown(installed: Installed, command: st
     write_script(tmp_path, SCRIPT, "train.py")
     ended = installed.run(command, folder=tmp_path, OMP_NUM_THREADS="1")
     assert ended.returncode == 0, ended.errors
-    (text,) = re.findall(rf"^\$ {command}\n((?:epoch .*\n)+)", CONSOLE, re.MULTILINE)
-    found, shown = _lines(ended.output), _lines(text)
-    assert len(found) == len(shown) == 3
-    for (epoch, loss, ranks), (shown_epoch, shown_loss, shown_ranks) in zip(found, shown, strict=True):
-        assert (epoch, ranks) == (shown_epoch, shown_ranks)
-        assert abs(loss - shown_loss) < 0.02
-
-
-def _lines(text: str) -> list[tuple[str, float, str]]:
-    found = re.findall(r"^(epoch \d): loss (\d\.\d+) on (\d ranks)$", text, re.MULTILINE)
-    return [(epoch, float(loss), ranks) for epoch, loss, ranks in found]
-
-
-# --- the other snippets --------------------------------------------------------------------------------
-
-
-def test_each_block_is_of_a_known_kind() -> None:
-    """What is a command or a snippet says so, and the tests find it."""
-    kinds = {language for path in DOCUMENTS for language, _ in blocks(path.read_text("utf-8"))}
-    assert kinds == {"bash", "console", "python", ""}
-
-
-@pytest.mark.parametrize("number", range(len(LATER_SNIPPETS)))
-def test_a_snippet_with_an_import_runs_and_another_one_compiles(number: int, tmp_path: Path) -> None:
-    snippet = LATER_SNIPPETS[number]
-    compile(snippet, "snippet", "exec")
-    if re.search(r"^(import|from) ", snippet, re.MULTILINE):
-        ended = run_python(write_script(tmp_path, snippet))
-        assert ended.returncode == 0, ended.stdout
+    assert is_as_shown(ended.output.splitlines(), SHOWN[command]), ended.output
 
 
 # --- XLA -----------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class HorovodModel(ProcessModel):
         found = "was built without its torch extension" if find_spec("horovod") else "is not installed"
         return (
             f"Horovod {found}. The last release of Horovod needs one edit to build with a current torch: "
-            "run `make horovod` in a checkout, or see the section 'Horovod' of the README."
+            "run `make horovod` in a checkout, or see docs/backends/horovod.md."
         )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The table of docs/coming_from/mmengine.md: every line runs, on one rank and on two, and gives what its row says."""
+"""The table of docs/coming_from/mmengine.md: every line runs, on one rank and on two."""
 
 from __future__ import annotations
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
+
+import pytest
 
 import ignite_dist as idist
 from helpers import ROOT
+from pages import blocks
 
 DOCS = ROOT / "docs"
 
@@ -15,6 +19,15 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     pages = [path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md")]
     names = Counter(re.findall(r"^::: ignite_dist\.(\w+)$", "\n".join(pages), re.MULTILINE))
     assert names == Counter(idist.__all__)
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "api").glob("*.md")), ids=lambda page: page.stem)
+def test_every_name_of_the_reference_is_in_code_that_is_run(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    names = re.findall(r"^::: ignite_dist\.(?:testing\.)?([\w.]+)$", text, re.MULTILINE)
+    code = "\n".join(block.text for block in blocks(text))
+    used = set(re.findall(r"(?:idist\.)?((?:faults\.)?\w+)", code))
+    assert set(names) <= used, set(names) - used
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -195,9 +195,9 @@ class Launch(str):
     def __reduce__(self) -> tuple[Any, ...]:
         popen = get_spawning_popen()
         outputs = self.outputs
-        if popen is not None and popen.method == "forkserver" and not outputs:
+        if popen is not None and popen.method == "forkserver":
             # The fork server has the first launch's stdout and stderr. Later launches may have other files.
-            outputs = {fd: fd for fd in (1, 2) if is_open(fd)}
+            outputs = {**{fd: fd for fd in (1, 2) if is_open(fd)}, **outputs}
         # The name is pickled again with the process, but files can be sent only once.
         fault_writer, self.fault_writer = self.fault_writer, None
         sent = {} if fault_writer is None else {fd: reduction.DupFd(file) for fd, file in outputs.items()}

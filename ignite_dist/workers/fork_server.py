@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing import connection, reduction, util
+from multiprocessing import connection, reduction, resource_tracker, util
 from multiprocessing.context import BaseContext, get_spawning_popen
 from typing import Any
 
@@ -109,16 +109,21 @@ def _start_server(server: Any) -> None:
     """Start the fork server with the import path of this process.
 
     Before Python 3.13 the server does not get ``sys.path``, and would preload the installed package.
+
+    The server ignores Ctrl-C, but only after its imports. Until then SIGINT is blocked: see ``idle_imports``.
     """
     global _idle_server
     previous = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         folder for folder in sys.path if folder and isinstance(folder, str)
     )
+    resource_tracker.ensure_running()  # the server starts it otherwise, which would unblock the signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         _ensure_running(server)
         _idle_server = os.getpid(), server._forkserver_pid
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if previous is None:
             del os.environ["PYTHONPATH"]
         else:

@@ -6,6 +6,10 @@ Wrong arguments raise ``ValueError`` or ``TypeError``. Errors that only distribu
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -138,6 +142,25 @@ class RankFailedError(DistributedError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rank, self.error_type, self.traceback, self.message, self.host)
+
+    def _render_traceback_(self) -> list[str]:
+        """The lines that IPython shows: the user's frames and the message. Frames in cells are named In[1].
+
+        Without this hook, IPython also shows this package's code, and the cause, which is in the message.
+        """
+        ipython: Any = sys.modules["IPython"]
+        libraries = tuple(
+            os.path.join(sys.modules[name].__path__[0], "") for name in ("IPython", __package__)
+        )
+        frames = traceback.extract_tb(self.__traceback__)
+        shown = [frame for frame in frames if not frame.filename.startswith(libraries)]
+
+        def with_cell(found: re.Match[str]) -> str:
+            cell = ipython.get_ipython().compile.format_code_name(found[1])
+            return " ".join(cell) if cell else found[0]
+
+        text = "".join(traceback.format_list(shown)) + f"{type(self).__name__}: {self}"
+        return re.sub(r'File "([^"\n]+)"(?=, line \d)', with_cell, text).splitlines()
 
 
 class WorkerRaisedError(RankFailedError, ProcessRaisedException):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections import Counter
 from pathlib import Path
 
@@ -33,6 +34,14 @@ def test_every_name_of_the_reference_is_in_code_that_is_run(page: Path) -> None:
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+def test_a_page_shows_the_cells_of_the_notebook_and_their_outputs() -> None:
+    page = (DOCS / "recipes" / "notebooks.md").read_text(encoding="utf-8")
+    shown = runpy.run_path(str(DOCS / "notebook_cells.py"))["on_page_markdown"](page)
+    assert "<!--" not in shown and "\x1b" not in shown
+    assert "```python\ndef load_data():" in shown and "```text\ntest accuracy: " in shown
+    assert "](data:image/png;base64," in shown and "ValueError: the loss of rank 1 is NaN\n" in shown
 
 
 def test_the_first_page_has_the_script_of_the_readme() -> None:

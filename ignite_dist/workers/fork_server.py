@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing import connection, reduction, util
+from multiprocessing import connection, reduction, resource_tracker, util
 from multiprocessing.context import BaseContext, get_spawning_popen
 from typing import Any
 
@@ -109,16 +109,21 @@ def _start_server(server: Any) -> None:
     """Start the fork server with the import path of this process.
 
     Before Python 3.13 the server does not get ``sys.path``, and would preload the installed package.
+
+    The server ignores Ctrl-C, but only after its imports. Until then SIGINT is blocked: see ``idle_imports``.
     """
     global _idle_server
     previous = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         folder for folder in sys.path if folder and isinstance(folder, str)
     )
+    resource_tracker.ensure_running()  # the server starts it otherwise, which would unblock the signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         _ensure_running(server)
         _idle_server = os.getpid(), server._forkserver_pid
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if previous is None:
             del os.environ["PYTHONPATH"]
         else:
@@ -195,9 +200,9 @@ class Launch(str):
     def __reduce__(self) -> tuple[Any, ...]:
         popen = get_spawning_popen()
         outputs = self.outputs
-        if popen is not None and popen.method == "forkserver" and not outputs:
+        if popen is not None and popen.method == "forkserver":
             # The fork server has the first launch's stdout and stderr. Later launches may have other files.
-            outputs = {fd: fd for fd in (1, 2) if is_open(fd)}
+            outputs = {**{fd: fd for fd in (1, 2) if is_open(fd)}, **outputs}
         # The name is pickled again with the process, but files can be sent only once.
         fault_writer, self.fault_writer = self.fault_writer, None
         sent = {} if fault_writer is None else {fd: reduction.DupFd(file) for fd, file in outputs.items()}

@@ -105,6 +105,15 @@ def _after_fork_in_worker() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
+def _unblock_sigint() -> None:
+    """Drop a Ctrl-C that came during the imports of the server, which has inherited a blocked SIGINT."""
+    action = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(
+        signal.SIGINT, action
+    )  # the server's main loop keeps it for the workers, and ignores SIGINT
+
+
 _server_pid = os.getpid()
 # A SIGTERM to the process group is for the launcher and the workers. The server ends with the launcher: its
 # earlier end would be taken for the end of the workers, whose exit codes it reports.
@@ -114,3 +123,4 @@ signal.signal(BEGIN_IMPORTS, _import_next)
 os.register_at_fork(
     before=_before_fork, after_in_parent=_after_fork_in_server, after_in_child=_after_fork_in_worker
 )
+_unblock_sigint()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import codecs
+import contextvars
 import io
 import os
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
-from typing import Any
+from typing import Any, TextIO
 
 _BUFFER_SIZE = 65_536
+_NAMES = {1: "stdout", 2: "stderr"}
 
 # --- in the worker -----------------------------------------------------------------------------------
 
@@ -33,24 +37,29 @@ class _LineWriter(io.BufferedWriter):
         return len(view)
 
 
-def write_whole_lines() -> None:
+def write_whole_lines(replaced: Collection[int] = ()) -> None:
     """Let ``sys.stdout`` and ``sys.stderr`` write each line in one piece.
 
     Without a buffer (``PYTHONUNBUFFERED``), ``print`` writes the text and the end of the line separately, and
     a buffer of fixed size ends within a line. Lines of other workers may come in between.
+
+    Args:
+        replaced: the files that this launch has replaced. The streams of a fork may write elsewhere: those of
+            a notebook's kernel, for example.
     """
-    for name, fd in (("stdout", 1), ("stderr", 2)):
+    for fd, name in _NAMES.items():
         stream = getattr(sys, name)
-        # A notebook has streams of other types, for example.
-        if type(stream) is not io.TextIOWrapper or stream.closed or isinstance(stream.buffer, _LineWriter):
-            continue
-        stream.flush()
-        if stream.fileno() == fd:
-            raw: Any = io.FileIO(fd, "w", closefd=False)
-            raw.name = stream.name
-            writer = _LineWriter(raw, _BUFFER_SIZE)
-            lines = io.TextIOWrapper(writer, stream.encoding, stream.errors, write_through=True)
-            setattr(sys, name, lines)
+        if fd not in replaced:
+            if type(stream) is not io.TextIOWrapper or stream.closed or stream.fileno() != fd:
+                continue
+            if isinstance(stream.buffer, _LineWriter):
+                continue
+            stream.flush()
+        raw: Any = io.FileIO(fd, "w", closefd=False)
+        raw.name = getattr(stream, "name", f"<{name}>")
+        encoding, errors = (getattr(stream, attribute, None) for attribute in ("encoding", "errors"))
+        writer = _LineWriter(raw, _BUFFER_SIZE)
+        setattr(sys, name, io.TextIOWrapper(writer, encoding or "utf-8", errors, write_through=True))
 
 
 @dataclass(frozen=True)
@@ -81,29 +90,82 @@ _LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!\n|$))")
 _NUM_COLORS = 6  # the terminal's colours from red to cyan
 
 
-class _Stream:
-    """A pipe from a worker, and the launcher's file for its lines."""
+class _File:
+    """Writes to a file of the launcher."""
 
-    def __init__(self, fd: int, label: str, number: int) -> None:
+    def __init__(self, fd: int) -> None:
+        self.has_colors = os.isatty(fd) and not os.environ.get("NO_COLOR")
+        self._file = os.dup(fd)
+
+    def write(self, data: bytes) -> None:
+        with suppress(OSError):  # nobody reads it; the worker must not wait
+            while data:
+                data = data[os.write(self._file, data) :]
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class _Text:
+    """Writes to a stream of the launcher that has no file: that of a notebook's cell, for example."""
+
+    has_colors = False
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, data: bytes) -> None:
+        with suppress(OSError, ValueError):  # it is closed; the worker must not wait
+            self._stream.write(self._decoder.decode(data))
+
+    def close(self) -> None:
+        """Nothing to do: the stream belongs to the launcher."""
+
+
+def _replaced_stream(fd: int) -> TextIO | None:
+    """``sys.stdout`` or ``sys.stderr`` if it writes elsewhere than to ``fd``, else None.
+
+    A notebook, ``contextlib.redirect_stdout`` and pytest's ``capsys`` replace the streams, not the files.
+    """
+    stream: TextIO | None = getattr(sys, _NAMES[fd])
+    if stream is None or stream.closed:
+        return None
+    try:
+        return None if os.path.sameopenfile(stream.fileno(), fd) else stream
+    except (AttributeError, OSError, ValueError):  # the stream has no file
+        return stream
+
+
+class _Stream:
+    """A pipe from a worker, and where the launcher writes what arrives."""
+
+    def __init__(self, target: _File | _Text, label: str, number: int) -> None:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
-        self._file = os.dup(fd)
-        text = f"[{label}]"
-        if os.isatty(fd) and not os.environ.get("NO_COLOR"):
-            text = f"\033[{31 + number % _NUM_COLORS}m{text}\033[0m"
-        self._prefix = f"{text} ".encode()
+        self._target = target
+        text = label and f"[{label}] "
+        if text and target.has_colors:
+            text = f"\033[{31 + number % _NUM_COLORS}m[{label}]\033[0m "
+        self._prefix = text.encode()
         self._incomplete = b""
 
     def forward(self) -> bool:
-        """Write the lines that have arrived. Returns False if no more will arrive."""
+        """Write what has arrived; with a prefix, whole lines. Returns False if no more will arrive."""
         data = self._read()
-        self._incomplete += data or b""
+        self._write(data or b"")
+        return data != b""
+
+    def _write(self, data: bytes) -> None:
+        if not self._prefix:
+            self._target.write(data)
+            return
+        self._incomplete += data
         end = 0
-        for line in _LINE.finditer(self._incomplete):
-            self._write(line[0] if line[0] == b"\r" else self._prefix + line[0])
+        while line := _LINE.match(self._incomplete, end):  # finditer() takes minutes for a long line
+            self._target.write(line[0] if line[0] == b"\r" else self._prefix + line[0])
             end = line.end()
         self._incomplete = self._incomplete[end:]
-        return data != b""
 
     def _read(self) -> bytes | None:
         """What is in the pipe; None if nothing is, empty if its other end is closed."""
@@ -115,40 +177,54 @@ class _Stream:
     def finish(self) -> None:
         """Write everything that is left, and close the files."""
         while data := self._read():
-            self._incomplete += data
-        self.forward()
+            self._write(data)
         if self._incomplete:
-            self._write(self._prefix + self._incomplete + b"\n")
+            self._target.write(self._prefix + self._incomplete + b"\n")
         os.close(self.reader)
-        os.close(self._file)
-
-    def _write(self, line: bytes) -> None:
-        with suppress(OSError):  # nobody reads it; the worker must not wait
-            while line:
-                line = line[os.write(self._file, line) :]
+        self._target.close()
 
 
-class PrefixedOutput:
-    """The output of a launch's workers. A thread of the launcher reads it, and prefixes each line.
+class ForwardedOutput:
+    """The output of a launch's workers that a thread of the launcher reads, and prefixes if asked to.
 
-    The workers' standard output and error are pipes, so lines of subprocesses and of C++ have the prefix too.
-    A pipe keeps what a crashed worker has written.
+    The workers' standard output and error are pipes, so lines of subprocesses and of C++ are read too. A pipe
+    keeps what a crashed worker has written.
+
+    Args:
+        has_prefix: True to put the rank before each line.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_prefix: bool) -> None:
+        self._has_prefix = has_prefix
+        # The streams of the call of spawn: those of a notebook's cell may be others when a worker writes.
+        self._replaced = {fd: stream for fd in _NAMES if (stream := _replaced_stream(fd)) is not None}
         self._streams: list[_Stream] = []
-        self._stop_reader, self._stop_writer = os.pipe()
+        self._stop_reader = self._stop_writer = -1
         self._thread: threading.Thread | None = None
 
     def pipes_for(self, label: str, number: int) -> Mapping[int, int]:
         """New pipes for the process ``label``: the ends to write, by the files that they replace."""
-        new = {fd: _Stream(fd, label, number) for fd in (1, 2) if is_open(fd)}
+        new = {}
+        for fd in _NAMES:
+            if fd in self._replaced:
+                target: _File | _Text = _Text(self._replaced[fd])
+            elif self._has_prefix and is_open(fd):
+                target = _File(fd)
+            else:
+                continue
+            new[fd] = _Stream(target, label if self._has_prefix else "", number)
         self._streams += new.values()
         return {fd: stream.writer for fd, stream in new.items()}
 
     def start(self) -> None:
         """Forward the output from now on. All workers have been started."""
-        self._thread = threading.Thread(target=self._forward, name="output of workers", daemon=True)
+        if not self._streams:
+            return
+        self._stop_reader, self._stop_writer = os.pipe()
+        # ipykernel keeps the running cell in a context variable. Without it, the output would go to whichever
+        # cell runs when a worker writes.
+        run = partial(contextvars.copy_context().run, self._forward)
+        self._thread = threading.Thread(target=run, name="output of workers", daemon=True)
         self._thread.start()
 
     def _forward(self) -> None:
@@ -163,13 +239,12 @@ class PrefixedOutput:
 
     def close(self) -> None:
         """Write what is left, after the end of the workers."""
-        if self._stop_writer < 0:
-            return
-        os.close(self._stop_writer)
-        self._stop_writer = -1
+        streams, self._streams = self._streams, []
         if self._thread is None:
-            for stream in self._streams:
+            for stream in streams:
                 stream.finish()
-        else:
+            return
+        if streams:
+            os.close(self._stop_writer)
             self._thread.join()
-        os.close(self._stop_reader)
+            os.close(self._stop_reader)

@@ -47,7 +47,7 @@ from ignite_dist.workers.fork_server import (
 from ignite_dist.workers.log_settings import LogSettings
 from ignite_dist.workers.nodes import ALONE, Nodes
 from ignite_dist.workers.out_of_memory import count_oom_kills, sigkill_reason
-from ignite_dist.workers.output import InheritedFile, PrefixedOutput
+from ignite_dist.workers.output import ForwardedOutput, InheritedFile
 from ignite_dist.workers.running_worker import FaultOutput, RunningWorker
 from ignite_dist.workers.worker import ReportPipe, SentCall, run_alone, worker_main
 
@@ -96,7 +96,7 @@ def start(
     """
     exit_if_main_is_not_guarded()
     workers: list[RunningWorker] = []
-    output = PrefixedOutput() if prefix_output else None
+    output = ForwardedOutput(has_prefix=prefix_output)
     try:
         grace = grace_seconds()
         context = context_of(start_method)
@@ -112,13 +112,11 @@ def start(
     except BaseException:
         end_processes(list(dict.fromkeys(worker.process for worker in workers)))
         nodes.close()  # a stored traceback would keep the connections open
-        if output is not None:
-            output.close()
+        output.close()
         raise
-    if output is not None:
-        output.start()
+    output.start()
     _launches[:] = [launch for launch in _launches if launch.may_run()]
-    _launches.append(Workers(workers, store, oom_kills, nodes, grace, output))
+    _launches.append(Workers(workers, store, oom_kills, nodes, output, grace))
     return _launches[-1]
 
 
@@ -133,7 +131,7 @@ def _start_process(
     local_ranks: Sequence[int],
     environ: Mapping[str, str],
     daemon: bool,
-    output: PrefixedOutput | None,
+    output: ForwardedOutput,
     log_settings: LogSettings,
 ) -> list[RunningWorker]:
     """Start one process for the ``local_ranks``, with a pipe for each rank and two for signals."""
@@ -145,7 +143,7 @@ def _start_process(
     complete = {key: value for key, value in os.environ.items() if not key.startswith(_OF_OTHER_JOBS)}
     complete.update(environ)
     label = _label(environ, local_ranks)
-    outputs = output.pipes_for(label, local_ranks[0]) if output is not None else {}
+    outputs = output.pipes_for(label, local_ranks[0])
     inherited = {fd: InheritedFile(file) for fd, file in outputs.items()}
     launch = (complete, fault_writer, inherited) if context.get_start_method() == "fork" else None
     default_method = _default_start_method()
@@ -214,8 +212,8 @@ class Workers:
         store: object,
         oom_kills: int | None,
         nodes: Nodes,
+        output: ForwardedOutput,
         grace_seconds: int = 0,
-        output: PrefixedOutput | None = None,
     ) -> None:
         self._workers = workers
         self._nodes = nodes
@@ -268,6 +266,8 @@ class Workers:
                 except BaseException as error:  # Ctrl-C, for example
                     is_interrupt = isinstance(error, KeyboardInterrupt)
                     self.pass_on(signal.SIGINT if is_interrupt else signal.SIGTERM, type(error).__name__)
+                    if is_interrupt:
+                        error.with_traceback(None)  # the user does not need the line of this package
                     raise
         if self._error is not None:
             raise self._error()
@@ -372,8 +372,7 @@ class Workers:
 
     def _forget(self) -> None:
         """Release the store and the output, after the end of the launch."""
-        if self._output is not None:
-            self._output.close()
+        self._output.close()
         self._store = None
         if self in _launches:
             _launches.remove(self)

@@ -46,7 +46,7 @@ def apply_launch(
         received = duplicate.detach()
         os.dup2(received, fd)
         os.close(received)
-    write_whole_lines()
+    write_whole_lines(outputs)
     return name
 
 

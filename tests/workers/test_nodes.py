@@ -23,6 +23,7 @@ from ignite_dist.rendezvous import connections, network_interfaces, stores
 from ignite_dist.workers import nodes, processes
 from ignite_dist.workers.failures import FailedRank, Failure
 from ignite_dist.workers.node_links import Hello
+from ignite_dist.workers.output import ForwardedOutput
 
 ADDRESS = "127.0.0.1"
 
@@ -305,7 +306,9 @@ def test_what_cannot_be_started_keeps_nobody_waiting(
 
 def test_a_launch_goes_on_while_its_ranks_elsewhere_do(pair: tuple[nodes.Nodes, nodes.Nodes]) -> None:
     here, there = pair
-    workers = processes.Workers([], None, None, here)  # whose processes have ended
+    workers = processes.Workers(
+        [], None, None, here, ForwardedOutput(has_prefix=False)
+    )  # whose processes have ended
     assert workers.may_run()
     there.report([], is_done=True)
     read(here, lambda: not here.has_unfinished_peers())

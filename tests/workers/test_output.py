@@ -119,6 +119,34 @@ def test_each_line_has_its_rank_and_none_is_lost(start_method: str, how: str, tm
     assert {f"[rank {rank}] to stderr" for rank in ranks} <= set(ended.stderr.splitlines())
 
 
+REDIRECTED = """
+    import contextlib, io, os, sys
+    import ignite_dist as idist
+
+    def writes(local_rank):
+        print("printed")
+        os.write(1, b"x" + "\u00fc".encode() * 40_000)  # two parts: a pipe holds 65,536 bytes
+        print("to stderr", file=sys.stderr)
+
+    if __name__ == "__main__":
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            idist.spawn("gloo", writes, start_method=sys.argv[1], prefix_output=sys.argv[2] == "prefix")
+        expected = {"none": "printed\\nx", "prefix": "[rank 0] printed\\n[rank 0] x"}[sys.argv[2]]
+        seen = text.getvalue().rstrip("\\n")
+        assert seen == expected + "\u00fc" * 40_000, seen[:50] + seen[-50:]
+"""
+
+
+@pytest.mark.parametrize("prefix", ["none", "prefix"])
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+def test_a_replaced_stdout_gets_the_output(start_method: str, prefix: str, tmp_path: Path) -> None:
+    """As in a notebook. stderr is the launcher's own, so it is passed on as it was."""
+    ended = helpers.run_python(helpers.write_script(tmp_path, REDIRECTED), start_method, prefix)
+    assert ended.returncode == 0, ended.stdout
+    expected = {"none": "to stderr\n", "prefix": "[rank 0] to stderr\n"}[prefix]
+    assert helpers.without_gloos(ended.stdout) == expected
+
+
 TERMINAL = """
     import os, sys
     import ignite_dist as idist

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import ast
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
@@ -10,7 +12,7 @@ from torch.multiprocessing.spawn import ProcessException
 import ignite_dist as idist
 from helpers import ROOT
 from ignite_dist import errors
-from pages import without_blocks
+from pages import blocks, without_blocks
 
 RANK_FAILED = errors.RankFailedError(3, "ValueError", "Traceback: the text")
 RAISED = errors.WorkerRaisedError(
@@ -29,6 +31,8 @@ PLAIN = [
     errors.UnsafeObjectError("e", 1, "posix.mkdir"),
     errors.HostLostError("here", "10.0.0.1"),
 ]
+# Beginnings of shown lines that are torch's, or have too little constant text.
+NOT_COMPARED = (" ", "Expected to have finished reduction", "Rank 0 waits in barrier")
 LINK = "See ignite_dist's docs/troubleshooting.md#"
 
 
@@ -85,6 +89,27 @@ def test_each_class_has_a_section() -> None:
     sections = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
     assert len(set(sections)) == len(sections)
     assert {kind.anchor for kind in kinds} <= set(sections)
+
+
+def _constant_parts() -> set[str]:
+    """The constant parts of the strings of the package: what is between the values of a text."""
+    found = set()
+    for path in Path(errors.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.update(part.strip() for part in re.split(r"%\w|%\.0f|\{\w+\}|\n", node.value))
+    return {part for part in found if len(part) >= 12}
+
+
+def test_the_texts_that_are_shown_and_not_run_are_those_of_the_package() -> None:
+    """A line has a part of at least 12 characters in common with a string of the package."""
+    parts = _constant_parts()
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    for block in blocks(page):
+        lines = block.text.splitlines() if not block.language else []
+        for line in (line for line in lines if line and not line.startswith(NOT_COMPARED)):
+            for text in filter(None, map(str.strip, line.split("..."))):
+                assert any(part in text or text in part for part in parts), line
 
 
 def test_a_text_inside_of_a_text_has_no_link() -> None:

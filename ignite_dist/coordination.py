@@ -21,7 +21,7 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics.announcing import recorder_of
-from ignite_dist.errors import CollectiveMismatchError, RankFailedError
+from ignite_dist.errors import CollectiveMismatchError, RankFailedError, without_link
 from ignite_dist.tracing import untraced
 from ignite_dist.values import serialization
 from ignite_dist.workers.failures import user_traceback
@@ -70,7 +70,8 @@ def exchange_outcomes(
     def gather() -> list[Any]:
         recorder = recorder_of(model)
         if error is not None and recorder is not None:  # for the reports of ranks that wait in another call
-            recorder.log_of(model.get_rank()).error = "".join(traceback.format_exception_only(error))[:200]
+            text = without_link("".join(traceback.format_exception_only(error)))
+            recorder.log_of(model.get_rank()).error = text[:200]
         return model.objects.gather(tuple(_outcome(model.get_rank(), error, value)), group)
 
     rows = perform(model, "agreement", group, lambda _: Steps(gather), outside=[])

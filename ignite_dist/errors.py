@@ -1,7 +1,7 @@
 """The errors that this package raises.
 
 Wrong arguments raise ``ValueError`` or ``TypeError``. Errors that only distributed jobs can have derive from
-:class:`DistributedError`.
+:class:`DistributedError`. Their text ends with a link to a section of ``docs/troubleshooting.md``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ __all__ = [
     "original",
 ]
 
+# Once the site has a host, its address: "See https://.../troubleshooting/#{anchor}".
+_LINK = "See ignite_dist's docs/troubleshooting.md#{anchor}"
+_LINKS = re.compile(r"\n[ |]*" + re.escape(_LINK).replace(re.escape("{anchor}"), r"[\w-]+"))
+
 
 def original(error: BaseException) -> BaseException:
     """The exception that a worker of :func:`spawn` raised, of its own class; else ``error``.
@@ -48,16 +52,44 @@ def original(error: BaseException) -> BaseException:
     return cause if isinstance(error, RankFailedError) and cause is not None else error
 
 
+def without_link(text: str) -> str:
+    """``text``, which contains the text of an error, without the links to the documentation."""
+    return _LINKS.sub("", text)
+
+
 class DistributedError(RuntimeError):
-    """Base class of the errors of distributed jobs."""
+    """Base class of the errors of distributed jobs.
+
+    ``str(error)`` ends with a line that names the section of ``docs/troubleshooting.md`` about the error.
+    ``error.args[0]`` is the message without this line.
+
+    Attributes:
+        anchor: the anchor of this section.
+    """
+
+    anchor = "troubleshooting"
+
+    def __str__(self) -> str:
+        # The message may contain the texts of other errors, each with a link.
+        return f"{without_link(super().__str__()).rstrip()}\n{_LINK.format(anchor=self.anchor)}"
+
+
+def _anchor_of(error_type: str) -> str:
+    """The anchor of the error class with this name; that of :class:`RankFailedError` for other errors."""
+    anchors = {kind.__name__: kind.anchor for kind in DistributedError.__subclasses__()}
+    return anchors.get(error_type, RankFailedError.anchor)
 
 
 class EnvironmentVariablesError(DistributedError):
     """The environment variables of a launcher are incomplete, invalid, or contradict each other."""
 
+    anchor = "environment-variables"
+
 
 class LaunchError(DistributedError):
     """A job could not start. For example, a port is in use, or a function cannot be sent to the workers."""
+
+    anchor = "the-job-does-not-start"
 
 
 class HostLostError(DistributedError):
@@ -67,6 +99,8 @@ class HostLostError(DistributedError):
         host: name of the machine; empty if unknown.
         address: address of the machine.
     """
+
+    anchor = "host-lost"
 
     def __init__(self, host: str, address: str) -> None:
         self.host = host
@@ -81,6 +115,8 @@ class HostLostError(DistributedError):
 class CollectiveMismatchError(DistributedError):
     """Ranks called one collective with values that do not match. Raised on every rank of the collective."""
 
+    anchor = "mismatched-calls"
+
 
 class MissingRanksError(DistributedError, TimeoutError):
     """Ranks did not join a collective, or the start of the job, before the timeout.
@@ -89,6 +125,8 @@ class MissingRanksError(DistributedError, TimeoutError):
         ranks: the missing ranks, ascending. Empty on a rank that joined after the timeout of the others.
         where: the last call or the stack of each missing rank, if known.
     """
+
+    anchor = "missing-ranks"
 
     def __init__(
         self, message: str, ranks: Sequence[int] = (), where: Mapping[int, str] | None = None
@@ -105,6 +143,8 @@ class UnsafeObjectError(DistributedError):
         rank: the rank that sent the object.
         type_name: the rejected type or function, for example ``"posix.system"``; empty if unknown.
     """
+
+    anchor = "unsafe-objects"
 
     def __init__(self, message: str, rank: int, type_name: str = "") -> None:
         self.message = message
@@ -128,6 +168,7 @@ class RankFailedError(DistributedError):
             ``ImportError`` or the loss of a machine.
     """
 
+    anchor = "a-rank-failed-first"
     is_permanent = False
 
     def __init__(
@@ -138,6 +179,8 @@ class RankFailedError(DistributedError):
         self.traceback = traceback
         self.host = host
         self.message = message or f"Rank {rank} raised {error_type}; its traceback:\n\n{traceback}"
+        if type(self).anchor == RankFailedError.anchor:
+            self.anchor = _anchor_of(error_type)
         super().__init__(self.message)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -198,6 +241,8 @@ class WorkerExitedError(RankFailedError, ProcessExitedException):
     It is also a ``torch.multiprocessing.ProcessExitedException``, with ``exit_code`` and ``signal_name``. The
     ``traceback`` shows the call of ``sys.exit()``, or the stack of each thread at a segmentation fault.
     """
+
+    anchor = "a-worker-ended"
 
     def __init__(
         self,

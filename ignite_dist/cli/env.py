@@ -20,7 +20,7 @@ from ignite_dist.cli.output import Output
 from ignite_dist.cli.tables import Text, facts
 from ignite_dist.comp_models import registered_computation_models
 from ignite_dist.comp_models.native import shared_segment
-from ignite_dist.errors import EnvironmentVariablesError
+from ignite_dist.errors import EnvironmentVariablesError, without_link
 from ignite_dist.rendezvous import network_interfaces
 
 # Variables that backends read. The modules of `environments` declare the variables of launchers.
@@ -100,7 +100,7 @@ def _shared_memory() -> dict[str, Any]:
     try:
         reason = shared_segment.unavailable_reason()
     except EnvironmentVariablesError as error:
-        reason = str(error)
+        reason = without_link(str(error))
     return {"works": not reason, "reason": reason}
 
 
@@ -122,7 +122,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
     try:
         return (environments.detect(environ) or environments.ALONE)._asdict()
     except EnvironmentVariablesError as error:
-        return {"launcher": None, "error": str(error)}
+        return {"launcher": None, "error": without_link(str(error))}
 
 
 # --- the tables --------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
-from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError
+from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, without_link
 
 VARIABLE = "IGNITE_DIST_SHARED_MEMORY"
 """The environment variable that turns shared memory off, by ``0`` on any rank."""
@@ -319,7 +319,7 @@ def open_segment(
                     fd, name = _make_file(size)
                     offer = offer._replace(name=name, fd=fd)
         except (OSError, EnvironmentVariablesError) as error:
-            offer = _Offer(str(error), rank)
+            offer = _Offer(without_link(str(error)), rank)
         offers, reason = _exchange(gather, offer, group_size)
         if reason:
             return reason

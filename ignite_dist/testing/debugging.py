@@ -55,7 +55,10 @@ class Terminal:
 
     def introduce(self, connection: Connection, pid: int) -> None:
         """Send the terminal to a worker, inside of :meth:`without_capture`."""
-        send_handle(connection, 0, pid)
+        has_input = sys.__stdin__ is not None  # else file 0 is something else, here and in the worker
+        connection.send(has_input)
+        if has_input:
+            send_handle(connection, 0, pid)
 
     def wait(self, running: Mapping[int, Connection], deadline: float) -> list[Any]:
         """The connections that have messages. Empty after the deadline, which a debugger suspends."""
@@ -108,9 +111,12 @@ class RankDebugger:
         self._connection = connection
         self._is_open = False
         self._post_mortem: Any = None
-        # pytest keeps this file as the one that a debugger reads.
-        os.dup2(recv_handle(connection), 0)
-        sys.stdin = os.fdopen(0, encoding=sys.stdin.encoding, closefd=False)
+        if connection.recv():
+            # pytest keeps this file as the one that a debugger reads.
+            handle = recv_handle(connection)
+            os.dup2(handle, 0)
+            os.close(handle)
+            sys.stdin = os.fdopen(0, encoding=sys.stdin.encoding, closefd=False)
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:

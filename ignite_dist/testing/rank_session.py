@@ -142,7 +142,7 @@ class RankSession:
         """Take over the options, before other plugins read them."""
         vars(config.option).update(self._settings.options)
         config.option.basetemp = str(Path(self._settings.folder) / f"rank-{identity.get_rank()}")
-        config.option.trace &= identity.get_rank() == 0
+        config.option.trace = getattr(config.option, "trace", False) and identity.get_rank() == 0
         config.stash[fixtures.WORLD_FOLDER_KEY] = Path(self._settings.folder)
         # By this attribute, which pytest-xdist has introduced, plugins know that they write no files.
         given = self._settings.worker_input

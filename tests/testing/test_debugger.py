@@ -111,10 +111,12 @@ def test_post_mortem_of_rank_0_while_the_others_wait(start: Starter) -> None:
     )
     shown = session.until("(Pdb) ")
     assert ">>> rank 0 >>>" in shown and "printed by 0" in shown and "assert 2 == 3" in shown, shown
-    session.type("\x03")
-    session.until("(Pdb) ")
     session.type("import time; time.sleep(6)\n")
     session.until("(Pdb) ")
+    session.type("print('be' + 'gun'); time.sleep(1000)\n")
+    session.until("begun")
+    session.type("\x03")
+    assert "KeyboardInterrupt" in session.until("(Pdb) ")
     session.type("value + idist.get_world_size()\n")
     assert "42" in session.until("(Pdb) ")
     session.type("c\n")
@@ -133,6 +135,7 @@ def test_post_mortem_of_another_rank_and_the_end_of_the_session(start: Starter) 
             pass
         """,
         "--pdb",
+        "--pdbcls=pdb:Pdb",
     )
     assert ">>> rank 1 >>>" in session.until("(Pdb) ")
     session.type("rank * 77\n")

@@ -213,6 +213,13 @@ def test_options_of_the_command_line(tmp_path: Path) -> None:
     assert list(found.values()).count("failure") == 2 and len(found) == 3, output
 
 
+def test_a_pytest_without_a_standard_input(tmp_path: Path) -> None:
+    (tmp_path / "test_theirs.py").write_text(f"{IMPORTS}@pytest.mark.ranks(2)\ndef test_it(): pass\n")
+    code = "import os, sys; os.close(0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    ended = helpers.run_python("-c", code, "-m", "pytest", "-s", "-p", "pytest_ignite_dist", cwd=tmp_path)
+    assert "1 passed" in ended.stdout, ended.stdout
+
+
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     (example, *_) = re.findall(
         "```python\n(.*?)```", (helpers.ROOT / "docs" / "testing.md").read_text(), re.S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from ignite_dist.testing import fixtures
+from ignite_dist.testing.debugging import Terminal
 from ignite_dist.testing.merged_reports import failure_of, merge, subtests
 from ignite_dist.testing.settings import (
     PARAMETER,
@@ -30,7 +32,7 @@ _OWN_OPTIONS = {
     *("basetemp", "cacheclear", "collectonly", "deselect", "dist", "distload", "failedfirst", "file_or_dir"),
     *("help", "inifilename", "keyword", "lf", "loadgroup", "markexpr", "maxfail", "maxprocesses", "newfirst"),
     *("numprocesses", "override_ini", "plugins", "px", "rootdir", "rsyncdir", "setuponly", "setupplan"),
-    *("setupshow", "stepwise", "stepwise_skip", "testrunuid", "trace", "tx", "usepdb", "version"),
+    *("setupshow", "stepwise", "stepwise_skip", "testrunuid", "tx", "version"),
 }
 _PHASES = ("setup", "call", "teardown")
 
@@ -41,7 +43,7 @@ def parametrize(metafunc: pytest.Metafunc, marker: pytest.Mark) -> None:
         worlds = worlds_of(marker)
     except (TypeError, ValueError) as error:
         raise pytest.UsageError(f"{metafunc.definition.nodeid}: {error}") from None
-    manager, is_worker = metafunc.config.pluginmanager, fixtures.FOLDER_KEY in metafunc.config.stash
+    manager, is_worker = metafunc.config.pluginmanager, fixtures.WORLD_FOLDER_KEY in metafunc.config.stash
     if not is_worker and not manager.has_plugin(NAME):
         manager.register(RankTests(metafunc.config), NAME)
     metafunc.fixturenames.append(PARAMETER)
@@ -54,8 +56,18 @@ class RankTests:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+        self._terminal = Terminal(config)
         self._world: World | None = None
         self._numbers = count()
+        self._limit = math.inf  # of pytest-timeout for the current test, in seconds
+
+    @pytest.hookimpl(tryfirst=True, optionalhook=True)
+    def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
+        """Take over the limit of pytest-timeout, because the report then shows the stacks of all ranks."""
+        if _world_of(item) is None:
+            return None
+        self._limit = settings.timeout
+        return True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
@@ -86,9 +98,10 @@ class RankTests:
             following="" if following is None else following.nodeid,
             number=next(self._numbers),
         )
+        timeout, self._limit = min(timeout_of(marker), self._limit), math.inf
         try:
-            outcome = self._world_for(settings, item).run(request, timeout_of(marker))
-        except (Exception, pytest.fail.Exception) as error:  # the latter: pytest-timeout's
+            outcome = self._world_for(settings, item).run(request, timeout)
+        except Exception as error:
             self._close()
             yield failure_of(item, "setup", f"The test was not run: {error}")
             return
@@ -105,12 +118,15 @@ class RankTests:
             setup.sections += call.sections
             del reports["call"]
         yield from filter(None, reports.values())
+        if outcome.exit is not None:
+            pytest.exit(outcome.exit)
 
     def _world_for(self, settings: WorldSettings, item: pytest.Item) -> World:
         if self._world is not None and self._world.settings != settings:
             self._close()
         if self._world is None:
-            self._world = World(settings, self._session_settings(item))
+            with self._terminal.without_capture():
+                self._world = World(settings, self._session_settings(item), self._terminal)
         return self._world
 
     def _close(self) -> None:

@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 import time
+from collections.abc import Generator
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ import pytest
 from ignite_dist.context import identity
 from ignite_dist.context.live import current_model
 from ignite_dist.testing import fixtures
+from ignite_dist.testing.debugging import RankDebugger
+from ignite_dist.testing.line_coverage import LineCoverage
 from ignite_dist.testing.settings import Request, SessionSettings
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -86,6 +89,12 @@ class RankDone(NamedTuple):
     has_context: bool
 
 
+class SessionExit(NamedTuple):
+    """The test has ended the session by ``pytest.exit``, or the user has quit the debugger."""
+
+    text: str
+
+
 class NotStarted(NamedTuple):
     """pytest has ended before the first test, for example because of an error in ``conftest.py``."""
 
@@ -101,8 +110,10 @@ def serve(local_rank: int, address: str, settings: SessionSettings) -> None:
         os.environ.pop("PYTEST_ADDOPTS", None)  # is in the options already
         with open(Path(settings.folder) / str(os.getpid()), "w", encoding="utf-8") as stacks:
             faulthandler.register(STACKS_SIGNAL, stacks)
-            session = RankSession(connection, settings)
-            exit_code = pytest.main(settings.arguments, plugins=[session, fixtures])
+            debugger = RankDebugger(connection)
+            session = RankSession(connection, settings, debugger)
+            plugins = [session, debugger, fixtures, *LineCoverage.plugins(settings.options)]
+            exit_code = pytest.main(settings.arguments, plugins=plugins)
         if not session.has_started:
             connection.send(NotStarted(f"pytest did not start in a worker ({exit_code!r}): see its output."))
     os._exit(0)  # the ranks of a world that was closed do not wait for each other
@@ -111,24 +122,28 @@ def serve(local_rank: int, address: str, settings: SessionSettings) -> None:
 class RankSession:
     """Replaces the collection and the loop of pytest."""
 
-    def __init__(self, connection: Connection, settings: SessionSettings) -> None:
+    def __init__(self, connection: Connection, settings: SessionSettings, debugger: RankDebugger) -> None:
         self._connection = connection
         self._settings = settings
+        self._debugger = debugger
         self._items: dict[tuple[str, str], pytest.Item] = {}
         self._collected: set[str] = set()
+        self._directories: dict[Path, pytest.Collector | None] = {}
         self._errors: list[str] = []
         self.has_started = False
 
     def pytest_addoption(self, parser: pytest.Parser) -> None:
         """Accept settings of the plugin that prints, which workers do not have."""
-        for name in ("console_output_style", "verbosity_test_cases"):
-            parser.addini(name, "only for the launching pytest")
+        for name, default in (("console_output_style", "classic"), ("verbosity_test_cases", "auto")):
+            parser.addini(name, "only for the launching pytest", default=default)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> None:
         """Take over the options, before other plugins read them."""
         vars(config.option).update(self._settings.options)
-        config.stash[fixtures.FOLDER_KEY] = Path(self._settings.folder)
+        config.option.basetemp = str(Path(self._settings.folder) / f"rank-{identity.get_rank()}")
+        config.option.trace = getattr(config.option, "trace", False) and identity.get_rank() == 0
+        config.stash[fixtures.WORLD_FOLDER_KEY] = Path(self._settings.folder)
         # By this attribute, which pytest-xdist has introduced, plugins know that they write no files.
         given = self._settings.worker_input
         own = {"workerid": "-".join(filter(None, [given.get("workerid"), f"rank{identity.get_rank()}"]))}
@@ -155,7 +170,12 @@ class RankSession:
                 request: Request = self._connection.recv()
             except EOFError:
                 return True
-            self._run(session, request)
+            try:
+                self._run(session, request)
+            except pytest.exit.Exception as error:
+                self._connection.send(SessionExit(str(error)))
+                raise
+            self._debugger.leave()
             has_context = model.is_current()
             count = model.transport.num_collectives() if has_context else 0
             self._connection.send(RankDone(count, has_context))
@@ -188,6 +208,14 @@ class RankSession:
         """Keep why a file was not collected."""
         if report.failed:
             self._errors.append(report.longreprtext)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_directory(
+        self, path: Path
+    ) -> Generator[None, pytest.Collector | None, pytest.Collector | None]:
+        """Collect a directory once, so that the files of a package share its fixtures."""
+        collected = yield
+        return self._directories.setdefault(path, collected)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

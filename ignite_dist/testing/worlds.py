@@ -8,18 +8,24 @@ import socket
 import tempfile
 import time
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ignite_dist import launcher
 from ignite_dist.errors import DistributedError
 from ignite_dist.testing import rank_session
-from ignite_dist.testing.rank_session import NotStarted, RankDone, RankReport, RankWarning, Running
+from ignite_dist.testing.debugging import GRACE_SECONDS, DebuggerLeft, DebuggerWanted, Terminal
+from ignite_dist.testing.rank_session import (
+    NotStarted,
+    RankDone,
+    RankReport,
+    RankWarning,
+    Running,
+    SessionExit,
+)
 from ignite_dist.testing.settings import Request, SessionSettings, WorldSettings
 
-# The other ranks have this long after a failure. Most of them wait for the rank that failed.
-_GRACE_SECONDS = 1.0
 _POLLING_SECONDS = 0.02
 # For the start of pytest in the workers and the import of the tests.
 _START_SECONDS = 120.0
@@ -56,6 +62,7 @@ class Outcome(NamedTuple):
         subtests: the reports of subtests, by rank.
         warnings: those of all ranks.
         unfinished: the ranks that did not finish the test.
+        exit: why a rank has ended the session, as ``pytest.exit`` and debuggers do; None if none has.
         is_reusable: True if the world can run another test.
     """
 
@@ -63,6 +70,7 @@ class Outcome(NamedTuple):
     subtests: dict[int, list[RankReport]]
     warnings: list[RankWarning]
     unfinished: dict[int, Unfinished]
+    exit: str | None
     is_reusable: bool
 
 
@@ -70,12 +78,13 @@ class World:
     """Workers of ``idist.spawn``, each with a pytest that runs the tests of this one.
 
     Raises:
-        DistributedError, ValueError: the workers could not be started.
+        DistributedError, ValueError, TimeoutError: the workers could not be started.
     """
 
-    def __init__(self, settings: WorldSettings, session: SessionSettings) -> None:
+    def __init__(self, settings: WorldSettings, session: SessionSettings, terminal: Terminal) -> None:
         self.settings = settings
         self._session = session
+        self._terminal = terminal
         self._pids: dict[int, int] = {}
         self._connections: dict[int, Connection] = {}
         self._lost: dict[int, float] = {}  # when the rank's connection ended
@@ -93,8 +102,11 @@ class World:
                 nproc_per_node=settings.world_size,
                 join=False,
             )
+            deadline = time.monotonic() + _START_SECONDS
             try:
                 while len(self._connections) < settings.world_size:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"the workers had not started after {_START_SECONDS:.0f} s.")
                     self._accept(listener)
             except BaseException:
                 self.close()
@@ -110,6 +122,7 @@ class World:
         accepted.setblocking(True)
         connection = Connection(accepted.detach())
         rank, pid = connection.recv()
+        self._terminal.introduce(connection, pid)
         self._connections[rank], self._pids[rank] = connection, pid
 
     def run(self, request: Request, timeout: float) -> Outcome:
@@ -122,38 +135,24 @@ class World:
         Raises:
             RuntimeError: pytest has not started in a worker.
         """
-        outcome = Outcome({}, {}, [], {}, is_reusable=True)
-        ended: dict[int, RankDone] = {}
-        running, collecting = dict(self._connections), set(self._connections)
-        started = time.monotonic()
-        deadline = started + timeout + _START_SECONDS
         for connection in self._connections.values():
             with suppress(OSError):  # the rank has ended, which _receive() finds
                 connection.send(request)
-        while running and (ready := wait(list(running.values()), max(0.0, deadline - time.monotonic()))):
-            for rank in [rank for rank, connection in running.items() if connection in ready]:
+        progress = _Progress(dict(self._connections), timeout)
+        while progress.running and (ready := self._terminal.wait(progress.running, progress.deadline)):
+            for rank, connection in list(progress.running.items()):
+                if connection not in ready:
+                    continue
                 message = self._receive(rank)
-                if isinstance(message, RankWarning):
-                    outcome.warnings.append(message)
-                elif isinstance(message, NotStarted):
-                    raise RuntimeError(message.text)
-                elif isinstance(message, Running):
-                    collecting.discard(rank)
-                    if not collecting:
-                        started = time.monotonic()
-                        deadline = min(deadline, started + timeout)
-                elif isinstance(message, RankReport) and message.is_of_subtest:
-                    outcome.subtests.setdefault(rank, []).append(message)
-                elif isinstance(message, RankReport):
-                    outcome.reports.setdefault(message.data["when"], {})[rank] = message
+                if isinstance(message, (DebuggerWanted, DebuggerLeft)):
+                    progress.deadline = self._terminal.receive(rank, connection, message, progress.deadline)
                 else:
-                    del running[rank]
-                    if message is not None:
-                        ended[rank] = message
-                if message is None or (isinstance(message, RankReport) and message.has_failed):
-                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                    progress.receive(rank, message)
+        outcome, ended = progress.outcome, progress.ended
+        if outcome.exit is not None:  # the ranks cannot finish the test
+            return outcome._replace(is_reusable=False)
         lost = [rank for rank in self._connections if rank not in ended]
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - progress.started
         outcome.unfinished.update({rank: self._describe(rank, seconds) for rank in lost})
         return outcome._replace(is_reusable=not lost and _is_reusable(outcome, ended))
 
@@ -178,7 +177,7 @@ class World:
             os.kill(pid, rank_session.STACKS_SIGNAL)
         except ProcessLookupError:
             return Unfinished("ended during the test", "", ended)
-        size, before, until = 0, -1, time.monotonic() + _GRACE_SECONDS
+        size, before, until = 0, -1, time.monotonic() + GRACE_SECONDS
         while time.monotonic() < until and not (size and size == before):
             time.sleep(_POLLING_SECONDS)
             size, before = file.stat().st_size, size
@@ -202,6 +201,60 @@ class World:
         self._workers.terminate()
         with suppress(DistributedError):  # the workers were ended
             self._workers.join()
+
+
+class _Progress:
+    """What has been received from the ranks during a test.
+
+    Attributes:
+        running: the connections of the ranks that have not finished the test.
+        ended: the last messages of the others, without those of lost ranks.
+        started: when all ranks had collected the test.
+        deadline: the others are lost then.
+        outcome: the result so far.
+    """
+
+    def __init__(self, running: dict[int, Connection], timeout: float) -> None:
+        self.running = running
+        self.ended: dict[int, RankDone] = {}
+        self.started = time.monotonic()
+        self.deadline = self.started + timeout + _START_SECONDS
+        self.outcome = Outcome({}, {}, [], {}, None, is_reusable=True)
+        self._timeout = timeout
+        self._collecting = set(running)
+
+    def receive(self, rank: int, message: Any) -> None:
+        """Take a message of a rank; None if the rank is lost.
+
+        Raises:
+            RuntimeError: pytest has not started in a worker.
+        """
+        outcome, has_failed = self.outcome, False
+        if isinstance(message, RankWarning):
+            outcome.warnings.append(message)
+        elif isinstance(message, NotStarted):
+            raise RuntimeError(message.text)
+        elif isinstance(message, Running):
+            self._collecting.discard(rank)
+            if not self._collecting:
+                self.started = time.monotonic()
+                self.deadline = min(self.deadline, self.started + self._timeout)
+        elif isinstance(message, RankReport):
+            has_failed = message.has_failed
+            if message.is_of_subtest:
+                outcome.subtests.setdefault(rank, []).append(message)
+            else:
+                outcome.reports.setdefault(message.data["when"], {})[rank] = message
+        elif isinstance(message, RankDone):
+            self.ended[rank] = message
+            del self.running[rank]
+        else:
+            has_failed = True
+            del self.running[rank]
+            if isinstance(message, SessionExit):
+                self.outcome = outcome._replace(exit=message.text)
+        if has_failed:
+            self.deadline = min(self.deadline, time.monotonic() + GRACE_SECONDS)
 
 
 def _describe_exit(exit_code: int) -> str:

@@ -3,55 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 import helpers
-
-IMPORTS = """
-import os, signal, threading, time, warnings
-import pytest
-import ignite_dist as idist
-"""
-Runner = Callable[..., tuple[dict[str, str], str]]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Runner:
-    """``run(text, *arguments)``: run a file of tests. Returns the outcome of each, and the output."""
-
-    def run_file(text: str, *arguments: str) -> tuple[dict[str, str], str]:
-        helpers.write_script(tmp_path, text, "test_theirs.py")
-        file = tmp_path / "test_theirs.py"
-        file.write_text(IMPORTS + file.read_text())
-        return run_folder(tmp_path, *arguments)
-
-    return run_file
-
-
-def run_folder(folder: Path, *arguments: str) -> tuple[dict[str, str], str]:
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
-    ended = run_pytest(folder, "--junitxml=outcomes.xml", *arguments)
-    return outcomes(folder / "outcomes.xml"), ended.stdout
-
-
-def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return helpers.run_python(
-        *("-m", "pytest", "-p", "pytest_ignite_dist", "-p", "no:cacheprovider", *arguments), cwd=folder
-    )
-
-
-def outcomes(path: Path) -> dict[str, str]:
-    """By test: passed, or the worst of what pytest has written: failure, error or skipped."""
-    found = {}
-    for case in ElementTree.parse(path).getroot().iter("testcase"):
-        kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
-        found[case.attrib["name"]] = kinds[0] if kinds else "passed"
-    return found
+from their_tests import IMPORTS, Runner, run_folder, run_pytest
 
 
 def test_a_test_runs_on_every_rank_of_every_world(run: Runner) -> None:
@@ -254,6 +211,13 @@ def test_options_of_the_command_line(tmp_path: Path) -> None:
     assert found == {"test_option[gloo-2]": "failure"}, output
     found, output = run_folder(tmp_path, "--theirs=set", "-n", "2")
     assert list(found.values()).count("failure") == 2 and len(found) == 3, output
+
+
+def test_a_pytest_without_a_standard_input(tmp_path: Path) -> None:
+    (tmp_path / "test_theirs.py").write_text(f"{IMPORTS}@pytest.mark.ranks(2)\ndef test_it(): pass\n")
+    code = "import os, sys; os.close(0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    ended = helpers.run_python("-c", code, "-m", "pytest", "-s", "-p", "pytest_ignite_dist", cwd=tmp_path)
+    assert "1 passed" in ended.stdout, ended.stdout
 
 
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from torch.distributed import DistError, Store
 
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.transport import Wait
+from ignite_dist.comp_models.work import Completed
 from ignite_dist.context.live import abort, before_end_hooks, begin_hooks, current_model, end_hooks
 from ignite_dist.diagnostics import flight_recorder
 from ignite_dist.diagnostics.announcing import announce, get_or_create_recorder, recorder_of
@@ -308,7 +309,7 @@ def _meet_at_end(model: ComputationModel) -> None:
         RankFailedError: a rank waits in a collective that this rank has not called; the context has ended.
     """
     try:
-        announce(model, END_OF_CONTEXT, model.groups.world)
+        announce(model, END_OF_CONTEXT, model.groups.world, Completed)
     except DistributedError:
         raise
     except RuntimeError:

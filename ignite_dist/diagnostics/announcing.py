@@ -61,6 +61,14 @@ def keeps_calls(model: ComputationModel) -> bool:
     return recorder is not None and recorder.keeps_calls
 
 
+def finish_timeline(model: ComputationModel, has_failed: bool) -> None:
+    """End the timeline of the caller's rank, if one is recorded, because the context ends."""
+    recorder = recorder_of(model)
+    times = None if recorder is None else recorder.timelines.get(model.get_rank())
+    if times is not None:
+        times.finish(has_failed)
+
+
 def _forget_all() -> None:
     """Drop all recorders in a forked child: the child has no watchdog threads."""
     global _lock
@@ -119,14 +127,15 @@ def announce(
     if recorder is None or not (recorder.keeps_calls or recorder.timelines):
         return begin
     key, times = transport.group_key(group), recorder.timelines.get(rank)
+    if recorder.keeps_calls:
+        call_op = op
+        if async_op:
+            call_op = f"{op}, async_op=True" if op else "async_op=True"
+        call = recorder.record(rank, operation, group.ranks if key else (), value, call_op, key)
     if times is not None and (group.handle is None or group.position(rank) is not None):
         begin = times.timed(operation, op, value, (group.ranks, key), async_op, begin)
-    if recorder.keeps_calls:
-        if async_op:
-            op = f"{op}, async_op=True" if op else "async_op=True"
-        call = recorder.record(rank, operation, group.ranks if key else (), value, op, key)
-        if is_compared and len(group.ranks) > 1:
-            recorder.compare(rank, call, group.ranks, lambda row: model.objects.gather(row, group))
+    if is_compared and len(group.ranks) > 1:
+        recorder.compare(rank, call, group.ranks, lambda row: model.objects.gather(row, group))
     return begin
 
 

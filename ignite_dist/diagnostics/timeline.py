@@ -14,9 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from ignite_dist.arguments import as_int, check_counts
-from ignite_dist.comp_models import ComputationModel
-from ignite_dist.context.live import before_end_hooks, current_model, end_hooks
-from ignite_dist.diagnostics.announcing import get_or_create_recorder, recorder_of
+from ignite_dist.context.live import current_model
+from ignite_dist.diagnostics.announcing import get_or_create_recorder
 from ignite_dist.diagnostics.clocks import Clock, compare_clocks, time_barriers
 from ignite_dist.diagnostics.timed_calls import CallTimes, now
 from ignite_dist.diagnostics.trace_events import RankCalls, Row, events_of, row_of
@@ -181,17 +180,3 @@ def _write(path: Path, ranks: Sequence[RankCalls], notes: dict[str, str]) -> Non
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-
-
-# --- the end of a context ------------------------------------------------------------------------------
-
-
-def _end(model: ComputationModel, has_failed: bool) -> None:
-    recorder = recorder_of(model)
-    times = recorder and recorder.timelines.get(model.get_rank())
-    if times:
-        times.finish(has_failed)
-
-
-before_end_hooks.insert(0, lambda model: _end(model, has_failed=False))
-end_hooks.append(lambda model: _end(model, has_failed=True))

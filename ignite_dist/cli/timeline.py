@@ -50,8 +50,8 @@ def show_timeline(path: str, output: Output, save: str | None = None) -> None:
         ranks, places = ({name: _as_json(waits[name]) for name in shown} for shown, waits in tables)
         output.json({"ranks": ranks, "lines": places, "notes": notes})
     else:
-        output.show(_table("rank", list(names.values()), by_rank), Text(""))
-        output.show(_table("line", lines[:_MAX_LINES], by_line))
+        output.show(_table("rank", list(names.values()), by_rank, 2), Text(""))
+        output.show(_table("line", lines[:_MAX_LINES], by_line, 1))
         output.show(*(Text((f"{what}: {note}", "dim")) for what, note in notes.items()))
     if save is not None:
         _draw(names, events, save)
@@ -92,12 +92,13 @@ def _as_json(waits: _Waits) -> dict[str, Any]:
     }
 
 
-def _table(what: str, names: Sequence[str], waits: dict[str, _Waits]) -> Table:
+def _table(what: str, names: Sequence[str], waits: dict[str, _Waits], num_shown: int) -> Table:
+    """A row for each name, with the ``num_shown`` ranks for which it waited longest."""
     numbers = (Column(name, is_number=True) for name in ("calls", "waiting", "working"))
     table = Table([Column(what, "cyan"), *numbers, Column("waits for")])
     for name in names:
         found = waits[name]
-        most = ", ".join(f"rank {rank}: {_time(time)}" for rank, time in found.by_rank.most_common(2))
+        most = ", ".join(f"rank {rank}: {_time(time)}" for rank, time in found.by_rank.most_common(num_shown))
         table.rows.append((name, str(len(found.calls)), _time(found.waiting), _time(found.working), most))
     return table
 

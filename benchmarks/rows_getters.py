@@ -11,6 +11,7 @@ import torch.distributed as dist
 import fresh
 import ignite_dist as idist
 from ignite_dist.comp_models import SerialModel
+from ignite_dist.comp_models.work import Completed
 from ignite_dist.diagnostics.announcing import announce, get_or_create_recorder
 from rows import IGNITE, OURS, RAW, Bar, Contenders, LauncherRow, RankRow, Row, ignite_library
 from timing import Effort, Samples
@@ -58,7 +59,7 @@ def _announcing(is_recorded: bool, device: torch.device) -> Contenders:
     model = SerialModel()
     if is_recorded:
         get_or_create_recorder(model, keep_calls=True)
-    return {OURS: partial(announce, model, "all_reduce", model.groups.world, torch.ones(1), "SUM")}
+    return {OURS: partial(announce, model, "all_reduce", model.groups.world, Completed, torch.ones(1), "SUM")}
 
 
 def _in_a_context(name: str, device: torch.device) -> Contenders:

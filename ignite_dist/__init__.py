@@ -47,6 +47,7 @@ from ignite_dist.data.gathering import gather_in_order
 from ignite_dist.data.loaders import auto_dataloader
 from ignite_dist.data.splitting import sampler_kwargs, split
 from ignite_dist.data.to_device import to_device
+from ignite_dist.diagnostics.timeline import timeline
 from ignite_dist.diagnostics.verification import debug, watch
 from ignite_dist.errors import (
     CollectiveMismatchError,
@@ -172,6 +173,7 @@ __all__ = [
     "spawn",
     "split",
     "sync",
+    "timeline",
     "to_device",
     "unwrap_model",
     "watch",

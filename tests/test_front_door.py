@@ -27,7 +27,7 @@ FACADE = names("""
     ExactSampler gather_in_order sampler_kwargs split to_device
     unwrap_model mark_forward_method mesh model_state load_model_state optimizer_state load_optimizer_state
     DDPSyncStrategy no_sync grad_sync accumulate clip_grad_norm join
-    debug watch raise_together safe_objects environment
+    debug watch timeline raise_together safe_objects environment
     node_group print progress average_parameters
     save_checkpoint load_checkpoint latest
 """)

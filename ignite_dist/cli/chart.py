@@ -12,7 +12,7 @@ from ignite_dist.cli.jobs import num_processes
 
 
 def check_file(path: str) -> None:
-    """Raise if the chart cannot be saved. ``bench`` calls this before the measurements.
+    """Raise if a chart cannot be saved. Commands call this before their work.
 
     Raises:
         ValueError: matplotlib is missing or does not support the format, or the file cannot be written.
@@ -22,14 +22,15 @@ def check_file(path: str) -> None:
     file = Path(path).resolve()
     if not file.parent.is_dir():
         raise ValueError(f"--save {path}: there is no folder {file.parent}.")
-    formats = _figure().canvas.get_supported_filetypes()
+    formats = new_canvas().canvas.get_supported_filetypes()
     if Path(path).suffix[1:].lower() not in formats:
         raise ValueError(f"--save {path}: the name must end in one of {', '.join(sorted(formats))}.")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(f"--save {path}: {file} cannot be written.")
 
 
-def _figure(**kwargs: Any) -> Any:
+def new_canvas(**kwargs: Any) -> Any:
+    """An empty figure of matplotlib."""
     from matplotlib.figure import Figure as Canvas
 
     return Canvas(**kwargs)
@@ -41,7 +42,7 @@ def draw(report: BenchReport, path: str) -> None:
     for figure in report.figures:
         if figure.num_bytes:
             by_collective.setdefault(figure.collective, []).append(figure)
-    canvas = _figure(figsize=(4 * max(1, len(by_collective)), 6), layout="constrained")
+    canvas = new_canvas(figsize=(4 * max(1, len(by_collective)), 6), layout="constrained")
     canvas.suptitle(f"{report.backend}, {num_processes(report.world_size)}, {report.device}, float32")
     panels = canvas.subplots(2, max(1, len(by_collective)), squeeze=False, sharex=True, sharey="row")
     for column, (collective, figures) in enumerate(by_collective.items()):

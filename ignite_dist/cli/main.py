@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         "torchrun --nproc-per-node 2 -m ignite_dist check",
     )
     parser.add_argument("--version", action="version", version=f"ignite_dist {idist.__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="env | check | bench | run")
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="env | check | bench | run | ..."
+    )
     common, ranks = _common_arguments(), _arguments_of_ranks()
     env = commands.add_parser("env", parents=[common], help="versions, backends, devices, the launcher")
     env.set_defaults(command=_env)
@@ -95,6 +97,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.set_defaults(command=_bench)
     _add_run(commands)
+    timeline = commands.add_parser(
+        "timeline", parents=[common], help="who waits for whom, from the file of a timeline"
+    )
+    timeline.add_argument("trace", help="a file that idist.timeline() or `run --timeline` has written")
+    timeline.add_argument(
+        "--save", metavar="FILE", help="draw a picture and save it to FILE, for example picture.png"
+    )
+    timeline.set_defaults(command=_timeline)
     return parser
 
 
@@ -115,6 +125,9 @@ def _add_run(commands: Any) -> None:
         "--max-restarts", type=int, default=0, metavar="N", help="new attempts after a failure (%(default)s)"
     )
     run.add_argument("--prefix", action="store_true", help="put [rank 1] before each line of output")
+    run.add_argument(
+        "--timeline", metavar="FILE", help="record the script's collectives to FILE, for example trace.json"
+    )
     run.add_argument("-m", "--module", action="store_true", help="`script` is a module, as with python -m")
     run.add_argument("script", help="a Python file; it may use idist without starting a context")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
@@ -236,4 +249,12 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         options.backend,
         options.nproc_per_node,
         {**_nodes(options), **spawn_options},
+        options.timeline,
     )
+
+
+def _timeline(options: argparse.Namespace, output: Output) -> int:
+    from ignite_dist.cli.timeline import show_timeline
+
+    show_timeline(options.trace, output, options.save)
+    return 0

@@ -7,12 +7,14 @@ DistributedDataParallel averages the gradients, which gives the gradient of a si
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ignite_dist.collectives.checks import check_dense
+from ignite_dist.collectives.path import perform_backward
 from ignite_dist.collectives.tensors import (
     exchange_tensor,
     gather_rows,
@@ -22,7 +24,6 @@ from ignite_dist.collectives.tensors import (
 )
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.transport import Sizes
-from ignite_dist.diagnostics.announcing import announce
 from ignite_dist.values import reduce_ops
 
 
@@ -69,9 +70,10 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         model, op, group, _ = ctx.call
-        announce(model, "all_reduce's backward pass", group, gradients[0], op)
         # The sum and the mean are their own adjoints. _Reduce makes the gradient differentiable too.
-        total = _Reduce.apply(*gradients, *ctx.call)  # type: ignore[no-untyped-call]
+        total = perform_backward(
+            model, "all_reduce", group, partial(_Reduce.apply, *gradients, *ctx.call), gradients[0], op
+        )
         return total, None, None, None, None
 
 
@@ -86,8 +88,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         model, op, group, _ = ctx.call
-        announce(model, "all_gather's backward pass", group, gradients[0], op)
-        total = _Reduce.apply(*gradients, *ctx.call)  # type: ignore[no-untyped-call]
+        total = perform_backward(
+            model, "all_gather", group, partial(_Reduce.apply, *gradients, *ctx.call), gradients[0], op
+        )
         return total[ctx.position].clone(), None, None  # a view would keep all rows in memory
 
 
@@ -109,9 +112,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         model, group, sizes = ctx.call
-        announce(model, "all_to_all's backward pass", group, "" if sizes else gradients[0])
-        back = sizes and Sizes(sizes.received, sizes.sent)
-        parts = _Exchange.apply(*gradients, model, group, back)  # type: ignore[no-untyped-call]
+        run = partial(_Exchange.apply, *gradients, model, group, sizes and Sizes(sizes.received, sizes.sent))
+        parts = perform_backward(model, "all_to_all", group, run, "" if sizes else gradients[0])
         return parts.view(ctx.shape), None, None, None
 
 
@@ -130,7 +132,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         model, op, group = ctx.call
-        announce(model, "reduce_scatter's backward pass", group, gradients[0], op)
         # The part of rank i is the sum of the rows i, so each of these rows has the gradient of that part.
-        rows = _Gather.apply(*gradients, model, group)  # type: ignore[no-untyped-call]
+        run = partial(_Gather.apply, *gradients, model, group)
+        rows = perform_backward(model, "reduce_scatter", group, run, gradients[0], op)
         return rows / len(group.ranks) if op == "AVERAGE" else rows, None, None, None

@@ -10,6 +10,7 @@ operator writes to one tensor, the token, which is an input of the graph.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ignite_dist.collectives import autograd
+from ignite_dist.collectives.path import perform_backward
 from ignite_dist.context.live import current_model, model_of_the_graph
-from ignite_dist.diagnostics.announcing import announce
 from ignite_dist.tracing import call_eagerly, eager_functions
 from ignite_dist.values import reduce_ops
 
@@ -226,8 +227,8 @@ def _reduce_gradient(
 ) -> Tensor:
     model, op = current_model(), reduce_ops.normalize_op(op)
     members = model.groups.resolve(ranks)
-    announce(model, f"{function}'s backward pass", members, gradient, op)
-    return autograd.reduce_with_grad(model, gradient, op, members)
+    run = partial(autograd.reduce_with_grad, model, gradient, op, members)
+    return perform_backward(model, function, members, run, gradient, op)
 
 
 def _gather(tensor: Tensor, ranks: list[int] | None, group_size: int, **options: Any) -> Tensor:

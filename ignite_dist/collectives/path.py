@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ignite_dist.collectives import progress
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.diagnostics.announcing import announce
+
+_Result = TypeVar("_Result")
 
 
 def perform(
@@ -37,7 +39,7 @@ def perform(
             None uses ``begin``. The result is ignored.
         async_op: True returns the work instead of the result.
     """
-    announce(model, operation, group, value, op, async_op=async_op)
+    begin = announce(model, operation, group, begin, value, op, async_op=async_op)
     if not is_member(model, group):
         if takes_part(model, group):
             (begin_outside or begin)(group).wait()
@@ -45,6 +47,14 @@ def perform(
     if async_op:
         return progress.begin(model, operation, group, begin)
     return begin(group).wait()
+
+
+def perform_backward(
+    model: ComputationModel, function: str, group: Group, run: Callable[[], _Result], value: Any, op: str = ""
+) -> _Result:
+    """``run()``, which makes the collective of a backward pass of ``function``. See :func:`perform`."""
+    begin = announce(model, f"{function}'s backward pass", group, lambda _: Completed(run()), value, op)
+    return begin(group).wait()  # type: ignore[no-any-return]
 
 
 def is_member(model: ComputationModel, group: Group) -> bool:

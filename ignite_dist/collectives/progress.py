@@ -16,6 +16,7 @@ from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, waits_for_ranks
 from ignite_dist.context.live import before_end_hooks, end_hooks
 from ignite_dist.diagnostics import pending_calls
+from ignite_dist.diagnostics.timed_calls import TimedCall, TimedStart
 from ignite_dist.errors import MissingRanksError
 
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 50e-6, 5e-3
@@ -29,9 +30,10 @@ def begin(model: ComputationModel, operation: str, group: Group, start: Callable
     here, because another thread would use another stream. An error comes out of the work's ``wait()``.
     """
     call = f"{operation} begun at {site_of(users_frame(sys._getframe(1)))}"
+    timed = start.call if isinstance(start, TimedStart) else None
     transport = model.transport
     if not (transport.is_synchronous or transport.overlap):
-        return PendingWork(model, call, pending_calls.submit(model, group, start, call))
+        return PendingWork(model, call, pending_calls.submit(model, group, start, call), timed)
     try:
         work = start(group)
         work.start()
@@ -43,11 +45,18 @@ def begin(model: ComputationModel, operation: str, group: Group, start: Callable
         work = Failed(error)
         if transport.is_synchronous:
             return work
-    return PendingWork(model, call, work)
+    return PendingWork(model, call, work, timed)
 
 
 class PendingWork(Work):
-    """The work object that the user gets."""
+    """The work object that the user gets.
+
+    Args:
+        model: the model of the context.
+        call: the description for the user.
+        inner: the collective.
+        timed: gets the times of the caller's wait; None if no timeline is recorded.
+    """
 
     __slots__ = (
         "_error",
@@ -56,13 +65,17 @@ class PendingWork(Work):
         "_lock",
         "_pending",
         "_result",
+        "_timed",
         "call",
         "needs_all",
         "ranks",
     )
 
-    def __init__(self, model: ComputationModel, call: str, inner: Work) -> None:
+    def __init__(
+        self, model: ComputationModel, call: str, inner: Work, timed: TimedCall | None = None
+    ) -> None:
         self.call = call
+        self._timed = timed
         self._inner: Work | None = inner
         self.ranks, self.needs_all, self._group_name = inner.ranks, inner.needs_all, inner.group_name
         self._lock = threading.Lock()
@@ -82,7 +95,8 @@ class PendingWork(Work):
         with self._lock:
             if self._inner is not None:
                 try:
-                    self._result = self._inner.wait()
+                    inner, timed = self._inner, self._timed
+                    self._result = inner.wait() if timed is None else timed.wait(inner)
                 except Exception as error:
                     self._error = error
                 # A KeyboardInterrupt skips the next two lines, because the collective still runs.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
+from ignite_dist.comp_models.work import Work
 from ignite_dist.diagnostics import pending_calls
 from ignite_dist.diagnostics.flight_recorder import Comparison, Recorder
 from ignite_dist.errors import EnvironmentVariablesError
@@ -59,6 +61,14 @@ def keeps_calls(model: ComputationModel) -> bool:
     return recorder is not None and recorder.keeps_calls
 
 
+def finish_timeline(model: ComputationModel, has_failed: bool) -> None:
+    """End the timeline of the caller's rank, if one is recorded, because the context ends."""
+    recorder = recorder_of(model)
+    times = None if recorder is None else recorder.timelines.get(model.get_rank())
+    if times is not None:
+        times.finish(has_failed)
+
+
 def _forget_all() -> None:
     """Drop all recorders in a forked child: the child has no watchdog threads."""
     global _lock
@@ -80,11 +90,12 @@ def announce(
     model: ComputationModel,
     operation: str,
     group: Group,
+    begin: Callable[[Group], Work],
     value: Any = "",
     op: str = "",
     *,
     async_op: bool = False,
-) -> None:
+) -> Callable[[Group], Work]:
     """Record the next collective. If ``debug()`` is on, compare the collective on all ranks first.
 
     A blocking collective first waits until the thread of ``group`` has completed all pending calls.
@@ -93,30 +104,39 @@ def announce(
         model: the model of the context.
         operation: the name of the public function.
         group: the process group of the collective. A rank outside the group records nothing.
+        begin: begins the collective in a given group of the same ranks.
         value: a description, a tensor or the leaves of a tree; dtypes and shapes must match on all ranks.
         op: the reduction, or the source rank; must be equal on all ranks.
         async_op: True if the collective may run in the thread of ``group``; must be equal on all ranks.
+
+    Returns:
+        The function that begins the collective: ``begin``, or one that also notes times for a timeline.
 
     Raises:
         CollectiveMismatchError: the ranks are about to call different collectives; raised on all ranks.
     """
     if _recorders.by_id.get(id(model), model) is None and not pending_calls.queues.by_id:
-        return
+        return begin
     rank, transport = model.get_rank(), model.transport
     if group.handle is not None and group.position(rank) is None and not transport.groups_need_all_ranks:
-        return
+        return begin
     recorder = recorder_of(model)
-    is_compared = recorder is not None and recorder.compares(rank)
+    is_compared = recorder is not None and recorder.keeps_calls and recorder.compares(rank)
     if is_compared or not async_op:
         pending_calls.drain(model, group)
-    if recorder is None or not recorder.keeps_calls:
-        return
-    if async_op:
-        op = f"{op}, async_op=True" if op else "async_op=True"
-    key = transport.group_key(group)
-    call = recorder.record(rank, operation, group.ranks if key else (), value, op, key)
+    if recorder is None or not (recorder.keeps_calls or recorder.timelines):
+        return begin
+    key, times = transport.group_key(group), recorder.timelines.get(rank)
+    if recorder.keeps_calls:
+        call_op = op
+        if async_op:
+            call_op = f"{op}, async_op=True" if op else "async_op=True"
+        call = recorder.record(rank, operation, group.ranks if key else (), value, call_op, key)
+    if times is not None and (group.handle is None or group.position(rank) is not None):
+        begin = times.timed(operation, op, value, (group.ranks, key), async_op, begin)
     if is_compared and len(group.ranks) > 1:
         recorder.compare(rank, call, group.ranks, lambda row: model.objects.gather(row, group))
+    return begin
 
 
 if hasattr(os, "register_at_fork"):

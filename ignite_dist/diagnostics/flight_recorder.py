@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +16,12 @@ import torch
 from torch import Tensor
 
 from ignite_dist.call_sites import site_of_place, users_frame
+from ignite_dist.diagnostics.layouts import describe_layout, layout_of
+from ignite_dist.diagnostics.timed_calls import CallTimes
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.values.ranks import describe_ranks, key_of_ranks, ranges
 
 _NUM_KEPT = 20  # calls per rank
-
-# Maximum length of a description. A whole call must fit into the header of one message.
-_MAX_VALUE = 120
 
 END_OF_CONTEXT = "the end of the context"
 """The operation that stands for the end of a context. Ranks compare it like a collective."""
@@ -58,7 +56,7 @@ class Call(NamedTuple):
     @property
     def value(self) -> str:
         """Description of the layout. Equal on all ranks if their values match."""
-        return _describe(self.layout)
+        return describe_layout(self.layout)
 
     def row(self) -> tuple[str, ...]:
         """The cells of a row of :func:`table`."""
@@ -129,7 +127,8 @@ class Recorder:
         comparison: the initial comparison of each rank.
 
     Attributes:
-        keeps_calls: True if the recorder keeps calls. False if only the watchdog uses the recorder.
+        keeps_calls: True if the recorder keeps calls. Else the watchdog or a timeline uses the recorder.
+        timelines: the times of calls, by rank; only of ranks that record a timeline.
     """
 
     def __init__(self, comparison: Comparison | None = None) -> None:
@@ -137,6 +136,7 @@ class Recorder:
         self.keeps_calls = True
         self._ended_ranks: set[int] = set()  # ranks whose contexts have ended
         self.logs: dict[int, Log] = {}
+        self.timelines: dict[int, CallTimes] = {}
         self.watchdog: Watchdog | None = None
         # Guards the counts of the logs. Reentrant, because a signal handler may record a call too.
         self._lock = threading.RLock()
@@ -171,7 +171,7 @@ class Recorder:
         log = self.logs.get(rank) or self.log_of(rank)
         frame = users_frame(sys._getframe(1))
         place = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-        layout = (value.dtype, value.shape) if type(value) is Tensor else _layout(value)
+        layout = (value.dtype, value.shape) if type(value) is Tensor else layout_of(value)
         if key is None:
             key = key_of_ranks(group)
         with self._lock:
@@ -256,25 +256,3 @@ def table(rows: Sequence[Sequence[str]], before: tuple[str, ...] = ()) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
-
-
-# --- describing a call ---------------------------------------------------------------------------------
-
-
-def _layout(value: Tensor | torch.dtype | Sequence[Any] | str) -> Any:
-    """The layout of a value (see :class:`Call`). A tensor in the log would keep its memory allocated."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.shape
-    if isinstance(value, (str, torch.dtype)):
-        return value
-    return [(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else "number" for leaf in value]
-
-
-def _describe(layout: Any) -> str:
-    if isinstance(layout, tuple):
-        dtype, shape = layout
-        return f"{dtype} {tuple(shape)}"
-    words = ", ".join(map(_describe, layout)) if isinstance(layout, list) else str(layout)
-    if len(words) <= _MAX_VALUE:
-        return words
-    return f"{words[:_MAX_VALUE]}... ({zlib.crc32(words.encode()):08x})"

@@ -24,9 +24,15 @@ from torch.distributed import DistError, Store
 
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.transport import Wait
+from ignite_dist.comp_models.work import Completed
 from ignite_dist.context.live import abort, before_end_hooks, begin_hooks, current_model, end_hooks
 from ignite_dist.diagnostics import flight_recorder
-from ignite_dist.diagnostics.announcing import announce, get_or_create_recorder, recorder_of
+from ignite_dist.diagnostics.announcing import (
+    announce,
+    finish_timeline,
+    get_or_create_recorder,
+    recorder_of,
+)
 from ignite_dist.diagnostics.context_end import Endings
 from ignite_dist.diagnostics.flight_recorder import END_OF_CONTEXT, Call, Recorder
 from ignite_dist.diagnostics.out_of_band import (
@@ -307,8 +313,9 @@ def _meet_at_end(model: ComputationModel) -> None:
         CollectiveMismatchError: another rank calls a different collective; the context unchanged live.
         RankFailedError: a rank waits in a collective that this rank has not called; the context has ended.
     """
+    finish_timeline(model, has_failed=False)
     try:
-        announce(model, END_OF_CONTEXT, model.groups.world)
+        announce(model, END_OF_CONTEXT, model.groups.world, Completed)
     except DistributedError:
         raise
     except RuntimeError:
@@ -325,6 +332,7 @@ def _meet_at_end(model: ComputationModel) -> None:
 
 def _stop(model: ComputationModel) -> None:
     """Record the end of the caller's context. The last rank of this process stops the watchdog."""
+    finish_timeline(model, has_failed=True)
     recorder = recorder_of(model)
     if recorder is not None:
         recorder.record_end(model.get_rank(), model.ranks_in_process())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -125,6 +125,8 @@ class NativeTraining(Training):
     def join(
         self, model: Module, optimizer: Optimizer | None, **kwargs: Any
     ) -> AbstractContextManager[list[int]]:
+        if self.context.get_world_size() == 1:  # wrap_model has added no DistributedDataParallel
+            return nullcontext([])
         return _joined(model, optimizer, kwargs)
 
 

@@ -16,8 +16,13 @@ from pages import Block, blocks, commands_of
 _NUMBER = re.compile(r"(?<![\w.])(\d+\.\d+)(?![\w.])")
 
 
-def run(page: Path, left_out: set[str]) -> None:
+def run(page: Path, left_out: set[str], environ: dict[str, str]) -> None:
     """Run the blocks of ``page`` in this process, whose working directory is the page's folder.
+
+    Args:
+        page: a page.
+        left_out: commands that are not run.
+        environ: further variables of the commands.
 
     Raises:
         AssertionError: a block does something else than the page shows. Other errors are those of the code.
@@ -36,7 +41,7 @@ def run(page: Path, left_out: set[str]) -> None:
             _run_examples(block, place, session)
         for command, shown in commands_of(block):
             if command not in left_out:
-                _run_command(command, shown, place)
+                _run_command(command, shown, place, environ)
 
 
 def _run_cell(block: Block, place: str, session: dict[str, object]) -> None:
@@ -52,8 +57,8 @@ def _run_examples(block: Block, place: str, session: dict[str, object]) -> None:
     assert failures == 0, f"{place}: see above"
 
 
-def _run_command(command: str, shown: list[str], place: str) -> None:
-    ended = at_a_shell(f"( {command}\n) 2>&1", Path.cwd(), OMP_NUM_THREADS="1")
+def _run_command(command: str, shown: list[str], place: str, environ: dict[str, str]) -> None:
+    ended = at_a_shell(f"( {command}\n) 2>&1", Path.cwd(), **{"OMP_NUM_THREADS": "1", **environ})
     what = f"{place}: {command}\nended with {ended.returncode} and wrote:\n{ended.output}"
     is_failure = any("Error" in line or "FAILED" in line or "failed" in line for line in shown)
     assert (ended.returncode != 0) == is_failure, what

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import test_commands
 from helpers import ROOT, plain_environ, run_python
 from page_session import is_as_shown
 from pages import PAGES, blocks, needs
+from slurm import slurm
 
 # The commands that have a test of their own, or a reason why none runs them.
 LEFT_OUT = {*test_commands.RUN_BY_CI, *test_commands.NOT_RUN, *commands.with_test()}
@@ -32,12 +35,26 @@ def _has_code(page: Path) -> bool:
     [_with_marker(page) for page in PAGES if _has_code(page)],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-def test_a_page_shows_what_happens(page: Path, tmp_path: Path) -> None:
+def test_a_page_shows_what_happens(page: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     environ = plain_environ(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     environ["PYTHONPATH"] = f"{ROOT / 'tests'}:{environ['PYTHONPATH']}"
-    run = f"import pathlib, page_session; page_session.run(pathlib.Path({str(page)!r}), {LEFT_OUT!r})"
-    ended = run_python("-c", run, cwd=tmp_path, env=environ)
+    with _launchers(page, tmp_path_factory) as of_commands:
+        arguments = f"pathlib.Path({str(page)!r}), {LEFT_OUT!r}, {of_commands!r}"
+        run = f"import pathlib, page_session; page_session.run({arguments})"
+        ended = run_python("-c", run, cwd=tmp_path_factory.mktemp("page"), env=environ)
     assert ended.returncode == 0, ended.stdout
+
+
+@contextmanager
+def _launchers(page: Path, folders: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The variables with which the commands of ``page`` find Open MPI and Slurm, if it is about launchers."""
+    text = page.read_text(encoding="utf-8")
+    if needs(text) != "launchers":
+        yield {}
+        return
+    cluster = slurm(folders.mktemp("slurm")) if "$ srun" in text else nullcontext({})
+    with cluster as of_slurm:
+        yield {**commands.open_mpi(folders.mktemp("open_mpi")), **of_slurm}
 
 
 def test_each_block_says_its_language() -> None:

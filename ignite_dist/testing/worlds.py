@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import tempfile
 import time
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ignite_dist import launcher
-from ignite_dist.errors import DistributedError
 from ignite_dist.testing import rank_session
+from ignite_dist.testing.kept_workers import KeptWorkers
 from ignite_dist.testing.rank_session import NotStarted, RankDone, RankReport, RankWarning, Running
 from ignite_dist.testing.settings import Request, SessionSettings, WorldSettings
 
@@ -76,41 +74,18 @@ class World:
     def __init__(self, settings: WorldSettings, session: SessionSettings) -> None:
         self.settings = settings
         self._session = session
-        self._pids: dict[int, int] = {}
-        self._connections: dict[int, Connection] = {}
         self._lost: dict[int, float] = {}  # when the rank's connection ended
-        with (
-            tempfile.TemporaryDirectory(prefix="idist-") as folder,
-            socket.socket(socket.AF_UNIX) as listener,
-        ):
-            address = str(Path(folder) / "tests")
-            listener.bind(address)
-            listener.listen(settings.world_size)
-            self._workers: Any = launcher.spawn(
+        self._kept = KeptWorkers(
+            lambda address: launcher.spawn(
                 settings.backend,
                 rank_session.serve,
                 (address, session),
                 nproc_per_node=settings.world_size,
                 join=False,
-            )
-            try:
-                while len(self._connections) < settings.world_size:
-                    self._accept(listener)
-            except BaseException:
-                self.close()
-                raise
-
-    def _accept(self, listener: socket.socket) -> None:
-        listener.settimeout(_POLLING_SECONDS)
-        try:
-            accepted, _ = listener.accept()
-        except TimeoutError:
-            self._workers.join(0)  # raises if a worker has failed
-            return
-        accepted.setblocking(True)
-        connection = Connection(accepted.detach())
-        rank, pid = connection.recv()
-        self._connections[rank], self._pids[rank] = connection, pid
+            ),
+            settings.world_size,
+        )
+        self._connections, self._pids = self._kept.connections, self._kept.pids
 
     def run(self, request: Request, timeout: float) -> Outcome:
         """Run a test on every rank.
@@ -187,7 +162,7 @@ class World:
 
     def _exit_code(self, rank: int) -> int | None:
         """The exit code of a worker of this machine; None if it runs, or is not known."""
-        processes = getattr(self._workers, "processes", ())
+        processes = getattr(self._kept.workers, "processes", ())
         process = next((process for process in processes if process.pid == self._pids[rank]), None)
         if process is None:
             return None
@@ -197,11 +172,7 @@ class World:
 
     def close(self) -> None:
         """End the workers."""
-        for connection in self._connections.values():
-            connection.close()
-        self._workers.terminate()
-        with suppress(DistributedError):  # the workers were ended
-            self._workers.join()
+        self._kept.close()
 
 
 def _describe_exit(exit_code: int) -> str:

@@ -20,38 +20,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the suite with the worlds that the options name."""
-    backend, command = config.getoption("--backend"), config.getoption("--launcher")
-    _check(backend, command)
-    worlds = [
-        SpawnedWorld(backend, size) if command is None else LaunchedWorld(backend, size, command)
-        for size in _sizes(config.getoption("--ranks"))
-    ]
+    worlds = worlds_of(*map(config.getoption, ("--backend", "--ranks", "--launcher")))
     suite.register(config, [pytest.param(world, id=world.name) for world in worlds])
 
 
-def _sizes(text: str) -> list[int]:
-    words = text.split(",")
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise pytest.UsageError(
-            f"--ranks takes numbers of ranks, at least 1, with commas between them: 2,3. Got {text!r}."
-        )
-    return list(dict.fromkeys(map(int, words)))
+def worlds_of(backend: str | None, sizes: str, command: str | None) -> list[SpawnedWorld]:
+    """The worlds that the options name. Nothing is started.
 
-
-def _check(backend: str | None, command: str | None) -> None:
+    Raises:
+        pytest.UsageError: the options are wrong.
+    """
     if backend is None:
         raise pytest.UsageError("The conformance suite needs the backend to test: --backend NAME.")
-    if command is not None and "{ranks}" not in command:
+    words = sizes.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise pytest.UsageError(
-            f"--launcher is a command with {{ranks}} in the place of the number of ranks: "
-            f"'mpirun -np {{ranks}}'. Got {command!r}."
+            f"--ranks takes numbers of ranks, at least 1, with commas between them: 2,3. Got {sizes!r}."
         )
     try:
         model = ranks.model_of(backend)
     except (ImportError, ValueError) as error:
         raise pytest.UsageError(f"--backend {backend}: {error}") from None
-    if command is None and "join" not in model.launcher.options():
+    numbers = list(dict.fromkeys(map(int, words)))
+    if command is not None:
+        if "{ranks}" not in command:
+            raise pytest.UsageError(
+                "--launcher is a command with {ranks} in the place of the number of ranks: "
+                f"'mpirun -np {{ranks}}'. Got {command!r}."
+            )
+        return [LaunchedWorld(backend, number, command) for number in numbers]
+    if "join" not in model.launcher.options():
         raise pytest.UsageError(
             f"--backend {backend}: idist.spawn(..., join=False) starts no workers of this backend. Name the "
             "launcher of its ranks, for example --launcher 'mpirun -np {ranks}'."
         )
+    return [SpawnedWorld(backend, number) for number in numbers]

@@ -37,13 +37,23 @@ def model_of(backend: str) -> type[ComputationModel]:
     return live.find_model(name)
 
 
-def serve(local_rank: int, address: str, model: type[ComputationModel]) -> None:
+class Import:
+    """A process that receives this object by pickle imports the module."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (self._module,)
+
+
+def serve(local_rank: int, address: str, *modules: Any) -> None:
     """Run cases until the connection is closed.
 
     Args:
         local_rank: of this rank.
         address: of the process that sends the cases.
-        model: of the backend. A worker that receives the class has imported its module.
+        modules: those that this rank has imported before it made the context.
     """
     with Client(address, "AF_UNIX") as connection:
         connection.send((idist.get_rank(), os.getpid()))
@@ -84,10 +94,10 @@ def _run_cases(connection: Connection) -> None:
 
 
 def _main(backend: str, address: str) -> None:
-    model = model_of(backend)
+    model_of(backend)
     idist.initialize(backend.rpartition(":")[2])
     idist.watch()  # for barrier(timeout=) in contexts without a store
-    serve(idist.get_local_rank(), address, model)
+    serve(idist.get_local_rank(), address)
 
 
 if __name__ == "__main__":

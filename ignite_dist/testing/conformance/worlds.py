@@ -15,6 +15,8 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
+import pytest
+
 from ignite_dist import launcher
 from ignite_dist.environments import is_launcher_variable
 from ignite_dist.errors import DistributedError
@@ -23,10 +25,6 @@ from ignite_dist.testing.conformance.cases import SECONDS_PER_CASE
 from ignite_dist.testing.kept_workers import KeptWorkers
 
 _END_SECONDS = 30.0  # from SIGTERM to the end of a launcher
-
-
-class CaseFailed(AssertionError):
-    """A case failed on a rank; the text is that rank's traceback."""
 
 
 class SerialWorld:
@@ -58,8 +56,7 @@ class SpawnedWorld:
     def run(self, case: Callable[..., Any], **kwargs: Any) -> list[Any]:
         """The result of the case on each rank.
 
-        Raises:
-            CaseFailed: the case raised on a rank, or did not return in time.
+        Fails the test if the case raised on a rank, or did not return in time.
         """
         if self._kept is None:
             self._kept = KeptWorkers(self._start, self.size)
@@ -73,13 +70,13 @@ class SpawnedWorld:
             failures.append(f"no answer within {SECONDS_PER_CASE} s from ranks {silent}")
         if failures:
             self.close()
-            raise CaseFailed("\n" + "\n".join(failures))
+            pytest.fail("\n".join(failures), pytrace=False)
         return [answers[rank][1] for rank in range(self.size)]
 
     def _start(self, address: str) -> Any:
         """Start ranks that call :func:`ranks.serve`."""
-        args = (address, ranks.model_of(self._backend))
-        backend = self._backend.rpartition(":")[2]
+        module, _, backend = self._backend.rpartition(":")
+        args = (address, ranks.Import(module)) if module else (address,)
         return launcher.spawn(backend, ranks.serve, args, nproc_per_node=self.size, join=False)
 
     def _answers(self, kept: KeptWorkers) -> dict[int, tuple[str, Any]]:

@@ -81,23 +81,23 @@ xla-suite: $(call needs,test examples xla)
 conformance: xla  ## run the conformance suite on every backend, write docs/conformance.md
 	+$(MAKE) conformance-results SUITE="not gpu and not mpi4py and not xla" RESULTS=$(RESULTS)-torch.json
 	+$(IN_XLA) conformance-results SUITE=xla RESULTS=$(RESULTS)-xla.json
-	$(PY) tests/conformance/table.py docs/conformance.md $(RESULTS)-torch.json $(RESULTS)-xla.json
+	$(PY) tests/conformance_table.py docs/conformance.md $(RESULTS)-torch.json $(RESULTS)-xla.json
 
 conformance-results: $(call needs,test examples $(if $(findstring xla,$(VENV)),xla,horovod))
 	@mkdir -p $(dir $(RESULTS))
-	$(PY) -m pytest tests/conformance -m "$(SUITE)" --conformance-results=$(RESULTS) $(ARGS)
+	$(PY) -m pytest ignite_dist/testing/conformance -m "$(SUITE)" --conformance-results=$(RESULTS) $(ARGS)
 
 # The newest torch has an environment of its own too, and no Horovod: that is built for one torch at a time.
 conformance-newest:  ## run the conformance suite on the newest torch, in .venv-newest (6 GB)
 	+$(MAKE) VENV=.venv-newest CONSTRAINTS=constraints-newest.txt other-torch
 
 conformance-gloo: $(call needs,test examples)  ## run the conformance suite with two ranks, without shared memory
-	IGNITE_DIST_SHARED_MEMORY=0 $(PY) -m pytest tests/conformance -n logical \
+	IGNITE_DIST_SHARED_MEMORY=0 $(PY) -m pytest ignite_dist/testing/conformance -n logical \
 	    -m "not gpu and not horovod and not mpi4py and not xla" -k gloo-2 $(ARGS)
 
 # One rank and two: what more ranks add does not depend on torch's version.
 other-torch: $(call needs,test examples)
-	$(PY) -m pytest tests/conformance tests/comp_models/test_private_names.py -n logical \
+	$(PY) -m pytest ignite_dist/testing/conformance tests/comp_models/test_private_names.py -n logical \
 	    -m "not gpu and not horovod and not mpi4py and not xla" -k "serial or gloo-2 or private" $(ARGS)
 
 docs: $(call needs,docs)  ## build the site in build/site, with every warning as an error

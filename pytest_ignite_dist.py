@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+_CONFORMANCE = "ignite_dist.testing.conformance"
+
+
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Load the options of the conformance suite if the command line names it: others may use their names."""
+    given = early_config.known_args_namespace
+    if given.pyargs and any(name.startswith(_CONFORMANCE) for name in given.file_or_dir):
+        early_config.pluginmanager.import_plugin(f"{_CONFORMANCE}.plugin")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""

@@ -7,7 +7,7 @@ In your own script, also started by mpirun::
     import mpi4py_backend                      # registers the backend
     idist.initialize("mpi4py")
 
-`ignite_dist/comp_models/base.py` documents what each method must do.
+`ignite_dist/comp_models/base.py` documents what each method must do; `docs/testing.md`, how to test it.
 """
 
 from __future__ import annotations

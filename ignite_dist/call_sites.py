@@ -19,6 +19,8 @@ _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in (_PACKAGE, os.path.dirname(torch.__file__), os.path.dirname(os.__file__))
 )
+# The cases of the conformance suite play the user's code.
+_CASES = os.path.join(_PACKAGE, "testing", "conformance", "test_")
 _LIBRARY_NAMES = ("torch", "torch_xla", "horovod", os.path.basename(_PACKAGE))
 # The files and package folders of backends that other packages define.
 _backend_paths: set[str] = set()
@@ -26,7 +28,7 @@ _backend_paths: set[str] = set()
 
 def is_package_path(path: str) -> bool:
     """True if ``path`` is code of this package."""
-    return path.startswith(_LIBRARIES[0])
+    return path.startswith(_LIBRARIES[0]) and not path.startswith(_CASES)
 
 
 def add_library(module: str) -> None:
@@ -46,6 +48,8 @@ def add_library(module: str) -> None:
 @lru_cache(maxsize=4096)
 def is_library_path(path: str) -> bool:
     """True if ``path`` is code of this package, of torch, of a backend's library or of Python itself."""
+    if path.startswith(_CASES):
+        return False
     if path.startswith(tuple(_backend_paths)):
         return True
     _, packages, rest = path.rpartition("-packages" + os.sep)  # site-packages, dist-packages

@@ -14,19 +14,16 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-import torch
 import torch.distributed as dist
 
-import ignite_dist as idist
 from ignite_dist.environments import is_launcher_variable
-from ignite_dist.values import safe_objects
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -275,18 +272,3 @@ def _is_living(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-# --- safe objects ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def safe_mode(*classes: Any) -> Iterator[None]:
-    """``idist.safe_objects(*classes)`` for a block, which the package itself has not: it is for good."""
-    with torch.serialization.safe_globals(list(classes)):
-        idist.safe_objects(*classes)
-        try:
-            yield
-        finally:
-            safe_objects._mode = None
-            os.environ.pop("IGNITE_DIST_SAFE_OBJECTS", None)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import tempfile
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -13,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ignite_dist import launcher
-from ignite_dist.errors import DistributedError
 from ignite_dist.testing import rank_session
 from ignite_dist.testing.debugging import GRACE_SECONDS, DebuggerLeft, DebuggerWanted, Terminal
+from ignite_dist.testing.kept_workers import KeptWorkers
 from ignite_dist.testing.rank_session import (
     NotStarted,
     RankDone,
@@ -85,45 +83,20 @@ class World:
         self.settings = settings
         self._session = session
         self._terminal = terminal
-        self._pids: dict[int, int] = {}
-        self._connections: dict[int, Connection] = {}
         self._lost: dict[int, float] = {}  # when the rank's connection ended
-        with (
-            tempfile.TemporaryDirectory(prefix="idist-") as folder,
-            socket.socket(socket.AF_UNIX) as listener,
-        ):
-            address = str(Path(folder) / "tests")
-            listener.bind(address)
-            listener.listen(settings.world_size)
-            self._workers: Any = launcher.spawn(
+        self._kept = KeptWorkers(
+            lambda address: launcher.spawn(
                 settings.backend,
                 rank_session.serve,
                 (address, session),
                 nproc_per_node=settings.world_size,
                 join=False,
-            )
-            deadline = time.monotonic() + _START_SECONDS
-            try:
-                while len(self._connections) < settings.world_size:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"the workers had not started after {_START_SECONDS:.0f} s.")
-                    self._accept(listener)
-            except BaseException:
-                self.close()
-                raise
-
-    def _accept(self, listener: socket.socket) -> None:
-        listener.settimeout(_POLLING_SECONDS)
-        try:
-            accepted, _ = listener.accept()
-        except TimeoutError:
-            self._workers.join(0)  # raises if a worker has failed
-            return
-        accepted.setblocking(True)
-        connection = Connection(accepted.detach())
-        rank, pid = connection.recv()
-        self._terminal.introduce(connection, pid)
-        self._connections[rank], self._pids[rank] = connection, pid
+            ),
+            settings.world_size,
+        )
+        self._connections, self._pids = self._kept.connections, self._kept.pids
+        for rank, connection in self._connections.items():
+            terminal.introduce(connection, self._pids[rank])
 
     def run(self, request: Request, timeout: float) -> Outcome:
         """Run a test on every rank.
@@ -186,7 +159,7 @@ class World:
 
     def _exit_code(self, rank: int) -> int | None:
         """The exit code of a worker of this machine; None if it runs, or is not known."""
-        processes = getattr(self._workers, "processes", ())
+        processes = getattr(self._kept.workers, "processes", ())
         process = next((process for process in processes if process.pid == self._pids[rank]), None)
         if process is None:
             return None
@@ -196,11 +169,7 @@ class World:
 
     def close(self) -> None:
         """End the workers."""
-        for connection in self._connections.values():
-            connection.close()
-        self._workers.terminate()
-        with suppress(DistributedError):  # the workers were ended
-            self._workers.join()
+        self._kept.close()
 
 
 class _Progress:

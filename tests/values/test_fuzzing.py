@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers import safe_mode
 from ignite_dist import CollectiveMismatchError, DistributedError, EnvironmentVariablesError, environments
 from ignite_dist.environments import slurm
+from ignite_dist.testing.conformance.cases import safe_mode
 from ignite_dist.values import message_header, safe_objects, serialization
 
 pytestmark = pytest.mark.stress

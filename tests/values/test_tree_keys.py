@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from enum_keys import Level, Other, Split
+from ignite_dist.testing.conformance.enum_keys import Level, Other, Split
 from ignite_dist.values import pytree
 
 

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 import ignite_dist as idist
-from helpers import safe_mode
 from ignite_dist import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError
+from ignite_dist.testing.conformance.cases import safe_mode
 from ignite_dist.values import message_header, safe_objects, serialization
 
 DTYPES = [

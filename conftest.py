@@ -1,0 +1,97 @@
+"""What all tests of this checkout share, also those in ``ignite_dist/testing/conformance/``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ignite_dist.environments import is_launcher_variable
+from ignite_dist.testing.conformance import plugin, suite
+from ignite_dist.testing.conformance.worlds import LaunchedWorld, SerialWorld, SpawnedWorld
+
+MPIRUN = "mpirun.openmpi --allow-run-as-root --oversubscribe -np {ranks}"
+
+
+class XlaWorld(SpawnedWorld):
+    """Replicas on PJRT's CPU, threads of one process."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("xla-tpu", size)
+        self.name = f"xla-{size}"
+
+    def _start(self, address: str) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PJRT_DEVICE", "CPU")
+            patch.setenv("CPU_NUM_DEVICES", str(self.size))
+            return super()._start(address)
+
+
+_WORLDS = {
+    "serial": SerialWorld(),
+    "gloo-2": SpawnedWorld("gloo", 2),
+    "gloo-3": SpawnedWorld("gloo", 3),
+    "gloo-4": SpawnedWorld("gloo", 4),
+    "horovod-2": SpawnedWorld("horovod", 2),
+    "horovod-3": SpawnedWorld("horovod", 3),
+    "xla-1": XlaWorld(1),
+    "xla-2": XlaWorld(2),
+    "xla-3": XlaWorld(3),
+    # A backend of a third party: examples/mpi4py_backend.py
+    "mpi4py-2": LaunchedWorld("mpi4py_backend:mpi4py", 2, MPIRUN),
+    "mpi4py-3": LaunchedWorld("mpi4py_backend:mpi4py", 3, MPIRUN),
+    # On one GPU: NCCL takes a world of one, gloo carries CUDA tensors between two ranks that share it.
+    "nccl-1": SpawnedWorld("nccl", 1),
+    "gloo-cuda-2": SpawnedWorld("gloo", 2),
+}
+_ON_A_GPU = ("nccl-1", "gloo-cuda-2")
+
+
+def _marks(name: str) -> list[Any]:
+    if name in _ON_A_GPU:
+        skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+        return [pytest.mark.gpu, skip]
+    return [getattr(pytest.mark, one) for one in ("horovod", "mpi4py", "xla") if name.startswith(one)]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    kept = "keep what the conformance suite sees, as JSON"
+    parser.addoption("--conformance-results", type=Path, metavar="FILE", help=kept)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What the processes of the tests inherit does not depend on who started pytest."""
+    # In the background (``make test &``, ``nohup``) Ctrl-C is ignored.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Where nothing is buffered (images of containers often say so), print() writes a line and its end one
+    # after the other: those of two ranks that share a file get between each other.
+    os.environ.pop("PYTHONUNBUFFERED", None)
+    if not config.pluginmanager.has_plugin(plugin.__name__):  # else its options name the worlds
+        worlds = [pytest.param(world, id=name, marks=_marks(name)) for name, world in _WORLDS.items()]
+        suite.register(config, worlds)
+    path = config.getoption("--conformance-results")
+    if path is not None and not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
+        from conformance_table import (
+            ResultsWriter,  # in tests/, which pytest puts on the path (pyproject.toml)
+        )
+
+        config.pluginmanager.register(ResultsWriter(path))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test starts without a launcher's variables and leaves no context behind."""
+    for name in list(os.environ):
+        if is_launcher_variable(name):
+            monkeypatch.delenv(name)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left its process group behind")

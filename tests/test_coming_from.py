@@ -1,4 +1,4 @@
-"""The tables and scripts of docs/coming_from: both columns of every line run, and their results are the same."""
+"""The tables and scripts of docs/coming_from: both columns of every line run, with the same results."""
 
 from __future__ import annotations
 

@@ -101,6 +101,17 @@ def test_alone_model_and_optimizer_are_themselves() -> None:
         assert torch.equal(value, before[name])
 
 
+def test_alone_in_a_context_join_needs_no_wrapper() -> None:
+    idist.initialize("gloo")
+    try:
+        model = idist.auto_model(Linear(2, 1))
+        with idist.join(model):
+            model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad.tolist() == [[1.0, 1.0]]
+    finally:
+        idist.finalize()
+
+
 # --- what torch.distributed has around a model ---------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import ignite_dist as idist
 from ignite_dist.comp_models import SerialModel
 from ignite_dist.comp_models.work import Completed
 from ignite_dist.diagnostics.announcing import announce, get_or_create_recorder
+from ignite_dist.diagnostics.timed_calls import CallTimes
 from rows import IGNITE, OURS, RAW, Bar, Contenders, LauncherRow, RankRow, Row, ignite_library
 from timing import Effort, Samples
 
@@ -52,6 +53,13 @@ def rows() -> list[Row]:
             )
             for name, is_recorded in {"no recorder": False, "the recorder keeps the last calls": True}.items()
         ),
+        RankRow(
+            "cost of recording a collective's call",
+            "a timeline, with begin and end of the call",
+            "ns",
+            (Bar("value", 2000),),
+            contenders=_in_a_timeline,
+        ),
     ]
 
 
@@ -60,6 +68,13 @@ def _announcing(is_recorded: bool, device: torch.device) -> Contenders:
     if is_recorded:
         get_or_create_recorder(model, keep_calls=True)
     return {OURS: partial(announce, model, "all_reduce", model.groups.world, Completed, torch.ones(1), "SUM")}
+
+
+def _in_a_timeline(device: torch.device) -> Contenders:
+    model, tensor = SerialModel(), torch.ones(1)
+    world = model.groups.world
+    get_or_create_recorder(model, keep_calls=False).timelines[0] = CallTimes(10**9, lambda has_failed: None)
+    return {OURS: lambda: announce(model, "all_reduce", world, Completed, tensor, "SUM")(world).wait()}
 
 
 def _in_a_context(name: str, device: torch.device) -> Contenders:

@@ -133,7 +133,7 @@ def announce(
             call_op = f"{op}, async_op=True" if op else "async_op=True"
         call = recorder.record(rank, operation, group.ranks if key else (), value, call_op, key)
     if times is not None and (group.handle is None or group.position(rank) is not None):
-        begin = times.timed(operation, op, value, (group.ranks, key), async_op, begin)
+        begin = times.timed(operation, op, value, group.ranks, key, async_op, begin)
     if is_compared and len(group.ranks) > 1:
         recorder.compare(rank, call, group.ranks, lambda row: model.objects.gather(row, group))
     return begin

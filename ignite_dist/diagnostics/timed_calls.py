@@ -22,8 +22,11 @@ class TimedCall:
     """The times of one call, in nanoseconds; 0 for what has not happened.
 
     Attributes:
-        what: ``operation``, ``op`` and ``layout``, as in the flight recorder's ``Call``.
-        group: the global ranks of the group and its key, as in :meth:`Transport.group_key`.
+        operation: as in the flight recorder's ``Call``.
+        op: as in the flight recorder's ``Call``.
+        layout: as in the flight recorder's ``Call``.
+        ranks: the global ranks of the group.
+        key: identifies the group, as in :meth:`Transport.group_key`.
         is_async: True if the call returned a ``Work``.
         thread: identity of the calling thread.
         begin: when the call began.
@@ -32,16 +35,26 @@ class TimedCall:
         wait_end: when this wait ended.
     """
 
-    __slots__ = ("_place", "begin", "end", "group", "is_async", "thread", "wait_begin", "wait_end", "what")
+    # Flat, because each further object would make the recording slower.
+    __slots__ = (
+        *("_code", "_instruction", "begin", "end", "is_async", "key", "layout", "op", "operation", "ranks"),
+        *("thread", "wait_begin", "wait_end"),
+    )
 
     def __init__(
-        self, what: tuple[str, str, Any], group: tuple[tuple[int, ...], str], is_async: bool
+        self, operation: str, op: str, layout: Any, ranks: tuple[int, ...], key: str, is_async: bool
     ) -> None:
-        self.what, self.group, self.is_async = what, group, is_async
+        self.operation = operation
+        self.op = op
+        self.layout = layout
+        self.ranks = ranks
+        self.key = key
+        self.is_async = is_async
         self.thread = get_ident()
         frame = users_frame(sys._getframe(4))  # of the caller of perform() or perform_backward()
         # The number of the line takes long to find, so `site` finds it after the recording.
-        self._place = None if frame is None else (frame.f_code, frame.f_lasti)
+        self._code = frame and frame.f_code
+        self._instruction = frame.f_lasti if frame else 0
         self.end = self.wait_begin = self.wait_end = 0
         self.begin = now()
 
@@ -61,9 +74,9 @@ class TimedCall:
     @property
     def site(self) -> str:
         """The caller's line, as in :func:`~ignite_dist.call_sites.site_of`."""
-        if self._place is None:
+        code, instruction = self._code, self._instruction
+        if code is None:
             return "?"
-        code, instruction = self._place
         lines = (line for start, stop, line in code.co_lines() if start <= instruction < stop and line)
         return site_of_place(code.co_filename, next(lines, code.co_firstlineno))
 
@@ -100,7 +113,8 @@ class CallTimes:
         operation: str,
         op: str,
         value: Any,
-        group: tuple[tuple[int, ...], str],
+        ranks: tuple[int, ...],
+        key: str,
         is_async: bool,
         start: Callable[[Group], Work],
     ) -> Callable[[Group], Work]:
@@ -109,6 +123,6 @@ class CallTimes:
             self.num_dropped += 1
             return start
         layout = (value.dtype, value.shape) if type(value) is Tensor else layout_of(value)
-        call = TimedCall((operation, op, layout), group, is_async)
+        call = TimedCall(operation, op, layout, ranks, key, is_async)
         self.calls.append(call)
         return TimedStart(call, start)

@@ -36,14 +36,12 @@ class Row(NamedTuple):
 
 def row_of(call: TimedCall) -> Row:
     """The row of a call."""
-    operation, op, layout = call.what
-    ranks, key = call.group
-    args = {"op": op, "value": describe_layout(layout), "bytes": num_bytes_of(layout)}
-    args |= {"ranks": ranks, "line": call.site}
+    args = {"op": call.op, "value": describe_layout(call.layout), "bytes": num_bytes_of(call.layout)}
+    args |= {"ranks": call.ranks, "line": call.site}
     if not call.end:
         args["outcome"] = "not completed"
     times = (call.begin, call.end, call.wait_begin, call.wait_end)
-    return Row(operation, args, ranks, key, call.is_async, call.thread, *times)
+    return Row(call.operation, args, call.ranks, call.key, call.is_async, call.thread, *times)
 
 
 class RankCalls(NamedTuple):

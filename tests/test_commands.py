@@ -63,6 +63,15 @@ NOT_RUN = {
     "make bench-xla ARGS='--only XLA'": "measures for a minute; its environment is that of `make test-xla`",
     "pip install mpi4py": "`make test-mpi4py` installs it, as an extra",
     "pip install numpy": "`make test` installs it, with an extra",
+    **dict.fromkeys(
+        (
+            "docker build --tag train .",
+            "docker run --init --stop-timeout 60 --env IGNITE_DIST_GRACE_SECONDS=50 train",
+            "docker run --init --network host train     ignite-dist run --nnodes 2 --node-rank 0 "
+            "--master-addr 10.0.0.1 --master-port 29500 train.py",
+        ),
+        "needs Docker's daemon; tests/comp_models/test_shared_memory_fallback.py runs ranks in namespaces",
+    ),
     # Not whole: a name, or an option of a command.
     "ignite-dist run": "a name",
     "ignite-dist run --prefix": "no script; tests/cli/test_run.py runs it with one",

@@ -60,8 +60,8 @@ def _run_examples(block: Block, place: str, session: dict[str, object]) -> None:
 def _run_command(command: str, shown: list[str], place: str, environ: dict[str, str]) -> None:
     ended = at_a_shell(f"( {command}\n) 2>&1", Path.cwd(), **{"OMP_NUM_THREADS": "1", **environ})
     what = f"{place}: {command}\nended with {ended.returncode} and wrote:\n{ended.output}"
-    is_failure = any("Error" in line or "FAILED" in line or "failed" in line for line in shown)
-    assert (ended.returncode != 0) == is_failure, what
+    shows_failure = any("Error" in line or "failed" in line for line in shown)
+    assert ended.returncode == 0 or shows_failure, what
     lines = [line.rstrip() for line in ended.output.splitlines()]
     assert not shown or is_as_shown(lines, [line.rstrip() for line in shown]), what
 

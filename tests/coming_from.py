@@ -1,8 +1,8 @@
 """The tables of docs/coming_from: a line of another library, our line, and what differs.
 
 The lines of a table run one after the other. The first ``python`` block of the page comes before them.
-A table other than the first has the names that the first table has left, and those of the second block.
-A cell without code, or with more than one piece of it, is text.
+Each further table has the names that the first table has left, and those of the second block. A cell without
+code, or with more than one piece of it, is text.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class timeline:  # used as a function and as a context manager
     If the block raises, or the context ends after a failure, no rank waits for others. Each rank then saves
     its own calls, for example rank 1 in ``trace.rank1.json``.
 
-    A recorded call takes at most 2 us longer. Collectives of other libraries are not recorded, such as the
+    A recorded call takes about 2 us longer. Collectives of other libraries are not recorded, such as the
     gradient reduction of ``DistributedDataParallel``.
 
     Args:

@@ -27,6 +27,8 @@ FOLDER = helpers.ROOT / "docs" / "coming_from"
 START = "Start"
 # Each line of this table starts processes, so it has a process of its own.
 WORKERS = "Start workers"
+# Each line of this table finds the values of the second block again, which differ between ranks.
+COLLECTIVES = "Collectives"
 OPAQUE = "an object that is not compared"
 # What the lines of the left column need besides the imports of the page.
 NAMES = {
@@ -100,9 +102,11 @@ def run_page(page: str, column: str, folder: Path, num_ranks: int) -> dict[str, 
     lines.pop(WORKERS, None)
     found = {START: [_run(line, session) for line in lines.pop(START)]}
     for title in lines:
-        names = dict(session)
-        exec(_python(page)[1], names)
-        found[title] = [_run(line, names) for line in lines[title]]
+        names, found[title] = dict(session), []
+        for number, line in enumerate(lines[title]):
+            if number == 0 or title == COLLECTIVES:
+                exec(_python(page)[1], names)
+            found[title].append(_run(line, names))
     return found
 
 

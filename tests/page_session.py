@@ -21,7 +21,7 @@ def run(page: Path, left_out: set[str], environ: dict[str, str]) -> None:
 
     Args:
         page: a page.
-        left_out: commands that are not run, unless they name a file of the page.
+        left_out: commands that are not run.
         environ: further variables of the commands.
 
     Raises:
@@ -40,8 +40,7 @@ def run(page: Path, left_out: set[str], environ: dict[str, str]) -> None:
         elif block.language == "pycon":
             _run_examples(block, place, session)
         for command, shown in commands_of(block):
-            is_of_page = any(Path(word).is_file() for word in command.split())
-            if command not in left_out or is_of_page:
+            if command not in left_out:
                 _run_command(command, shown, place, environ)
 
 

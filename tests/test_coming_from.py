@@ -80,7 +80,13 @@ def test_every_function_of_ignite_is_in_a_line() -> None:
     ended = helpers.run_python("-c", "import ignite.distributed as idist; print(*idist.utils.__all__)")
     assert ended.returncode == 0, ended.stdout
     lines = "\n".join(row.theirs for rows in tables("ignite.md").values() for row in rows)
-    names = {*ended.stdout.splitlines()[-1].split(), "Parallel", "auto_model", "auto_optim", "auto_dataloader"}
+    names = {
+        *ended.stdout.splitlines()[-1].split(),
+        "Parallel",
+        "auto_model",
+        "auto_optim",
+        "auto_dataloader",
+    }
     names -= {"has_xla_support"}  # raises AttributeError where torch_xla is newer than Ignite
     assert names <= set(re.findall(r"\bidist\.(?:auto\.)?(\w+)", lines))
 

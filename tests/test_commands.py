@@ -74,6 +74,7 @@ NOT_RUN = {
     ),
     # Not whole: a name, or an option of a command.
     "ignite-dist run": "a name",
+    "ignite-dist run --timeline trace.json": "no script; docs/timeline.md runs it with one",
     "ignite-dist run --prefix": "no script; tests/cli/test_run.py runs it with one",
     "ignite-dist run --max-restarts 3": "no script; tests/cli/test_run.py runs it with one",
     "mpirun -x MASTER_ADDR=node0 ...": "no script, and needs several machines with Open MPI's daemons",

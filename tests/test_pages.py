@@ -1,4 +1,4 @@
-"""Each page of the site and the README is run, see :mod:`pages`."""
+"""Each page of the site is run, see :mod:`pages`. ``test_readme.py`` runs the README and the first page."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from slurm import slurm
 
 # The commands that have a test of their own, or a reason why none runs them.
 LEFT_OUT = {*test_commands.RUN_BY_CI, *test_commands.NOT_RUN, *commands.with_test()}
+OF_TEST_README = (ROOT / "README.md", ROOT / "docs" / "index.md")
 
 
 def _with_marker(page: Path) -> Any:
@@ -27,7 +28,9 @@ def _with_marker(page: Path) -> Any:
 
 
 def _has_code(page: Path) -> bool:
-    return any(block.language for block in blocks(page.read_text(encoding="utf-8")))
+    return page not in OF_TEST_README and any(
+        block.language for block in blocks(page.read_text(encoding="utf-8"))
+    )
 
 
 @pytest.mark.parametrize(

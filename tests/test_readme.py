@@ -93,9 +93,9 @@ def test_bench_draws_a_chart(installed: Installed, tmp_path: Path) -> None:
 # --- the first script ----------------------------------------------------------------------------------
 
 RUNS = [
-    documented("python train.py"),
-    documented("ignite-dist run --nproc-per-node 2 train.py"),
-    documented("torchrun --nproc-per-node 2 train.py"),
+    "python train.py",
+    "ignite-dist run --nproc-per-node 2 train.py",
+    "torchrun --nproc-per-node 2 train.py",
 ]
 
 

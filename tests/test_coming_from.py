@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 
@@ -18,7 +17,6 @@ INSTALLED = [*ALWAYS, *(pytest.param(page, marks=pytest.mark.launchers) for page
 both_sizes = pytest.mark.parametrize("world_size", [1, 2])
 
 
-@functools.cache
 def results(page: str, column: str, world_size: int, folder: Path) -> list[dict[str, list[Result]]]:
     """For each rank, by title of a table: the results of its lines, in order."""
     (folder / column).mkdir()
@@ -32,14 +30,6 @@ def test_both_lines_give_the_same(page: str, world_size: int, tmp_path: Path) ->
     for one, other in zip(theirs, ours, strict=True):
         for title in other:
             assert not differences(tables(page)[title], one[title], other[title])
-
-
-@both_sizes
-@pytest.mark.parametrize("page", WITH_LAUNCHERS)
-def test_our_lines_run_where_the_other_library_is_not(page: str, world_size: int, tmp_path: Path) -> None:
-    for found in results(page, "ours", world_size, tmp_path):
-        lines = {title: len(rows) for title, rows in tables(page).items() if title != WORKERS}
-        assert {title: len(results) for title, results in found.items()} == lines
 
 
 @both_sizes

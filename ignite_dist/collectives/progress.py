@@ -38,7 +38,7 @@ def begin(model: ComputationModel, operation: str, group: Group, start: Callable
         work = start(group)
         work.start()
         if transport.is_synchronous or (isinstance(work, Steps) and model.device().type != "cpu"):
-            return Completed(work.wait())
+            return Completed(work.wait() if timed is None else timed.wait(work))
         if isinstance(work, Steps):  # nothing has been sent yet
             work = pending_calls.submit(model, group, start, call)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What the records of a call keep of its value: dtypes and shapes."""
+"""Layouts: the dtypes and shapes of a call's value."""
 
 from __future__ import annotations
 

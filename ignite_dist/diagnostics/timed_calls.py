@@ -19,7 +19,7 @@ now = time.perf_counter_ns  # on Linux and macOS the same clock in all processes
 
 
 class TimedCall:
-    """The times of one call, in nanoseconds; 0 for what has not happened.
+    """The times of one call, in nanoseconds; 0 if not reached.
 
     Attributes:
         operation: as in the flight recorder's ``Call``.
@@ -30,7 +30,7 @@ class TimedCall:
         is_async: True if the call returned a ``Work``.
         thread: identity of the calling thread.
         begin: when the call began.
-        end: when the collective completed.
+        end: when the collective completed; for a ``Work`` of one step, when its ``wait()`` had the result.
         wait_begin: when the caller began to wait for the ``Work``.
         wait_end: when this wait ended.
     """

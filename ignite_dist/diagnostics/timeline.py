@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Any
 
 from ignite_dist.arguments import as_int, check_counts
+from ignite_dist.comp_models.work import Completed
 from ignite_dist.context.live import current_model
-from ignite_dist.diagnostics.announcing import get_or_create_recorder
+from ignite_dist.diagnostics.announcing import announce, get_or_create_recorder
 from ignite_dist.diagnostics.clocks import Clock, compare_clocks, time_barriers
 from ignite_dist.diagnostics.timed_calls import CallTimes, now
 from ignite_dist.diagnostics.trace_events import RankCalls, Row, events_of, row_of
@@ -32,11 +33,13 @@ class timeline:  # used as a function and as a context manager
     context (:func:`finalize`). All ranks then send their calls to rank 0, which writes ``path``. Open the
     file in https://ui.perfetto.dev, or show a table with ``ignite-dist timeline trace.json``.
 
-    If the block raises, or the context ends after a failure, no rank waits for others. Each rank then saves
-    its own calls, for example rank 1 in ``trace.rank1.json``.
+    A rank whose block raises, or whose context ends after a failure, waits for no other rank. It saves its
+    own calls, for example rank 1 in ``trace.rank1.json``. A rank whose block has ended waits until the
+    backend reports the failure, and then does the same.
 
     A recorded call takes about 2 us longer. Collectives of other libraries are not recorded, such as the
-    gradient reduction of ``DistributedDataParallel``.
+    gradient reduction of ``DistributedDataParallel``. With NCCL a call usually returns before the GPU runs
+    it, so the trace shows when ranks call, not when GPUs work.
 
     Args:
         path: a file, which rank 0 replaces when the recording ends.
@@ -66,6 +69,7 @@ class timeline:  # used as a function and as a context manager
         recorder = get_or_create_recorder(model, keep_calls=False)
         if self._rank in recorder.timelines:
             raise RuntimeError("A timeline is recorded already. End it before you begin another.")
+        announce(model, "timeline", model.groups.world, Completed)
         problem = why_not_writable(self._path) if self._rank == 0 else ""
         problem = model.objects.broadcast(problem, 0, model.groups.world)
         if problem:
@@ -93,9 +97,16 @@ class timeline:  # used as a function and as a context manager
 
     def _finish(self, has_failed: bool) -> None:
         del self._timelines[self._rank]
-        if not has_failed:
-            self._save_all()
+        if has_failed:
+            self._save_own()
             return
+        try:
+            self._save_all()
+        except RuntimeError:  # another rank has failed
+            self._save_own()
+            raise
+
+    def _save_own(self) -> None:
         path = self._path.with_name(f"{self._path.stem}.rank{self._rank}{self._path.suffix}")
         try:
             _write(path, [self._own_calls()], {"incomplete": f"only rank {self._rank}, after a failure"})
@@ -109,6 +120,7 @@ class timeline:  # used as a function and as a context manager
     def _save_all(self) -> None:
         """Send the calls to rank 0, which writes the file. Every rank of the world must call this."""
         model, world = self._model, self._model.groups.world
+        announce(model, "timeline", world, Completed)
         end_barriers = time_barriers(model)
         sent = (*self._own_calls(), (self._barriers, end_barriers), self._times.num_dropped)
         packed = zlib.compress(json.dumps(sent).encode(), 1)
@@ -121,8 +133,8 @@ class timeline:  # used as a function and as a context manager
         if self._rank == 0:
             try:
                 _write(self._path, *_aligned(received))
-            except OSError as error:
-                problem = str(error)
+            except Exception as error:  # the other ranks wait for the answer
+                problem = str(error) or repr(error)
         problem = model.objects.broadcast(problem, 0, world)
         if problem:
             raise OSError(f"Rank 0 could not write the timeline: {problem}")
@@ -130,9 +142,9 @@ class timeline:  # used as a function and as a context manager
 
 def why_not_writable(path: Path) -> str:
     """Why a trace cannot be written to ``path``, for an error message; empty if it can."""
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):  # Path.is_dir() raises without permission
         return f"there is no folder {path.parent}."
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
         return f"{path} cannot be written."
     return ""
 

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NamedTuple
@@ -90,18 +90,30 @@ class Terminal:
             self._lend(rank, deadline)
         return min(deadline, now + GRACE_SECONDS)
 
+    def end_of_test(self) -> None:
+        """Forget the ranks of the test, of which some may be lost."""
+        if self._holder is not None:
+            self._holder = None
+            self._config.hook.pytest_leave_pdb(config=self._config, pdb=pdb)
+        self._waiting.clear()
+
     def _lend(self, rank: int, deadline: float) -> None:
         self._holder = rank
         self._seconds_left = max(GRACE_SECONDS, deadline - time.monotonic())
         # Plugins stop their clocks then, for example faulthandler_timeout.
         self._config.hook.pytest_enter_pdb(config=self._config, pdb=pdb)
-        self._waiting.pop(rank).send(True)
+        _answer(self._waiting.pop(rank), True)
         self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:
         for connection in self._waiting.values():
-            connection.send(False)
+            _answer(connection, False)
         self._waiting.clear()
+
+
+def _answer(connection: Connection, may_use: bool) -> None:
+    with suppress(OSError):  # the rank has ended, which the world finds
+        connection.send(may_use)
 
 
 class RankDebugger:

@@ -96,7 +96,8 @@ class World:
         )
         self._connections, self._pids = self._kept.connections, self._kept.pids
         for rank, connection in self._connections.items():
-            terminal.introduce(connection, self._pids[rank])
+            with suppress(OSError):  # the rank has ended, which run() finds
+                terminal.introduce(connection, self._pids[rank])
 
     def run(self, request: Request, timeout: float) -> Outcome:
         """Run a test on every rank.
@@ -121,6 +122,7 @@ class World:
                     progress.deadline = self._terminal.receive(rank, connection, message, progress.deadline)
                 else:
                     progress.receive(rank, message)
+        self._terminal.end_of_test()
         outcome, ended = progress.outcome, progress.ended
         if outcome.exit is not None:  # the ranks cannot finish the test
             return outcome._replace(is_reusable=False)
@@ -179,7 +181,7 @@ class _Progress:
         running: the connections of the ranks that have not finished the test.
         ended: the last messages of the others, without those of lost ranks.
         started: when all ranks had collected the test.
-        deadline: the others are lost then.
+        deadline: when the running ranks count as lost.
         outcome: the result so far.
     """
 

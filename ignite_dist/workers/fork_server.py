@@ -113,21 +113,21 @@ def _start_server(server: Any) -> None:
     The server ignores Ctrl-C, but only after its imports. Until then SIGINT is blocked: see ``idle_imports``.
     """
     global _idle_server
-    previous = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        folder for folder in sys.path if folder and isinstance(folder, str)
-    )
     resource_tracker.ensure_running()  # the server starts it otherwise, which would unblock the signal
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous = os.environ.get("PYTHONPATH")
     try:
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            folder for folder in sys.path if folder and isinstance(folder, str)
+        )
         _ensure_running(server)
         _idle_server = os.getpid(), server._forkserver_pid
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if previous is None:
-            del os.environ["PYTHONPATH"]
+            os.environ.pop("PYTHONPATH", None)
         else:
             os.environ["PYTHONPATH"] = previous
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # last: a Ctrl-C that has waited is raised here
 
 
 # The path of a socket has at most 103 bytes on macOS, and 107 on Linux. multiprocessing adds 32 bytes.

@@ -116,11 +116,15 @@ class _Text:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, data: bytes) -> None:
-        with suppress(OSError, ValueError):  # it is closed; the worker must not wait
-            self._stream.write(self._decoder.decode(data))
+        self._write(self._decoder.decode(data))
 
     def close(self) -> None:
-        """Nothing to do: the stream belongs to the launcher."""
+        """Write an incomplete last character. The stream belongs to the launcher."""
+        self._write(self._decoder.decode(b"", final=True))
+
+    def _write(self, text: str) -> None:
+        with suppress(Exception):  # whatever the user's stream raises: the worker must not wait
+            self._stream.write(text)
 
 
 def _replaced_stream(fd: int) -> TextIO | None:
@@ -129,16 +133,16 @@ def _replaced_stream(fd: int) -> TextIO | None:
     A notebook, ``contextlib.redirect_stdout`` and pytest's ``capsys`` replace the streams, not the files.
     """
     stream: TextIO | None = getattr(sys, _NAMES[fd])
-    if stream is None or stream.closed:
+    if stream is None or getattr(stream, "closed", False):
         return None
     try:
         return None if os.path.sameopenfile(stream.fileno(), fd) else stream
-    except (AttributeError, OSError, ValueError):  # the stream has no file
+    except (AttributeError, OSError, TypeError, ValueError):  # the stream has no file
         return stream
 
 
 class _Stream:
-    """A pipe from a worker, and where the launcher writes what arrives."""
+    """A pipe from a worker, and its target in the launcher."""
 
     def __init__(self, target: _File | _Text, label: str, number: int) -> None:
         self.reader, self.writer = os.pipe()

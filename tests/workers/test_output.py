@@ -338,3 +338,33 @@ def test_a_file_that_cannot_be_opened_is_no_failure(tmp_path: Path) -> None:
     ended = helpers.run_python(helpers.write_script(tmp_path, LOGS_NOWHERE), cwd=tmp_path)
     assert ended.returncode == 0 and "[0, 1]" in ended.stdout, ended.stdout
     assert ended.stdout.count("--- Logging error ---") == 2  # Python's own report, of each worker
+
+
+class _Minimal:
+    """A stream with no more than ``print`` needs, which fails at its second write."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def write(self, text: str) -> None:
+        if self.texts:
+            raise RuntimeError("the stream is full")
+        self.texts.append(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def _print_much(local_rank: int) -> str:
+    for _ in range(3000):
+        print("x" * 100, flush=True)
+    return "done"
+
+
+def test_a_stream_that_is_no_file_and_raises_does_not_stop_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = _Minimal()
+    monkeypatch.setattr("sys.stdout", stream)
+    assert spawn("gloo", _print_much, nproc_per_node=1) == ["done"]
+    assert stream.texts[0].startswith("xxx")

@@ -19,7 +19,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ignite_dist.errors import RankFailedError
+from ignite_dist.errors import RankFailedError, without_link
 from ignite_dist.rendezvous import network_interfaces, stores
 from ignite_dist.values import serialization
 from ignite_dist.workers import processes
@@ -251,7 +251,7 @@ def _parse_report(
     permanent: str | None,
     traceback: str,
 ) -> FailedRank:
-    summary = traceback.strip().rpartition("\n")[2]
+    summary = without_link(traceback).strip().rpartition("\n")[2]
     code = int(exit_code) if exit_code != "None" else None
     when = float(time)
     failure = Failure(when, error_type, summary, traceback, code, bool(consequence), bool(permanent))

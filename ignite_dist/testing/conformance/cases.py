@@ -1,4 +1,4 @@
-"""What the cases of the suite are made of: a decorator, and functions that they share."""
+"""The decorator and the shared functions of the cases."""
 
 from __future__ import annotations
 

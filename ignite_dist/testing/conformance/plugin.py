@@ -20,6 +20,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the suite with the worlds that the options name."""
+    if config.option.help or config.option.markers:
+        return
     worlds = worlds_of(*map(config.getoption, ("--backend", "--ranks", "--launcher")))
     suite.register(config, [pytest.param(world, id=world.name) for world in worlds])
 

@@ -1,4 +1,4 @@
-"""What a rank of a world does: it runs the cases that it is told.
+"""Runs cases on one rank.
 
 mpirun -np 2 python -m ignite_dist.testing.conformance.ranks BACKEND ADDRESS
 """

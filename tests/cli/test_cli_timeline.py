@@ -21,7 +21,7 @@ def _timeline(*arguments: Any) -> Any:
 
 
 def test_the_example_of_the_page(tmp_path: Path) -> None:
-    (script,) = (text for language, text in blocks(PAGE) if language == "python" and "import" in text)
+    (script,) = (block.text for block in blocks(PAGE) if block.title == "train.py")
     (tmp_path / "train.py").write_text(script)
     command = documented("ignite-dist run --nproc-per-node 3 --timeline trace.json train.py")
     ended = at_a_shell(command, tmp_path, OMP_NUM_THREADS="1")

@@ -220,14 +220,6 @@ def test_a_pytest_without_a_standard_input(tmp_path: Path) -> None:
     assert "1 passed" in ended.stdout, ended.stdout
 
 
-def test_the_example_of_the_documentation(tmp_path: Path) -> None:
-    (example, *_) = re.findall(
-        "```python\n(.*?)```", (helpers.ROOT / "docs" / "testing.md").read_text(), re.S
-    )
-    (tmp_path / "test_theirs.py").write_text(example)
-    assert run_folder(tmp_path)[0] == {"test_mean[gloo-2]": "passed"}
-
-
 def test_many_tests_share_their_workers(run: Runner) -> None:
     found, output = run("""
         @pytest.mark.ranks(2)

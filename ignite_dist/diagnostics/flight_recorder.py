@@ -141,6 +141,14 @@ class Recorder:
         # Guards the counts of the logs. Reentrant, because a signal handler may record a call too.
         self._lock = threading.RLock()
 
+    def begin_timeline(self, rank: int, times: CallTimes) -> None:
+        """Let ``times`` record the calls of ``rank`` from now on."""
+        self.timelines[rank] = times
+
+    def end_timeline(self, rank: int) -> None:
+        """Record no more times of ``rank``."""
+        del self.timelines[rank]
+
     def log_of(self, rank: int) -> Log:
         """The log of ``rank``. The first call makes the log, and must be made in a thread of ``rank``."""
         log = self.logs.get(rank)

@@ -66,17 +66,17 @@ class timeline:  # used as a function and as a context manager
         self._model = model = current_model()
         model.groups.check_not_joining()
         self._rank = model.get_rank()
-        recorder = get_or_create_recorder(model, keep_calls=False)
-        if self._rank in recorder.timelines:
+        self._recorder = get_or_create_recorder(model, keep_calls=False)
+        if self._rank in self._recorder.timelines:
             raise RuntimeError("A timeline is recorded already. End it before you begin another.")
         announce(model, "timeline", model.groups.world, Completed)
         problem = why_not_writable(self._path) if self._rank == 0 else ""
         problem = model.objects.broadcast(problem, 0, model.groups.world)
         if problem:
             raise ValueError(f"timeline: {problem}")
-        self._timelines = recorder.timelines
         self._barriers = time_barriers(model)
-        self._times = self._timelines[self._rank] = CallTimes(max_calls, self._finish)
+        self._times = CallTimes(max_calls, self._finish)
+        self._recorder.begin_timeline(self._rank, self._times)
 
     def __enter__(self) -> None:
         pass
@@ -84,11 +84,11 @@ class timeline:  # used as a function and as a context manager
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._timelines.get(self._rank) is not self._times:  # the context has ended in the block
+        if self._recorder.timelines.get(self._rank) is not self._times:  # the context has ended in the block
             return
         has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
         if not has_failed and current_model() is not self._model:
-            del self._timelines[self._rank]
+            self._recorder.end_timeline(self._rank)
             raise RuntimeError(
                 "The context of the timeline is not live any more, so no trace is saved. Call "
                 "idist.timeline() in the context, for example in the function that spawn() runs."
@@ -96,7 +96,7 @@ class timeline:  # used as a function and as a context manager
         self._finish(has_failed)
 
     def _finish(self, has_failed: bool) -> None:
-        del self._timelines[self._rank]
+        self._recorder.end_timeline(self._rank)
         if has_failed:
             self._save_own()
             return

@@ -45,7 +45,7 @@ def row_of(call: TimedCall) -> Row:
 
 
 class RankCalls(NamedTuple):
-    """The calls of a rank, in times of rank 0's clock, and when the rank's recording ended."""
+    """The calls of a rank and the end of its recording, in times of rank 0's clock."""
 
     rank: int
     host: str

@@ -48,7 +48,7 @@ class SharedFolders:
 
 @pytest.fixture(scope="session")
 def tmp_path_factory(request: pytest.FixtureRequest) -> SharedFolders:
-    """Makes folders, the same on all ranks."""
+    """Makes folders at the same paths on all ranks."""
     base = request.config.stash[WORLD_FOLDER_KEY] / "shared"
     base.mkdir(exist_ok=True)
     return SharedFolders(base)

@@ -69,7 +69,9 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
         path = frame.f_code.co_filename
         is_of_library = _is_library_by_path.get(path)  # cached: each collective calls this function
         if is_of_library is None:
-            is_of_library = _is_library_by_path[path] = is_library_path(path) or _is_generated(frame)
+            is_of_library = is_library_path(path) or _is_generated(frame)
+            if not path.startswith("<"):  # code of several modules may be called "<string>"
+                _is_library_by_path[path] = is_of_library
         if not is_of_library:
             break
         frame = frame.f_back

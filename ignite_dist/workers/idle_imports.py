@@ -57,9 +57,8 @@ class _LauncherCheck:
 
 def _import_next(number: int, frame: FrameType | None) -> None:
     """Import one module, then set the timer for the next one."""
-    signal.signal(
-        BEGIN_IMPORTS, signal.SIG_DFL
-    )  # a second signal must not start an import inside of an import
+    # A second signal must not start an import inside of an import.
+    signal.signal(BEGIN_IMPORTS, signal.SIG_DFL)
     name = next(_modules, None)
     if name is None:
         return
@@ -109,9 +108,8 @@ def _unblock_sigint() -> None:
     """Drop a Ctrl-C that came during the imports of the server, which has inherited a blocked SIGINT."""
     action = signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    signal.signal(
-        signal.SIGINT, action
-    )  # the server's main loop keeps it for the workers, and ignores SIGINT
+    # The server's main loop keeps this action for the workers, and ignores SIGINT.
+    signal.signal(signal.SIGINT, action)
 
 
 _server_pid = os.getpid()

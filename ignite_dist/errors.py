@@ -69,6 +69,11 @@ class DistributedError(RuntimeError):
 
     anchor = "troubleshooting"
 
+    def __init__(self, *args: Any) -> None:
+        # Not super().__init__(): for a class that is also one of torch's errors, Python 3.14 finds torch's
+        # constructor there, which needs other arguments (RuntimeError no longer has one of its own).
+        self.args = args
+
     def __str__(self) -> str:
         # The message may contain the texts of other errors, each with a link.
         return f"{without_link(super().__str__()).rstrip()}\n{_LINK.format(anchor=self.anchor)}"

@@ -5,12 +5,18 @@
 #   PY      the interpreter that the tools run with. Name one that has what the target needs
 #           (say, a torch built for this machine's GPU) and nothing is installed: make test-gpu PY=python3
 #   ARGS    more arguments for pytest, the example or the benchmark: make test ARGS="-k gather"
+#   PYTHON_VERSION  of `make test-python`
 PYTHON ?= python3
 VENV := .venv
 PY ?= $(VENV)/bin/python
 ARGS ?=
 CONSTRAINTS := constraints-torch.txt
 RESULTS := build/conformance
+PYTHON_VERSION ?= 3.14
+TESTS_OF_PYTHON := tests/workers tests/testing tests/cli tests/context tests/test_errors.py tests/test_front_door.py \
+    tests/test_notebook.py
+# The tests that torch alone runs, on CPUs.
+ON_CPUS := not gpu and not horovod and not launchers and not mpi4py and not xla and not dist
 
 # pip must not wait for an answer that nobody gives.
 export PIP_NO_INPUT := 1
@@ -28,19 +34,26 @@ endif
 .DEFAULT_GOAL := help
 # Two pips at once in one .venv would break it; the tests use all cores by themselves.
 .NOTPARALLEL:
-.PHONY: help venv demo test test-gpu stress horovod test-horovod test-launchers test-mpi4py xla test-xla xla-suite \
-    conformance conformance-gloo conformance-results conformance-newest other-torch docs bench latency scale bench-xla bench-here lint style type clean
+.PHONY: help venv demo test test-long test-all test-gpu stress horovod test-horovod test-launchers test-mpi4py xla \
+    test-xla conformance conformance-gloo conformance-results conformance-newest conformance-oldest other-torch test-python python-tests \
+    docs bench latency scale bench-xla bench-here lint style type clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 27
 
 venv: $(VENV)/.made  ## make .venv, with nothing installed yet
 
 demo: $(call needs,examples)  ## train on real data, on two processes
 	$(PY) examples/digits.py --nproc-per-node 2 $(ARGS)
 
-test: $(call needs,test examples)  ## run the tests that need neither GPU, Horovod nor torch_xla, on all cores
-	$(PY) -m pytest -n logical -m "not gpu and not horovod and not launchers and not mpi4py and not xla" $(ARGS)
+test: $(call needs,test examples)  ## test the package in a few minutes, on all cores
+	$(PY) -m pytest -n logical -m "$(ON_CPUS) and not long" $(ARGS)
+
+test-long: $(call needs,test examples)  ## run what `make test` leaves out for time: pages, examples, four ranks, repetitions
+	$(PY) -m pytest -n logical -m "$(ON_CPUS) and long" $(ARGS)
+
+test-all:  ## run everything that CI runs: all tests, backends, launchers, torches and Pythons (40 minutes)
+	bash .ci/run
 
 test-launchers: $(call needs,test launchers)  ## run the tests under real launchers; installs packages of Debian
 	.ci/install-launchers
@@ -71,12 +84,17 @@ xla:  ## make .venv-xla: torch 2.9 and torch_xla, 7 GB
 	    echo "Name another one: make $(or $(MAKECMDGOALS),xla) PYTHON=python3.12"; exit 1; } >&2
 	+$(IN_XLA) .venv-xla/.has-xla .venv-xla/.has-examples  # the examples run there too
 
-test-xla: xla  ## run the tests that need torch_xla, and the conformance suite on torch 2.9
-	+$(IN_XLA) other-torch ARGS=  # what is given is for the second suite
+test-xla: xla  ## run the tests that need torch_xla
 	+$(IN_XLA) xla-suite
 
 xla-suite: $(call needs,test examples xla)
 	$(PY) -m pytest -m xla $(ARGS)
+
+test-python:  ## run the tests that Python's version matters to, with PYTHON_VERSION=3.14; installs it (Debian)
+	.ci/with-python $(PYTHON_VERSION) $(MAKE) VENV=.venv-python$(PYTHON_VERSION) python-tests
+
+python-tests: $(call needs,test)
+	$(PY) -m pytest -n logical -m "$(ON_CPUS)" $(TESTS_OF_PYTHON) $(ARGS)
 
 conformance: xla  ## run the conformance suite on every backend, write docs/conformance.md
 	+$(MAKE) conformance-results SUITE="not gpu and not mpi4py and not xla" RESULTS=$(RESULTS)-torch.json
@@ -87,18 +105,21 @@ conformance-results: $(call needs,test examples $(if $(findstring xla,$(VENV)),x
 	@mkdir -p $(dir $(RESULTS))
 	$(PY) -m pytest ignite_dist/testing/conformance -m "$(SUITE)" --conformance-results=$(RESULTS) $(ARGS)
 
+conformance-oldest: xla  ## run the conformance suite on the oldest torch that the package supports, in .venv-xla
+	+$(IN_XLA) other-torch
+
 # The newest torch has an environment of its own too, and no Horovod: that is built for one torch at a time.
 conformance-newest:  ## run the conformance suite on the newest torch, in .venv-newest (6 GB)
 	+$(MAKE) VENV=.venv-newest CONSTRAINTS=constraints-newest.txt other-torch
 
 conformance-gloo: $(call needs,test examples)  ## run the conformance suite with two ranks, without shared memory
 	IGNITE_DIST_SHARED_MEMORY=0 $(PY) -m pytest ignite_dist/testing/conformance -n logical \
-	    -m "not gpu and not horovod and not mpi4py and not xla" -k gloo-2 $(ARGS)
+	    -m "$(ON_CPUS)" -k gloo-2 $(ARGS)
 
-# One rank and two: what more ranks add does not depend on torch's version.
+# Two ranks: what one rank and more ranks add does not depend on torch's version.
 other-torch: $(call needs,test examples)
 	$(PY) -m pytest ignite_dist/testing/conformance tests/comp_models/test_private_names.py -n logical \
-	    -m "not gpu and not horovod and not mpi4py and not xla" -k "serial or gloo-2 or private" $(ARGS)
+	    -m "$(ON_CPUS)" -k "gloo-2 or private" $(ARGS)
 
 docs: $(call needs,docs)  ## build the site in build/site, with every warning as an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q
@@ -133,14 +154,14 @@ type: $(call needs,lint)  ## check types (mypy, strict on the package)
 	$(PY) -m mypy
 
 clean:  ## remove the environments and what tools leave behind, but for the built Horovod in .cache
-	rm -rf .venv .venv-newest .venv-xla build dist *.egg-info .*_cache .hypothesis runs
+	rm -rf .venv .venv-newest .venv-python* .venv-xla build dist *.egg-info .*_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each extra, so that `make demo` installs no linters. setuptools comes first and the
 # package is built with it, not with whatever is newest that day; this also needs no network later on.
 $(VENV)/.made: constraints.txt $(CONSTRAINTS)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	    echo "ignite_dist needs Python 3.10 or newer, and \`$(PYTHON)\` is: $$($(PYTHON) --version 2>&1)."; \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { \
+	    echo "torch has wheels for Python 3.10 to 3.14, and \`$(PYTHON)\` is: $$($(PYTHON) --version 2>&1)."; \
 	    echo "Name another one: make $(or $(MAKECMDGOALS),help) PYTHON=python3.12"; exit 1; } >&2
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools wheel

@@ -19,8 +19,11 @@ from ignite_dist.testing.conformance.worlds import LaunchedWorld, SerialWorld, S
 MPIRUN = "mpirun.openmpi --allow-run-as-root --oversubscribe -np {ranks}"
 
 
+QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
 class XlaWorld(SpawnedWorld):
-    """Replicas on PJRT's CPU, threads of one process."""
+    """Replicas on PJRT's CPU, threads of one process. What takes time is compiling, and runs a few times."""
 
     def __init__(self, size: int) -> None:
         super().__init__("xla-tpu", size)
@@ -30,6 +33,7 @@ class XlaWorld(SpawnedWorld):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PJRT_DEVICE", "CPU")
             patch.setenv("CPU_NUM_DEVICES", str(self.size))
+            patch.setenv("XLA_FLAGS", QUICK_COMPILATION)
             return super()._start(address)
 
 
@@ -57,6 +61,8 @@ def _marks(name: str) -> list[Any]:
     if name in _ON_A_GPU:
         skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
         return [pytest.mark.gpu, skip]
+    if name == "gloo-4":
+        return [pytest.mark.long]
     return [getattr(pytest.mark, one) for one in ("horovod", "mpi4py", "xla") if name.startswith(one)]
 
 
@@ -76,11 +82,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.has_plugin(plugin.__name__):  # else its options name the worlds
         worlds = [pytest.param(world, id=name, marks=_marks(name)) for name, world in _WORLDS.items()]
         suite.register(config, worlds)
+    if not config.option.collectonly:
+        from left_out import LeftOut  # in tests/, which pytest puts on the path (pyproject.toml)
+
+        config.pluginmanager.register(LeftOut())
     path = config.getoption("--conformance-results")
     if path is not None and not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
-        from conformance_table import (
-            ResultsWriter,  # in tests/, which pytest puts on the path (pyproject.toml)
-        )
+        from conformance_table import ResultsWriter
 
         config.pluginmanager.register(ResultsWriter(path))
 

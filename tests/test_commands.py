@@ -9,6 +9,7 @@ from __future__ import annotations
 import configparser
 import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,10 @@ RUN_BY_CI = {
     "make test-mpi4py": "test-mpi4py",
     "make xla": "test-xla",
     "make test-xla": "test-xla",
+    "make test-long": "test-long",
+    "make test-python": "test-python",
+    "make test-python PYTHON_VERSION=3.14": "test-python",
+    "make conformance-oldest": "conformance-oldest",
     "make conformance-newest": "conformance-newest",
     "make conformance-gloo": "conformance-gloo",
 }
@@ -58,6 +63,7 @@ NOT_RUN = {
     "make test-gpu": "needs a CUDA device",
     "make stress": "takes 35 minutes; `make test` has the short forms of its tests",
     "make conformance": "an hour; .ci/run runs the same tests, writes the same table and compares it",
+    "make test-all": "it is .ci/run",
     'make test ARGS="-k gather"': "a part of `make test`, which runs this test",
     "make bench-xla": "measures for minutes; its environment is that of `make test-xla`",
     "make bench-xla ARGS='--only XLA'": "measures for a minute; its environment is that of `make test-xla`",
@@ -91,8 +97,8 @@ def test_every_command_has_a_test_or_a_reason() -> None:
 
 
 def test_ci_runs_what_is_said_to_be_run_by_it() -> None:
-    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    lines = re.findall(r"^make ([a-z0-9 -]+?)(?: ARGS=.*)?$", script, re.MULTILINE)
+    steps = runpy.run_path(str(ROOT / ".ci" / "steps.py"))["STEPS"]
+    lines = re.findall(r"\bmake ((?:[a-z0-9-]+ ?)+)", "\n".join(step.command for step in steps))
     targets = {target for line in lines for target in line.split()}
     assert {target for line in RUN_BY_CI.values() for target in line.split()} <= targets
     assert re.search(r"^test-horovod: .*\bhorovod\)", MAKEFILE, re.MULTILINE)
@@ -117,8 +123,9 @@ needs_lint = pytest.mark.skipif(
 def test_make_lists_the_targets_that_are_shown() -> None:
     listed = at_a_shell("make", ROOT).output
     targets = set(re.findall(r"^  make ([a-z0-9-]+)", listed, re.MULTILINE))
-    lines = [command.partition(" ARGS")[0] for command in commands.shown() if command.startswith("make ")]
-    assert {target for line in lines for target in line.split()[1:]} == targets - {"help", "venv"}
+    shown = [command.partition(" ARGS")[0] for command in commands.shown() if command.startswith("make ")]
+    words = {word for command in shown for word in command.split()[1:]}
+    assert {word for word in words if "=" not in word} == targets - {"help", "venv"}
 
 
 @pytest.mark.parametrize(

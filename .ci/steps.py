@@ -1,8 +1,8 @@
 """Runs the steps of ``.ci/run`` side by side, and prints what each has cost.
 
-The output of a step is kept in ``build/ci/NAME.log`` and printed as a whole when the step has ended. The end
-of the output is the slowest tests, a table of the steps, and how many tests passed. A step that fails stops no
-other step, unless that one needs it.
+The output of a step is kept in ``build/ci/NAME.log`` and printed as a whole when the step has ended. At the
+end come the slowest tests, a table of the steps, and how many tests passed. A step that fails stops no other
+step, unless that one needs it.
 """
 
 from __future__ import annotations
@@ -144,8 +144,7 @@ def _show(steps: list[Step], seconds: float) -> None:
 
 
 # The environments come first: two pips at once in one .venv would break it, and Horovod is built for the
-# torch in it. Those with other torches and Pythons are downloaded meanwhile. Of the others, the longest begins
-# first.
+# torch in it. Those with other torches and Pythons are downloaded meanwhile. Then the longest step is first.
 _KEEP = 'ARGS="--conformance-results=$PWD/build/conformance-{}.json"'
 _XLA = "make xla && make VENV=.venv-xla CONSTRAINTS=constraints-xla.txt .venv-xla/.has-test"
 _NEWEST = "make VENV=.venv-newest CONSTRAINTS=constraints-newest.txt .venv-newest/.has-{test,examples}"

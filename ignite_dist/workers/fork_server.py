@@ -96,13 +96,34 @@ def context_of(start_method: str | None) -> BaseContext:
         context.set_forkserver_preload(list(dict.fromkeys([*modules, "torch", "ignite_dist", _IDLE_IMPORTS])))
         with _server_lock:
             if server._forkserver_pid is None:  # type: ignore[attr-defined]
-                _start_server(server)
+                with _interrupt_delayed():
+                    _start_server(server)
     return context
 
 
 _server_lock = threading.Lock()
 # The process ids of this process and of the fork server that it has started, until import_in_idle_server().
 _idle_server: tuple[int, int] | None = None
+
+
+@contextmanager
+def _interrupt_delayed() -> Iterator[None]:
+    """Delay a Ctrl-C until the end of the block.
+
+    A blocked SIGINT is not enough: another thread may receive it, and Python then runs the handler in this one.
+    """
+    action = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(action):
+        yield
+        return
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, action)
+        if received:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _start_server(server: Any) -> None:

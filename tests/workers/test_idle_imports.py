@@ -68,6 +68,37 @@ def test_the_server_of_another_library_is_left_alone(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stdout
 
 
+INTERRUPTED = """
+    import multiprocessing.forkserver, os, signal, threading
+    import ignite_dist as idist
+    from ignite_dist.workers import fork_server
+
+    start = fork_server._ensure_running
+
+    def interrupted(server):
+        # Another thread receives the signal, as in a notebook's kernel: it is blocked in this one.
+        signal.pthread_kill(other.ident, signal.SIGINT)
+        start(server)
+
+    if __name__ == "__main__":
+        other = threading.Thread(target=threading.Event().wait, daemon=True)
+        other.start()
+        fork_server._ensure_running = interrupted
+        try:
+            idist.spawn("gloo", abs)
+        except KeyboardInterrupt:
+            server = multiprocessing.forkserver._forkserver._forkserver_pid
+        fork_server._ensure_running = start
+        assert idist.spawn("gloo", abs) == [0]
+        assert server == multiprocessing.forkserver._forkserver._forkserver_pid is not None
+"""
+
+
+def test_a_server_that_starts_during_an_interrupt_is_the_one_that_is_used(tmp_path: Path) -> None:
+    ended = helpers.run_python(helpers.write_script(tmp_path, INTERRUPTED))
+    assert ended.returncode == 0, ended.stdout
+
+
 AS_THE_SERVER = """
     import signal, sys
     from ignite_dist.workers import idle_imports

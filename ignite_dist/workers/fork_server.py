@@ -110,7 +110,7 @@ _idle_server: tuple[int, int] | None = None
 def _interrupt_delayed() -> Iterator[None]:
     """Delay a Ctrl-C until the end of the block.
 
-    A blocked SIGINT is not enough: another thread may receive it, and Python then runs the handler in this one.
+    A blocked SIGINT is not enough: another thread may receive it, and Python runs the handler in this one.
     """
     action = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(action):

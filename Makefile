@@ -29,7 +29,7 @@ endif
 # Two pips at once in one .venv would break it; the tests use all cores by themselves.
 .NOTPARALLEL:
 .PHONY: help venv demo test test-gpu stress horovod test-horovod test-launchers test-mpi4py xla test-xla xla-suite \
-    conformance conformance-gloo conformance-results conformance-newest other-torch docs bench latency scale bench-xla bench-here lint style type clean
+    conformance conformance-gloo conformance-results conformance-newest other-torch docs dist bench latency scale bench-xla bench-here lint style type clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -40,7 +40,7 @@ demo: $(call needs,examples)  ## train on real data, on two processes
 	$(PY) examples/digits.py --nproc-per-node 2 $(ARGS)
 
 test: $(call needs,test examples)  ## run the tests that need neither GPU, Horovod nor torch_xla, on all cores
-	$(PY) -m pytest -n logical -m "not gpu and not horovod and not launchers and not mpi4py and not xla" $(ARGS)
+	$(PY) -m pytest -n logical -m "not gpu and not horovod and not launchers and not mpi4py and not xla and not dist" $(ARGS)
 
 test-launchers: $(call needs,test launchers)  ## run the tests under real launchers; installs packages of Debian
 	.ci/install-launchers
@@ -103,6 +103,12 @@ other-torch: $(call needs,test examples)
 docs: $(call needs,docs)  ## build the site in build/site, with every warning as an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q
 	! grep -rnE ":(func|class|meth|data|attr|exc|mod):" build/site/api/*/index.html  # not converted by docs/docstrings.py
+
+dist: $(call needs,test dist)  ## build the sdist and the wheel in dist/, and check each in an empty environment
+	rm -rf dist
+	$(PY) -m build --no-isolation
+	$(PY) -m twine check --strict dist/*
+	$(PY) -m pytest -v tests/test_dist.py $(ARGS)
 
 bench: $(call needs,bench horovod)  ## measure against torch.distributed, Horovod and pytorch-ignite
 	$(PY) benchmarks/bench.py $(ARGS)

@@ -26,6 +26,7 @@ BUILD_HOROVOD = (ROOT / ".ci" / "build-horovod").read_text(encoding="utf-8")
 # Run by .ci/run, as a target of its own or as what this target needs first.
 RUN_BY_CI = {
     "make demo": "demo",
+    "make dist": "dist",
     "make docs": "docs",
     "make lint": "lint",
     "make lint type": "lint type",
@@ -61,6 +62,7 @@ NOT_RUN = {
     'make test ARGS="-k gather"': "a part of `make test`, which runs this test",
     "make bench-xla": "measures for minutes; its environment is that of `make test-xla`",
     "make bench-xla ARGS='--only XLA'": "measures for a minute; its environment is that of `make test-xla`",
+    ".venv/bin/python -m twine upload dist/*": "needs an account of PyPI; `make dist` checks the archives",
     "pip install mpi4py": "`make test-mpi4py` installs it, as an extra",
     "pip install numpy": "`make test` installs it, with an extra",
     **dict.fromkeys(

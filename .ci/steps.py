@@ -82,6 +82,7 @@ class Step:
 
     def end(self) -> None:
         """End the command and all that it has started."""
+        self.seconds, self.outcome = time.monotonic() - self.started, "ended"
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
 
@@ -150,7 +151,7 @@ _XLA = "make xla && make VENV=.venv-xla CONSTRAINTS=constraints-xla.txt .venv-xl
 _NEWEST = "make VENV=.venv-newest CONSTRAINTS=constraints-newest.txt .venv-newest/.has-{test,examples}"
 _PYTHON = ".ci/with-python 3.14 make VENV=.venv-python3.14 .venv-python3.14/.has-test"
 STEPS = [
-    Step("environment", "make .venv/.has-{test,examples,lint,docs,mpi4py,launchers}"),
+    Step("environment", "make .venv/.has-{test,examples,lint,docs,dist,mpi4py,launchers}"),
     Step("get-launchers", ".ci/install-launchers", lanes=0),
     Step("get-xla", _XLA, lanes=0),
     Step("get-newest", _NEWEST, lanes=0, after=("get-xla",)),
@@ -169,6 +170,7 @@ STEPS = [
     Step("conformance-oldest", "make conformance-oldest", after=("get-xla",)),
     Step("conformance-newest", "make conformance-newest", after=("get-newest",)),
     Step("conformance-gloo", "make conformance-gloo", after=("environment",)),
+    Step("dist", "make dist", after=("environment",)),
     Step("docs", "make docs", after=("environment",)),
     Step("demo", "make demo", after=("environment",)),
     # What is committed is what was seen.

@@ -177,8 +177,10 @@ def any_true(flag: bool, group: Any = None) -> bool:
 
     Example::
 
-        if idist.any_true(loss_is_nan):  # if the loss is NaN on one rank, all ranks stop
-            break
+        for batch in loader:
+            loss = train_step(batch)
+            if idist.any_true(math.isnan(loss)):  # if the loss is NaN on one rank, all ranks stop
+                break
     """
     return bool(all_reduce(bool(flag), "OR", group=group))
 
@@ -212,10 +214,15 @@ def one_rank_only(
     Example::
 
         @idist.one_rank_only()
-        def log(message): ...
+        def log(message):
+            print(message)
 
         @idist.one_rank_only(broadcast=True)
-        def make_run_directory(): ...
+        def make_run_directory():
+            return tempfile.mkdtemp()
+
+        log("training begins")  # rank 0 prints
+        folder = make_run_directory()  # the folder that rank 0 has made
     """
     if callable(rank):
         raise TypeError("one_rank_only needs parentheses: write @one_rank_only().")

@@ -43,10 +43,11 @@ def original(error: BaseException) -> BaseException:
     Example::
 
         try:
-            idist.spawn("gloo", train, nproc_per_node=2)
+            idist.spawn("gloo", train, ({"batch_size": 4096},), nproc_per_node=2)
         except idist.RankFailedError as error:
-            if isinstance(idist.original(error), torch.cuda.OutOfMemoryError):
-                ...
+            if not isinstance(idist.original(error), torch.cuda.OutOfMemoryError):
+                raise
+            idist.spawn("gloo", train, ({"batch_size": 64},), nproc_per_node=2)
     """
     cause = error.__cause__
     return cause if isinstance(error, RankFailedError) and cause is not None else error

@@ -22,7 +22,7 @@ NEEDED = ("torch", "cloudpickle")  # as README says, with what these two need
 
 
 class Installed(NamedTuple):
-    """An environment, and a folder in it with a copy of this checkout."""
+    """An environment. A folder in it may have a copy of this checkout."""
 
     folder: Path
 
@@ -49,14 +49,16 @@ class Installed(NamedTuple):
 
 
 def new_environment(folder: Path) -> Installed:
-    """A new environment with Python and pip, and torchrun, which pip would install with torch."""
+    """A new environment with Python and pip, and torchrun, which pip would install with torch.
+
+    It has no copy of the checkout: see :func:`copy_checkout`.
+    """
     subprocess.run([sys.executable, "-m", "venv", folder / "new"], check=True, timeout=200)
     python = folder / "new" / "bin" / "python"
     (torchrun,) = metadata.entry_points(group="console_scripts", name="torchrun")
     script = python.with_name("torchrun")
     script.write_text(f"#!{python}\nimport sys\nfrom {torchrun.module} import main\nsys.exit(main())\n")
     script.chmod(0o755)
-    copy_checkout(folder / "checkout")
     return Installed(folder)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import commands
+import ignite_dist as idist
 from commands import at_a_shell, documented
 from helpers import ROOT
 from installed import copy_checkout
@@ -27,6 +28,7 @@ BUILD_HOROVOD = (ROOT / ".ci" / "build-horovod").read_text(encoding="utf-8")
 # Run by .ci/run, as a target of its own or as what this target needs first.
 RUN_BY_CI = {
     "make demo": "demo",
+    "make dist": "dist",
     "make docs": "docs",
     "make lint": "lint",
     "make lint type": "lint type",
@@ -67,6 +69,7 @@ NOT_RUN = {
     'make test ARGS="-k gather"': "a part of `make test`, which runs this test",
     "make bench-xla": "measures for minutes; its environment is that of `make test-xla`",
     "make bench-xla ARGS='--only XLA'": "measures for a minute; its environment is that of `make test-xla`",
+    ".venv/bin/python -m twine upload dist/*": "needs an account of PyPI; `make dist` checks the archives",
     "pip install mpi4py": "`make test-mpi4py` installs it, as an extra",
     "pip install numpy": "`make test` installs it, with an extra",
     **dict.fromkeys(
@@ -103,6 +106,36 @@ def test_ci_runs_what_is_said_to_be_run_by_it() -> None:
     assert {target for line in RUN_BY_CI.values() for target in line.split()} <= targets
     assert re.search(r"^test-horovod: .*\bhorovod\)", MAKEFILE, re.MULTILINE)
     assert re.search(r"^test-xla: xla\b", MAKEFILE, re.MULTILINE)
+
+
+def test_the_workflow_runs_what_ci_runs_and_nothing_else() -> None:
+    """Each step is ``make`` with targets that the Makefile has."""
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    (matrix,) = re.findall(r"^ +target: \[(.*)\]$", workflow, re.MULTILINE)
+    steps = re.findall(
+        r"^ +- run: make (.*) PYTHON=python(?: CONSTRAINTS=\S+ matrix.constraints \S+)?$",
+        workflow,
+        re.MULTILINE,
+    )
+    assert len(steps) == len(re.findall(r"\brun:", workflow))
+    words = " ".join(steps).replace("${{ matrix.target }}", matrix.replace(",", " ")).split()
+    assert set(words) <= set(re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE))
+    assert set(" ".join(RUN_BY_CI.values()).split()) <= set(words)
+    for name in re.findall(r"constraints: (\S+)}", workflow):
+        assert (ROOT / name).is_file()
+    (pythons,) = re.findall(r"^ +python: \[(.*)\]$", workflow, re.MULTILINE)
+    setup = (ROOT / "setup.cfg").read_text(encoding="utf-8")
+    assert set(re.findall(r"Python :: (3\.\d+)", setup)) <= set(re.findall(r"[\d.]+", pythons))
+
+
+def test_the_version_is_the_newest_of_the_changelog() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    unreleased, newest = re.findall(r"^## (.*)$", changelog, re.MULTILINE)[:2]
+    assert unreleased == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(idist.__version__)}\] - \d{{4}}-\d\d-\d\d", newest)
+    assert setup["metadata"]["version"] == idist.__version__
 
 
 # --- make ----------------------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ SHOWN = {command: lines for block in blocks(README) for command, lines in comman
 
 @pytest.fixture(scope="module")
 def new(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    return new_environment(tmp_path_factory.mktemp("environment"))
+    environment = new_environment(tmp_path_factory.mktemp("environment"))
+    copy_checkout(environment.checkout)
+    return environment
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ def all_to_all(
 
     Example::
 
-        idist.all_to_all(torch.tensor([10, 11]) + 10 * rank)  # on two ranks: [10, 20] and [11, 21]
+        idist.all_to_all(torch.arange(2) + 2 * rank)  # tensor([0, 2]) on rank 0, tensor([1, 3]) on rank 1
         idist.all_to_all([f"from {rank} to {other}" for other in range(world_size)])
     """
     model = current_model()

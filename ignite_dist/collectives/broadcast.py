@@ -81,7 +81,7 @@ def broadcast(
     Example::
 
         idist.broadcast("from 0" if rank == 0 else "")  # "from 0" on every rank
-        idist.broadcast(tensor if rank == 0 else None, safe_mode=True)  # the tensor of rank 0 on every rank
+        idist.broadcast(torch.ones(2) if rank == 0 else None, safe_mode=True)  # tensor([1., 1.]) on both
     """
     model = current_model()
     src = as_int(src)

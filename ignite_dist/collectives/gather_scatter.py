@@ -140,7 +140,7 @@ def scatter(values: Any, src: int = 0, group: Any = None, *, async_op: bool = Fa
 
     Example::
 
-        idist.scatter([["a.txt"], ["b.txt", "c.txt"]] if rank == 0 else None)  # ["a.txt"] on rank 0, ...
+        idist.scatter([["a"], ["b", "c"]] if rank == 0 else None)  # ["a"] on rank 0, ["b", "c"] on rank 1
     """
     model = current_model()
     src = as_int(src)

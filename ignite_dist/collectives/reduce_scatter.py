@@ -182,7 +182,7 @@ def reduce_scatter(
 
     Example::
 
-        idist.reduce_scatter(torch.tensor([1.0, 2.0]))  # on two ranks: tensor([2.]) and tensor([4.])
+        idist.reduce_scatter(torch.tensor([1.0, 2.0]))  # tensor([2.]) on rank 0, tensor([4.]) on rank 1
     """
     model = current_model()
     op = reduce_ops.normalize_op(op)

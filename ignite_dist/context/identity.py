@@ -37,7 +37,7 @@ def get_rank(group: Any = None) -> int:
 
     Example::
 
-        idist.get_rank(group=[1, 3])  # on four ranks: -1, 0, -1, 1
+        idist.get_rank(group=[1, 3])  # on four ranks: 0 on rank 1, 1 on rank 3, -1 elsewhere
     """
     if group is None:
         return current_model().get_rank()
@@ -109,7 +109,7 @@ def node_group() -> list[int]:
 
     Example::
 
-        idist.node_group()  # on two nodes of two ranks: [0, 1], [0, 1], [2, 3], [2, 3]
+        idist.node_group()  # on two nodes of two ranks: [0, 1] on node 0, [2, 3] on node 1
         idist.barrier(group=idist.node_group())  # the ranks of one node wait for each other
     """
     model = current_model()

@@ -46,7 +46,7 @@ def mesh(**sizes: int) -> DeviceMesh:
         with idist.mesh(dp=2, tp=2) as mesh:  # on four ranks
             parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             model = idist.auto_model(net)
-            idist.all_gather(idist.get_rank(), group="dp")  # [0, 2], [1, 3], [0, 2], [1, 3]
+            idist.all_gather(idist.get_rank(), group="dp")  # [0, 2] on ranks 0 and 2, [1, 3] elsewhere
     """
     model = current_model()
     checked = meshes.checked_sizes(sizes, model.get_world_size())

@@ -67,8 +67,8 @@ def split(sequence: Any, group: Any = None) -> Any:
 
     Example::
 
-        idist.split(["a", "b", "c"])  # on two ranks: ["a", "b"] and ["c"]
-        idist.split(["a", "b", "c"], group=[1, 3])  # ["a", "b"] on rank 1, ["c"] on rank 3
+        idist.split(["a", "b", "c"])  # on two ranks: ["a", "b"] on rank 0, ["c"] on rank 1
+        idist.split(["a", "b", "c"], group=idist.node_group())  # the ranks of each node share the list
     """
     place = place_in(current_model(), group)
     try:

@@ -57,7 +57,7 @@ def kill(*, rank: int, at: str, call: int = 1) -> AbstractContextManager[None]:
 
         with faults.kill(rank=1, at="all_reduce", call=3):
             for batch in loader:
-                idist.all_reduce(step(batch))  # rank 1 dies before its third
+                idist.all_reduce(train_step(batch))  # rank 1 dies before its third
     """
     return _fault(rank, at, call, lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
@@ -71,7 +71,7 @@ def raise_(error: BaseException, *, rank: int, at: str, call: int = 1) -> Abstra
     Example::
 
         with faults.raise_(OSError("disk full"), rank=0, at="barrier"):
-            idist.barrier()  # raises on rank 0; the others wait until rank 0 has ended
+            idist.barrier()  # rank 0 raises; the others wait until rank 0 has ended
     """
     if not isinstance(error, BaseException):
         raise TypeError(f"raise_() takes an exception, got {error!r}.")

@@ -99,7 +99,7 @@ def accumulate(
 
         for (x, y), sync in idist.accumulate(loader, model, steps=4, weight=lambda batch: len(batch[0])):
             with sync:
-                loss(model(x), y).backward()
+                criterion(model(x), y).backward()
             if sync.is_final:
                 optimizer.step()
                 optimizer.zero_grad()

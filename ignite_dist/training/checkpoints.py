@@ -78,7 +78,7 @@ def save_checkpoint(
     Example::
 
         for epoch in range(first_epoch, num_epochs):
-            train(model, loader, optimizer)
+            train_one_epoch(model, loader)
             parts = {"model": model, "optimizer": optimizer, "loader": loader}
             idist.save_checkpoint(f"run/{epoch}.pt", **parts, keep=3, epoch=epoch + 1)
     """

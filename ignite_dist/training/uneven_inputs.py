@@ -45,7 +45,7 @@ def join(
 
         with idist.join(model, optimizer):
             for batch in loader:  # of a different length on each rank
-                ...
+                train_step(batch)
     """
     live = current_model()
     live.groups.check_not_joining()

@@ -13,7 +13,7 @@ import pytest
 import helpers
 from commands import BIN, documented
 from ignite_dist.testing.conformance import plugin
-from installed import new_environment
+from installed import copy_checkout, new_environment
 
 SUITE = "ignite_dist.testing.conformance"
 BACKENDS = '''
@@ -79,6 +79,7 @@ def run_suite(theirs: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 def test_it_runs_on_an_installed_backend(theirs: Path, tmp_path: Path) -> None:
     new, packages = new_environment(tmp_path), ("numpy", "psutil", "pytest")
+    copy_checkout(new.checkout)
     ended = new.run(documented('pip install ".[testing]"'), *packages, folder=new.checkout)
     assert ended.returncode == 0, ended.output + ended.errors
     info = theirs / "mine-1.0.dist-info"

@@ -79,6 +79,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Where nothing is buffered (images of containers often say so), print() writes a line and its end one
     # after the other: those of two ranks that share a file get between each other.
     os.environ.pop("PYTHONUNBUFFERED", None)
+    # The options of this run are not those of the pytest that a test starts.
+    os.environ.pop("PYTEST_ADDOPTS", None)
     if not config.pluginmanager.has_plugin(plugin.__name__):  # else its options name the worlds
         worlds = [pytest.param(world, id=name, marks=_marks(name)) for name, world in _WORLDS.items()]
         suite.register(config, worlds)

@@ -11,6 +11,8 @@ import helpers
 from coming_from import FOLDER, WORKERS, Result, differences, imports, run_page, run_script, tables
 from pages import blocks
 
+pytestmark = pytest.mark.long
+
 ALWAYS = ["ignite.md", "torch.md"]
 WITH_LAUNCHERS = ["accelerate.md", "fabric.md"]
 INSTALLED = [*ALWAYS, *(pytest.param(page, marks=pytest.mark.launchers) for page in WITH_LAUNCHERS)]

@@ -20,6 +20,8 @@ from commands import BIN, at_a_shell, documented, open_mpi, with_examples, with_
 from helpers import ROOT, free_port, run_python, without_gloos
 from machines import machines, needs_namespaces
 
+pytestmark = pytest.mark.long
+
 DIGITS = ROOT / "examples" / "digits.py"
 EPOCHS = 10  # the script's default
 NUM_TEST = 360

@@ -11,6 +11,8 @@ import pytest
 from commands import at_a_shell, documented, with_examples, with_markers
 from helpers import ROOT, plain_environ, run_python
 
+pytestmark = pytest.mark.long
+
 ROWS = {
     ("SINGLE_AUTO_SYNC", False),
     ("SINGLE_AUTO_SYNC", True),

@@ -17,6 +17,8 @@ from page_session import is_as_shown
 from pages import PAGES, blocks, needs
 from slurm import slurm
 
+pytestmark = pytest.mark.long
+
 # The commands that have a test of their own, or a reason why none runs them.
 LEFT_OUT = {*test_commands.RUN_BY_CI, *test_commands.NOT_RUN, *commands.with_test()}
 OF_TEST_README = (ROOT / "README.md", ROOT / "docs" / "index.md")

@@ -16,6 +16,8 @@ from page_session import is_as_shown
 from pages import blocks, commands_of
 from slurm import slurm
 
+pytestmark = pytest.mark.long
+
 RECIPES = ROOT / "docs" / "recipes"
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from machines import machines, needs_namespaces
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.launchers
 @needs_namespaces

@@ -19,6 +19,8 @@ import torch
 
 from helpers import ROOT, end_of_processes, loopback, plain_environ, write_script
 
+pytestmark = pytest.mark.long
+
 KILLS, STEPS = 10, 72
 SECONDS_PER_EVENT = 60
 

@@ -27,6 +27,8 @@ from torch.optim import AdamW
 
 import ignite_dist as idist
 
+pytestmark = pytest.mark.long
+
 STEPS = 3
 
 

@@ -29,7 +29,10 @@ SHARED_MEMORY = Path("/dev/shm")
 # What the allocators and caches of a process may still take once it has done everything a few times.
 ALLOWED_BYTES = 20 * 2**20
 
-pytestmark = pytest.mark.skipif(not SHARED_MEMORY.exists(), reason="reads Linux's /proc and /dev/shm")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not SHARED_MEMORY.exists(), reason="reads Linux's /proc and /dev/shm"),
+]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,7 @@ def test_what_is_not_there_is_missing(name: str) -> None:
 # --- the package ---
 
 
+@functools.cache
 def trees() -> dict[str, ast.Module]:
     """The files of the package, without the tests of the conformance suite."""
     return {
@@ -159,7 +161,6 @@ class Walk:
     """
 
     def __init__(self, trees: dict[str, ast.Module]) -> None:
-        self.trees = trees
         self.own = set().union(*map(defined_in, trees.values()))
         nodes = [node for tree in trees.values() for node in ast.walk(tree)]
         classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
@@ -173,8 +174,7 @@ class Walk:
         bases = map(self.attributes_of, self.bases.get(name, ()))
         return self.by_class.get(name, set()).union(*bases)
 
-    def violations(self, file: str) -> Iterator[str]:
-        tree = self.trees[file]
+    def violations(self, file: str, tree: ast.Module) -> Iterator[str]:
         here, libraries = defined_in(tree), libraries_in(tree)
         class_of = {  # the innermost class comes last
             id(inside): outer.name
@@ -212,6 +212,12 @@ class Walk:
         return node.attr in (self.own if library else here)
 
 
+@functools.cache
+def the_walk() -> Walk:
+    """The walk through the package, which takes seconds to prepare."""
+    return Walk(trees())
+
+
 def name_of(base: ast.expr) -> str:
     return base.attr if isinstance(base, ast.Attribute) else root_of(base)
 
@@ -227,8 +233,8 @@ def is_private_of_library(name: str) -> bool:
 
 
 def test_no_other_file_uses_a_private_name() -> None:
-    walk = Walk(trees())
-    assert [one for file in walk.trees if file not in TABLES for one in walk.violations(file)] == []
+    files = {file: tree for file, tree in trees().items() if file not in TABLES}
+    assert [one for file, tree in files.items() for one in the_walk().violations(file, tree)] == []
 
 
 @pytest.mark.parametrize("file", TABLES)
@@ -280,4 +286,4 @@ def names_used(node: ast.AST) -> list[str]:
     ],
 )
 def test_the_walk_finds(line: str) -> None:
-    assert list(Walk({**trees(), "new.py": ast.parse(line)}).violations("new.py"))
+    assert list(the_walk().violations("new.py", ast.parse(line)))

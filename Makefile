@@ -13,7 +13,7 @@ ARGS ?=
 CONSTRAINTS := constraints-torch.txt
 RESULTS := build/conformance
 PYTHON_VERSION ?= 3.14
-TESTS_OF_PYTHON := tests/workers tests/testing tests/cli tests/context tests/test_errors.py tests/test_front_door.py \
+TESTS_OF_PYTHON := tests/workers tests/testing tests/cli tests/test_errors.py tests/test_front_door.py \
     tests/test_notebook.py
 # The tests that torch alone runs, on CPUs.
 ON_CPUS := not gpu and not horovod and not launchers and not mpi4py and not xla and not dist
@@ -96,7 +96,7 @@ test-python:  ## run the tests that Python's version matters to, with PYTHON_VER
 	.ci/with-python $(PYTHON_VERSION) $(MAKE) VENV=.venv-python$(PYTHON_VERSION) python-tests
 
 python-tests: $(call needs,test)
-	$(PY) -m pytest -n logical -m "$(ON_CPUS)" $(TESTS_OF_PYTHON) $(ARGS)
+	$(PY) -m pytest -n logical -m "$(ON_CPUS) and not long" $(TESTS_OF_PYTHON) $(ARGS)
 
 conformance: xla  ## run the conformance suite on every backend, write docs/conformance.md
 	+$(MAKE) conformance-results SUITE="not gpu and not mpi4py and not xla" RESULTS=$(RESULTS)-torch.json

@@ -53,6 +53,7 @@ def no_rich(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(tmp_path), plain_environ()["PYTHONPATH"]])}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command",
     [
@@ -91,6 +92,7 @@ def test_without_rich_a_table_has_aligned_columns(no_rich: dict[str, str]) -> No
     assert max(map(len, table)) <= 80
 
 
+@pytest.mark.long
 def test_without_rich_results_as_json_and_wrong_arguments_are_the_same(no_rich: dict[str, str]) -> None:
     for arguments in (["env", "--json"], ["check", "--backend", "ncl"], ["--help"]):
         assert run_command(*arguments) == run_command(*arguments, **no_rich)

@@ -197,17 +197,20 @@ def _twenty_cycles(init_method: str | None, with_ranks: bool) -> int:
     return 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("agent_store", [True, False], ids=["agents-store", "served-by-rank-0"])
 def test_twenty_times_in_a_row_under_torchrun_on_one_port(agent_store: bool) -> None:
     environs = None if agent_store else helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
     assert helpers.run_ranks(_twenty_cycles, None, False, environs=environs, seconds=250) == [20, 20]
 
 
+@pytest.mark.long
 def test_twenty_times_in_a_row_over_one_file(tmp_path: Path) -> None:
     method = f"file://{tmp_path}/rendezvous"
     assert helpers.run_ranks(_twenty_cycles, method, True, environs=by_test_rank(), seconds=250) == [20, 20]
 
 
+@pytest.mark.long
 def test_twenty_times_in_a_row_over_one_tcp_address() -> None:
     method = f"tcp://127.0.0.1:{helpers.free_port()}"
     assert helpers.run_ranks(_twenty_cycles, method, True, environs=by_test_rank(), seconds=250) == [20, 20]

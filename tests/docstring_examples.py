@@ -61,7 +61,8 @@ def find() -> list[Example]:
 
 def _of_file(path: Path) -> Iterator[Example]:
     documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    source = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)) if "::\n" in source else ():
         if isinstance(node, documented) and (text := ast.get_docstring(node, clean=False)):
             found = list(_BLOCK.finditer(text + "\n"))
             assert len(found) == len(re.findall(r"::$", text, re.MULTILINE)), f"{path}: a block has no code"

@@ -11,8 +11,8 @@ import ignite_dist as idist
 from docstring_examples import Example, find, run, run_all, run_all_in_a_context
 from helpers import free_port, run_ranks, torchrun_environs
 
-# Commands have a test of their own.
-EXAMPLES = [one for one in find() if not set(one.code.splitlines()) <= commands.with_test()]
+WITH_TEST = commands.with_test()  # an example of commands has its test there
+EXAMPLES = [one for one in find() if not set(one.code.splitlines()) <= WITH_TEST]
 # The context cannot be used after these. Errors that they are meant to raise, as spawn sees them.
 ALONE: dict[str, type[BaseException] | None] = {
     "kill": idist.RankFailedError,

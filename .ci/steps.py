@@ -18,8 +18,8 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "ci"
-# A test waits for a third of its time: for another rank, or for a process that starts.
-NUM_LANES = 3
+# Twice the cores: tests wait for other ranks and for the end of timeouts.
+NUM_LANES = 4
 NUM_SLOWEST = 25
 
 
@@ -158,10 +158,10 @@ STEPS = [
     Step("get-python", _PYTHON, lanes=0, after=("get-newest",)),
     Step("horovod", "make horovod", after=("environment",)),
     Step("lint", "make lint type", after=("environment",)),
-    Step("test", f"make test {_KEEP.format('torch')}", after=("environment",)),
-    Step("test-horovod", f"make test-horovod {_KEEP.format('horovod')}", after=("horovod",)),
     Step("test-xla", f"make test-xla {_KEEP.format('xla')}", after=("get-xla",)),
-    Step("test-long", f"make test-long {_KEEP.format('long')}", after=("environment",)),
+    Step("test-horovod", f"make test-horovod {_KEEP.format('horovod')}", after=("horovod",)),
+    Step("test", f"make test {_KEEP.format('torch')}", lanes=2, after=("environment",)),
+    Step("test-long", f"make test-long {_KEEP.format('long')}", lanes=2, after=("environment",)),
     Step("test-launchers", "make test-launchers", after=("environment", "get-launchers")),
     Step(
         "test-mpi4py", "make test-mpi4py ARGS=\"-k 'not mpi4py-3'\"", after=("environment", "get-launchers")

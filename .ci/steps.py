@@ -109,7 +109,11 @@ def run(steps: list[Step]) -> bool:
                 if any(outcome not in (None, "passed") for outcome in needed):
                     waiting.remove(step)
                     outcomes[step.name] = step.outcome  # "not run"
-                elif all(needed) and step.lanes + sum(other.lanes for other in running) <= NUM_LANES:
+                elif not all(needed):
+                    continue
+                elif step.lanes + sum(other.lanes for other in running) > NUM_LANES:
+                    break  # else shorter steps would keep it from its lanes
+                else:
                     waiting.remove(step)
                     running.append(step)
                     step.start()

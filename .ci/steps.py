@@ -92,7 +92,13 @@ def _suites(results: Path) -> list[ElementTree.Element]:
 
 
 def run(steps: list[Step]) -> bool:
-    """Run the steps in their order, as lanes and what they need allow. True if all have passed."""
+    """Run the steps in their order, as lanes and what they need allow. True if all have passed.
+
+    Ctrl-C and SIGTERM end what runs. They raise nothing: a step that is about to start would be lost.
+    """
+    stop: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: stop.append(number))
     LOGS.mkdir(parents=True, exist_ok=True)
     for old in LOGS.iterdir():
         old.unlink()
@@ -100,7 +106,7 @@ def run(steps: list[Step]) -> bool:
     outcomes: dict[str, str] = {}
     started = time.monotonic()
     try:
-        while waiting or running:
+        while (waiting or running) and not stop:
             for step in [step for step in running if step.has_ended()]:
                 running.remove(step)
                 outcomes[step.name] = step.outcome
@@ -187,10 +193,5 @@ STEPS = [
 ]
 
 
-def _interrupted(number: int, _: object) -> None:
-    sys.exit(f"ended by {signal.Signals(number).name}")
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupted)
     sys.exit(not run(STEPS))

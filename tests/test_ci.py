@@ -23,13 +23,12 @@ OWN_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 SCRIPT = """
-    import runpy, signal, sys
+    import runpy, sys
     from pathlib import Path
 
     ci = runpy.run_path(sys.argv[1])
     Step = ci["Step"]
     ci["run"].__globals__["LOGS"] = Path("logs").absolute()
-    signal.signal(signal.SIGTERM, ci["_interrupted"])
     sys.exit(not ci["run"](eval(sys.argv[2])))
 """
 

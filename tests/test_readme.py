@@ -35,7 +35,8 @@ def installed(new: Installed) -> Installed:
 
 
 def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    found = (path.relative_to(folder) for path in folder.rglob("*"))
+    return sorted(str(path) for path in found if "__pycache__" not in path.parts)
 
 
 # --- installed -----------------------------------------------------------------------------------------

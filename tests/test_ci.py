@@ -166,6 +166,7 @@ def test_without_a_network_one_sentence_says_so(no_python: str, tmp_path_factory
 # --- what was left out ---------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [(), ("-n", "1")], ids=["alone", "xdist"])
 def test_a_run_ends_with_what_it_has_left_out(processes: tuple[str, ...]) -> None:
     tests = [f"tests/{name}.py" for name in ("comp_models/test_horovod_state", "values/test_tree")]

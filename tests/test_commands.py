@@ -161,6 +161,7 @@ def test_make_lists_the_targets_that_are_shown() -> None:
     assert {word for word in words if "=" not in word} == targets - {"help", "venv"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command", [documented("make bench"), documented("make latency"), documented("make scale")]
 )

@@ -39,6 +39,7 @@ def test_on_two_nodes_of_two_ranks(tmp_path: Path) -> None:
     run_ranks(run_all_in_a_context, _together(4), tmp_path, world_size=4, environs=environs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("example", [one for one in EXAMPLES if _alone(one)], ids=_alone)
 def test_alone(example: Example, tmp_path: Path) -> None:
     error = ALONE[str(_alone(example))]
@@ -50,6 +51,7 @@ def test_alone(example: Example, tmp_path: Path) -> None:
     assert isinstance(idist.original(caught.value), error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("example", _together(1), ids=lambda example: example.place)
 def test_that_starts_workers(example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

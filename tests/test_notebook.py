@@ -30,6 +30,7 @@ def described(notebook: Any) -> list[list[tuple[str, str]]]:
     ]
 
 
+@pytest.mark.long
 def test_the_example_runs_and_its_stored_outputs_are_of_this_version() -> None:
     ran, num_updates = notebooks.executed(notebooks.EXAMPLE)
     *_, training, _, evaluation, _, failure = ran.cells
@@ -200,6 +201,7 @@ def test_an_interrupt_during_the_first_imports() -> None:
         assert servers() == first
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", [BUSY, IDLE], ids=["busy", "idle"])
 @pytest.mark.parametrize("end", ["shutdown", "kill", "restart"])
 def test_the_end_of_the_kernel_ends_the_workers(code: str, end: str) -> None:

@@ -213,6 +213,7 @@ BROKEN_MODEL = """
 """
 
 
+@pytest.mark.long
 def test_check_names_what_is_wrong_and_where(tmp_path: Path) -> None:
     write_script(tmp_path, BROKEN_MODEL, "broken_model.py")
     info = tmp_path / "broken-1.0.dist-info"
@@ -255,6 +256,7 @@ def _missed(way: str) -> None:
             store.set("given up", "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["leaves in the step", "stays away"])
 def test_who_does_not_come_is_named_with_the_host(way: str) -> None:
     ended = end_of_ranks(_missed, way)[0]
@@ -446,6 +448,7 @@ def _is_at_work(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_nothing_behind() -> None:
     command = [sys.executable, "-m", "ignite_dist", "bench", "--sizes", "4:1G"]
     process = subprocess.Popen(

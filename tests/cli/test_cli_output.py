@@ -79,6 +79,7 @@ def test_without_rich_a_command_prints_the_same_facts(command: str, no_rich: dic
     assert messages[0] == messages[1]
 
 
+@pytest.mark.long
 def test_without_rich_a_table_has_aligned_columns(no_rich: dict[str, str]) -> None:
     status, output, said = run_command("check", "--nproc-per-node", "1", **no_rich)
     assert status == 0, said

@@ -13,6 +13,8 @@ import ignite_dist as idist
 from commands import at_a_shell, blocks, documented
 from helpers import ROOT, free_port, plain_environ, run_python, write_script
 
+pytestmark = pytest.mark.long
+
 PAGE = (ROOT / "docs" / "timeline.md").read_text(encoding="utf-8")
 
 

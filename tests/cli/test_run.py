@@ -50,6 +50,7 @@ def test_a_script_runs_on_every_rank(script: Path) -> None:
     assert ended.stdout == "[0, 1] 2 beside ['--lr', '0.1'] ignite-dist run\n" * 2
 
 
+@pytest.mark.long
 def test_a_script_may_initialize_the_context_itself(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
@@ -71,6 +72,7 @@ def test_a_script_may_initialize_the_context_itself(tmp_path: Path) -> None:
         assert ended.stdout == "2\n2\n"
 
 
+@pytest.mark.long
 def test_a_module_runs_as_with_python_m(script: Path) -> None:
     environ = plain_environ(OMP_NUM_THREADS="1")
     command = ("-m", "ignite_dist", "run", "--nproc-per-node", "2", "-m", "script", "--lr", "0.1")
@@ -78,6 +80,7 @@ def test_a_module_runs_as_with_python_m(script: Path) -> None:
     assert ended.stdout == "[0, 1] 2 beside ['--lr', '0.1'] ignite-dist run\n" * 2
 
 
+@pytest.mark.long
 def test_lines_have_the_rank_in_front(script: Path) -> None:
     ended = _run("--nproc-per-node", "2", "--prefix", script)
     assert ended.returncode == 0, ended.stdout
@@ -85,6 +88,7 @@ def test_lines_have_the_rank_in_front(script: Path) -> None:
     assert sorted(ended.stdout.splitlines()) == [f"[rank 0] {line}", f"[rank 1] {line}"]
 
 
+@pytest.mark.long
 def test_it_joins_the_processes_of_a_launcher(script: Path) -> None:
     ended = _run(script, launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
     assert ended.returncode == 0, ended.stdout
@@ -100,6 +104,7 @@ def test_a_failure_shows_the_script_and_nothing_else(script: Path) -> None:
     assert again.returncode == 0, again.stdout
 
 
+@pytest.mark.long
 def test_a_script_starts_again_on_two_nodes(script: Path) -> None:
     place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     common = (*place, "--nproc-per-node", "2", "--max-restarts", "1")

@@ -250,6 +250,7 @@ def _narrow_dtypes(_: int) -> set[tuple[str, bool]]:
     return found
 
 
+@pytest.mark.long
 def test_narrow_floats_are_rounded_once_over_shared_memory_too() -> None:
     expected = {("SUM", True), ("AVERAGE", True), ("PRODUCT", True)}
     assert on_ranks(_narrow_dtypes, world_size=3) == [expected] * 3
@@ -265,6 +266,7 @@ def _sizes(_: int) -> list[int]:
     return mapped()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_group_takes_at_most_8_mb(world_size: int) -> None:
     for sizes in on_ranks(_sizes, world_size=world_size):

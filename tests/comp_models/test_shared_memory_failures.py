@@ -120,6 +120,7 @@ WAYS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", list(WAYS))
 def test_every_way_to_end_while_others_wait(how: str, folder: str) -> None:
     error = _die(how, list(CALLS), victim=2, seed=len(how))
@@ -363,6 +364,7 @@ def _interrupted_between(_: int, kind: str) -> tuple[bool, list[int]]:
     return raised, idist.all_gather(idist.get_rank())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", list(LARGE))
 def test_after_an_interrupt_within_a_call_of_several_steps_the_next_call_raises(kind: str) -> None:
     found = idist.spawn("gloo", _interrupted_between, (kind,), nproc_per_node=2)

@@ -19,6 +19,8 @@ from ignite_dist.comp_models.native.shared_segment import VARIABLE
 from machines import machines, needs_namespaces
 from on_ranks import on_ranks
 
+pytestmark = pytest.mark.long
+
 SECONDS = 90
 
 # A rank of a job on one or several machines: its results, and how many groups share memory on it.

@@ -49,6 +49,7 @@ def _in_two_groups(_: int, num: int) -> None:
     together(*(lambda group=group: use(group) for group in groups))
 
 
+@pytest.mark.long
 @pytest.mark.stress
 def test_two_threads_in_two_groups(repetitions: Callable[[int, int], int]) -> None:
     on_ranks(_in_two_groups, repetitions(300, 20_000))

@@ -527,6 +527,7 @@ LAST_STATEMENT = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "last",
     [

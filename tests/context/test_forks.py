@@ -161,6 +161,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.long
 def test_a_child_that_ends_as_scripts_do_ends_nothing_else(tmp_path: Path) -> None:
     script = helpers.write_script(tmp_path, SCRIPT)
     environ = helpers.plain_environ(OMP_NUM_THREADS="1", **helpers.loopback())
@@ -250,6 +251,7 @@ def load(local_rank: int, method: str) -> None:
     still_works()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_worker_of_a_loader_gets_an_error_at_once(backend: str, method: str) -> None:
@@ -265,6 +267,7 @@ class Reducing(Dataset[Any]):
         return number
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_the_workers_of_a_world_of_one_go_on(method: str) -> None:
     assert asked(Reducing(), method) == [0, 1]

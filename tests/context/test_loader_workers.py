@@ -53,6 +53,7 @@ def compare(local_rank: int, method: str) -> None:
     assert found == seen(), (found, seen())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("horovod", marks=pytest.mark.horovod)])
 def test_a_worker_has_the_rank_of_its_main_process(backend: str, method: str) -> None:
@@ -73,6 +74,7 @@ def of_a_child(local_rank: int) -> None:
     assert child.exitcode == 0
 
 
+@pytest.mark.long
 def test_a_worker_of_a_process_that_is_no_rank_has_none() -> None:
     idist.spawn("gloo", of_a_child, nproc_per_node=2)
 
@@ -90,5 +92,6 @@ def by_hand(local_rank: int) -> None:
     assert in_worker("forkserver")[:2] == (0, 1)
 
 
+@pytest.mark.long
 def test_a_worker_knows_of_a_context_while_it_lasts() -> None:
     idist.spawn("gloo", by_hand, nproc_per_node=2)

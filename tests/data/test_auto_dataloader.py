@@ -365,6 +365,7 @@ def _stream(_: int, size: int, num_workers: int) -> list[int]:
     return [number for batch in batches for number in batch]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_a_stream_is_shared_out_among_ranks_and_workers(num_workers: int) -> None:
     for size in (0, 1, 11):

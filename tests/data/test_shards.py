@@ -53,6 +53,7 @@ def test_a_hundred_items_are_fifty_and_fifty_whatever_the_workers() -> None:
         assert sorted(numbers[0] + numbers[1]) == list(range(100))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2, 3])
 def test_loaders_know_how_many_batches_they_make(num_workers: int, drop_last: bool) -> None:

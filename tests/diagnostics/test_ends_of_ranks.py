@@ -142,6 +142,7 @@ def waits_elsewhere(local_rank: int, where: str) -> None:
         idist.all_reduce(1, group=[0, 1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["a backward pass", "torch's own", "a group", "a group being made"])
 def test_what_else_a_rank_may_wait_in(where: str) -> None:
     error = failure("gloo", waits_elsewhere, where, size=3)
@@ -209,6 +210,7 @@ def go_on_without_rank_2(local_rank: int, what: str) -> int:
     return rank
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "what", ["a checkpoint", "a group", "a message", "a long backward pass", "a broadcast"]
 )
@@ -236,6 +238,7 @@ def by_hand() -> None:
     idist.finalize()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("function", [under_parallel, by_hand])
 def test_ranks_that_somebody_else_has_started(function: Any, size: int) -> None:
@@ -280,6 +283,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["finalizes", "just returns"])
 def test_under_torchrun(how: str, tmp_path: Path) -> None:
     script = helpers.write_script(tmp_path, SCRIPT)

@@ -50,6 +50,7 @@ def needs_rank_1_alone(local_rank: int, what: str) -> int:
     return 0 if rows is None else int(torch.stack(rows).sum())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["messages", "a destroyed group"])
 def test_a_rank_that_has_done_its_part_is_not_missed(what: str) -> None:
     assert idist.spawn("gloo", needs_rank_1_alone, (what,), nproc_per_node=3) == [3, 0, 0]
@@ -119,6 +120,7 @@ def waits_for_rank_1(local_rank: int, wait: str) -> None:
         WAITS[wait]()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wait", WAITS)
 def test_nothing_waits_for_a_rank_that_has_ended(wait: str) -> None:
     error = failure("gloo", waits_for_rank_1, wait, size=2)

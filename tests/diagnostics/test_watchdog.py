@@ -188,6 +188,7 @@ def trains_fast(local_rank: int) -> list[str]:
     return heard.messages
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("horovod", marks=pytest.mark.horovod)])
 def test_training_that_goes_on_is_left_alone(backend: str) -> None:
     assert idist.spawn(backend, trains_fast, nproc_per_node=2) == [[], []]
@@ -233,6 +234,7 @@ def many_short_waits(local_rank: int) -> list[str]:
     return heard.messages
 
 
+@pytest.mark.long
 def test_who_goes_on_is_left_alone() -> None:
     assert idist.spawn("gloo", many_short_waits, nproc_per_node=2) == [[], []]
 
@@ -354,6 +356,7 @@ def never_comes(folder: Path) -> list[int] | None:
     return info.value.ranks
 
 
+@pytest.mark.long
 def test_a_rank_that_makes_no_call_is_named_when_the_timeout_passes(tmp_path: Path) -> None:
     first, _ = helpers.end_of_ranks(never_comes, tmp_path)
     assert (first.result, first.error) == ([1], "")

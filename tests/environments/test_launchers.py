@@ -164,6 +164,7 @@ def check(
 TWO_ON_ONE_NODE = [(0, 2, 0, 1), (1, 2, 0, 1)]
 
 
+@pytest.mark.long
 @launchers
 def test_a_script_runs_as_it_is(
     run: Any, losses: list[float], launcher: str, variable: str, command: str
@@ -171,6 +172,7 @@ def test_a_script_runs_as_it_is(
     check(run(command), losses, launcher, variable, TWO_ON_ONE_NODE)
 
 
+@pytest.mark.long
 @launchers
 def test_a_rank_that_fails_ends_the_job(run: Any, launcher: str, variable: str, command: str) -> None:
     ended = run(command, "1")

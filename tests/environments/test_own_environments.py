@@ -19,6 +19,8 @@ from ignite_dist.environments.registry import Registry
 from ignite_dist.errors import EnvironmentVariablesError
 from recorded_jobs import FLUX, FLUX_NAMES, SLURM, TORCHRUN, detect, found_in, numbered_by_flux
 
+pytestmark = pytest.mark.long
+
 # --- launchers of other packages -----------------------------------------------------------------------
 
 

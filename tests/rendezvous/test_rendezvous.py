@@ -90,6 +90,7 @@ UNDER_TORCHRUN = """
 """
 
 
+@pytest.mark.long
 @linux_tables
 def test_the_workers_of_torchrun_on_one_machine_listen_on_the_loopback_interface_only(
     tmp_path: Path,
@@ -206,6 +207,7 @@ def test_a_rank_0_that_calls_itself_localhost_is_told_that_others_do_not_reach_i
         assert text in ended.error
 
 
+@pytest.mark.long
 def test_ranks_that_do_not_come_are_named_on_every_rank_that_has() -> None:
     port = str(helpers.free_port())
     place = {"WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -379,6 +381,7 @@ def _said(launcher: subprocess.Popen[str], expected: str) -> None:
         pytest.fail(heard + launcher.stderr.read())
 
 
+@pytest.mark.long
 @pytest.mark.stress
 @pytest.mark.timeout(240)
 def test_jobs_that_are_launched_side_by_side_do_not_collide(

@@ -77,6 +77,7 @@ def run_suite(theirs: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     return helpers.run_python("-m", "pytest", *options, *arguments, cwd=theirs.parent, env=environ)
 
 
+@pytest.mark.long
 def test_it_runs_on_an_installed_backend(theirs: Path, tmp_path: Path) -> None:
     new, packages = new_environment(tmp_path), ("numpy", "psutil", "pytest")
     copy_checkout(new.checkout)

@@ -88,6 +88,7 @@ def start(tmp_path: Path) -> Iterator[Starter]:
         session.close()
 
 
+@pytest.mark.long
 def test_post_mortem_of_rank_0_while_the_others_wait(start: Starter) -> None:
     """The debugger is open for longer than the test may take, and Ctrl-C reaches only the debugger."""
     session = start(
@@ -124,6 +125,7 @@ def test_post_mortem_of_rank_0_while_the_others_wait(start: Starter) -> None:
     assert code == 1 and "1 failed, 1 passed" in rest and "rank 0 failed first" in rest, rest
 
 
+@pytest.mark.long
 def test_post_mortem_of_another_rank_and_the_end_of_the_session(start: Starter) -> None:
     session = start(
         """
@@ -145,6 +147,7 @@ def test_post_mortem_of_another_rank_and_the_end_of_the_session(start: Starter) 
     assert code == 2 and "Quitting debugger" in rest and "1 failed in" in rest, rest
 
 
+@pytest.mark.long
 def test_breakpoint_opens_on_rank_0(start: Starter) -> None:
     session = start(
         """
@@ -170,6 +173,7 @@ def test_breakpoint_opens_on_rank_0(start: Starter) -> None:
     assert "breakpoint() has no effect on rank 1" in rest, rest
 
 
+@pytest.mark.long
 def test_trace_opens_a_debugger_on_rank_0(start: Starter) -> None:
     session = start(
         """

@@ -40,6 +40,7 @@ def test_here():
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments", [["--cov=theirs"], ["--cov", "-n", "2", "--cov-context=test"]], ids=" ".join
 )

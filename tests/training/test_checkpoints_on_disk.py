@@ -91,6 +91,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"folder": folder, **found}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", ["alone", "ddp", "fsdp", "zero", "fsdp-3"])
 @pytest.mark.parametrize(("strategy", "world_size"), [("alone", 1), ("ddp", 3), ("fsdp", 2), ("zero", 2)])
 def test_loaded_with_another_strategy(

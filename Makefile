@@ -96,7 +96,7 @@ test-python:  ## run the tests that Python's version matters to, with PYTHON_VER
 	.ci/with-python $(PYTHON_VERSION) $(MAKE) VENV=.venv-python$(PYTHON_VERSION) python-tests
 
 python-tests: $(call needs,test)
-	$(PY) -m pytest -n logical -m "$(ON_CPUS) and not long" $(TESTS_OF_PYTHON) $(ARGS)
+	$(PY) -m pytest -n logical -m "$(ON_CPUS)" $(TESTS_OF_PYTHON) $(ARGS)
 
 conformance: xla  ## run the conformance suite on every backend, write docs/conformance.md
 	+$(MAKE) conformance-results SUITE="not gpu and not mpi4py and not xla" RESULTS=$(RESULTS)-torch.json

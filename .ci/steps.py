@@ -176,7 +176,7 @@ STEPS = [
     Step(
         "test-mpi4py", "make test-mpi4py ARGS=\"-k 'not mpi4py-3'\"", after=("environment", "get-launchers")
     ),
-    Step("test-python", "make test-python PYTHON_VERSION=3.14", after=("get-python",)),
+    Step("test-python", "make test-python PYTHON_VERSION=3.14", lanes=2, after=("get-python",)),
     Step("conformance-oldest", "make conformance-oldest", after=("get-xla",)),
     Step("conformance-newest", "make conformance-newest", after=("get-newest",)),
     Step("conformance-gloo", "make conformance-gloo", after=("environment",)),

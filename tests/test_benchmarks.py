@@ -11,9 +11,10 @@ import pytest
 from helpers import ROOT, plain_environ, run_python
 from ignite_dist.comp_models.native import shared_segment
 
-pytestmark = pytest.mark.skipif(
-    bool(shared_segment.unavailable_reason()), reason=shared_segment.unavailable_reason()
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(bool(shared_segment.unavailable_reason()), reason=shared_segment.unavailable_reason()),
+]
 
 
 def benchmark(name: str, *arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:

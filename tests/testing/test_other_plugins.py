@@ -68,6 +68,7 @@ print(*data.measured_contexts(), sep="\\n")
 """
 
 
+@pytest.mark.long
 def test_nothing_is_measured_with_no_cov(run: Runner, tmp_path: Path) -> None:
     found, output = run(
         """
@@ -83,6 +84,7 @@ def test_nothing_is_measured_with_no_cov(run: Runner, tmp_path: Path) -> None:
     assert found == {"test_it[gloo-2]": "passed"}, output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["signal", "thread"])
 def test_the_limit_of_pytest_timeout(run: Runner, method: str) -> None:
     found, output = run(
@@ -106,6 +108,7 @@ def test_the_limit_of_pytest_timeout(run: Runner, method: str) -> None:
         assert frame in stacks, output
 
 
+@pytest.mark.long
 def test_folders_of_the_session_are_the_same_on_all_ranks(run: Runner) -> None:
     found, output = run("""
         @pytest.fixture(scope="session")
@@ -132,6 +135,7 @@ def test_folders_of_the_session_are_the_same_on_all_ranks(run: Runner) -> None:
     assert len(found) == 2 and set(found.values()) == {"passed"}, output
 
 
+@pytest.mark.long
 def test_fixtures_of_a_package_serve_its_files(tmp_path: Path) -> None:
     for name in ("one", "two"):
         package = tmp_path / name

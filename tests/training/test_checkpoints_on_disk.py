@@ -159,6 +159,7 @@ def on_mesh(function: Any, path: Path, kind: str) -> list[Any]:
     return on_ranks(function, path, kind, world_size=WORLDS[kind])[0]  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("source", WORLDS)
 def test_tensor_parallel_models(source: str, tmp_path: Path) -> None:
@@ -326,6 +327,7 @@ def _refused(_: int, path: Path, text: str) -> str:
     return str(info.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["short", "missing", "no metadata", "code", "bytes", "another"])
 def test_a_folder_of_shards_that_is_torn(
     how: str, saved: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

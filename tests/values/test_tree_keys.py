@@ -184,6 +184,7 @@ print(pytree.flatten(dict.fromkeys(KEYS))[1].encode("utf-8", "backslashreplace")
 """
 
 
+@pytest.mark.long
 def test_every_process_has_the_same_names_and_order() -> None:
     folder = Path(__file__).parent
     printed = {

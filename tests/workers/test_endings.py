@@ -115,6 +115,7 @@ BACKENDS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda one: one.name)
 def test_what_ends_the_launcher_ends_all_that_it_has_started(
@@ -131,6 +132,7 @@ def test_what_ends_the_launcher_ends_all_that_it_has_started(
             assert "KeyboardInterrupt" in found.launcher.stdout.read()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("start_method", "how", "number"),
     [
@@ -152,6 +154,7 @@ def test_however_its_workers_were_started_and_whatever_they_do(
         _is_over(found)
 
 
+@pytest.mark.long
 def test_an_impatient_second_interrupt_leaves_nothing_either(tmp_path: Path) -> None:
     with job(tmp_path, "gloo", "forkserver", "deafer") as found:
         found.launcher.send_signal(signal.SIGINT)

@@ -186,6 +186,7 @@ def _remove(control_group: str) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", DEATHS | LEAVES)
 def test_a_rank_that_dies_while_the_others_are_in_a_collective(
     kind: str, tmp_path: Path, control_group: str
@@ -242,6 +243,7 @@ FAULTS = """
 """
 
 
+@pytest.mark.long
 def test_where_a_segmentation_fault_was_with_every_start_method(tmp_path: Path) -> None:
     """Not where the user has a fault handler already: that one tells it where it always does."""
     ended = helpers.run_python(helpers.write_script(tmp_path, FAULTS))
@@ -275,6 +277,7 @@ MEMORY = """
 """
 
 
+@pytest.mark.long
 def test_that_memory_has_run_out_is_said_where_the_kernel_says_it(tmp_path: Path) -> None:
     """The whole job in a container, say: the kernel ends the process in it that holds most."""
     control_group = _make_control_group(f"{tmp_path.name}-{os.getpid()}", 1_000_000_000)
@@ -440,6 +443,7 @@ def test_a_message_without_end_is_cut_in_its_middle() -> None:
 # --- again and again ---------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.stress
 def test_whatever_dies_whenever_the_first_failure_is_the_one_reported(
     repetitions: Callable[[int, int], int], tally: Callable[[str], None], tmp_path: Path

@@ -71,6 +71,7 @@ def job(folder: Path, how: str, of_launcher: str = "", seconds: int = 600) -> Ab
 SAVED = ["KeyboardInterrupt", "finally"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["computes", "waits"])
 @pytest.mark.parametrize("receiver", ["launcher", "group"])
 def test_after_an_interrupt_every_rank_saves_once(how: str, receiver: str, tmp_path: Path) -> None:
@@ -96,6 +97,7 @@ def test_an_interrupt_of_one_worker_and_then_of_the_launcher(tmp_path: Path) -> 
         assert (code, saved) == (-signal.SIGINT, [SAVED[:1], SAVED[:1]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("receiver", ["launcher", "group"])
 def test_a_handler_of_the_worker_is_called_once(receiver: str, tmp_path: Path) -> None:
     with job(tmp_path, "handlers", seconds=1) as found:
@@ -115,6 +117,7 @@ def test_a_second_interrupt_ends_the_workers_at_once(tmp_path: Path) -> None:
         assert (code, saved) == (-signal.SIGINT, [SAVED[:1], SAVED[:1]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda one: one.name)
 def test_workers_that_ignore_signals_are_killed(number: signal.Signals, tmp_path: Path) -> None:
     with job(tmp_path, "ignores", seconds=1) as found:

@@ -85,14 +85,17 @@ def _links(folder: Path, *names: str) -> Path:
 
 
 def _with_requirements(*names: str) -> list[metadata.Distribution]:
+    """The packages and all that they require, also through extras: torch needs ``cuda-toolkit[...]``."""
     found: dict[str, metadata.Distribution] = {}
-    missing = list(names)
+    missing = [(name.lower(), "") for name in names]
+    done: set[tuple[str, str]] = set()
     while missing:
-        name = missing.pop().lower()
-        if name not in found:
-            found[name] = metadata.distribution(name)
-            needed = map(Requirement, found[name].requires or ())
-            missing += [
-                other.name for other in needed if other.marker is None or other.marker.evaluate({"extra": ""})
-            ]
+        name, extra = missing.pop()
+        if (name, extra) in done:
+            continue
+        done.add((name, extra))
+        found[name] = metadata.distribution(name)
+        for other in map(Requirement, found[name].requires or ()):
+            if other.marker is None or other.marker.evaluate({"extra": extra}):
+                missing += [(other.name.lower(), one) for one in ("", *other.extras)]
     return list(found.values())

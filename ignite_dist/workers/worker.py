@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -20,6 +19,7 @@ import torch
 
 from ignite_dist.devices import num_cores
 from ignite_dist.values import safe_objects
+from ignite_dist.workers import own_fork_server
 from ignite_dist.workers.failures import Failure, failure_of, outcome_of
 from ignite_dist.workers.interrupts import ReceivedSignals
 from ignite_dist.workers.log_settings import LogSettings
@@ -99,7 +99,7 @@ def worker_main(
         apply_launch("", *launch)
         safe_objects.forget_mode()  # the environment has changed
     log_settings.apply()
-    _release_fork_server()
+    own_fork_server.begin()
     _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     _seed()
     received = ReceivedSignals()
@@ -113,15 +113,6 @@ def worker_main(
     if failure is not None:
         # Exit closes this process's connections, so the peers' waits end. The launcher ends other workers.
         sys.exit(failure.exit_code or 1)
-
-
-def _release_fork_server() -> None:
-    """Release the fork server, which otherwise lives as long as this worker or its data loaders."""
-    server: Any = multiprocessing.forkserver._forkserver
-    keeps_alive, server._forkserver_alive_fd = server._forkserver_alive_fd, None
-    if keeps_alive is not None:
-        os.close(keeps_alive)
-    server._forkserver_pid = server._forkserver_address = None  # a fork of the launcher inherits both values
 
 
 def run_alone(sent_call: SentCall, pipes: Sequence[ReportPipe]) -> Failure | None:

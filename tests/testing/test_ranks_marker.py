@@ -11,7 +11,6 @@ import helpers
 from their_tests import IMPORTS, Runner, run_folder, run_pytest
 
 
-@pytest.mark.long
 def test_a_test_runs_on_every_rank_of_every_world(run: Runner) -> None:
     found, output = run("""
         @pytest.mark.ranks(1, 3)
@@ -81,7 +80,6 @@ def test_what_pytest_offers_works_on_ranks(run: Runner) -> None:
     assert output.count("UserWarning: be careful") == 1, output
 
 
-@pytest.mark.long
 def test_a_failure_names_the_rank_and_costs_only_its_world(run: Runner) -> None:
     found, output = run("""
         @pytest.mark.ranks(2)

@@ -23,21 +23,36 @@ WORKER_SECONDS = 5
 LOADER_SECONDS = 10
 
 SCRIPT = """
-    import os, signal, sys, threading
+    import multiprocessing, os, signal, sys, threading
     import torch
     from torch.utils.data import DataLoader
     import ignite_dist as idist
 
+    def wait_for_ever():
+        threading.Event().wait()
+
+    def start_loader(method, started):
+        started.append(iter(DataLoader(range(10 ** 9), num_workers=2, multiprocessing_context=method)))
+
     def endless(local_rank, how):
         idist.barrier()
-        pids = []
+        pids, own = [], []
+        if "own" in how:
+            process = multiprocessing.get_context("forkserver").Process(target=wait_for_ever)
+            process.start()
+            own = [process.pid]
         if "loader" in how:
-            batches = iter(DataLoader(range(10 ** 9), num_workers=2))
+            method = "forkserver" if "server" in how else None
+            started = []
+            thread = threading.Thread(target=start_loader, args=(method, started))
+            thread.start()
+            thread.join()
+            (batches,) = started
             next(batches)
             pids = [process.pid for process in batches._workers]
         for name in {"deaf": ["SIGTERM"], "deafer": ["SIGINT", "SIGTERM"]}.get(how.partition(",")[0], []):
             signal.signal(getattr(signal, name), lambda *_: os.write(1, b"not now\\n"))
-        os.write(1, f"worker {os.getpid()} {pids}\\n".encode())  # at once: the other worker writes too
+        os.write(1, f"worker {os.getpid()} {pids} {own}\\n".encode())  # at once: the other worker writes too
         while "loader" in how:
             next(batches)
         while "python" in how or local_rank == 1:
@@ -56,11 +71,12 @@ SCRIPT = """
 
 
 class Job(NamedTuple):
-    """A launcher, and what it has started: workers and fork server; and what these have started."""
+    """A launcher, and what it has started: workers and fork servers; loaders; the workers' own processes."""
 
     launcher: subprocess.Popen[str]
     workers: set[int]
     loaders: set[int]
+    own: set[int]
 
 
 @contextmanager
@@ -73,7 +89,7 @@ def job(folder: Path, backend: str, start_method: str, how: str, **environ: str)
         stderr=subprocess.STDOUT,
         text=True,
     )
-    found = Job(launcher, set(), set())
+    found = Job(launcher, set(), set(), set())
     num_at_work, output = 0, ""
     try:
         assert launcher.stdout is not None
@@ -81,22 +97,23 @@ def job(folder: Path, backend: str, start_method: str, how: str, **environ: str)
             line = launcher.stdout.readline()
             output += line
             assert line, f"the launcher has ended:\n{output}"
-            for pid, loaders in re.findall(r"worker (\d+) \[(.*)\]", line):
+            for pid, loaders, own in re.findall(r"worker (\d+) \[(.*?)\] \[(.*?)\]", line):
                 num_at_work += 1
                 found.workers.add(int(pid))
-                found.loaders.update(map(int, loaders.split(", ") if loaders else []))
+                found.loaders.update(map(int, re.findall(r"\d+", loaders)))
+                found.own.update(map(int, re.findall(r"\d+", own)))
         children = psutil.Process(launcher.pid).children(recursive=True)
         # Python's resource tracker ends with the last process that holds on to it, a loader perhaps.
         trackers = {child.pid for child in children if "resource_tracker" in " ".join(child.cmdline())}
-        found.loaders.update(trackers)
-        found.workers.update({child.pid for child in children} - found.loaders)
+        (found.own or found.loaders).update(trackers)
+        found.workers.update({child.pid for child in children} - found.loaders - found.own)
         yield found
     finally:
         launcher.kill()
-        launcher.communicate()
-        for pid in found.workers | found.loaders:
+        for pid in found.workers | found.loaders | found.own:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        launcher.communicate()  # until no process has the pipe
 
 
 def _is_over(found: Job) -> None:
@@ -152,6 +169,17 @@ def test_however_its_workers_were_started_and_whatever_they_do(
     with job(tmp_path, "gloo", start_method, how) as found:
         found.launcher.send_signal(number)
         _is_over(found)
+
+
+def test_loaders_and_their_fork_servers_end_with_their_ranks(tmp_path: Path) -> None:
+    """A rank's own processes, from the same fork server, live on and do not keep the others alive."""
+    with job(tmp_path, "gloo", "forkserver", "loader, server, own") as found:
+        assert len(found.workers) == 2 + 3  # each rank and the launcher have a fork server
+        assert len(found.loaders) == 4
+        assert len(found.own) == 3  # with the resource tracker
+        found.launcher.kill()
+        _is_over(found)
+        assert all(map(psutil.pid_exists, found.own))
 
 
 @pytest.mark.long

@@ -186,7 +186,6 @@ def _remove(control_group: str) -> None:
             time.sleep(0.02)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", DEATHS | LEAVES)
 def test_a_rank_that_dies_while_the_others_are_in_a_collective(
     kind: str, tmp_path: Path, control_group: str
@@ -509,12 +508,16 @@ def test_an_abort_of_gloo_gets_advice(monkeypatch: pytest.MonkeyPatch) -> None:
         idist.spawn("gloo", _calls_another, nproc_per_node=2)
 
 
+def _waits(local_rank: int) -> None:
+    threading.Event().wait()
+
+
 def _nested(local_rank: int) -> list[int]:
     return idist.spawn("gloo", int, nproc_per_node=1)
 
 
 def test_a_forked_worker_starts_workers_of_its_own() -> None:
-    others = idist.spawn("gloo", time.sleep, (60,), nproc_per_node=1, join=False)  # from a fork server
+    others = idist.spawn("gloo", _waits, nproc_per_node=1, join=False)  # from a fork server
     assert idist.spawn("gloo", _nested, nproc_per_node=1, start_method="fork") == [[0]]
     others.terminate()
 

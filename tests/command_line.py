@@ -1,4 +1,4 @@
-"""Run a command of the command line in a process of its own."""
+"""Run a command of the command line, in a process of its own or in this one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from helpers import (
-    plain_environ,
-)
+import pytest
+
+from helpers import plain_environ
+from ignite_dist.cli.main import main
+
+
+def run_here(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """As :func:`run_command`, in this process."""
+    try:
+        status = main(list(map(str, arguments)))
+    except SystemExit as exit:
+        status = int(exit.code or 0)
+    return (status, *capfd.readouterr())
 
 
 def run_command(*arguments: str, under: Sequence[str] = (), **environ: str) -> tuple[int, str, str]:

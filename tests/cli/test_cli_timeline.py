@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 
 import ignite_dist as idist
+from command_line import run_here
 from commands import at_a_shell, blocks, documented
 from helpers import ROOT, free_port, plain_environ, run_python, write_script
-
-pytestmark = pytest.mark.long
 
 PAGE = (ROOT / "docs" / "timeline.md").read_text(encoding="utf-8")
 
 
-def _timeline(*arguments: Any) -> Any:
-    return run_python("-m", "ignite_dist", "timeline", *arguments, env=plain_environ())
-
-
+@pytest.mark.long
 def test_the_example_of_the_page(tmp_path: Path) -> None:
     (script,) = (block.text for block in blocks(PAGE) if block.title == "train.py")
     (tmp_path / "train.py").write_text(script)
@@ -40,33 +36,36 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
     assert len(labels) == 3 and all(label in PAGE for label in labels)  # the page shows the same lines
 
 
-def test_the_figures_as_json(tmp_path: Path) -> None:
+def test_the_figures_as_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with idist.timeline(tmp_path / "trace.json", max_calls=2):
         for _ in range(3):
             idist.all_reduce(1.0)
-    ended = _timeline(tmp_path / "trace.json", "--json")
-    figures = json.loads(ended.stdout)
+    status, output, _ = run_here(capfd, "timeline", tmp_path / "trace.json", "--json")
+    figures = json.loads(output)
+    assert status == 0
     (rank,) = figures["ranks"].values()
     (line,) = figures["lines"].values()
     assert rank == line and rank["calls"] == 2 and rank["waiting_us"] == 0 and rank["working_us"] > 0
     assert figures["notes"] == {"calls of rank 0": "the last 1 are missing: raise max_calls"}
-    assert "the last 1 are missing" in _timeline(tmp_path / "trace.json").stdout
+    assert "the last 1 are missing" in "".join(map(str, run_here(capfd, "timeline", tmp_path / "trace.json")))
 
 
 @pytest.mark.parametrize(
     "text", ["", "{}", "[1]", '{"traceEvents": []}', '{"traceEvents": 3, "otherData": {}}']
 )
-def test_a_file_that_is_no_trace(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_trace(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trace.json").write_text(text)
-    ended = _timeline(tmp_path / "trace.json")
-    assert ended.returncode == 2
-    assert "trace.json is not a trace of idist.timeline()" in ended.stdout
+    status, _, errors = run_here(capfd, "timeline", tmp_path / "trace.json")
+    assert status == 2 and "trace.json is not a trace of idist.timeline()" in errors
 
 
-def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
-    assert "none.json cannot be read: No such file" in _timeline(tmp_path / "none.json").stdout
-    ended = _timeline(tmp_path / "none.json", "--save", tmp_path / "picture.xyz")
-    assert ended.returncode == 2 and "the name must end in one of" in ended.stdout
+def test_files_that_cannot_be_read_or_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    _, _, errors = run_here(capfd, "timeline", tmp_path / "none.json")
+    assert "none.json cannot be read: No such file" in errors
+    status, _, errors = run_here(
+        capfd, "timeline", tmp_path / "none.json", "--save", tmp_path / "picture.xyz"
+    )
+    assert status == 2 and "the name must end in one of" in errors
 
 
 SCRIPT = """
@@ -105,6 +104,7 @@ def test_a_script_that_exits_or_ends_the_context_is_saved(tmp_path: Path) -> Non
         (tmp_path / "trace.json").unlink()
 
 
+@pytest.mark.long
 def test_under_a_launcher(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
     ended = _run(tmp_path, launcher=torchrun)
@@ -112,6 +112,7 @@ def test_under_a_launcher(tmp_path: Path) -> None:
     assert _calls(tmp_path / "trace.json") == [(0, "all_reduce"), (1, "all_reduce")]
 
 
+@pytest.mark.long
 def test_a_script_that_fails_leaves_the_calls_of_the_rank(tmp_path: Path) -> None:
     ended = _run(tmp_path, "fail")
     assert ended.returncode == 1 and "LookupError: no data" in ended.stdout

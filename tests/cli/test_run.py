@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from command_line import run_here
 from helpers import free_port, plain_environ, run_python, write_script
 
 SCRIPT = """
@@ -126,7 +127,7 @@ def test_a_script_starts_again_on_two_nodes(script: Path) -> None:
         ([], "script"),
     ],
 )
-def test_wrong_arguments(args: list[str], text: str) -> None:
-    ended = _run(*args)
-    assert ended.returncode == 2
-    assert len(ended.stdout.splitlines()) == 1 and text in ended.stdout
+def test_wrong_arguments(args: list[str], text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    status, output, errors = run_here(capfd, "run", *args)
+    assert (status, output) == (2, "")
+    assert len(errors.splitlines()) == 1 and text in errors

@@ -135,7 +135,9 @@ def start():
 def test_a_failure_shows_the_users_frames(name: str, line: str, kernel: notebooks.Kernel) -> None:
     kernel.run(FAILING)
     error = kernel.run(f"{name}()").error
-    start, call, in_function, called, message, *rest = error.splitlines()
+    # Pythons differ in which lines they mark with "~~~^^".
+    lines = [text for text in error.splitlines() if text.strip(" ~^")]
+    start, call, in_function, called, message, *rest = lines
     assert re.fullmatch(r"  Cell In\[\d+\], line 1, in <module>", start) and call == f"    {name}()", error
     assert re.fullmatch(rf"  Cell In\[\d+\], line \d+, in {name}", in_function) and line in called, error
     assert message.startswith("WorkerRaisedError: Rank 0 (pid "), error

@@ -166,7 +166,7 @@ STEPS = [
     Step("get-xla", _XLA, lanes=0),
     Step("get-newest", _NEWEST, lanes=0, after=("get-xla",)),
     Step("get-python", _PYTHON, lanes=0, after=("get-newest",)),
-    Step("horovod", "make horovod", after=("environment",)),
+    Step("horovod", "make horovod", lanes=2, after=("environment",)),  # a compiler on all cores
     Step("lint", "make lint type", after=("environment",)),
     Step("test-xla", f"make test-xla {_KEEP.format('xla')}", after=("get-xla",)),
     Step("test-horovod", f"make test-horovod {_KEEP.format('horovod')}", after=("horovod",)),

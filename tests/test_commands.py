@@ -172,6 +172,16 @@ def test_a_benchmark_starts(command: str) -> None:
     assert ended.returncode == 0 and "options:" in ended.output, ended.errors
 
 
+def test_a_python_that_has_no_torch_is_named(checkout: Path) -> None:
+    newer = checkout / "python3.15"
+    newer.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.15.0\n')
+    newer.chmod(0o755)
+    ended = at_a_shell(f"make test PYTHON={newer}", checkout)
+    sentence = f"torch has wheels for Python 3.10 to 3.14, and `{newer}` is: Python 3.15.0."
+    assert ended.returncode == 2 and ended.errors.splitlines()[0] == sentence
+    assert not (checkout / ".venv").exists()
+
+
 def test_clean_removes_what_tools_leave(checkout: Path) -> None:
     files = sorted(checkout.rglob("*"))
     for name in (".venv/bin", ".venv-xla", "build", "dist", ".mypy_cache", "runs", "tests/__pycache__"):

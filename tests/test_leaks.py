@@ -95,7 +95,7 @@ def _temporary(folder: str) -> set[str]:
     """
     paths = {path for path in Path(folder).rglob("*") if not path.name.startswith("torchinductor_")}
     for of_torch in {path for path in paths if path.name == "_remote_module_non_scriptable.py"}:
-        paths -= {of_torch, of_torch.parent}
+        paths -= {of_torch.parent, *of_torch.parent.rglob("*")}  # also where Python keeps it compiled
     return set(map(str, paths))
 
 

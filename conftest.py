@@ -19,11 +19,8 @@ from ignite_dist.testing.conformance.worlds import LaunchedWorld, SerialWorld, S
 MPIRUN = "mpirun.openmpi --allow-run-as-root --oversubscribe -np {ranks}"
 
 
-QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-
-
 class XlaWorld(SpawnedWorld):
-    """Replicas on PJRT's CPU, threads of one process. What takes time is compiling, and runs a few times."""
+    """Replicas on PJRT's CPU, threads of one process."""
 
     def __init__(self, size: int) -> None:
         super().__init__("xla-tpu", size)
@@ -33,7 +30,6 @@ class XlaWorld(SpawnedWorld):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PJRT_DEVICE", "CPU")
             patch.setenv("CPU_NUM_DEVICES", str(self.size))
-            patch.setenv("XLA_FLAGS", QUICK_COMPILATION)
             return super()._start(address)
 
 
@@ -79,6 +75,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Where nothing is buffered (images of containers often say so), print() writes a line and its end one
     # after the other: those of two ranks that share a file get between each other.
     os.environ.pop("PYTHONUNBUFFERED", None)
+    # XLA's tests take their time to compile, and run what they have compiled a few times.
+    os.environ.setdefault(
+        "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    )
     # The options of this run are not those of the pytest that a test starts.
     os.environ.pop("PYTEST_ADDOPTS", None)
     if not config.pluginmanager.has_plugin(plugin.__name__):  # else its options name the worlds

@@ -33,10 +33,6 @@ def launch(function: Callable[..., Any], *args: Any, nproc_per_node: int) -> Any
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PJRT_DEVICE", "CPU")
         patch.setenv("CPU_NUM_DEVICES", str(nproc_per_node))
-        # What takes time here is compiling, and what is compiled runs a few times.
-        patch.setenv(
-            "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        )
         return idist.spawn("xla-tpu", function, args, nproc_per_node=nproc_per_node, join=False)
 
 

@@ -12,7 +12,7 @@ PY ?= $(VENV)/bin/python
 ARGS ?=
 CONSTRAINTS := constraints-torch.txt
 RESULTS := build/conformance
-PYTHON_VERSION ?= 3.14
+PYTHON_VERSION := 3.14
 TESTS_OF_PYTHON := tests/workers tests/testing tests/cli tests/test_errors.py tests/test_front_door.py \
     tests/test_notebook.py
 # The tests that torch alone runs, on CPUs.
@@ -92,8 +92,8 @@ test-xla: xla  ## run the tests that need torch_xla
 xla-suite: $(call needs,test examples xla)
 	$(PY) -m pytest -m xla $(ARGS)
 
-test-python:  ## run the tests that Python's version matters to, with PYTHON_VERSION=3.14; installs it (Debian)
-	.ci/with-python $(PYTHON_VERSION) $(MAKE) VENV=.venv-python$(PYTHON_VERSION) python-tests
+test-python:  ## run the tests that depend on Python's version, with PYTHON_VERSION=3.14; installs it (Debian)
+	.ci/with-python $(PYTHON_VERSION) $(MAKE) PYTHON=python$(PYTHON_VERSION) VENV=.venv-python$(PYTHON_VERSION) python-tests
 
 python-tests: $(call needs,test)
 	$(PY) -m pytest -n logical -m "$(ON_CPUS)" $(TESTS_OF_PYTHON) $(ARGS)

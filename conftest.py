@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Where nothing is buffered (images of containers often say so), print() writes a line and its end one
     # after the other: those of two ranks that share a file get between each other.
     os.environ.pop("PYTHONUNBUFFERED", None)
-    # XLA's tests take their time to compile, and run what they have compiled a few times.
+    # XLA's tests compile much and run little: quick compilation is faster.
     os.environ.setdefault(
         "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     )

@@ -1,32 +1,38 @@
 """Runs the steps of ``.ci/run`` side by side, and prints what each has cost.
 
 The output of a step is kept in ``build/ci/NAME.log`` and printed as a whole when the step has ended. At the
-end come the slowest tests, a table of the steps, and how many tests passed. A step that fails stops no other
-step, unless that one needs it.
+end come the slowest tests, a table of the steps, and how many tests passed. Steps that need a failed step are
+not run. All others are.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "ci"
-# Twice the cores: tests wait for other ranks and for the end of timeouts.
+# Twice the cores of the machine that runs CI: tests wait for other ranks and for the end of timeouts.
 NUM_LANES = 4
 NUM_SLOWEST = 25
+END_SECONDS = 15.0  # from SIGINT to SIGTERM, and from SIGTERM to SIGKILL
 
 
 @dataclass
 class Step:
-    """A command. ``lanes``: how many it takes, and the processes of pytest in it; 0 for a download.
+    """A command.
 
+    ``lanes``: how many of NUM_LANES it takes; ``pytest -n logical`` has as many processes. Downloads take 0.
     ``after``: the steps that have to pass first.
     """
 
@@ -38,7 +44,7 @@ class Step:
     started: float = 0.0
     seconds: float = 0.0
     outcome: str = "not run"
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def log(self) -> Path:
@@ -51,7 +57,8 @@ class Step:
 
     def start(self) -> None:
         self.started = time.monotonic()
-        options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --junitxml={self.results}"
+        results = shlex.quote(f"--junitxml={self.results}")  # pytest splits its options as a shell does
+        options = f"{os.environ.get('PYTEST_ADDOPTS', '')} {results}"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 ["bash", "-euo", "pipefail", "-c", self.command],
@@ -74,34 +81,43 @@ class Step:
         self.seconds = time.monotonic() - self.started
         self.outcome = "passed" if self.process.returncode == 0 else "FAILED"
         print(f"=== {self.name}: {self.outcome} after {self.seconds:.0f} s\n", flush=True)
-        print(self.log.read_text(encoding="utf-8", errors="replace"), flush=True)
+        sys.stdout.buffer.write(self.log.read_bytes() + b"\n")  # whatever the encoding of the output is
+        sys.stdout.flush()
         for suite in _suites(self.results):
             for kind in ("tests", "failures", "errors", "skipped"):
-                self.counts[kind] = self.counts.get(kind, 0) + int(suite.get(kind, 0))
+                self.counts[kind] += int(suite.get(kind, 0))
         return True
 
     def end(self) -> None:
-        """End the command and all that it has started."""
+        """Interrupt the command, which has some seconds to clean up; then end what is left of it."""
         self.seconds, self.outcome = time.monotonic() - self.started, "ended"
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
+        if self.process is None:
+            return
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_SECONDS)
 
 
 def _suites(results: Path) -> list[ElementTree.Element]:
-    return list(ElementTree.parse(results).iter("testsuite")) if results.exists() else []
+    try:
+        return list(ElementTree.parse(results).iter("testsuite"))
+    except (FileNotFoundError, ElementTree.ParseError):  # pytest has not started, or was killed
+        return []
 
 
 def run(steps: list[Step]) -> bool:
     """Run the steps in their order, as lanes and what they need allow. True if all have passed.
 
-    Ctrl-C and SIGTERM end what runs. They raise nothing: a step that is about to start would be lost.
+    Ctrl-C, SIGTERM and SIGHUP end what runs. They do not raise: an exception in ``start()`` would leave its
+    process running.
     """
     stop: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: stop.append(number))
-    LOGS.mkdir(parents=True, exist_ok=True)
-    for old in LOGS.iterdir():
-        old.unlink()
+    shutil.rmtree(LOGS, ignore_errors=True)
+    LOGS.mkdir(parents=True)
     waiting, running = list(steps), []
     outcomes: dict[str, str] = {}
     started = time.monotonic()
@@ -118,7 +134,7 @@ def run(steps: list[Step]) -> bool:
                 elif not all(needed):
                     continue
                 elif step.lanes + sum(other.lanes for other in running) > NUM_LANES:
-                    break  # else shorter steps would keep it from its lanes
+                    break  # later steps would take the lanes that it waits for
                 else:
                     waiting.remove(step)
                     running.append(step)
@@ -139,51 +155,50 @@ def _show(steps: list[Step], seconds: float) -> None:
         for test in suite.iter("testcase")
     ]
     slowest = "".join(
-        f"{cost:8.1f} s  {step:16} {test}\n" for cost, step, test in sorted(tests)[-NUM_SLOWEST:]
+        f"{cost:8.1f} s  {step:18} {test}\n" for cost, step, test in sorted(tests)[-NUM_SLOWEST:]
     )
     (LOGS / "slowest.txt").write_text(slowest, encoding="utf-8")
     print(f"=== the slowest {NUM_SLOWEST} tests\n{slowest}")
     print(f"=== the steps\n{'step':20} {'outcome':8} {'seconds':>8} {'tests':>7}")
     for step in steps:
-        print(f"{step.name:20} {step.outcome:8} {step.seconds:8.0f} {step.counts.get('tests', ''):>7}")
-    total = {
-        kind: sum(step.counts.get(kind, 0) for step in steps) for kind in ("tests", "failures", "errors")
-    }
+        print(f"{step.name:20} {step.outcome:8} {step.seconds:8.0f} {step.counts['tests'] or '':>7}")
+    total: Counter[str] = sum((step.counts for step in steps), Counter())
     print(f"{'all':20} {'':8} {seconds:8.0f} {total['tests']:>7}\n")
-    failed = total["failures"] + total["errors"]
-    print(f"{total['tests'] - failed} passed, {failed} failed", flush=True)
+    if others := [step.name for step in steps if step.outcome != "passed"]:
+        print(f"Steps that have not passed: {', '.join(others)}")
+    failed, skipped = total["failures"] + total["errors"], total["skipped"]
+    print(f"{total['tests'] - failed - skipped} passed, {failed} failed, {skipped} skipped", flush=True)
 
 
-# The environments come first: two pips at once in one .venv would break it, and Horovod is built for the
-# torch in it. Those with other torches and Pythons are downloaded meanwhile. Then the longest step is first.
-_KEEP = 'ARGS="--conformance-results=$PWD/build/conformance-{}.json"'
+# .venv comes first: two pips at once would break it, Horovod is built for the torch in it, and tests would
+# see how its packages change. Other environments are downloaded meanwhile. Then the longest step is first.
+_ALL = ("environment", "horovod")
+_KEEP = 'ARGS="--conformance-results=build/conformance-{}.json"'
 _XLA = "make xla && make VENV=.venv-xla CONSTRAINTS=constraints-xla.txt .venv-xla/.has-test"
 _NEWEST = "make VENV=.venv-newest CONSTRAINTS=constraints-newest.txt .venv-newest/.has-{test,examples}"
-_PYTHON = ".ci/with-python 3.14 make VENV=.venv-python3.14 .venv-python3.14/.has-test"
+_PYTHON = ".ci/with-python 3.14 make PYTHON=python3.14 VENV=.venv-python3.14 .venv-python3.14/.has-test"
 STEPS = [
     Step("environment", "make .venv/.has-{test,examples,lint,docs,dist,mpi4py,launchers}"),
     Step("get-launchers", ".ci/install-launchers", lanes=0),
     Step("get-xla", _XLA, lanes=0),
     Step("get-newest", _NEWEST, lanes=0, after=("get-xla",)),
-    Step("get-python", _PYTHON, lanes=0, after=("get-newest",)),
+    Step("get-python", _PYTHON, lanes=0, after=("get-newest", "get-launchers")),
     Step("horovod", "make horovod", lanes=2, after=("environment",)),  # a compiler on all cores
-    Step("lint", "make lint type", after=("environment",)),
+    Step("lint", "make lint type", after=_ALL),
     Step("test-xla", f"make test-xla {_KEEP.format('xla')}", after=("get-xla",)),
-    Step("test-horovod", f"make test-horovod {_KEEP.format('horovod')}", after=("horovod",)),
-    Step("test", f"make test {_KEEP.format('torch')}", lanes=2, after=("environment",)),
-    Step("test-long", f"make test-long {_KEEP.format('long')}", lanes=2, after=("environment",)),
-    Step("test-launchers", "make test-launchers", after=("environment", "get-launchers")),
-    Step(
-        "test-mpi4py", "make test-mpi4py ARGS=\"-k 'not mpi4py-3'\"", after=("environment", "get-launchers")
-    ),
+    Step("test-horovod", f"make test-horovod {_KEEP.format('horovod')}", after=_ALL),
+    Step("test", f"make test {_KEEP.format('torch')}", lanes=2, after=_ALL),
+    Step("test-long", f"make test-long {_KEEP.format('long')}", lanes=2, after=_ALL),
+    Step("test-launchers", "make test-launchers", after=(*_ALL, "get-launchers")),
+    Step("test-mpi4py", "make test-mpi4py ARGS=\"-k 'not mpi4py-3'\"", after=(*_ALL, "get-launchers")),
     Step("test-python", "make test-python PYTHON_VERSION=3.14", lanes=2, after=("get-python",)),
     Step("conformance-oldest", "make conformance-oldest", after=("get-xla",)),
     Step("conformance-newest", "make conformance-newest", after=("get-newest",)),
-    Step("conformance-gloo", "make conformance-gloo", after=("environment",)),
-    Step("dist", "make dist", after=("environment",)),
-    Step("docs", "make docs", after=("environment",)),
-    Step("demo", "make demo", after=("environment",)),
-    # What is committed is what was seen.
+    Step("conformance-gloo", "make conformance-gloo", after=_ALL),
+    Step("dist", "make dist", after=_ALL),
+    Step("docs", "make docs", after=_ALL),
+    Step("demo", "make demo", after=_ALL),
+    # Fails if docs/conformance.md differs from the results of this run.
     Step(
         "table",
         ".venv/bin/python tests/conformance_table.py docs/conformance.md "

@@ -16,8 +16,8 @@ def run_here(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
     """As :func:`run_command`, in this process."""
     try:
         status = main(list(map(str, arguments)))
-    except SystemExit as exit:
-        status = int(exit.code or 0)
+    except SystemExit as end:
+        status = int(end.code or 0)
     return (status, *capfd.readouterr())
 
 

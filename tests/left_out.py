@@ -21,7 +21,7 @@ COMMANDS = {
 
 
 class LeftOut:
-    """A plugin that counts the tests that ``-m`` leaves out. Without one that ``-k`` leaves out."""
+    """A plugin that counts the tests that ``-m`` leaves out. With ``-k`` it prints nothing."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -60,20 +61,24 @@ def test_the_tests_of_all_steps_are_counted_and_the_slowest_are_kept(tmp_path: P
     file = write_script(
         tmp_path,
         """
+        import pytest
         def test_that_passes(): pass
         def test_that_fails(): assert False
+        def test_that_is_skipped(): pytest.skip()
         """,
         "test_of_a_step.py",
     )
     command = f"{sys.executable} -m pytest -q --noconftest -c {os.devnull} --rootdir {tmp_path} {file}"
     steps = f"Step('one', {command!r}), Step('two', {command + ' -k passes'!r})"
     ended = run_python(*command_of_steps(tmp_path, steps), cwd=tmp_path)
-    assert ended.stdout.endswith("\n2 passed, 1 failed\n"), ended.stdout
+    assert ended.stdout.endswith("Steps that have not passed: one\n2 passed, 1 failed, 1 skipped\n"), (
+        ended.stdout
+    )
     slowest = (tmp_path / "logs" / "slowest.txt").read_text(encoding="utf-8")
-    assert len(slowest.splitlines()) == 3 and "test_of_a_step::test_that_fails" in slowest
+    assert len(slowest.splitlines()) == 4 and "test_of_a_step::test_that_fails" in slowest
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda one: one.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda one: one.name)
 def test_an_interrupt_ends_the_steps_and_shows_the_table(number: signal.Signals, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "started")
     command = f"sleep 600 & echo $! >{tmp_path / 'started'}; wait"
@@ -86,6 +91,12 @@ def test_an_interrupt_ends_the_steps_and_shows_the_table(number: signal.Signals,
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0 and "=== the steps" in output
     assert end_of_processes([pid], 30) == []
+
+
+def test_a_step_needs_only_steps_before_it() -> None:
+    steps = runpy.run_path(str(ROOT / ".ci" / "steps.py"))["STEPS"]
+    names = [step.name for step in steps]
+    assert all(set(step.after) <= set(names[:number]) for number, step in enumerate(steps))
 
 
 # --- other Pythons -------------------------------------------------------------------------------------
@@ -135,11 +146,15 @@ def test_a_version_that_debian_does_not_have(no_python: str) -> None:
     ended = with_python("3.12", "true", PATH=no_python)
     assert (ended.returncode, ended.stderr) == (
         1,
-        "There is no python3.12 on this machine, and Debian forky has 3.13 3.14 only: install python3.12.\n",
+        "There is no python3.12 with venv on this machine, and Debian forky has 3.13 3.14 only: install python3.12.\n",
     )
 
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
 @pytest.mark.launchers
+@needs_root
 def test_without_root_one_sentence_says_so(no_python: str, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
         folder.chmod(0o755)  # for a user who is nobody
@@ -147,12 +162,13 @@ def test_without_root_one_sentence_says_so(no_python: str, tmp_path: Path) -> No
     ended = with_python("3.14", "true", under=nobody, PATH=no_python)
     assert (ended.returncode, ended.stderr) == (
         1,
-        "There is no python3.14 on this machine. Install it, or let root run this: "
-        "Debian's is installed then.\n",
+        "There is no python3.14 with venv on this machine. Install it, or run this as root, "
+        "which installs Debian's.\n",
     )
 
 
 @pytest.mark.launchers
+@needs_root
 def test_without_a_network_one_sentence_says_so(no_python: str, tmp_path_factory: Any) -> None:
     empty = tmp_path_factory.mktemp("checkout") / ".ci"
     empty.mkdir()

@@ -30,6 +30,10 @@ def _together(num_ranks: int) -> list[Example]:
     return [one for one in EXAMPLES if one.num_ranks == num_ranks and _alone(one) is None]
 
 
+def test_no_kind_of_example_is_missing() -> None:
+    assert all(map(_together, (1, 2, 4))) and {_alone(one) for one in EXAMPLES} == {None, *ALONE}
+
+
 def test_on_two_ranks(tmp_path: Path) -> None:
     idist.spawn("gloo", run_all, (_together(2), tmp_path), nproc_per_node=2)
 

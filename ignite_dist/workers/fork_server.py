@@ -148,7 +148,7 @@ def _start_server(server: Any) -> None:
             os.environ.pop("PYTHONPATH", None)
         else:
             os.environ["PYTHONPATH"] = previous
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # last: a Ctrl-C that has waited is raised here
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # last: the server inherits the mask
 
 
 # The path of a socket has at most 103 bytes on macOS, and 107 on Linux. multiprocessing adds 32 bytes.

@@ -1,9 +1,10 @@
 """The fork server of a worker, from which the worker starts its own processes.
 
 Since Python 3.14 a data loader starts its processes from a fork server by default. A fork server ends when
-the process that started it and all processes that it has started have closed a pipe. A data loader's process
-ends when its parent, the fork server, has ended. After the worker's death each would wait for the other. So
-this worker alone holds the pipe, and the server ends with the worker.
+nobody holds its pipe open any more. Python gives the pipe to the process that starts the server, and to every
+process that the server starts. A data loader's process ends when its parent, the fork server, has ended. After
+the worker's death the loader's process would wait for the server, and the server for that process. So this
+worker alone holds the pipe, and the server ends with the worker.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 from functools import partial
 from typing import Any
 
-# The end of the pipe that keeps the fork server alive, and the server's process id.
+# The write end of the pipe (the fork server lives while it is open), and the server's process id.
 _alive_fd: int | None = None
 _server_pid: int | None = None
 
@@ -25,13 +26,13 @@ def begin() -> None:
     keeps_alive, server._forkserver_alive_fd = server._forkserver_alive_fd, None
     if keeps_alive is not None:
         os.close(keeps_alive)
-    server._forkserver_pid = server._forkserver_address = None  # a fork of the launcher inherits both values
+    server._forkserver_pid = server._forkserver_address = None  # a forked worker inherits both
     server.ensure_running = partial(_ensure_running, server)  # called before each start of a process
     os.register_at_fork(after_in_child=_close_pipe)
 
 
 def _ensure_running(server: Any) -> None:
-    """Start the fork server if none is running. Its processes get another file in place of the pipe."""
+    """Start the fork server if none is running. The processes that it starts get /dev/null for the pipe."""
     global _alive_fd, _server_pid
     type(server).ensure_running(server)
     with server._lock:  # threads may start processes at the same time

@@ -350,8 +350,10 @@ def test_the_cause_is_found_behind_its_consequences(
     with pytest.raises(idist.RankFailedError) as info:
         idist.spawn("gloo", function, (argument or str(tmp_path),), nproc_per_node=num)
     assert time.monotonic() - started < 3 * FAILURE_SECONDS  # from the start of Python on
-    found = info.value.rank, info.value.error_type, str(info.value).count("failed after it")
-    assert found == expected, str(info.value)
+    assert (info.value.rank, info.value.error_type) == expected[:2], str(info.value)
+    # The launcher ends a rank that is too late with its own failure: on a busy machine it names fewer.
+    num_consequences = str(info.value).count("failed after it")
+    assert min(1, expected[2]) <= num_consequences <= expected[2], str(info.value)
 
 
 def _failed(rank: int, error: BaseException | Failure, seconds: float = 0.0) -> FailedRank:

@@ -146,7 +146,8 @@ def test_a_version_that_debian_does_not_have(no_python: str) -> None:
     ended = with_python("3.12", "true", PATH=no_python)
     assert (ended.returncode, ended.stderr) == (
         1,
-        "There is no python3.12 with venv on this machine, and Debian forky has 3.13 3.14 only: install python3.12.\n",
+        "There is no python3.12 with venv on this machine, and Debian forky has 3.13 3.14 only: "
+        "install python3.12.\n",
     )
 
 

@@ -1,10 +1,10 @@
 """The fork server of a worker, from which the worker starts its own processes.
 
 Since Python 3.14 a data loader starts its processes from a fork server by default. A fork server ends when
-nobody holds its pipe open any more. Python gives the pipe to the process that starts the server, and to every
-process that the server starts. A data loader's process ends when its parent, the fork server, has ended. After
-the worker's death the loader's process would wait for the server, and the server for that process. So this
-worker alone holds the pipe, and the server ends with the worker.
+nobody holds its pipe open any more. Python gives the pipe to the process that starts the server, and to all
+that the server starts. A data loader's process ends when its parent, the fork server, has ended. After the
+worker's death the loader's process would wait for the server, and the server for that process. So this worker
+alone holds the pipe, and the server ends with the worker.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +134,16 @@ def test_an_unknown_version_is_refused(version: str) -> None:
 
 
 @pytest.fixture
-def no_python(tmp_path: Path) -> str:
-    """A PATH with the programs of this machine, but for its Pythons."""
-    for folder in ("/usr/sbin", "/usr/bin", "/sbin", "/bin"):
-        for program in Path(folder).iterdir():
-            link = tmp_path / program.name
-            if not program.name.startswith("python") and not link.is_symlink():
-                link.symlink_to(program)
-    return str(tmp_path)
+def no_python() -> Iterator[str]:
+    """A PATH with the programs of this machine, but for its Pythons. Other users may read it."""
+    with tempfile.TemporaryDirectory() as path:
+        os.chmod(path, 0o755)
+        for folder in map(Path, ("/usr/sbin", "/usr/bin", "/sbin", "/bin")):
+            for program in folder.iterdir():
+                link = Path(path, program.name)
+                if not program.name.startswith("python") and not link.is_symlink():
+                    link.symlink_to(program)
+        yield path
 
 
 def test_a_version_that_debian_does_not_have(no_python: str) -> None:
@@ -156,9 +160,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 @pytest.mark.launchers
 @needs_root
-def test_without_root_one_sentence_says_so(no_python: str, tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(0o755)  # for a user who is nobody
+def test_without_root_one_sentence_says_so(no_python: str) -> None:
     nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
     ended = with_python("3.14", "true", under=nobody, PATH=no_python)
     assert (ended.returncode, ended.stderr) == (

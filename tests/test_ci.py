@@ -162,7 +162,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 @needs_root
 def test_without_root_one_sentence_says_so(no_python: str) -> None:
     nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
-    ended = with_python("3.14", "true", under=nobody, PATH=no_python)
+    program = Path(shutil.copy(WITH_PYTHON, no_python))  # where this user may read
+    ended = with_python("3.14", "true", program=program, under=nobody, PATH=no_python)
     assert (ended.returncode, ended.stderr) == (
         1,
         "There is no python3.14 with venv on this machine. Install it, or run this as root, "

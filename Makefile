@@ -48,13 +48,13 @@ venv: $(VENV)/.made  ## make .venv, with nothing installed yet
 demo: $(call needs,examples)  ## train on real data, on two processes
 	$(PY) examples/digits.py --nproc-per-node 2 $(ARGS)
 
-test: $(call needs,test examples)  ## test the package in a few minutes, on all cores
+test: $(call needs,test examples)  ## test the package on all cores, without the tests that take long
 	$(PY) -m pytest -n logical -m "$(ON_CPUS) and not long" $(ARGS)
 
 test-long: $(call needs,test examples)  ## run what `make test` leaves out for time: pages, examples, four ranks, repetitions
 	$(PY) -m pytest -n logical -m "$(ON_CPUS) and long" $(ARGS)
 
-test-all:  ## run everything that CI runs: all tests, backends, launchers, torches and Pythons (40 minutes)
+test-all:  ## run everything that CI runs: all tests, backends, launchers, torches and Pythons
 	bash .ci/run
 
 test-launchers: $(call needs,test launchers)  ## run the tests under real launchers; installs packages of Debian

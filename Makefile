@@ -95,8 +95,8 @@ xla-suite: $(call needs,test examples xla)
 test-python:  ## run the tests that depend on Python's version, with PYTHON_VERSION=3.14; installs it (Debian)
 	.ci/with-python $(PYTHON_VERSION) $(MAKE) PYTHON=python$(PYTHON_VERSION) VENV=.venv-python$(PYTHON_VERSION) python-tests
 
-python-tests: $(call needs,test)
-	$(PY) -m pytest -n logical -m "$(ON_CPUS)" $(TESTS_OF_PYTHON) $(ARGS)
+python-tests: $(call needs,test examples)
+	$(PY) -m pytest -n logical -m "$(ON_CPUS) and not long" $(TESTS_OF_PYTHON) $(ARGS)
 
 conformance: xla  ## run the conformance suite on every backend, write docs/conformance.md
 	+$(MAKE) conformance-results SUITE="not gpu and not mpi4py and not xla" RESULTS=$(RESULTS)-torch.json

@@ -3,12 +3,14 @@
 The constructor of ``DistributedDataParallel`` imports 800 modules, which takes each worker seconds. If the
 fork server has imported these modules, its workers have them too. The server must not import them before it
 starts its first workers: the launch would wait for the imports. So the launcher sends ``BEGIN_IMPORTS`` when
-its first launch has ended. The server's main loop starts workers between two imports. The imports stop when
-the launcher ends: the server has the launcher's output files open, and a reader of a pipe would wait for it.
+its first launch has ended, and the server begins a second later: most scripts have only one launch, and have
+ended by then. The server's main loop starts workers between two imports. The imports stop when the launcher
+ends: the server has the launcher's output files open, and a reader of a pipe would wait for it.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -33,6 +35,7 @@ _MODULES = (
     "torch.distributed.checkpoint.state_dict",
 )
 
+_IDLE_SECONDS = 1.0  # from BEGIN_IMPORTS to the first import
 # The server's loop accepts connections in this time. Then SIGALRM starts the next import.
 _PAUSE_SECONDS = 0.001
 
@@ -55,10 +58,14 @@ class _LauncherCheck:
             raise _LauncherEnded
 
 
+def _begin(number: int, frame: FrameType | None) -> None:
+    """Set the timer for the first import."""
+    signal.signal(BEGIN_IMPORTS, signal.SIG_DFL)  # a second timer could start an import inside of an import
+    signal.setitimer(signal.ITIMER_REAL, _IDLE_SECONDS)
+
+
 def _import_next(number: int, frame: FrameType | None) -> None:
     """Import one module, then set the timer for the next one."""
-    # A second signal must not start an import inside of an import.
-    signal.signal(BEGIN_IMPORTS, signal.SIG_DFL)
     name = next(_modules, None)
     if name is None:
         return
@@ -72,6 +79,7 @@ def _import_next(number: int, frame: FrameType | None) -> None:
     finally:
         sys.meta_path.remove(_LauncherCheck)
         warnings.showwarning = show
+    gc.freeze()
     signal.setitimer(signal.ITIMER_REAL, _PAUSE_SECONDS)
 
 
@@ -99,7 +107,7 @@ def _after_fork_in_worker() -> None:
         return
     signal.signal(signal.SIGTERM, _sigterm_action)
     for number in (BEGIN_IMPORTS, signal.SIGALRM):
-        if signal.getsignal(number) is _import_next:
+        if signal.getsignal(number) in (_begin, _import_next):
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
@@ -113,11 +121,13 @@ def _unblock_sigint() -> None:
 
 
 _server_pid = os.getpid()
+# Workers share the memory of what is imported here, until a garbage collection would write to it.
+gc.freeze()
 # A SIGTERM to the process group is for the launcher and the workers. The server ends with the launcher: its
 # earlier end would be taken for the end of the workers, whose exit codes it reports.
 _sigterm_action = signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGALRM, _import_next)
-signal.signal(BEGIN_IMPORTS, _import_next)
+signal.signal(BEGIN_IMPORTS, _begin)
 os.register_at_fork(
     before=_before_fork, after_in_parent=_after_fork_in_server, after_in_child=_after_fork_in_worker
 )

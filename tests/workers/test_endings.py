@@ -48,7 +48,8 @@ SCRIPT = """
             thread.start()
             thread.join()
             (batches,) = started
-            next(batches)
+            for _ in range(2):  # a batch of each process: one that has not begun yet does not know its parent
+                next(batches)
             pids = [process.pid for process in batches._workers]
         for name in {"deaf": ["SIGTERM"], "deafer": ["SIGINT", "SIGTERM"]}.get(how.partition(",")[0], []):
             signal.signal(getattr(signal, name), lambda *_: os.write(1, b"not now\\n"))
@@ -103,7 +104,8 @@ def job(folder: Path, backend: str, start_method: str, how: str, **environ: str)
                 found.loaders.update(map(int, re.findall(r"\d+", loaders)))
                 found.own.update(map(int, re.findall(r"\d+", own)))
         children = psutil.Process(launcher.pid).children(recursive=True)
-        # Python's resource tracker ends with the last process that holds on to it, a loader perhaps.
+        # Python's resource tracker ends with the last process that holds on to it: one of the worker's own
+        # processes if there is any, else a loader perhaps.
         trackers = {child.pid for child in children if "resource_tracker" in " ".join(child.cmdline())}
         (found.own or found.loaders).update(trackers)
         found.workers.update({child.pid for child in children} - found.loaders - found.own)

@@ -176,7 +176,9 @@ _ALL = ("environment", "horovod")
 _KEEP = 'ARGS="--conformance-results=build/conformance-{}.json"'
 _XLA = "make xla && make VENV=.venv-xla CONSTRAINTS=constraints-xla.txt .venv-xla/.has-test"
 _NEWEST = "make VENV=.venv-newest CONSTRAINTS=constraints-newest.txt .venv-newest/.has-{test,examples}"
-_PYTHON = ".ci/with-python 3.14 make PYTHON=python3.14 VENV=.venv-python3.14 .venv-python3.14/.has-{test,examples}"
+_PYTHON = (
+    ".ci/with-python 3.14 make PYTHON=python3.14 VENV=.venv-python3.14 .venv-python3.14/.has-{test,examples}"
+)
 STEPS = [
     Step("environment", "make .venv/.has-{test,examples,lint,docs,dist,mpi4py,launchers}"),
     Step("get-launchers", ".ci/install-launchers", lanes=0),

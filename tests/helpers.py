@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ import psutil
 import torch.distributed as dist
 
 from ignite_dist.environments import is_launcher_variable
+from warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -63,7 +65,33 @@ def write_script(folder: Path, text: str, name: str = "script.py") -> Path:
     return path
 
 
-def run_python(*args: Any, seconds: float = 280, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+@cache
+def _warm_python(pid: int) -> WarmPython:
+    return WarmPython()
+
+
+def run_python(
+    *args: Any,
+    seconds: float = 280,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | str | None = None,
+    input: str | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """``python *args`` in a fork of a Python that has imported torch, see ``warm_python``; its output is text.
+
+    What is still running after ``seconds`` is ended.
+    """
+    command = [str(arg) for arg in args]
+    env = plain_environ() if env is None else env
+    warm = _warm_python(os.getpid())
+    if not warm.can_run(command, env):
+        return run_new_python(*args, seconds=seconds, env=env, cwd=cwd, **({"input": input} if input else {}))
+    ended = warm.run(command, env, str(cwd or os.getcwd()), input, seconds)
+    ended.stdout = without_gloos(ended.stdout)
+    return ended
+
+
+def run_new_python(*args: Any, seconds: float = 280, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     """``python *args``; its output is text. What is still running after ``seconds`` is ended."""
     kwargs.setdefault("env", plain_environ())
     if "input" not in kwargs:

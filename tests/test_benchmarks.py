@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, plain_environ, run_python
+from helpers import ROOT, plain_environ, run_new_python
 from ignite_dist.comp_models.native import shared_segment
 
 pytestmark = [
@@ -19,7 +19,7 @@ pytestmark = [
 
 def benchmark(name: str, *arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a file of ``benchmarks/``."""
-    return run_python(ROOT / "benchmarks" / name, *arguments, env=plain_environ(**environ))
+    return run_new_python(ROOT / "benchmarks" / name, *arguments, env=plain_environ(**environ))
 
 
 def test_bars_of_shared_memory_are_checked_only_where_it_is_used() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from helpers import ROOT, end_of_processes, plain_environ, run_python, write_script
+from helpers import ROOT, end_of_processes, plain_environ, run_new_python, write_script
 
 WITH_PYTHON = ROOT / ".ci" / "with-python"
 OWN_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -46,7 +46,7 @@ def test_a_step_that_fails_stops_those_that_need_it_and_no_others(tmp_path: Path
         Step("one", "echo said by one"), Step("two", "false | true; echo after", after=("one",)),
         Step("three", "true", after=("two",)), Step("four", "true", after=("three",)), Step("five", "true"),
     """
-    ended = run_python(*command_of_steps(tmp_path, steps), cwd=tmp_path)
+    ended = run_new_python(*command_of_steps(tmp_path, steps), cwd=tmp_path)
     assert ended.returncode == 1
     assert "said by one" in ended.stdout and "after\n" not in ended.stdout
     outcomes = dict(re.findall(r"^(\w+) +(passed|FAILED|not run) +\d+ *$", ended.stdout, re.MULTILINE))
@@ -72,7 +72,7 @@ def test_the_tests_of_all_steps_are_counted_and_the_slowest_are_kept(tmp_path: P
     )
     command = f"{sys.executable} -m pytest -q --noconftest -c {os.devnull} --rootdir {tmp_path} {file}"
     steps = f"Step('one', {command!r}), Step('two', {command + ' -k passes'!r})"
-    ended = run_python(*command_of_steps(tmp_path, steps), cwd=tmp_path)
+    ended = run_new_python(*command_of_steps(tmp_path, steps), cwd=tmp_path)
     assert ended.stdout.endswith("Steps that have not passed: one\n2 passed, 1 failed, 1 skipped\n"), (
         ended.stdout
     )
@@ -191,7 +191,7 @@ def test_without_a_network_one_sentence_says_so(no_python: str, tmp_path_factory
 def test_a_run_ends_with_what_it_has_left_out(processes: tuple[str, ...]) -> None:
     tests = [f"tests/{name}.py" for name in ("comp_models/test_horovod_state", "values/test_tree")]
     run = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *processes, "-m", "not horovod and not xla")
-    ended = run_python(*run, *tests, cwd=ROOT)
+    ended = run_new_python(*run, *tests, cwd=ROOT)
     assert ended.returncode == 0, ended.stdout
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("Left out: ")]
     assert re.fullmatch(r"Left out: \d+ horovod \(make test-horovod\)\. `make test-all` .*", line)

@@ -126,7 +126,7 @@ def test_scripts_for_ignite_find_their_arguments_and_defaults(name: str) -> None
 
 def test_modules_are_attributes_after_the_one_import() -> None:
     code = "import ignite_dist as idist; print(idist.utils.get_rank(), idist.auto, idist.launcher)"
-    assert helpers.run_python("-c", code).stdout.startswith("0 ")
+    assert helpers.run_new_python("-c", code).stdout.startswith("0 ")
 
 
 def test_the_modules_that_scripts_import() -> None:
@@ -193,7 +193,7 @@ HEAVY = [
 
 
 def test_importing_the_package_changes_nothing_and_imports_nothing_heavy() -> None:
-    ended = helpers.run_python("-c", PROBE)
+    ended = helpers.run_new_python("-c", PROBE)
     assert ended.returncode == 0, ended.stdout
     found = json.loads(ended.stdout.splitlines()[-1])
     assert found["changed"] == []
@@ -221,10 +221,10 @@ def test_using_it_imports_nothing_heavy_either() -> None:
     heavy = [
         name for name in HEAVY if name.startswith(("horovod", "torch_xla", "torch._", "torch.distributed."))
     ]
-    before = helpers.run_python(
+    before = helpers.run_new_python(
         "-c",
         "import sys, torch, torch.utils.data; print([n for n in sys.argv[1:] if n in sys.modules])",
         *heavy,
     )
-    ended = helpers.run_python("-c", USE, *heavy)
+    ended = helpers.run_new_python("-c", USE, *heavy)
     assert ended.stdout.splitlines()[-1] == before.stdout.splitlines()[-1], ended.stdout

@@ -331,7 +331,7 @@ def test_launches_leave_nothing_behind(
     script = helpers.write_script(tmp_path, LAUNCHES)
     environ = helpers.plain_environ(TMPDIR=folder, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2")
     environ["PYTHONPATH"] += os.pathsep + str(helpers.TESTS)
-    ended = helpers.run_python(script, backend, repetitions(*num), *functions, env=environ, seconds=1500)
+    ended = helpers.run_new_python(script, backend, repetitions(*num), *functions, env=environ, seconds=1500)
     print(ended.stdout)
     assert ended.returncode == 0, ended.stdout
     assert _temporary(folder) == set(), "the launcher has ended, and its fork server with it"

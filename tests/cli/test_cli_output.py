@@ -14,7 +14,7 @@ import torch
 from command_line import run_command
 from helpers import (
     plain_environ,
-    run_python,
+    run_new_python,
     write_script,
 )
 from ignite_dist.cli import network
@@ -29,7 +29,7 @@ from ignite_dist.cli.values import DTYPES
 
 
 def test_only_the_command_line_imports_rich() -> None:
-    ended = run_python("-c", "import sys, ignite_dist; print('rich' in sys.modules)")
+    ended = run_new_python("-c", "import sys, ignite_dist; print('rich' in sys.modules)")
     assert ended.stdout == "False\n"
 
 

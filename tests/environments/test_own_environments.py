@@ -147,7 +147,7 @@ def _run_with_entry_points(folder: Path, source: str, *values: str, **environ: s
     (info / "entry_points.txt").write_text("\n".join(["[ignite_dist.environments]", *lines, ""]))
     complete = helpers.plain_environ(**environ)
     complete["PYTHONPATH"] = os.pathsep.join([str(folder), complete["PYTHONPATH"]])
-    ended = helpers.run_python("-c", source, env=complete)
+    ended = helpers.run_new_python("-c", source, env=complete)
     return ended.returncode, ended.stdout
 
 
@@ -201,7 +201,7 @@ def test_variables_set_by_initialize_are_no_launchers_and_teardown_gives_them_ba
     ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     environ = helpers.plain_environ(**sizes, **ranks)
     environ["PYTHONPATH"] += os.pathsep + str(helpers.TESTS)
-    ended = helpers.run_python(
+    ended = helpers.run_new_python(
         "-c",
         "import json, test_own_environments as here; print(json.dumps(here._what_is_set_and_given_back()))",
         env=environ,
@@ -215,7 +215,7 @@ def test_variables_set_by_initialize_are_no_launchers_and_teardown_gives_them_ba
 
 
 def test_without_a_launcher_the_environment_is_that_of_one_process() -> None:
-    ended = helpers.run_python("-c", "import ignite_dist as idist; print(idist.environment())")
+    ended = helpers.run_new_python("-c", "import ignite_dist as idist; print(idist.environment())")
     assert "launcher='none', rank=0, world_size=1" in ended.stdout
 
 

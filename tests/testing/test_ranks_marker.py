@@ -306,5 +306,5 @@ def test_nothing_is_imported_before_it_is_used(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(
         "import sys\ndef test_modules():\n    assert not {'torch', 'ignite_dist'} & set(sys.modules)\n"
     )
-    ended = run_pytest(tmp_path)
+    ended = helpers.run_new_python("-m", "pytest", "-p", "pytest_ignite_dist", cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout

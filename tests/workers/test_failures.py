@@ -281,7 +281,7 @@ def test_that_memory_has_run_out_is_said_where_the_kernel_says_it(tmp_path: Path
     """The whole job in a container, say: the kernel ends the process in it that holds most."""
     control_group = _make_control_group(f"{tmp_path.name}-{os.getpid()}", 1_000_000_000)
     try:
-        ended = helpers.run_python(helpers.write_script(tmp_path, MEMORY), control_group)
+        ended = helpers.run_new_python(helpers.write_script(tmp_path, MEMORY), control_group)
     finally:
         if control_group:
             _remove(control_group)

@@ -42,7 +42,7 @@ LAUNCHES = """
 
 def test_after_the_first_launch_workers_have_what_training_needs(tmp_path: Path) -> None:
     for end in ("returns", "fails"):
-        ended = helpers.run_python(helpers.write_script(tmp_path, LAUNCHES), end)
+        ended = helpers.run_new_python(helpers.write_script(tmp_path, LAUNCHES), end)
         assert ended.returncode == 0, ended.stdout
         assert int(ended.stdout) < 5, ended.stdout  # without the server's imports: about 800
 
@@ -64,7 +64,7 @@ OTHER_SERVER = """
 
 
 def test_the_server_of_another_library_is_left_alone(tmp_path: Path) -> None:
-    ended = helpers.run_python(helpers.write_script(tmp_path, OTHER_SERVER))
+    ended = helpers.run_new_python(helpers.write_script(tmp_path, OTHER_SERVER))
     assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stdout
 
 
@@ -95,7 +95,7 @@ INTERRUPTED = """
 
 
 def test_a_server_that_starts_during_an_interrupt_is_the_one_that_is_used(tmp_path: Path) -> None:
-    ended = helpers.run_python(helpers.write_script(tmp_path, INTERRUPTED))
+    ended = helpers.run_new_python(helpers.write_script(tmp_path, INTERRUPTED))
     assert ended.returncode == 0, ended.stdout
 
 
@@ -125,7 +125,7 @@ def run_as_the_server(folder: Path, leaf: str) -> str:
     helpers.write_script(folder, leaf, "first_leaf.py")
     helpers.write_script(folder, "", "second_module.py")
     script = helpers.write_script(folder, AS_THE_SERVER)
-    ended = helpers.run_python(script, folder)
+    ended = helpers.run_new_python(script, folder)
     assert ended.returncode == 0, ended.stdout
     return ended.stdout
 
@@ -156,7 +156,7 @@ ENDED_AT_ONCE = """
 
 def test_a_worker_that_is_ended_before_its_first_instruction_ends(tmp_path: Path) -> None:
     """The server ignores SIGTERM, and an ignored signal would be lost."""
-    ended = helpers.run_python(helpers.write_script(tmp_path, ENDED_AT_ONCE))
+    ended = helpers.run_new_python(helpers.write_script(tmp_path, ENDED_AT_ONCE))
     assert (ended.returncode, ended.stdout) == (0, "15\n")
 
 
@@ -178,4 +178,4 @@ FORKS = """
 
 
 def test_a_worker_that_blocks_sigterm_may_fork(tmp_path: Path) -> None:
-    assert helpers.run_python(helpers.write_script(tmp_path, FORKS)).stdout == "[(True, 1)]\n"
+    assert helpers.run_new_python(helpers.write_script(tmp_path, FORKS)).stdout == "[(True, 1)]\n"

@@ -104,23 +104,23 @@ MAIN_OUTPUT = ["[11, 11]", "[10, 11]"]
 
 
 def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
-    ended = helpers.run_python(helpers.write_script(tmp_path, MAIN))
+    ended = helpers.run_new_python(helpers.write_script(tmp_path, MAIN))
     assert ended.stdout.splitlines() == MAIN_OUTPUT
 
 
 def test_functions_of_a_module_run_as_a_script(tmp_path: Path) -> None:
     helpers.write_script(tmp_path, MAIN, name="some_module.py")
-    ended = helpers.run_python("-m", "some_module", cwd=tmp_path)
+    ended = helpers.run_new_python("-m", "some_module", cwd=tmp_path)
     assert ended.stdout.splitlines() == MAIN_OUTPUT
 
 
 def test_functions_of_a_command_line_as_in_a_notebook() -> None:
-    ended = helpers.run_python("-c", textwrap.dedent(MAIN))
+    ended = helpers.run_new_python("-c", textwrap.dedent(MAIN))
     assert ended.stdout.splitlines() == MAIN_OUTPUT
 
 
 def test_functions_of_a_script_from_the_standard_input() -> None:
-    ended = helpers.run_python("-", input=textwrap.dedent(MAIN))
+    ended = helpers.run_new_python("-", input=textwrap.dedent(MAIN))
     assert ended.stdout.splitlines() == MAIN_OUTPUT
 
 
@@ -137,7 +137,7 @@ def test_a_missing_main_guard_gives_the_hint(tmp_path: Path) -> None:
         """,
     )
     with within(150):
-        ended = helpers.run_python(script)
+        ended = helpers.run_new_python(script)
     assert ended.returncode == 1
     (said,) = [line for line in ended.stdout.splitlines() if "WorkerExitedError" in line]
     assert "__name__ == '__main__'" in said.replace('"', "'")

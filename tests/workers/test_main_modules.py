@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from helpers import plain_environ, run_python, write_script
+from helpers import plain_environ, run_new_python, write_script
 
 
 def test_a_script_without_a_guard_is_told_in_a_line(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_a_script_without_a_guard_is_told_in_a_line(tmp_path: Path) -> None:
         idist.spawn("gloo", print, nproc_per_node=2)
         """,
     )
-    ended = run_python(script)
+    ended = run_new_python(script)
     assert ended.returncode == 1
     lines = ended.stdout.splitlines()
     assert lines[0].startswith("The script starts workers when it is imported"), ended.stdout
@@ -37,7 +37,7 @@ def test_a_function_under_the_guard_is_named(tmp_path: Path) -> None:
             idist.spawn("gloo", train, nproc_per_node=2)
         """,
     )
-    ended = run_python(script)
+    ended = run_new_python(script)
     assert ended.returncode == 1
     assert "LaunchError: A worker did not find what was sent: " in ended.stdout
     assert "'train'" in ended.stdout and "Define functions and classes above that part." in ended.stdout
@@ -63,7 +63,7 @@ def test_functions_of_the_main_module_of_a_package(tmp_path: Path) -> None:
     )
     environ = plain_environ()
     environ["PYTHONPATH"] += os.pathsep + str(tmp_path)
-    assert run_python("-m", "package", env=environ).stdout == "['package 0', 'package 1']\n"
+    assert run_new_python("-m", "package", env=environ).stdout == "['package 0', 'package 1']\n"
 
 
 CELLS = """
@@ -85,5 +85,5 @@ except idist.WorkerRaisedError as error:
 
 
 def test_a_traceback_shows_the_line_of_a_notebooks_cell(tmp_path: Path) -> None:
-    ended = run_python(write_script(tmp_path, CELLS), env=plain_environ(IPYTHONDIR=str(tmp_path)))
+    ended = run_new_python(write_script(tmp_path, CELLS), env=plain_environ(IPYTHONDIR=str(tmp_path)))
     assert "raise ValueError(local_rank)  # the line that failed" in ended.stdout

@@ -77,7 +77,7 @@ def run_python(
     cwd: Path | str | None = None,
     input: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """``python *args`` in a fork of a Python that has imported torch, see ``warm_python``; its output is text.
+    """``python *args`` in a fork of a Python that has imported torch (``warm_python``); its output is text.
 
     What is still running after ``seconds`` is ended.
     """

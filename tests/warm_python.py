@@ -1,8 +1,8 @@
 """A Python that has imported torch. Tests run scripts in forks of it, which saves each of them the import.
 
-A fork has the arguments, environment, folder, streams, main module and exit status of ``python SCRIPT``. A fork
-server that the script starts is a fork too, made before the script's first line. Tests of the start of Python
-itself, of its imports or of its child processes run a new Python: :func:`helpers.run_new_python`.
+A fork has the arguments, environment, folder, streams, main module and exit status of ``python SCRIPT``. A
+fork server that the script starts is a fork too, made before the script's first line. Tests of the start of
+Python itself, of its imports or of its child processes run a new Python: :func:`helpers.run_new_python`.
 
 Run as a script (``python warm_python.py FD``) this module is that Python; else it is the client.
 """

@@ -147,7 +147,7 @@ def test_failures_before_and_after_the_test(run: Runner) -> None:
         def test_ends_its_context():
             idist.finalize()
 
-        @pytest.mark.ranks(2)
+        @pytest.mark.ranks(2, timeout=5)
         def test_sends_what_nobody_receives(rank):
             if rank == 0:
                 idist.broadcast(1)

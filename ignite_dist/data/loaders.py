@@ -142,6 +142,8 @@ def auto_dataloader(
     elif exact or is_of_rank or (is_stream and not shard):
         if place.num_ranks > 1 and "batch_size" in kwargs:
             kwargs["batch_size"] = _equal_batch_size(kwargs["batch_size"], place.num_ranks, group)
+        if isinstance(sampler, DistributedSampler):
+            order.batch_size = (kwargs.get("batch_size", 1) or 1) * place.num_ranks
         if exact:
             kwargs["sampler"] = _exact_sampler(
                 model, dataset, place, group, order.seed, bool(kwargs.pop("shuffle", False)), exact == "padded"

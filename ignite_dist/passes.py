@@ -1,4 +1,4 @@
-"""Passes over a data loader: their order, the position of a pass, and a pass that begins at a saved position."""
+"""Passes over a data loader: their order, their position, and passes that begin at a saved position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_dist.call_sites import warn_user
@@ -20,7 +20,7 @@ from ignite_dist.values.random_states import RandomStates, preserved
 
 @dataclass
 class Order:
-    """What determines the batches of a loader, beside its sampler. The same on every rank that shares the data.
+    """What determines the batches of a loader, beside its sampler. Equal on the ranks that share the data.
 
     Attributes:
         seed: of random orders. None if the sampler needs none, or if the user's own sampler knows its rank.
@@ -180,7 +180,8 @@ class Resumable:
     def _set_epoch(self, epoch: int) -> None:
         loader = self.host_loader()
         loader._epoch = epoch
-        for one in (loader.sampler, loader.batch_sampler, loader.dataset):
+        parts: list[Any] = [loader.sampler, loader.batch_sampler, loader.dataset]
+        for one in parts:
             if isinstance(one, DistributedSampler) and not self._epoch_is_set:
                 DistributedSampler.set_epoch(one, epoch)  # the sampler would take it for the user's call
             elif callable(getattr(one, "set_epoch", None)):
@@ -242,7 +243,7 @@ class Resumable:
         if latest is None or latest.epoch != epoch or not latest.counts():
             self._furthest = furthest
             return
-        if latest.num_received > 1 and not self._has_warned and not _is_in_order(self.host_loader()):
+        if latest.num_received > 1 and not self._has_warned and self.host_loader().order.seed is not None:
             self._has_warned = True
             warn_user(
                 f"This pass draws the batches again that the pass before it has drawn, which was left after "
@@ -298,8 +299,8 @@ class Resumable:
         if different:
             name = different[0]
             raise ValueError(
-                f"The checkpoint is of a loader of another data set or sampler: its {name} is {saved[name]!r}, "
-                f"and that of this loader is {own[name]!r}."
+                f"The checkpoint is of a loader of another data set or sampler: its {name} is "
+                f"{saved[name]!r}, and that of this loader is {own[name]!r}."
             )
         batches: int = position["batches"]
         size, samples = loader.order.batch_size, position["samples"]
@@ -307,9 +308,8 @@ class Resumable:
             batches, rest = divmod(samples, size)
             if rest and loader.order.is_batched:
                 raise ValueError(
-                    f"The checkpoint was saved after {samples} samples of an epoch, which are no whole number "
-                    f"of batches of batch_size={size}. Go on with the batch_size of the saved run, or begin an "
-                    "epoch: save after the end of a pass."
+                    f"The checkpoint was saved after {samples} samples of an epoch, which are no whole "
+                    f"number of batches of batch_size={size}. Use the batch_size of the saved run."
                 )
         try:
             num_batches = len(loader)
@@ -333,8 +333,9 @@ class Resumable:
         batches = self.check_position(position)
         if position["seed"] is not None and loader.order.seed is not None:
             loader.order.seed = position["seed"]
-            if hasattr(loader.sampler, "advance_epoch"):
-                loader.sampler.seed = position["seed"]
+            sampler: Any = loader.sampler
+            if hasattr(sampler, "advance_epoch"):
+                sampler.seed = position["seed"]
         self._set_epoch(position["epoch"])
         saved = position["states"] if is_same_rank else None
         states = None if saved is None else RandomStates.of_plain(saved)
@@ -355,13 +356,6 @@ class EpochShardLoader(Resumable, OrderedShardLoader):
 
     def __iter__(self) -> Any:
         return self.begin_pass(lambda _: super(Resumable, self).__iter__())
-
-
-def _is_in_order(loader: DataLoader[Any]) -> bool:
-    sampler: Any = loader.sampler
-    if getattr(loader, "order", None) is None or loader.order.seed is None:
-        return True
-    return isinstance(sampler, SequentialSampler) or getattr(sampler, "shuffle", None) is False
 
 
 def check_resumable(loader: Any) -> Resumable:

@@ -102,9 +102,10 @@ def part_size(batch_size: int, num_replicas: int, rank: int) -> int:
 def _num_in_parts(num_draws: int, sampler: Any) -> int:
     """The samples of this rank among ``num_draws`` of all ranks."""
     place = sampler.num_replicas, sampler.rank
-    num_whole, num_rest = divmod(num_draws, sampler.total_batch_size)
+    size: int = sampler.total_batch_size
+    num_whole, num_rest = divmod(num_draws, size)
     own_rest = 0 if sampler.drop_last else len(part_of_batch(range(num_rest), *place))
-    return num_whole * part_size(sampler.total_batch_size, *place) + own_rest
+    return num_whole * part_size(size, *place) + own_rest
 
 
 class BatchSamplerPart(Sampler[Any]):
@@ -115,7 +116,9 @@ class BatchSamplerPart(Sampler[Any]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         for batch in self.batch_sampler:
-            yield part_of_batch(batch if isinstance(batch, list) else list(batch), self.num_replicas, self.rank)
+            yield part_of_batch(
+                batch if isinstance(batch, list) else list(batch), self.num_replicas, self.rank
+            )
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -429,7 +432,7 @@ class DistributedProxySampler(_AutoEpoch):
 
     def __init__(
         self,
-        sampler: Sampler[Any],
+        sampler: Sampler[Any] | Any,
         num_replicas: int | None = None,
         rank: int | None = None,
         drop_last: bool = False,

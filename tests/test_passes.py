@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Rando
 import ignite_dist as idist
 from ignite_dist.passes import check_resumable
 from ignite_dist.values.random_states import RandomStates
-from on_ranks import on_ranks, warned
+from on_ranks import on_ranks
 
 SIZE = 23
 
@@ -250,7 +250,10 @@ def test_on_another_number_of_ranks_the_samples_are_the_rest(world_size: int) ->
 def test_a_position_of_another_data_set_or_sampler_or_behind_the_end_is_refused() -> None:
     (_, position), _ = on_ranks(_first_two_of_two)
     for loader, text in (
-        (idist.auto_dataloader(list(range(24)), batch_size=6, shuffle=True), "sampler is 'DistributedSampler'"),  # type: ignore[arg-type]
+        (
+            idist.auto_dataloader(list(range(24)), batch_size=6, shuffle=True),
+            "sampler is 'DistributedSampler'",
+        ),  # type: ignore[arg-type]
         (idist.auto_dataloader(list(range(25)), batch_size=6, sampler=_alone(25)), "samples is 24"),  # type: ignore[arg-type]
         (idist.auto_dataloader(list(range(24)), batch_size=7, sampler=_alone(24)), "no whole number"),  # type: ignore[arg-type]
     ):

@@ -55,11 +55,11 @@ def auto_dataloader(
       sample; for the gradient of the whole batch see :func:`accumulate` with ``weight=``. There is a warning
       if it is less than the number of ranks: it then holds for each rank.
     - ``num_workers`` is the total per node. It is divided by the node's number of processes and rounded up.
-    - ``sampler`` and ``batch_sampler`` are drawn from as in one process, and each rank takes its part. In each
-      pass the generators that they draw from are seeded equally on all ranks. A sampler that was made for
-      this rank (a ``DistributedSampler``, or one with its number of ranks and its rank) is used as it is.
-    - The order depends on the loader's seed and the epoch only. The epoch is the number of whole passes before,
-      until ``loader.set_epoch`` (or ``loader.sampler.set_epoch``) is called.
+    - ``sampler`` and ``batch_sampler`` are drawn from as in one process, and each rank takes its part. In
+      each pass the generators that they draw from are seeded equally on all ranks. A sampler that was made
+      for this rank (a ``DistributedSampler``, or one that has its rank and their number) is used as it is.
+    - The order depends on the loader's seed and the epoch only. The epoch is the number of whole passes so
+      far, until ``loader.set_epoch`` (or ``loader.sampler.set_epoch``) is called.
     - ``pin_memory`` is on by default if the device is a GPU.
 
     All ranks make this call, and compare in one small collective what has to agree. The first rank draws the
@@ -88,18 +88,19 @@ def auto_dataloader(
             the loop must not call collectives: use ``unwrap_model``. Under FSDP2 every forward pass is a
             collective. With ``"padded"`` all ranks draw equally many samples, and :func:`gather_in_order`
             drops the extra samples.
-        shard: split an ``IterableDataset`` as above. It must yield the same items in every process. In a last
-            batch with fewer items than ranks, ranks without an item have no batch; ``drop_last=True`` drops it.
+        shard: split an ``IterableDataset`` as above. It must yield the same items in every process. If the
+            last batch has fewer items than there are ranks, ranks without an item have no such batch;
+            ``drop_last=True`` drops it.
         group: the ranks that share the data, as in :func:`all_reduce`. Only ``exact`` makes a group of a list
             of ranks, which then needs the same calls as in :func:`new_group`.
         seed: of random orders, the same on every rank.
         kwargs: keywords of ``torch.utils.data.DataLoader``.
 
     Returns:
-        A ``torch.utils.data.DataLoader`` that also has ``set_epoch``. With XLA an ``MpDeviceLoader`` with the
-        same attributes, whose batches are on :func:`device` already. With ``exact`` a pass raises
-        ``CollectiveMismatchError`` on every rank if the models' buffers differ in names, shapes or dtypes, and
-        ``RuntimeError`` inside of :func:`join`.
+        A ``torch.utils.data.DataLoader`` that also has ``set_epoch``. With XLA an ``MpDeviceLoader`` with
+        the same attributes, whose batches are on :func:`device` already. With ``exact`` a pass raises
+        ``CollectiveMismatchError`` on every rank if the models' buffers differ in names, shapes or dtypes,
+        and ``RuntimeError`` inside of :func:`join`.
 
     Raises:
         CollectiveMismatchError: the ranks have other data sets, batch sizes or samplers, or some of them make
@@ -146,18 +147,26 @@ def auto_dataloader(
             order.batch_size = (kwargs.get("batch_size", 1) or 1) * place.num_ranks
         if exact:
             kwargs["sampler"] = _exact_sampler(
-                model, dataset, place, group, order.seed, bool(kwargs.pop("shuffle", False)), exact == "padded"
+                model,
+                dataset,
+                place,
+                group,
+                order.seed,
+                bool(kwargs.pop("shuffle", False)),
+                exact == "padded",
             )
     else:
         order.is_batched = kwargs.get("batch_size") is not None
-        order.batch_size = _total_batch_size(kwargs["batch_size"], place, group) if order.is_batched else place.num_ranks
+        order.batch_size = (
+            _total_batch_size(kwargs["batch_size"], place, group) if order.is_batched else place.num_ranks
+        )
         if place.num_ranks > 1:
             if order.is_batched:
                 kwargs["batch_size"] = part_size(order.batch_size, *place)
             if not is_stream:
                 kwargs["sampler"] = _sampler_of_rank(dataset, sampler, kwargs, place, order)
     if shard:
-        dataset = _shard(dataset, place, order.batch_size, kwargs)
+        dataset = _shard(dataset, place, order.batch_size, kwargs)  # type: ignore[arg-type]  # it was checked
     loader = model.training.make_loader(dataset, **kwargs)
     loader.host_loader().order = order
     return loader
@@ -176,7 +185,9 @@ def _check_settings(
     size = kwargs.get("batch_size")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ValueError(f"batch_size must be an int of at least 1, or None, got {size!r}.")
-    if kwargs.get("shuffle") and (kwargs.get("sampler") is not None or kwargs.get("batch_sampler") is not None):
+    if kwargs.get("shuffle") and (
+        kwargs.get("sampler") is not None or kwargs.get("batch_sampler") is not None
+    ):
         raise ValueError("sampler and shuffle=True exclude each other, as in torch's DataLoader.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 62):
         raise ValueError(f"seed must be an int in [0, 2**62), got {seed!r}.")
@@ -206,8 +217,8 @@ def _taken_over(loader: DataLoader[Any], kwargs: dict[str, Any]) -> tuple[Datase
         )
     if kwargs:
         raise TypeError(
-            f"auto_dataloader takes over the settings of the DataLoader: {', '.join(kwargs)} must be left out. "
-            "To change a setting, pass the data set and all keywords."
+            f"auto_dataloader takes over the settings of the DataLoader: {', '.join(kwargs)} must be left "
+            "out. To change a setting, pass the data set and all keywords."
         )
     settings = {name: getattr(loader, name) for name in _TAKEN_OVER if hasattr(loader, name)}
     if loader.batch_size is None and loader.batch_sampler is not None:

@@ -103,8 +103,8 @@ def _members(model: ComputationModel, group: Any) -> Group | None:
 def _compare(members: Group, rows: Sequence[Any]) -> None:
     if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
         raise CollectiveMismatchError(
-            "Some ranks call auto_dataloader, and other ranks make another call. All ranks that share the data "
-            "make the loader: move auto_dataloader out of `if idist.get_rank() == 0:`."
+            "Some ranks call auto_dataloader, and other ranks make another call. All ranks that share the "
+            "data make the loader: move auto_dataloader out of `if idist.get_rank() == 0:`."
         )
     named = [{"seed": seed, **facts} for _, seed, _, facts in rows]
     different = [name for name in named[0] if len({repr(one.get(name)) for one in named}) > 1]
@@ -172,7 +172,9 @@ def _update(hashed: Any, value: Any) -> None:
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
         flat = value.detach().cpu().contiguous().flatten()
         hashed.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        hashed.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() and not value.is_quantized else b"")
+        hashed.update(
+            flat.view(torch.uint8).numpy().tobytes() if flat.numel() and not value.is_quantized else b""
+        )
     elif isinstance(value, (list, tuple)):
         hashed.update(f"{len(value)}".encode())
         for one in value:

@@ -42,7 +42,9 @@ class Batches(Sampler[list[int]]):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.own = random.Random(1) if kind == "own" else np.random.default_rng(1) if kind == "numpy's own" else None
+        self.own = (
+            random.Random(1) if kind == "own" else np.random.default_rng(1) if kind == "numpy's own" else None
+        )
 
     def __len__(self) -> int:
         return 6
@@ -109,7 +111,9 @@ KINDS: dict[str, Callable[[], Any]] = {
         DATA, batch_size=6, sampler=WeightedRandomSampler(torch.arange(1.0, SIZE + 1), 20)
     ),
     "distributed": lambda: idist.auto_dataloader(
-        range(24), batch_size=6, sampler=DistributedSampler(range(24), **idist.sampler_kwargs())  # type: ignore[arg-type]
+        range(24),
+        batch_size=6,
+        sampler=DistributedSampler(range(24), **idist.sampler_kwargs()),  # type: ignore[arg-type]
     ),
     "batch sampler": lambda: idist.auto_dataloader(
         DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 5, False)
@@ -150,13 +154,15 @@ def drawn(_: int, kind: str) -> list[list[int]]:
 
 
 def merged(by_rank: list[list[list[int]]]) -> list[list[int]]:
-    """The batches that the ranks have drawn together. A last batch has an item less on some ranks, or none."""
+    """The batches that the ranks have drawn together. A stream has no last batch on some ranks."""
     longest = max(by_rank, key=len)
     assert all(len(longest) - len(parts) in (0, NUM_EPOCHS) for parts in by_rank)
     if any(len(parts) < len(longest) for parts in by_rank):  # a stream: no last batch on some ranks
         per_epoch = len(longest) // NUM_EPOCHS
         by_rank = [
-            parts if len(parts) == len(longest) else [
+            parts
+            if len(parts) == len(longest)
+            else [
                 part
                 for epoch in range(NUM_EPOCHS)
                 for part in [*parts[epoch * (per_epoch - 1) : (epoch + 1) * (per_epoch - 1)], []]
@@ -383,7 +389,9 @@ def stops(loader: Any, how: str) -> int:
     raise AssertionError(how)
 
 
-@pytest.mark.parametrize("how", ["break", "return", "exception", "next", "islice", "progress", "zip", "a look within"])
+@pytest.mark.parametrize(
+    "how", ["break", "return", "exception", "next", "islice", "progress", "zip", "a look within"]
+)
 def test_the_position_is_the_number_of_batches_that_the_loop_has_got(how: str) -> None:
     whole = list(batches(shuffled()))
     loader = shuffled()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.base import ComputationModel

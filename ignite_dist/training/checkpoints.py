@@ -55,8 +55,8 @@ def save_checkpoint(
         optimizer: the result of :func:`auto_optim`.
         scheduler: any object with ``state_dict()`` and ``load_state_dict()``; that of rank 0 is saved.
         loader: the result of :func:`auto_dataloader`, for the epoch of its sampler and the position in it:
-            the batches that the loop has received, not those that workers have fetched ahead. All ranks must
-            have received equally many.
+            the batches that the loop has received, not those that workers have fetched ahead; also after the
+            loop was left by ``break`` or an exception. All ranks must have received equally many.
         keep: after a successful save, delete older checkpoints in the folder of ``path``, so that this one
             and the ``keep - 1`` before it are left. All checkpoints in the folder count, also those of other
             names and of other jobs; symbolic links do not. Other files stay.
@@ -230,9 +230,9 @@ def load_checkpoint(
 
     Each rank gets its random states. If there are more ranks than in the checkpoint, the others keep theirs.
 
-    The next pass over ``loader`` goes on at the saved position, counted in samples of all ranks (rounded down
-    to a multiple of the number of ranks). ``set_epoch`` with another epoch begins that epoch instead. Random
-    numbers that data loader workers draw are not restored.
+    The next pass over ``loader`` goes on with the batch after the saved position, in the order of the saved
+    run. ``set_epoch`` with another epoch begins that epoch instead. Random numbers that data loader workers
+    draw are not restored.
 
     Args:
         path: the file; see :func:`latest`.

@@ -162,7 +162,7 @@ style: $(call needs,lint)  ## format the code, and fix what can be fixed
 type: $(call needs,lint)  ## check types (mypy, strict on the package)
 	$(PY) -m mypy
 
-clean:  ## remove the environments and what tools leave behind, but for the built Horovod in .cache
+clean:  ## remove the environments and what tools leave behind, but not .cache
 	rm -rf .venv .venv-newest .venv-python* .venv-xla build dist *.egg-info .*_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -52,7 +52,7 @@ SCRIPT = """
             thread.start()
             thread.join()
             (batches,) = started
-            for _ in range(2):  # a batch of each process: one that has not begun yet does not know its parent
+            for _ in range(2):  # a batch from each process: before its first, it has not noted its parent
                 next(batches)
             pids = [process.pid for process in batches._workers]
         for name in {"deaf": ["SIGTERM"], "deafer": ["SIGINT", "SIGTERM"]}.get(how.partition(",")[0], []):

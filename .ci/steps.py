@@ -184,6 +184,7 @@ def _show(steps: list[Step], seconds: float) -> None:
 _ALL = ("environment", "horovod")
 _KEEP = 'ARGS="--conformance-results=build/conformance-{}.json"'
 _INSTALLER = f"python3 -m venv {INSTALLER} && {INSTALLER}/bin/python -m pip install -q -c constraints.txt uv"
+_ENVIRONMENT = "make .venv/.has-{test,examples,lint,docs,dist,mpi4py,launchers}"
 _XLA = "make xla && make VENV=.venv-xla CONSTRAINTS=constraints-xla.txt .venv-xla/.has-test"
 _NEWEST = "make VENV=.venv-newest CONSTRAINTS=constraints-newest.txt .venv-newest/.has-{test,examples}"
 _PYTHON = (
@@ -191,7 +192,7 @@ _PYTHON = (
 )
 STEPS = [
     Step("installer", _INSTALLER),
-    Step("environment", "make .venv/.has-{test,examples,lint,docs,dist,mpi4py,launchers}", after=("installer",)),
+    Step("environment", _ENVIRONMENT, after=("installer",)),
     Step("get-launchers", ".ci/install-launchers", lanes=0),
     Step("get-xla", _XLA, lanes=0, after=("installer",)),
     Step("get-newest", _NEWEST, lanes=0, after=("get-xla",)),

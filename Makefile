@@ -4,11 +4,13 @@
 #   PYTHON  the interpreter that .venv is made with: make test PYTHON=python3.12
 #   PY      the interpreter that the tools run with. Name one that has what the target needs
 #           (say, a torch built for this machine's GPU) and nothing is installed: make test-gpu PY=python3
+#   INSTALL what installs packages, with pip's options (CI names uv, which is quicker)
 #   ARGS    more arguments for pytest, the example or the benchmark: make test ARGS="-k gather"
 #   PYTHON_VERSION  of `make test-python`
 PYTHON ?= python3
 VENV := .venv
 PY ?= $(VENV)/bin/python
+INSTALL ?= $(VENV)/bin/python -m pip install -q
 ARGS ?=
 CONSTRAINTS := constraints-torch.txt
 RESULTS := build/conformance
@@ -162,7 +164,7 @@ style: $(call needs,lint)  ## format the code, and fix what can be fixed
 type: $(call needs,lint)  ## check types (mypy, strict on the package)
 	$(PY) -m mypy
 
-clean:  ## remove the environments and what tools leave behind, but for the built Horovod in .cache
+clean:  ## remove the environments and what tools leave behind, but not .cache
 	rm -rf .venv .venv-newest .venv-python* .venv-xla build dist *.egg-info .*_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -173,16 +175,16 @@ $(VENV)/.made: constraints.txt $(CONSTRAINTS)
 	    echo "torch has wheels for Python 3.10 to 3.14, and \`$(PYTHON)\` is: $$($(PYTHON) --version 2>&1)."; \
 	    echo "Name another one: make $(or $(MAKECMDGOALS),help) PYTHON=python3.12"; exit 1; } >&2
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools wheel
+	$(INSTALL) -c $(CONSTRAINTS) setuptools wheel
 	@touch $@
 
 # Built for the torch that is in .venv, so that has to be there first.
 $(VENV)/.has-horovod: $(VENV)/.has-test .ci/build-horovod
 	wheel=$$(.ci/build-horovod $(VENV)/bin/python) && \
 	    $(VENV)/bin/python -m pip uninstall -q -y horovod && \
-	    $(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) "$$wheel"
+	    $(INSTALL) -c $(CONSTRAINTS) "$$wheel"
 	@touch $@
 
 $(VENV)/.has-%: $(VENV)/.made setup.cfg
-	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[$*]'
+	$(INSTALL) -c $(CONSTRAINTS) --no-build-isolation -e '.[$*]'
 	@touch $@

@@ -38,6 +38,7 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1
 ReturnToService=2
 SlurmdParameters=config_overrides
 KillWait=2
+CompleteWait=60
 MessageTimeout=90
 NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs=4 State=UNKNOWN
 NodeName={host}-b NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs=4 State=UNKNOWN
@@ -50,7 +51,8 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
     """The variables with which ``srun``, ``sbatch`` and ``salloc`` find a Slurm that runs in ``folder``.
 
     The first node has this host's name, the second's has ``-b`` behind it. Each has four processors, whatever
-    this machine has: Slurm counts them, and binds nothing to them.
+    this machine has: Slurm counts them, and binds nothing to them. No job begins while another one is ending
+    (CompleteWait): it could get the second node alone, whose name nobody resolves.
     """
     host = socket.gethostname().partition(".")[0]
     (folder / "state").mkdir()

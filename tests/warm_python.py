@@ -1,14 +1,15 @@
-"""A Python that has imported torch. Tests run scripts in forks of it, which saves each of them the import.
+"""A Python that has imported torch. Tests run scripts in forks of it, so that a script need not import torch.
 
 A fork has the arguments, environment, folder, streams, main module and exit status of ``python SCRIPT``. A
-fork server that the script starts is a fork too, made before the script's first line. Tests of the start of
-Python itself, of its imports or of its child processes run a new Python: :func:`helpers.run_new_python`.
+fork server that the script starts is a fork too, made before the script's first line. Some tests are about
+the start of Python, its imports or its child processes. They use :func:`helpers.run_new_python`.
 
-Run as a script (``python warm_python.py FD``) this module is that Python; else it is the client.
+``python warm_python.py FD`` is that Python. ``FD`` is its socket to the tests, which use :class:`WarmPython`.
 """
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import gc
 import multiprocessing.process
@@ -72,7 +73,7 @@ def _receive(channel: socket.socket) -> tuple[Request, list[int]] | None:
 
 
 class WarmPython:
-    """The client of one warm Python. ``run()`` is :func:`subprocess.run` with the output as text."""
+    """Starts the Python that has imported torch, and asks it to run scripts. It ends with this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,6 +88,13 @@ class WarmPython:
             stderr=subprocess.DEVNULL,
         )
         theirs.close()
+        atexit.register(self._end, os.getpid())
+
+    def _end(self, owner: int) -> None:
+        if os.getpid() == owner:  # not in a forked process
+            self._channel.close()
+            self._process.terminate()
+            self._process.wait()
 
     def can_run(self, args: Sequence[str], env: Mapping[str, str]) -> bool:
         """Whether a fork does what a new Python would."""
@@ -97,6 +105,7 @@ class WarmPython:
     def run(
         self, args: Sequence[str], env: Mapping[str, str], cwd: str, text: str | None, seconds: float
     ) -> subprocess.CompletedProcess[str]:
+        """Like :func:`subprocess.run` with ``text`` as the input, and both output streams as one text."""
         deadline = time.monotonic() + seconds
         answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         read, write = os.pipe()
@@ -204,7 +213,7 @@ def _become(request: Request, files: Sequence[int]) -> None:
 
 
 def _prepare_fork_server() -> None:
-    """Fork what becomes the fork server of this process when ``multiprocessing`` starts one."""
+    """Fork a process in advance. It becomes the fork server when ``multiprocessing`` starts one."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     owner, server = os.getpid(), _fork()
     if server == 0:

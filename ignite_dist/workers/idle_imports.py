@@ -121,7 +121,7 @@ def _unblock_sigint() -> None:
 
 
 _server_pid = os.getpid()
-# Workers share the memory of what is imported here, until a garbage collection would write to it.
+# A garbage collection in a worker would write to all objects, and so copy the memory shared with this server.
 gc.freeze()
 # A SIGTERM to the process group is for the launcher and the workers. The server ends with the launcher: its
 # earlier end would be taken for the end of the workers, whose exit codes it reports.

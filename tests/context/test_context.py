@@ -221,10 +221,12 @@ def _twenty_cycles_in_a_worker(_: int) -> int:
     return _twenty_cycles(None, False)
 
 
+@pytest.mark.long
 def test_twenty_times_in_a_row_in_a_spawned_worker() -> None:
     assert idist.spawn("gloo", _twenty_cycles_in_a_worker, nproc_per_node=2, timeout=SHORT) == [20, 20]
 
 
+@pytest.mark.long
 def test_twenty_times_in_a_row_alone() -> None:
     assert _twenty_cycles(None, False) == 20
 

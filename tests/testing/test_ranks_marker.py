@@ -195,6 +195,7 @@ def test_a_class_of_unittest_is_refused(tmp_path: Path) -> None:
     assert ended.returncode != 0 and "not with unittest.TestCase" in ended.stdout, ended.stdout
 
 
+@pytest.mark.long
 def test_options_of_the_command_line(tmp_path: Path) -> None:
     """Selections, -x, options of a conftest, and several processes of pytest-xdist."""
     (tmp_path / "conftest.py").write_text(

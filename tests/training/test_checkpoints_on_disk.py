@@ -103,6 +103,7 @@ def test_loaded_with_another_strategy(
     assert_same(found, saved[source])
 
 
+@pytest.mark.long
 def test_only_sharded_tensors_are_beside_the_file(saved: dict[str, Any]) -> None:
     folders = [path.name.partition(".shards-")[0] for path in saved["folder"].iterdir() if path.is_dir()]
     assert sorted(folders) == ["fsdp-3.pt", "fsdp.pt"]

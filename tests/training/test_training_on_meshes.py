@@ -194,6 +194,7 @@ def _round_trips(rank: int) -> str:
     return "done"
 
 
+@pytest.mark.long
 def test_states_are_those_of_one_process() -> None:
     """Saved, loaded into another model of the kind, and trained further."""
     assert idist.spawn("gloo", _round_trips, nproc_per_node=4) == ["done"] * 4
@@ -218,6 +219,7 @@ def _from_meta(rank: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_shards_are_initialised_as_in_one_process() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -275,6 +277,7 @@ def _skipped(rank: int) -> str:
     return "done"
 
 
+@pytest.mark.long
 def test_gradients_are_averaged_when_grad_sync_says() -> None:
     assert idist.spawn("gloo", _skipped, nproc_per_node=4) == ["done"] * 4
 
@@ -337,6 +340,7 @@ def _of_first_ranks(rank: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_the_first_rank_of_a_data_group_has_the_values() -> None:
     expected = {name: one.tolist() for name, one in make().named_parameters()}
     for found in idist.spawn("gloo", _of_first_ranks, nproc_per_node=4):

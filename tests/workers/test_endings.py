@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +19,7 @@ import psutil
 import pytest
 
 import helpers
+import ignite_dist as idist
 
 # How long after the launcher its workers and its fork server may live; and what torch's data loader starts
 # in a worker, which looks for its parent every 5 s.
@@ -48,7 +52,7 @@ SCRIPT = """
             thread.start()
             thread.join()
             (batches,) = started
-            for _ in range(2):  # a batch of each process: one that has not begun yet does not know its parent
+            for _ in range(2):  # a batch from each process: before its first, it has not noted its parent
                 next(batches)
             pids = [process.pid for process in batches._workers]
         for name in {"deaf": ["SIGTERM"], "deafer": ["SIGINT", "SIGTERM"]}.get(how.partition(",")[0], []):
@@ -182,6 +186,44 @@ def test_loaders_and_their_fork_servers_end_with_their_ranks(tmp_path: Path) -> 
         found.launcher.kill()
         _is_over(found)
         assert all(map(psutil.pid_exists, found.own))
+
+
+def _server_of_a_process() -> int:
+    """Start a process of this worker's own from a fork server. Returns the server's process id."""
+    process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+    process.start()
+    process.join()
+    return int(multiprocessing.forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+
+
+def _forks_beside_its_server(local_rank: int) -> tuple[int, int]:
+    server, child = _server_of_a_process(), os.fork()
+    if child == 0:
+        threading.Event().wait(60)
+        os._exit(0)
+    return server, child
+
+
+def test_a_forked_process_that_outlives_its_rank_does_not_keep_the_ranks_fork_server_alive() -> None:
+    ((server, child),) = idist.spawn("gloo", _forks_beside_its_server, nproc_per_node=1)
+    try:
+        assert helpers.end_of_processes([server], WORKER_SECONDS) == []
+        assert psutil.pid_exists(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def _loses_its_server(local_rank: int) -> list[int]:
+    first = _server_of_a_process()
+    os.kill(first, signal.SIGKILL)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    return [first, _server_of_a_process()]
+
+
+def test_a_fork_server_that_has_died_is_replaced_and_ends_with_its_rank_too() -> None:
+    ((first, second),) = idist.spawn("gloo", _loses_its_server, nproc_per_node=1)
+    assert first != second
+    assert helpers.end_of_processes([second], WORKER_SECONDS) == []
 
 
 @pytest.mark.long

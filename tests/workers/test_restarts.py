@@ -229,6 +229,7 @@ def _kill_one(run: Watched, choice: random.Random, after: float) -> int:
 WAYS_TO_DIE = (kill_while_training, kill_while_writing, kill_while_starting, kill_at_the_end)
 
 
+@pytest.mark.long
 @pytest.mark.stress
 @pytest.mark.timeout(900)
 def test_training_survives_the_death_of_a_rank(
@@ -247,6 +248,7 @@ def test_training_survives_the_death_of_a_rank(
         tally(f"digits.py under torchrun, {kill.__name__}")
 
 
+@pytest.mark.long
 def test_training_survives_without_torchrun(undisturbed: Run, tmp_path: Path) -> None:
     command = documented("python examples/digits.py --nproc-per-node 2 --max-restarts 3")
     with watched(tmp_path, *shlex.split(command)) as run:

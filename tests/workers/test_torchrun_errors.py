@@ -110,6 +110,7 @@ WAYS: list[tuple[str, int, int, list[str]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.stress
 @pytest.mark.timeout(600)
 def test_the_rank_that_failed_first_is_the_root_cause(

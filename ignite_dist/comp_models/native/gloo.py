@@ -52,14 +52,18 @@ _EXIT_SECONDS = 0.5
 
 def wait_for_threads_at_exit() -> None:
     """Register an exit handler that waits until gloo's threads have released all lent tensors."""
-    atexit.unregister(_wait_for_threads)  # an earlier context may have registered the handler
-    atexit.register(_wait_for_threads)
+    atexit.unregister(threads_end)  # an earlier context may have registered the handler
+    atexit.register(threads_end)
 
 
-def _wait_for_threads() -> None:
+def threads_end() -> bool:
+    """Wait half a second for gloo's threads to release all lent tensors; False if some have not."""
     deadline = time.monotonic() + _EXIT_SECONDS
-    while _has_lent_tensors() and time.monotonic() < deadline:
+    while _has_lent_tensors():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(_POLL_SECONDS)  # releases the GIL for gloo's threads
+    return True
 
 
 def _has_lent_tensors() -> bool:

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -176,9 +176,13 @@ class NativeModel(ProcessModel):
         dist.destroy_process_group()
 
     def abort(self) -> None:
+        groups = _torch.groups_and_stores()
         _torch.abort_process_groups()
         # A DistributedDataParallel would keep connections open, on which other ranks wait.
         self.transport.end_waits()
+        # gloo does not always wake a thread that begins to send while its connection is shut down.
+        if not gloo.threads_end():
+            _never_free(groups)
 
     def forget(self) -> None:
         self.transport.forget()
@@ -190,9 +194,7 @@ class NativeModel(ProcessModel):
     @classmethod
     def prepare_forked_child(cls) -> object | None:
         gloo.forget_lent()
-        groups = _torch.groups_and_stores()
-        for group_and_store in groups:  # their destructors would wait for threads that the child lacks
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group_and_store))  # never freed
+        _never_free(_torch.groups_and_stores())  # the child lacks the threads
         return dist.group.WORLD
 
     # --- identity ------------------------------------------------------------------------------------
@@ -243,6 +245,12 @@ def _world() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
+
+
+def _never_free(groups: Sequence[object]) -> None:
+    """Keep the groups for ever: their destructors wait for threads that may never end."""
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _make_undo(excepthook: Callable[..., Any]) -> Callable[[], None]:

@@ -82,6 +82,12 @@ _NAMES = (
         "the watchdog does not notice a wait in a functional collective that the user called",
     ),
     (
+        "torch.utils.data.DataLoader._index_sampler",
+        "A pass in the middle of an epoch draws from the sampler from there on. A sampler of another class "
+        "would not be the one that scripts look at.",
+        "none: passes begin at the first batch, with the order of the global random state",
+    ),
+    (
         "torch.Tensor._version",
         "Shows if a gradient changed after it was averaged. The public increment_version() only writes it.",
         "none: optimizers that average gradients raise AttributeError",

@@ -294,7 +294,7 @@ class Resumable:
             ValueError: it is of another data set or sampler, or behind the end.
         """
         loader = self.host_loader()
-        saved, own = position["facts"] or {}, loader.order.facts or {}
+        saved, own = position.get("facts") or {}, loader.order.facts or {}
         different = [name for name in saved if name in own and saved[name] != own[name]]
         if different:
             name = different[0]
@@ -331,11 +331,17 @@ class Resumable:
         """
         loader = self.host_loader()
         batches = self.check_position(position)
-        if position["seed"] is not None and loader.order.seed is not None:
-            loader.order.seed = position["seed"]
+        seed = position.get("seed")
+        if seed is not None and loader.order.seed is not None:
+            loader.order.seed = seed
             sampler: Any = loader.sampler
             if hasattr(sampler, "advance_epoch"):
-                sampler.seed = position["seed"]
+                sampler.seed = seed
+        elif batches and "seed" not in position and loader.order.seed is not None:
+            warn_user(
+                "The checkpoint was saved by ignite_dist 0.1.0, whose order of samples was another one. The "
+                "pass goes on at the same number of samples: some come twice in this epoch, others not at all."
+            )
         self._set_epoch(position["epoch"])
         saved = position["states"] if is_same_rank else None
         states = None if saved is None else RandomStates.of_plain(saved)

@@ -246,8 +246,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is torn, not a checkpoint, of a newer version or of another optimizer, or it lacks
-            one of the objects.
+        ValueError: it is torn, not a checkpoint, of a newer version, of another optimizer, data set or sampler,
+            its position is behind the end, or it lacks one of the objects.
         RuntimeError: names or shapes of the model differ.
         TypeError: ``loader`` is not a loader of ``auto_dataloader``. Every rank raises each of these errors,
             before anything is changed.
@@ -265,11 +265,12 @@ def load_checkpoint(
     content: dict[str, Any] = {}
 
     def read() -> None:
-        if loader is not None:
-            check_resumable(loader)
+        resumable = None if loader is None else check_resumable(loader)
         if live.get_rank() == 0:
             content.update(checkpoint_files.read(path))
             check_fits(content, model, optimizer, scheduler, loader)
+            if resumable is not None:
+                resumable.check_position(content["loader"][0])
 
     same_outcome(live, read)
     states = LoadedStates(live, path, content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, cycle, islice
 from typing import Any
@@ -438,3 +439,32 @@ def test_a_pass_that_draws_the_same_batches_again_says_so_once() -> None:
 
     found, messages = warned(epochs)
     assert found[:2] != found[2:4] and messages == []
+
+
+def loads_what_does_not_fit(_: int, path: str) -> list[str]:
+    saved = idist.auto_dataloader(DATA, batch_size=4, shuffle=True, seed=1)
+    deque(islice(saved, 5), maxlen=0)
+    model = torch.nn.Linear(1, 1)
+    idist.save_checkpoint(path, model=model, loader=saved)
+    others = [
+        idist.auto_dataloader(range(24), batch_size=4, shuffle=True),
+        idist.auto_dataloader(Subset(DATA, range(SIZE)), batch_size=4, shuffle=True),
+        idist.auto_dataloader(DATA, batch_size=4, sampler=RandomSampler(DATA)),
+        idist.auto_dataloader(DATA, batch_size=3, shuffle=True),
+        idist.auto_dataloader(range(8), batch_size=4, shuffle=True),
+    ]
+    messages = []
+    torch.nn.init.zeros_(model.weight)
+    for other in others:
+        with pytest.raises((ValueError, idist.RankFailedError)) as info:
+            idist.load_checkpoint(path, model=model, loader=other)
+        messages.append(str(info.value))
+        assert float(model.weight) == 0 and other.position()["batches"] == 0, "nothing is changed"
+    return messages
+
+
+def test_a_checkpoint_of_another_loader_is_an_error_on_every_rank_that_changes_nothing(tmp_path: Any) -> None:
+    first, second = on_ranks(loads_what_does_not_fit, str(tmp_path / "run.pt"))
+    wanted = ("number of samples", "indices", "sampler", "no whole number of batches", "number of samples")
+    for message, of_rank_1, text in zip(first, second, wanted, strict=True):
+        assert text in message and text in of_rank_1

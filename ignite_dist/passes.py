@@ -340,7 +340,7 @@ class Resumable:
         elif batches and "seed" not in position and loader.order.seed is not None:
             warn_user(
                 "The checkpoint was saved by ignite_dist 0.1.0, whose order of samples was another one. The "
-                "pass goes on at the same number of samples: some come twice in this epoch, others not at all."
+                "pass goes on at the same number of samples: some come twice in this epoch, others never."
             )
         self._set_epoch(position["epoch"])
         saved = position["states"] if is_same_rank else None

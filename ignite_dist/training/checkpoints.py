@@ -246,8 +246,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is torn, not a checkpoint, of a newer version, of another optimizer, data set or sampler,
-            its position is behind the end, or it lacks one of the objects.
+        ValueError: it is torn, not a checkpoint, of a newer version, of another optimizer, data set or
+            sampler, its position is behind the end, or it lacks one of the objects.
         RuntimeError: names or shapes of the model differ.
         TypeError: ``loader`` is not a loader of ``auto_dataloader``. Every rank raises each of these errors,
             before anything is changed.

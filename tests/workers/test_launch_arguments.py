@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import ignite_dist as idist
 from helpers import free_port, plain_environ, run_python, write_script

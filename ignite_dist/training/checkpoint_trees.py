@@ -82,6 +82,10 @@ def _plain_key(key: Any, name: str) -> Any:
 def _advice(value: Any) -> str:
     if is_sharded(value):
         return "Pass tensor.full_tensor()."
+    if isinstance(value, Module):
+        return "Pass idist.model_state(...) of it, or several models in a torch.nn.ModuleDict as model=."
+    if isinstance(value, Optimizer):
+        return "Pass idist.optimizer_state(...) of it."
     if hasattr(value, "state_dict"):
         return "Pass its state_dict()."
     if hasattr(value, "__array__"):

@@ -23,7 +23,7 @@ from ignite_dist.training import checkpoint_files
 from ignite_dist.training.checkpoint_trees import check_fits, plain, split_shards
 from ignite_dist.training.loaded_states import LoadedStates, share
 from ignite_dist.training.pending_saves import PendingSave, wait_for_pending
-from ignite_dist.training.wrapped_models import unwrap_model
+from ignite_dist.training.wrapped_models import without_wrappers
 from ignite_dist.values.random_states import RandomStates
 
 
@@ -51,7 +51,7 @@ def save_checkpoint(
 
     Args:
         path: the file. Missing folders are made.
-        model: the result of :func:`auto_model`.
+        model: the result of :func:`auto_model`, or a container of such models (``ModuleDict``).
         optimizer: the result of :func:`auto_optim`.
         scheduler: any object with ``state_dict()`` and ``load_state_dict()``; that of rank 0 is saved.
         loader: the result of :func:`auto_dataloader`, for the epoch of its sampler and the position in it:
@@ -169,7 +169,7 @@ def _check_positions(parts: list[dict[str, Any]]) -> None:
 def _states(model: Module | None, optimizer: Optimizer | None, shards: dict[str, Any]) -> dict[str, Any]:
     """The states with marks for sharded tensors, which are put into ``shards``. Never communicates."""
     states = {
-        "model": None if model is None else unwrap_model(model).state_dict(),
+        "model": None if model is None else without_wrappers(model).state_dict(),
         "optimizer": None if optimizer is None else optimizer.state_dict(),
     }
     return {name: split_shards(state, name, shards) for name, state in states.items()}

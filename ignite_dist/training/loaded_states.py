@@ -22,7 +22,7 @@ from ignite_dist.training.state_dicts import (
     load_model_state,
     load_optimizer_state,
 )
-from ignite_dist.training.wrapped_models import unwrap_model
+from ignite_dist.training.wrapped_models import without_wrappers
 from ignite_dist.values import safe_objects
 
 
@@ -75,7 +75,7 @@ class LoadedStates:
             return
         from ignite_dist.training import shard_files
 
-        inner, names = unwrap_model(model), self._header[1]
+        inner, names = without_wrappers(model), self._header[1]
         own = inner.state_dict()
         shard_files.read_into(self._folder, {f"model.{name}": own[name] for name in names})
         fill_sharded_model(inner, self._content.get("model"), names)
@@ -138,7 +138,7 @@ def share(live: ComputationModel, value: Any) -> Any:
 def _has_shards(part: Module | Optimizer | None) -> bool:
     if part is None:
         return False
-    values = unwrap_model(part).state_dict().values() if isinstance(part, Module) else parameters_of(part)
+    values = without_wrappers(part).state_dict().values() if isinstance(part, Module) else parameters_of(part)
     return any(map(is_sharded, values))
 
 

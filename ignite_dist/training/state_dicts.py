@@ -18,7 +18,7 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.gradients import parameters_of
-from ignite_dist.training.wrapped_models import unwrap_model
+from ignite_dist.training.wrapped_models import without_wrappers
 from ignite_dist.values import pytree, safe_objects
 
 
@@ -29,12 +29,12 @@ def model_state(model: Module) -> dict[str, Any]:
     module. So the state can be loaded on any number of ranks, with any backend or none.
 
     Args:
-        model: the result of :func:`auto_model`.
+        model: the result of :func:`auto_model`, or a container of such models.
 
     Returns:
         A ``state_dict`` of copies on the CPU on rank 0.
     """
-    state: dict[str, Any] = _gathered(unwrap_model(model).state_dict())
+    state: dict[str, Any] = _gathered(without_wrappers(model).state_dict())
     return state
 
 
@@ -50,7 +50,7 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
         RuntimeError: keys or shapes differ from the module's; raised on rank 0. Nothing was changed.
         RankFailedError: rank 0 raised this or any other error; raised on the other ranks.
     """
-    live, inner = current_model(), unwrap_model(model)
+    live, inner = current_model(), without_wrappers(model)
     has_shards = any(map(is_sharded, inner.state_dict().values()))
     _on_rank_0(lambda: check_state(inner, state) if has_shards else _load_whole(inner, state))
     if live.get_world_size() == 1:
@@ -124,7 +124,7 @@ def check_state(model: Module, state: Mapping[str, Any] | None) -> None:
     Raises:
         RuntimeError: keys or shapes differ.
     """
-    inner = unwrap_model(model)
+    inner = without_wrappers(model)
     own = inner.state_dict()
     given = {} if state is None else state
     faults = [f"missing {name}" for name in own if name not in given]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from torch.nn import DataParallel, Module
@@ -26,6 +27,20 @@ def unwrap_model(model: Module) -> Module:
             model = inside
         else:
             return model
+
+
+def without_wrappers(model: Module) -> Module:
+    """The unwrapped module; of a container of wrapped models a copy, with the modules inside of them.
+
+    The copy has the same tensors. The names in the copy's ``state_dict`` do not depend on the number of ranks.
+    """
+    inner = unwrap_model(model)
+    children = {name: child and without_wrappers(child) for name, child in inner._modules.items()}
+    if all(child is inner._modules[name] for name, child in children.items()):
+        return inner
+    shallow = copy(inner)
+    shallow._modules = children
+    return shallow
 
 
 def mark_forward_method(model: Module, name: str) -> None:

@@ -340,6 +340,33 @@ def test_other_loaders_are_told_what_to_do() -> None:
         idist.auto_dataloader(DATA, batch_size=0)
 
 
+# --- the gradients ---
+
+
+def trained(_: int) -> list[float]:
+    """Parameters after batches of 8, 8 and 7 samples, which 2 or 3 ranks do not divide."""
+    torch.manual_seed(1)
+    x = torch.randn(SIZE, 3, dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
+    loader = idist.auto_dataloader(data, batch_size=8, shuffle=True)
+    model = idist.auto_model(torch.nn.Linear(3, 1, dtype=torch.float64))
+    optimizer = idist.auto_optim(torch.optim.Adam(model.parameters(), lr=0.1))
+    for _ in range(2):
+        for (x, y), sync in idist.accumulate(loader, model, steps=1, weight=lambda batch: len(batch[0])):
+            with sync:
+                torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_with_weights_parts_of_different_sizes_train_as_one_process(world_size: int) -> None:
+    alone = trained(0)
+    for parameters in on_ranks(trained, world_size=world_size):
+        assert parameters == pytest.approx(alone, rel=1e-9)
+
+
 # --- the position --------------------------------------------------------------------------------------
 
 

@@ -248,3 +248,18 @@ def test_accumulated_gradients_are_those_of_one_process() -> None:
             net(torch.cat([batch(number) for number in numbers_of_step])).square().mean().backward()
             for gradient, parameter in zip(step, net.parameters(), strict=True):
                 torch.testing.assert_close(torch.tensor(gradient), parameter.grad)
+
+
+def _optimizer_before(rank: int) -> str:
+    net = Sequential(Linear(WIDTH, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = idist.auto_model(net, strategy="fsdp")
+    with pytest.raises(ValueError, match="made before auto_model") as info:
+        idist.auto_optim(optimizer)
+    idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    return str(info.value)
+
+
+def test_an_optimizer_that_was_made_before_the_model_was_sharded_is_refused() -> None:
+    for message in idist.spawn("gloo", _optimizer_before, nproc_per_node=2):
+        assert "then make the optimizer of model.parameters()" in message

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch.distributed import DeviceMesh
-from torch.nn import Module, Parameter
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_dist.arguments import check_module, kind_of
+from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.data.loaders import auto_dataloader
@@ -133,6 +134,8 @@ def auto_model(
     given = {"wrapper": wrapper, "comm_hook": comm_hook, "buffer_hook": buffer_hook}
     options = {name: value for name, value in given.items() if value is not None}
     _check_strategy(strategy, sync_bn, wrap, comm_hook, options)
+    if live.get_world_size() > 1:
+        _warn_of_max_norm(model)
     data = _find_ranks(live, model, strategy, mesh, kwargs)
     if strategy == "fsdp":
         return _sharded(live, model, wrap, data, state, **kwargs)
@@ -148,6 +151,16 @@ def auto_model(
     wrapped = live.training.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
     _adapted(live, model, wrapped, kwargs.get("broadcast_buffers", True))
     return _with_state(wrapped, state)
+
+
+def _warn_of_max_norm(model: Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, (Embedding, EmbeddingBag)):
+            warn_user(
+                f"{type(module).__name__}(max_norm=) {name!r} changes its weight in each forward pass, in the "
+                "rows of this rank's batch only: the weights of the ranks will differ. Omit max_norm, and "
+                "renormalise the weight after optimizer.step()."
+            )
 
 
 def _adapted(live: ComputationModel, model: Module, wrapped: Module, broadcast_buffers: bool) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Mapping
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim import Optimizer
 
 from ignite_dist.collectives.buckets import broadcast_tensors
@@ -43,8 +45,8 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
 
     Args:
         model: the result of :func:`auto_model`.
-        state: on rank 0 the result of :func:`model_state`, or a ``state_dict`` of the unwrapped module.
-            Ignored on the other ranks.
+        state: on rank 0 the result of :func:`model_state`, or a ``state_dict`` of the module or of a
+            ``DistributedDataParallel`` of it (from a file of another script). Ignored on the other ranks.
 
     Raises:
         RuntimeError: keys or shapes differ from the module's; raised on rank 0. Nothing was changed.
@@ -52,6 +54,7 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
     """
     live, inner = current_model(), without_wrappers(model)
     has_shards = any(map(is_sharded, inner.state_dict().values()))
+    state = _unwrapped_names(inner, state)
     _on_rank_0(lambda: check_state(inner, state) if has_shards else _load_whole(inner, state))
     if live.get_world_size() == 1:
         return
@@ -61,6 +64,17 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
         world = live.groups.resolve(None)
         broadcast_tensors(live, [*inner.parameters(), *inner.buffers()], 0, world)
         _share_extra_state(live, inner, state, is_loaded=live.get_rank() == 0)
+
+
+def _unwrapped_names(inner: Module, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """``state`` without the ``module.`` of ``DistributedDataParallel``, if the model has no such names."""
+    if not isinstance(state, dict) or not all(str(name).startswith("module.") for name in state):
+        return state
+    if any(name in state for name in inner.state_dict()):
+        return state
+    renamed = copy(state)
+    consume_prefix_in_state_dict_if_present(renamed, "module.")
+    return renamed
 
 
 def fill_sharded_model(

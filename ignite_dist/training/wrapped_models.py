@@ -32,7 +32,7 @@ def unwrap_model(model: Module) -> Module:
 def without_wrappers(model: Module) -> Module:
     """The unwrapped module; of a container of wrapped models a copy, with the modules inside of them.
 
-    The copy has the same tensors. The names in the copy's ``state_dict`` do not depend on the number of ranks.
+    The copy has the same tensors. The names in its ``state_dict`` do not depend on the number of ranks.
     """
     inner = unwrap_model(model)
     children = {name: child and without_wrappers(child) for name, child in inner._modules.items()}

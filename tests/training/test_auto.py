@@ -311,3 +311,15 @@ def test_zero_has_the_optimizer_s_own_groups_and_options() -> None:
         assert name == "ZeroRedundancyOptimizer"
         assert options == pytest.approx([0.05, 0.8, 0.9, 0.2])
         assert weight == pytest.approx([1 - 0.5 * 0.2 - 0.5] * 3, abs=1e-4)
+
+
+def _max_norm(local_rank: int) -> list[str]:
+    net = torch.nn.Sequential(torch.nn.Embedding(4, 3, max_norm=1.0), torch.nn.Embedding(4, 3))
+    _, messages = warned(lambda: idist.auto_model(net))
+    return messages
+
+
+def test_max_norm_whose_weights_drift_apart_is_said_aloud() -> None:
+    for messages in idist.spawn("gloo", _max_norm, nproc_per_node=2):
+        assert len(messages) == 1 and "Embedding(max_norm=) '0' changes its weight" in messages[0]
+    assert _max_norm(0) == []

@@ -471,3 +471,23 @@ def follows_the_advice(_: int, path: str) -> None:
 
 def test_the_advice_for_a_second_model_leads_to_a_file_that_loads(tmp_path: Path) -> None:
     on_ranks(follows_the_advice, str(tmp_path / "run.pt"))
+
+
+def saves_as_torch_does(_: int, path: str) -> None:
+    wrapped = idist.auto_model(Linear(2, 1))
+    assert list(wrapped.state_dict()) == ["module.weight", "module.bias"]
+    if idist.get_rank() == 0:
+        torch.save(wrapped.state_dict(), path)
+    idist.barrier()
+    for strategy in ("ddp", "fsdp"):
+        model = idist.auto_model(Linear(2, 1), strategy=strategy)
+        idist.load_model_state(model, torch.load(path) if idist.get_rank() == 0 else None)
+        expected = idist.model_state(wrapped)
+        assert_same(dict(idist.model_state(model)), dict(expected))
+
+
+def test_a_file_of_a_wrapped_model_loads_anywhere(tmp_path: Path) -> None:
+    on_ranks(saves_as_torch_does, str(tmp_path / "old.pt"))
+    alone, state = Linear(2, 1), torch.load(tmp_path / "old.pt")
+    idist.load_model_state(alone, state)
+    assert_same(alone.weight.detach(), state["module.weight"])

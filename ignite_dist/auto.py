@@ -158,8 +158,8 @@ def _warn_of_max_norm(model: Module) -> None:
         if getattr(module, "max_norm", None) is not None and isinstance(module, (Embedding, EmbeddingBag)):
             warn_user(
                 f"{type(module).__name__}(max_norm=) {name!r} changes its weight in each forward pass, in "
-                "the rows of this rank's batch only. The weights of the ranks will differ: omit max_norm, and "
-                "renormalise the weight after optimizer.step()."
+                "the rows of this rank's batch only. The weights of the ranks will differ: omit max_norm, "
+                "and renormalise the weight after optimizer.step()."
             )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from copy import copy
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from types import CodeType, FunctionType, ModuleType
@@ -23,6 +24,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from ignite_dist.private_names import PrivateName, missing
 
@@ -86,6 +88,11 @@ _NAMES = (
         "A pass in the middle of an epoch draws from the sampler from there on. A sampler of another class "
         "would not be the one that scripts look at.",
         "none: passes begin at the first batch, with the order of the global random state",
+    ),
+    (
+        "torch.nn.Module._modules",
+        "The public named_children() leaves out a module's second name.",
+        "none: saving a model raises AttributeError",
     ),
     (
         "torch.Tensor._version",
@@ -261,6 +268,23 @@ def new_group_by_name(
     if handle is not dist.GroupMember.NON_GROUP_MEMBER:
         WORLD_STATE.pg_group_ranks[handle] = {member: position for position, member in enumerate(ranks)}
     return handle
+
+
+def index_sampler(loader: DataLoader[Any]) -> Any:
+    """What torch's loader itself draws from, whatever its subclass has."""
+    return DataLoader._index_sampler.fget(loader)  # type: ignore[attr-defined]
+
+
+def children_of(module: Module) -> dict[str, Module | None]:
+    """The modules in ``module`` by name; a module that is there twice has two names."""
+    return module._modules
+
+
+def copy_with_children(module: Module, children: dict[str, Module | None]) -> Module:
+    """A shallow copy of ``module``, which has the same tensors, with other modules in it."""
+    shallow = copy(module)
+    shallow._modules = children
+    return shallow
 
 
 def abort_process_groups() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from ignite_dist import _torch
 from ignite_dist.call_sites import warn_user
 from ignite_dist.samplers import ExactSampler, Shard, ShardLoader, seeded_draws
 from ignite_dist.values.random_states import RandomStates, preserved
@@ -46,7 +47,7 @@ class OrderedLoader(DataLoader[Any]):
     @property
     def _index_sampler(self) -> Any:
         """What torch's iterators draw from: indices, or lists of them."""
-        return _Draws(self, super()._index_sampler)
+        return _Draws(self, _torch.index_sampler(self))
 
 
 class _Draws:

@@ -142,7 +142,7 @@ def place_of(sampler: Any) -> tuple[int, int] | None:
     return None
 
 
-_NUM_REPLICAS = ("num_replicas", "_num_replicas", "world_size", "_world_size", "num_shards")
+_NUM_REPLICAS = ("num_replicas", "world_size", "_world_size", "num_shards")
 _RANKS = ("rank", "_rank", "shard_id")
 
 

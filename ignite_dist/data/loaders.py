@@ -227,7 +227,11 @@ def _taken_over(loader: DataLoader[Any], kwargs: dict[str, Any]) -> tuple[Datase
     sampler: Any = loader.sampler
     if isinstance(loader.dataset, IterableDataset):
         return loader.dataset, settings
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+    if (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(loader.dataset)
+    ):
         settings["shuffle"] = True
     elif type(sampler) is not SequentialSampler:
         settings["sampler"] = sampler

@@ -17,6 +17,7 @@ from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.samplers import draw_seed
 from ignite_dist.training.seeding import latest_seed
 from ignite_dist.values import meshes
+from ignite_dist.values.serialization import as_bytes
 
 _KIND = "ignite_dist.loader"
 
@@ -170,11 +171,9 @@ def _digest(value: Any) -> str:
 def _update(hashed: Any, value: Any) -> None:
     """Add plain values to a hash, and the types of others."""
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
-        flat = value.detach().cpu().contiguous().flatten()
         hashed.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        hashed.update(
-            flat.view(torch.uint8).numpy().tobytes() if flat.numel() and not value.is_quantized else b""
-        )
+        if not value.is_quantized:
+            hashed.update(bytes(as_bytes(value.detach().cpu().contiguous()).tolist()))  # without numpy
     elif isinstance(value, (list, tuple)):
         hashed.update(f"{len(value)}".encode())
         for one in value:

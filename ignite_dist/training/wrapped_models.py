@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
 
 from torch.nn import DataParallel, Module
@@ -35,12 +34,11 @@ def without_wrappers(model: Module) -> Module:
     The copy has the same tensors. The names in its ``state_dict`` do not depend on the number of ranks.
     """
     inner = unwrap_model(model)
-    children = {name: child and without_wrappers(child) for name, child in inner._modules.items()}
-    if all(child is inner._modules[name] for name, child in children.items()):
+    children = _torch.children_of(inner)
+    unwrapped = {name: child and without_wrappers(child) for name, child in children.items()}
+    if all(child is children[name] for name, child in unwrapped.items()):
         return inner
-    shallow = copy(inner)
-    shallow._modules = children
-    return shallow
+    return _torch.copy_with_children(inner, unwrapped)
 
 
 def mark_forward_method(model: Module, name: str) -> None:

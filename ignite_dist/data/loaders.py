@@ -227,11 +227,8 @@ def _taken_over(loader: DataLoader[Any], kwargs: dict[str, Any]) -> tuple[Datase
     sampler: Any = loader.sampler
     if isinstance(loader.dataset, IterableDataset):
         return loader.dataset, settings
-    if (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(loader.dataset)
-    ):
+    is_permutation = type(sampler) is RandomSampler and not sampler.replacement
+    if is_permutation and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
         settings["shuffle"] = True
     elif type(sampler) is not SequentialSampler:
         settings["sampler"] = sampler

@@ -125,7 +125,8 @@ _ADVICE = {
     "indices": "A random_split draws other indices on ranks with other seeds: give it "
     "generator=torch.Generator().manual_seed(0).",
     "contents": "Pass the whole data set on every rank, not a share of it (of idist.split, say): the loader "
-    "splits it. For each rank's own data use torch's DataLoader.",
+    "splits it. For each rank's own data use torch's DataLoader. Random data needs the same seed on every "
+    "rank: seed_everything(0, per_rank=False).",
     "number of samples": "Pass the whole data set on every rank: the loader splits it. For each rank's own "
     "data use torch's DataLoader.",
 }

@@ -24,13 +24,13 @@ ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "ci"
 # Twice the cores of the machine that runs CI: tests wait for other ranks and for the end of timeouts.
 NUM_LANES = 4
-# uv installs in a fraction of pip's time, and environments share the files of packages that they both have.
-# What it keeps lies beside them, so that .ci/with-python finds it too. It does not read pip's settings.
+# uv is faster than pip, and environments with the same package share its files. It ignores pip's settings. uv
+# and its cache are in the checkout, which is all that the chroot of .ci/with-python has of this machine.
 INSTALLER = ROOT / ".cache" / "uv"
 INSTALL = {
     "INSTALL": f"{INSTALLER}/bin/uv pip install -q --python $(VENV)/bin/python",
     "UV_CACHE_DIR": f"{INSTALLER}/cache",
-    "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""),
+    "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "").replace(" ", ","),
 }
 NUM_SLOWEST = 25
 END_SECONDS = 15.0  # from SIGINT to SIGTERM, and from SIGTERM to SIGKILL

@@ -180,8 +180,8 @@ class NativeModel(ProcessModel):
         _torch.abort_process_groups()
         # A DistributedDataParallel would keep connections open, on which other ranks wait.
         self.transport.end_waits()
-        # gloo does not always wake a thread that begins to send while its connection is shut down.
-        if not gloo.threads_end():
+        # A gloo thread that sends on a connection that is being shut down may not notice, and wait on.
+        if not gloo.wait_for_threads():
             _never_free(groups)
 
     def forget(self) -> None:
@@ -194,7 +194,7 @@ class NativeModel(ProcessModel):
     @classmethod
     def prepare_forked_child(cls) -> object | None:
         gloo.forget_lent()
-        _never_free(_torch.groups_and_stores())  # the child lacks the threads
+        _never_free(_torch.groups_and_stores())  # the child does not have their threads
         return dist.group.WORLD
 
     # --- identity ------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def _world() -> ProcessGroup:
 
 
 def _never_free(groups: Sequence[object]) -> None:
-    """Keep the groups for ever: their destructors wait for threads that may never end."""
+    """Keep ``groups`` until the process ends, because their destructors would wait for their threads."""
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 

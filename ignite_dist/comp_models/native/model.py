@@ -76,7 +76,7 @@ class NativeModel(ProcessModel):
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._backends = _by_device(dist.get_backend_config())
-        self._fixed_device = None if devices.accelerator_in(self._backends) else torch.device("cpu")
+        self._fixed_device = _find_device(world, self._backends, is_own=undo is not None)
         self._environment = environment or _environment_of(self._rank, self._world_size)
         self._local_rank = self._environment.local_rank if self._environment else _local_rank_without_rank()
         has_gloo = self._backends.get("cpu") == "gloo"
@@ -245,6 +245,14 @@ def _world() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
+
+
+def _find_device(world: ProcessGroup, backends: Mapping[str, str], is_own: bool) -> torch.device | None:
+    """The device of this rank; None if a context that others made does not say which."""
+    if devices.accelerator_in(backends) is None:
+        return torch.device("cpu")
+    # Another thread has another current device, and a forked process cannot ask for its own.
+    return devices.current_accelerator() if is_own else world.bound_device_id
 
 
 def _never_free(groups: Sequence[object]) -> None:

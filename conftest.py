@@ -55,7 +55,7 @@ _ON_A_GPU = ("nccl-1", "gloo-cuda-2")
 
 def _marks(name: str) -> list[Any]:
     if name in _ON_A_GPU:
-        skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+        skip = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA device")
         return [pytest.mark.gpu, skip]
     if name == "gloo-4":
         return [pytest.mark.long]
@@ -79,6 +79,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(
         "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     )
+    # Most tests say what happens on CPUs.
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # The options of this run are not those of the pytest that a test starts.
     os.environ.pop("PYTEST_ADDOPTS", None)
     if not config.pluginmanager.has_plugin(plugin.__name__):  # else its options name the worlds

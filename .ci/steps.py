@@ -8,6 +8,7 @@ not run. All others are.
 from __future__ import annotations
 
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -24,13 +25,13 @@ ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "ci"
 # Twice the cores of the machine that runs CI: tests wait for other ranks and for the end of timeouts.
 NUM_LANES = 4
-# uv installs in a fraction of pip's time, and environments share the files of packages that they both have.
-# What it keeps lies beside them, so that .ci/with-python finds it too. It does not read pip's settings.
+# uv is faster than pip, and environments with the same package share its files. It ignores pip's settings. uv
+# and its cache are in the checkout, which is all that the chroot of .ci/with-python has of this machine.
 INSTALLER = ROOT / ".cache" / "uv"
 INSTALL = {
     "INSTALL": f"{INSTALLER}/bin/uv pip install -q --python $(VENV)/bin/python",
     "UV_CACHE_DIR": f"{INSTALLER}/cache",
-    "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""),
+    "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "").replace(" ", ","),
 }
 NUM_SLOWEST = 25
 END_SECONDS = 15.0  # from SIGINT to SIGTERM, and from SIGTERM to SIGKILL
@@ -51,6 +52,7 @@ class Step:
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of all its processes whose parents have waited for them
     outcome: str = "not run"
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -85,8 +87,10 @@ class Step:
 
     def has_ended(self) -> bool:
         """True once the command has ended; the outcome is known then, and its output was printed."""
+        cpu_seconds = _cpu_seconds_of_ended()
         if self.process is None or self.process.poll() is None:
             return False
+        self.cpu_seconds = _cpu_seconds_of_ended() - cpu_seconds
         self.seconds = time.monotonic() - self.started
         self.outcome = "passed" if self.process.returncode == 0 else "FAILED"
         print(f"=== {self.name}: {self.outcome} after {self.seconds:.0f} s\n", flush=True)
@@ -107,6 +111,11 @@ class Step:
                 os.killpg(self.process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_SECONDS)
+
+
+def _cpu_seconds_of_ended() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _suites(results: Path) -> list[ElementTree.Element]:
@@ -168,11 +177,13 @@ def _show(steps: list[Step], seconds: float) -> None:
     )
     (LOGS / "slowest.txt").write_text(slowest, encoding="utf-8")
     print(f"=== the slowest {NUM_SLOWEST} tests\n{slowest}")
-    print(f"=== the steps\n{'step':20} {'outcome':8} {'seconds':>8} {'tests':>7}")
+    print(f"=== the steps\n{'step':20} {'outcome':8} {'seconds':>8} {'CPU':>8} {'tests':>7}")
     for step in steps:
-        print(f"{step.name:20} {step.outcome:8} {step.seconds:8.0f} {step.counts['tests'] or '':>7}")
+        cost = f"{step.seconds:8.0f} {step.cpu_seconds:8.0f}"
+        print(f"{step.name:20} {step.outcome:8} {cost} {step.counts['tests'] or '':>7}")
     total: Counter[str] = sum((step.counts for step in steps), Counter())
-    print(f"{'all':20} {'':8} {seconds:8.0f} {total['tests']:>7}\n")
+    cpu_seconds = sum(step.cpu_seconds for step in steps)
+    print(f"{'all':20} {'':8} {seconds:8.0f} {cpu_seconds:8.0f} {total['tests']:>7}\n")
     if others := [step.name for step in steps if step.outcome != "passed"]:
         print(f"Steps that have not passed: {', '.join(others)}")
     failed, skipped = total["failures"] + total["errors"], total["skipped"]

@@ -16,28 +16,38 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def accelerator() -> torch.device | None:
+    """This machine's accelerator, without an index; None if it has none.
+
+    CUDA's devices are counted, which asks the driver. torch's own look at what is available starts CUDA, and
+    processes that are forked later cannot use it.
+    """
+    found = torch.accelerator.current_accelerator()
+    return found if found is not None and torch.get_device_module(found).device_count() else None
+
+
 def accelerator_in(device_types: Collection[str]) -> str | None:
     """The type of this machine's accelerator if the type is in ``device_types``, else None."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None and accelerator.type in device_types else None
+    found = accelerator()
+    return found.type if found is not None and found.type in device_types else None
 
 
 def current_accelerator() -> torch.device:
     """The selected accelerator with its index. The machine must have one."""
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def auto_backend() -> str:
     """``"nccl"`` on a machine with a GPU, else ``"gloo"``."""
-    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    return "nccl" if torch.cuda.device_count() and dist.is_nccl_available() else "gloo"
 
 
 def auto_nproc_per_node() -> int:
     """Number of GPUs; without a GPU, number of cores divided by ``OMP_NUM_THREADS`` (1)."""
-    if torch.cuda.is_available():
-        return torch.cuda.device_count()
+    if num_gpus := torch.cuda.device_count():
+        return num_gpus
     num_threads = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, num_cores() // (int(num_threads) if num_threads.isdecimal() and int(num_threads) else 1))
 
@@ -65,12 +75,10 @@ def select_device(backend: str, place: Environment) -> None:
 
     If the launcher shows each rank only its own GPU, nothing changes.
     """
-    if not torch.cuda.is_available() or backend == "mpi":
+    count = torch.cuda.device_count()
+    if not count or backend == "mpi" or place.has_own_devices:
         return
     local_rank = place.rank if place.local_rank is None else place.local_rank
-    count = torch.cuda.device_count()
-    if place.has_own_devices:
-        return
     if "nccl" in backend and place.local_rank is not None and local_rank >= count:
         raise RuntimeError(
             f"Local rank {local_rank} has no GPU: NCCL needs one per rank, and this node has {count}."

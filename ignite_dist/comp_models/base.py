@@ -295,7 +295,7 @@ class ProcessModel(ComputationModel):
     _rank: int
     _world_size: int
     _fixed_device: torch.device | None
-    """None if the rank's device is torch's current accelerator."""
+    """The rank's device; None if it is the current accelerator of the calling thread."""
 
     def get_rank(self) -> int:  # noqa: D102
         return self._rank

@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
-from ignite_dist import environments
+from ignite_dist import devices, environments
 from ignite_dist._torch import WORLD_STATE
 from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.base import ComputationModel, weak_method
@@ -87,7 +87,7 @@ class SerialModel(ComputationModel):
 
     def device(self) -> torch.device:
         if self._device is None:
-            self._device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+            self._device = devices.accelerator() or torch.device("cpu")
         return self._device
 
     def backend(self) -> str | None:

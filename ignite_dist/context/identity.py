@@ -144,7 +144,11 @@ def world_group() -> Any:
 
 @traced
 def device() -> torch.device:
-    """The device for models and data: this rank's accelerator, else ``torch.device("cpu")``."""
+    """The device for models and data: this rank's accelerator, else ``torch.device("cpu")``.
+
+    A context of :func:`initialize`, :func:`spawn` or :class:`Parallel` keeps its device, for all threads and
+    for forked processes.
+    """
     return current_model().device()
 
 

@@ -37,7 +37,7 @@ def test_the_end_of_the_context_waits_for_a_work_and_warns() -> None:
 
 def fails_with_a_work(local_rank: int) -> bool:
     model = weakref.ref(current_model())
-    idist.barrier()  # the other rank would fail in initialize() if this one had ended by then
+    idist.barrier()  # a rank that ends earlier would fail the initialize() of the other
     work = idist.all_reduce(torch.ones(1000), async_op=True)
     try:
         raise ValueError

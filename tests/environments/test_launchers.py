@@ -32,7 +32,7 @@ HYDRA = ("PMI", "PMI_RANK", documented("mpiexec.hydra -n 2 python script.py"))
 ACCELERATE = (
     "torchrun",
     "TORCHELASTIC_RUN_ID",
-    f"{documented('accelerate launch')} --multi_gpu --num_processes=2 script.py",
+    f"{documented('accelerate launch')} --multi_gpu --num_processes=2 --main_process_port=0 script.py",
 )
 SRUN = ("Slurm", "SLURM_STEP_NUM_TASKS", documented("srun -n 2 python script.py"))
 RUN = ("ignite-dist run", "IGNITE_DIST_RUN", documented("ignite-dist run --nproc-per-node 2 script.py"))

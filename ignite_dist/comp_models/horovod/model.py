@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ignite_dist import environments
+from ignite_dist import devices, environments
 from ignite_dist.arguments import check_keywords
 from ignite_dist.comp_models.base import ProcessModel, weak_method
 from ignite_dist.comp_models.horovod import _horovod, transport
@@ -65,7 +65,10 @@ class HorovodModel(ProcessModel):
         self._rank: int = hvd.rank()
         self._world_size: int = hvd.size()
         self._local_rank: int = hvd.local_rank()
-        self._fixed_device = None if torch.cuda.is_available() else torch.device("cpu")
+        if not torch.cuda.device_count():
+            self._fixed_device = torch.device("cpu")
+        else:
+            self._fixed_device = devices.current_accelerator() if undo is not None else None
         super().__init__(HorovodTransport(hvd, weak_method(self.is_current)), undo)
         self.training = HorovodTraining(self, hvd, self.transport)
 
@@ -104,8 +107,8 @@ class HorovodModel(ProcessModel):
             variables.set_missing(
                 {"RANK": hvd.rank(), "WORLD_SIZE": hvd.size(), "LOCAL_RANK": hvd.local_rank()}
             )
-            if torch.cuda.is_available():
-                torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+            if count := torch.cuda.device_count():
+                torch.cuda.set_device(hvd.local_rank() % count)
             return cls(undo.pop_all().close)
 
     def is_current(self) -> bool:

@@ -52,12 +52,12 @@ _EXIT_SECONDS = 0.5
 
 def wait_for_threads_at_exit() -> None:
     """Register an exit handler that waits until gloo's threads have released all lent tensors."""
-    atexit.unregister(threads_end)  # an earlier context may have registered the handler
-    atexit.register(threads_end)
+    atexit.unregister(wait_for_threads)  # registered by an earlier context, perhaps
+    atexit.register(wait_for_threads)
 
 
-def threads_end() -> bool:
-    """Wait half a second for gloo's threads to release all lent tensors; False if some have not."""
+def wait_for_threads() -> bool:
+    """Wait until gloo's threads have released all lent tensors. False if half a second was not enough."""
     deadline = time.monotonic() + _EXIT_SECONDS
     while _has_lent_tensors():
         if time.monotonic() > deadline:

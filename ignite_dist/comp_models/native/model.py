@@ -76,7 +76,7 @@ class NativeModel(ProcessModel):
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._backends = _by_device(dist.get_backend_config())
-        self._fixed_device = None if devices.accelerator_in(self._backends) else torch.device("cpu")
+        self._fixed_device = _find_device(world, self._backends, is_own=undo is not None)
         self._environment = environment or _environment_of(self._rank, self._world_size)
         self._local_rank = self._environment.local_rank if self._environment else _local_rank_without_rank()
         has_gloo = self._backends.get("cpu") == "gloo"
@@ -180,8 +180,8 @@ class NativeModel(ProcessModel):
         _torch.abort_process_groups()
         # A DistributedDataParallel would keep connections open, on which other ranks wait.
         self.transport.end_waits()
-        # gloo does not always wake a thread that begins to send while its connection is shut down.
-        if not gloo.threads_end():
+        # A gloo thread that sends on a connection that is being shut down may not notice, and wait on.
+        if not gloo.wait_for_threads():
             _never_free(groups)
 
     def forget(self) -> None:
@@ -194,7 +194,7 @@ class NativeModel(ProcessModel):
     @classmethod
     def prepare_forked_child(cls) -> object | None:
         gloo.forget_lent()
-        _never_free(_torch.groups_and_stores())  # the child lacks the threads
+        _never_free(_torch.groups_and_stores())  # the child does not have their threads
         return dist.group.WORLD
 
     # --- identity ------------------------------------------------------------------------------------
@@ -247,8 +247,16 @@ def _world() -> ProcessGroup:
     return world
 
 
+def _find_device(world: ProcessGroup, backends: Mapping[str, str], is_own: bool) -> torch.device | None:
+    """The device of this rank; None if a context that others made does not say which."""
+    if devices.accelerator_in(backends) is None:
+        return torch.device("cpu")
+    # Another thread has another current device, and a forked process cannot ask for its own.
+    return devices.current_accelerator() if is_own else world.bound_device_id
+
+
 def _never_free(groups: Sequence[object]) -> None:
-    """Keep the groups for ever: their destructors wait for threads that may never end."""
+    """Keep ``groups`` until the process ends, because their destructors would wait for their threads."""
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 

@@ -28,7 +28,7 @@ class Words(Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
         if is_tied:
             self.last.weight = self.words.weight
-        self.to(dtype)
+        self.to(idist.device(), dtype)
 
     def forward(self, x: Tensor, with_last: bool = True) -> Tensor:
         rows = self.words(x)
@@ -36,7 +36,7 @@ class Words(Module):
 
 
 def tokens(rank: int, number: int) -> Tensor:
-    return torch.tensor([rank % ROWS, (rank + number) % ROWS, 5])
+    return torch.tensor([rank % ROWS, (rank + number) % ROWS, 5], device=idist.device())
 
 
 def without_sparse_tensors() -> bool:

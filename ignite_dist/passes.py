@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_dist import _torch
 from ignite_dist.call_sites import warn_user
-from ignite_dist.samplers import ExactSampler, Shard, ShardLoader, seeded_draws
+from ignite_dist.samplers import ExactSampler, Shard, ShardLoader, length_or_none, seeded_draws, with_inner
 from ignite_dist.values.random_states import RandomStates, preserved
 
 
@@ -28,12 +29,16 @@ class Order:
         batch_size: samples of a batch, of all ranks together. None for the batches of a batch sampler, and of
             samplers and streams that the user splits.
         is_batched: False if ``batch_size`` was left out: it is then the number of ranks.
+        num_draws: samples of an epoch, of all ranks together. None if it is not known.
+        num_ranks: number of ranks that the user's own sampler was made for. None for other samplers.
         facts: what the ranks have compared, by name. A checkpoint is of another data set if they differ.
     """
 
     seed: int | None = None
     batch_size: int | None = None
     is_batched: bool = True
+    num_draws: int | None = None
+    num_ranks: int | None = None
     facts: dict[str, Any] | None = None
 
 
@@ -54,16 +59,20 @@ class _Draws:
     """The draws of a loader's sampler in its present epoch, without those before the position."""
 
     def __init__(self, loader: OrderedLoader, sampler: Any) -> None:
-        self._loader, self._sampler = loader, sampler
+        # Persistent workers end with the loader: the iterator that has them keeps this object.
+        self._loader, self._sampler = weakref.ref(loader), sampler
 
     def __iter__(self) -> Iterator[Any]:
-        loader, sampler = self._loader, self._sampler
+        loader, sampler = self._loader(), self._sampler
+        assert loader is not None  # it is making the iterator
         seed, num_skipped = loader.order.seed, loader._num_skipped
         if seed is not None and not isinstance(loader.sampler, DistributedSampler):
             draws = seeded_draws(sampler, seed + loader._epoch)
         else:
             draws = iter(sampler)
-        return islice(draws, num_skipped, None) if num_skipped else draws
+        draws = islice(draws, num_skipped, None)
+        # A sampler looks at its epoch when it draws first. That of this pass is the present one.
+        return chain(list(islice(draws, 1)), draws)
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -91,6 +100,7 @@ class Progress:
         is_read_ahead: True if the caller has asked for a batch before the training loop has: the last batch,
             or the end, does not count yet.
         is_exhausted: True if the caller has received the last batch and asked for another.
+        is_left: True if the script has set the loader's epoch after the last batch that it has received.
         states: the random states before the first batch, for a stream.
         has_workers: True if persistent workers had their seed before the pass began.
     """
@@ -98,7 +108,7 @@ class Progress:
     def __init__(self, epoch: int, batches: int, states: RandomStates | None, has_workers: bool) -> None:
         self.epoch, self.batches, self.states, self.has_workers = epoch, batches, states, has_workers
         self.num_received = 0
-        self.is_read_ahead = self.is_exhausted = False
+        self.is_read_ahead = self.is_exhausted = self.is_left = False
 
     def counts(self) -> bool:
         """False behind the end: the next pass begins another epoch."""
@@ -145,6 +155,7 @@ class Pass:
             raise
         progress.batches += 1
         progress.num_received += 1
+        progress.is_left = False
         return batch
 
 
@@ -155,6 +166,7 @@ class Resumable:
     _furthest: Progress | None = None  # of the passes before the latest one, in this epoch
     _start: Progress | None = None  # the loaded position
     _has_workers = False  # persistent workers have their seed, perhaps those of the process before
+    _keeps_workers = False  # persistent workers have the data set as it was at their start
     _epoch_is_set = False
     _has_warned = False
 
@@ -172,21 +184,27 @@ class Resumable:
     def set_epoch(self, epoch: int) -> None:
         """Begin epoch ``epoch`` with the next pass. After this call epochs do not advance by themselves.
 
-        The same as ``loader.sampler.set_epoch`` with more than one rank. A batch sampler or a data set that
-        has a method ``set_epoch`` gets the epoch too.
+        The same as ``loader.sampler.set_epoch`` with more than one rank. A sampler in the loader's, a batch
+        sampler and a data set that have a method ``set_epoch`` get the epoch too.
         """
-        self._epoch_is_set = True
-        self._set_epoch(epoch)
+        loader = self.host_loader()
+        self._epoch_is_set, loader._epoch = True, epoch
+        for one in (*with_inner(loader.sampler), *with_inner(loader.batch_sampler), loader.dataset):
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(epoch)
+        for progress in (self._latest, self._furthest):
+            if progress is not None:
+                progress.is_left = True
 
-    def _set_epoch(self, epoch: int) -> None:
+    def _go_to_epoch(self, epoch: int) -> None:
+        """Begin epoch ``epoch`` with the next pass, as if the passes before it had been made."""
         loader = self.host_loader()
         loader._epoch = epoch
-        parts: list[Any] = [loader.sampler, loader.batch_sampler, loader.dataset]
-        for one in parts:
-            if isinstance(one, DistributedSampler) and not self._epoch_is_set:
-                DistributedSampler.set_epoch(one, epoch)  # the sampler would take it for the user's call
-            elif callable(getattr(one, "set_epoch", None)):
-                one.set_epoch(epoch)
+        if isinstance(loader.sampler, DistributedSampler):
+            DistributedSampler.set_epoch(loader.sampler, epoch)  # a subclass would take it for the script's
+
+    def _has_set_epoch(self) -> bool:
+        return self._epoch_is_set or getattr(self.host_loader().sampler, "epoch_is_set", False)
 
     def end_epoch(self) -> None:
         """Begin the next epoch, after the end of a pass."""
@@ -218,7 +236,7 @@ class Resumable:
                 loader._num_skipped = num_skipped
                 batches = make(loader)
                 # Workers fetch the first batches now; without workers, torch draws when it is asked.
-        self._has_workers = loader.persistent_workers
+        self._has_workers = self._keeps_workers = loader.persistent_workers
         begun = Pass(batches, self, progress)
         self._latest = progress
         return begun
@@ -226,7 +244,7 @@ class Resumable:
     def _rest_of_stream(
         self, loader: OrderedLoader, make: Callable[[Any], Any], num_skipped: int, states: RandomStates | None
     ) -> Any:
-        if isinstance(loader.dataset, Shard):
+        if isinstance(loader.dataset, Shard) and not self._keeps_workers:
             loader.dataset.start = num_skipped
             return make(loader)
         with preserved() if states is not None else nullcontext():
@@ -272,17 +290,22 @@ class Resumable:
         """
         loader = self.host_loader()
         found = [one for one in (self._furthest, self._latest) if one is not None and one.counts()]
-        found = [one for one in found if one.epoch == self.epoch or one.is_read_ahead]
+        found = [one for one in found if one.epoch == self.epoch or one.is_read_ahead or not one.is_left]
         if not found and self._start is not None and self._start.epoch == self.epoch:
             found = [self._start]
         best = max(found, key=Progress.position, default=None)
         batches = 0 if best is None else best.position()
         order = loader.order
+        samples = None if order.batch_size is None else batches * order.batch_size
+        if samples is not None and order.num_draws is not None:
+            samples = min(samples, order.num_draws)
         return {
             "epoch": self.epoch if best is None or not batches else best.epoch,
+            "has_set_epoch": self._has_set_epoch(),
             "batches": batches,
-            "samples": None if order.batch_size is None else batches * order.batch_size,
+            "samples": samples,
             "seed": order.seed,
+            "num_ranks": order.num_ranks,
             "facts": order.facts,
             "states": best.states.plain() if best is not None and batches and best.states else None,
             "has_workers": best.has_workers if best is not None and batches else self._has_workers,
@@ -304,24 +327,40 @@ class Resumable:
                 f"{saved[name]!r}, and that of this loader is {own[name]!r}."
             )
         batches: int = position["batches"]
-        size, samples = loader.order.batch_size, position["samples"]
-        if samples is not None and size is not None:
-            batches, rest = divmod(samples, size)
-            if rest and loader.order.is_batched:
+        order, samples = loader.order, position["samples"]
+        num_ranks = position.get("num_ranks")
+        if batches and None not in (num_ranks, order.num_ranks) and num_ranks != order.num_ranks:
+            raise ValueError(
+                "The checkpoint was saved in the middle of an epoch whose sampler drew the share of one of "
+                f"{num_ranks} ranks, and that of this loader is one of {order.num_ranks}. Use as many ranks, "
+                "or a sampler that draws from the whole data set: the loader splits its draws."
+            )
+        if samples is not None and order.batch_size is not None:
+            batches, rest = divmod(samples, order.batch_size)
+            if rest and samples == order.num_draws:  # in the last batch of the epoch, which is smaller
+                batches += 1
+            elif rest and order.is_batched:
                 raise ValueError(
                     f"The checkpoint was saved after {samples} samples of an epoch, which are no whole "
-                    f"number of batches of batch_size={size}. Use the batch_size of the saved run."
+                    f"number of batches of batch_size={order.batch_size}. Use that of the saved run."
                 )
-        try:
-            num_batches = len(loader)
-        except TypeError:  # a stream or a sampler without a length
-            return batches
-        if batches > num_batches:
+        num_batches = self._num_batches()
+        if num_batches is not None and batches > num_batches and samples != order.num_draws:
             raise ValueError(
                 f"The checkpoint was saved after {batches} batches of an epoch, and an epoch of this loader "
                 f"has {num_batches}."
             )
         return batches
+
+    def _num_batches(self) -> int | None:
+        """The number of batches of an epoch, equal on all ranks; None if it is not known."""
+        loader = self.host_loader()
+        if isinstance(loader.dataset, Shard):  # rank 0 has the most
+            has_length = length_or_none(loader.dataset.dataset) is not None
+            return loader.dataset.num_batches(rank=0) if has_length else None
+        if self._has_set_epoch() and loader.order.batch_size is None:
+            return None  # a batch sampler may have another number in each epoch
+        return length_or_none(loader)
 
     def resume(self, position: dict[str, Any], is_same_rank: bool) -> None:
         """Let the next pass begin at ``position``, in the order of the saved run.
@@ -343,7 +382,10 @@ class Resumable:
                 "The checkpoint was saved by ignite_dist 0.1.0, whose order of samples was another one. The "
                 "pass goes on at the same number of samples: some come twice in this epoch, others never."
             )
-        self._set_epoch(position["epoch"])
+        if position.get("has_set_epoch", self._has_set_epoch()):
+            self.set_epoch(position["epoch"])
+        else:
+            self._go_to_epoch(position["epoch"])
         saved = position["states"] if is_same_rank else None
         states = None if saved is None else RandomStates.of_plain(saved)
         has_workers = self._has_workers = loader.persistent_workers and position["has_workers"]

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 
-from ignite_dist.values.random_states import RandomStates, preserved
+from ignite_dist.values.random_states import GeneratorStates, own_generators, preserved, seed_generators
 
 
 class _AutoEpoch(DistributedSampler[Any]):
     """A ``DistributedSampler`` whose epoch advances after each pass, until ``set_epoch`` is called."""
 
-    _epoch_is_set = False
+    epoch_is_set = False
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order. After this call the epoch does not advance by itself."""
-        self._epoch_is_set = True
+        self.epoch_is_set = True
         super().set_epoch(epoch)
 
     def advance_epoch(self) -> None:
         """Advance the epoch after a full pass over the data loader, unless ``set_epoch`` was called."""
-        if not self._epoch_is_set:
+        if not self.epoch_is_set:
             super().set_epoch(self.epoch + 1)
 
 
@@ -79,6 +88,14 @@ class EpochSampler(_AutoEpoch):
         if not self.drop_last:
             indices += part_of_batch(order[num_in_whole_batches:].tolist(), self.num_replicas, self.rank)
         return iter(indices)
+
+
+def length_or_none(value: Any) -> int | None:
+    """``len(value)``; None if it has none. Streams and samplers may have a ``__len__`` that raises."""
+    try:
+        return len(value)
+    except Exception:
+        return None
 
 
 # --- the part of a batch -----------------------------------------------------------------------------
@@ -135,7 +152,7 @@ def place_of(sampler: Any) -> tuple[int, int] | None:
 
     timm's, detectron2's and mmengine's samplers name them as below.
     """
-    for one in _with_inner(sampler):
+    for one in with_inner(sampler):
         numbers = [_int_attribute(one, names) for names in (_NUM_REPLICAS, _RANKS)]
         if None not in numbers:
             return numbers[0], numbers[1]  # type: ignore[return-value]
@@ -151,7 +168,7 @@ def _int_attribute(owner: Any, names: Sequence[str]) -> int | None:
     return next((value for value in values if type(value) is int), None)
 
 
-def _with_inner(sampler: Any) -> Iterator[Any]:
+def with_inner(sampler: Any) -> Iterator[Any]:
     """The sampler, the sampler that it draws from, and so on."""
     seen: set[int] = set()
     while sampler is not None and id(sampler) not in seen:
@@ -163,89 +180,64 @@ def _with_inner(sampler: Any) -> Iterator[Any]:
 
 # --- random orders -----------------------------------------------------------------------------------
 
-_NUM_DRAWN_AT_ONCE = 1024
+# Their draws depend on nothing that a script changes between two of them.
+_TORCHS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, BatchSampler)
+_NUM_DRAWN_AHEAD = 1024
 
 
-def seeded_draws(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
-    """What ``sampler`` draws if all generators have this seed. The global generators stay as they are.
+def seeded_draws(sampler: Iterable[Any], seed: int, num_at_once: int = 1) -> Iterator[Any]:
+    """What ``sampler`` draws if all generators have this seed. Outside of the draws they keep their states.
 
     These are torch's, Python's and numpy's global generators, and generators that are attributes of the
-    sampler. The draws are made some at a time: a sampler may never end.
+    sampler. A sampler of torch's is drawn from ahead; another one ``num_at_once`` draws at a time, because
+    its draws may depend on what the script has done until then.
     """
-    states: RandomStates | None = None
+    if all(type(one) in _TORCHS for one in with_inner(sampler)):
+        num_at_once = _NUM_DRAWN_AHEAD
+    own = _generators_in(sampler)
+    torchs = torch.Generator().manual_seed(seed)
+    states: GeneratorStates | None = None
     draws: Iterator[Any] | None = None
-    generator = torch.Generator().manual_seed(seed)
     while True:
-        with preserved(), _drawing_from(generator, sampler):
+        with preserved(own), _in_place_of_none(torchs, sampler):
             if states is None:
-                _seed_all(seed)
-                for one in _with_inner(sampler):
-                    _seed_own_generators(one, seed)
+                seed_generators(seed, own)
                 draws = iter(sampler)
             else:
                 states.restore()
-            items = list(islice(draws, _NUM_DRAWN_AT_ONCE))  # type: ignore[arg-type]
-            states = RandomStates.now()
+            items = list(islice(draws, num_at_once))  # type: ignore[arg-type]
+            states = GeneratorStates(own)
         yield from items
-        if len(items) < _NUM_DRAWN_AT_ONCE:
+        if len(items) < num_at_once:
             return
 
 
-def _seed_all(seed: int) -> None:
-    """Seed the global generators of torch's CPU, Python and numpy."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and numpy.random.get_state(legacy=False)["bit_generator"] == "MT19937":
-        numpy.random.seed(seed % (1 << 32))
-
-
-def _seed_own_generators(sampler: Any, seed: int) -> None:
-    for generator in own_generators(sampler):
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
-        elif hasattr(generator, "bit_generator"):
-            generator.bit_generator.state = type(generator.bit_generator)(seed).state
-        else:  # random.Random and numpy's RandomState
-            generator.seed(seed % (1 << 32))
-
-
-def own_generators(sampler: Any) -> list[Any]:
-    """The random generators that are attributes of ``sampler``, but for torch's ``generator``."""
-    numpy: Any = sys.modules.get("numpy")
-    kinds: tuple[type, ...] = (random.Random, torch.Generator)
-    if numpy is not None:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
-    attributes = getattr(sampler, "__dict__", {})
-    return [value for name, value in attributes.items() if name != "generator" and isinstance(value, kinds)]
-
-
 @contextmanager
-def _drawing_from(generator: torch.Generator, sampler: Any) -> Iterator[None]:
-    """Let torch's samplers draw from ``generator`` in the block."""
-    found = [one for one in _with_inner(sampler) if "generator" in getattr(one, "__dict__", {})]
-    before = [one.generator for one in found]
+def _in_place_of_none(generator: torch.Generator, sampler: Any) -> Iterator[None]:
+    """Let torch's samplers that have no generator of their own draw from ``generator`` in the block."""
+    samplers: list[Any] = [one for one in with_inner(sampler) if isinstance(one, _TORCHS)]
+    found = [one for one in samplers if getattr(one, "generator", 0) is None]
     try:
         for one in found:
             one.generator = generator
         yield
     finally:
-        for one, own in zip(found, before, strict=True):
-            one.generator = own
+        for one in found:
+            one.generator = None
 
 
 def draw_seed(sampler: Any = None, generator: torch.Generator | None = None) -> int:
     """A seed for the orders of a loader, from ``generator``, else the sampler's own, else torch's default."""
-    for one in _with_inner(sampler):
-        if generator is None and isinstance(getattr(one, "generator", None), torch.Generator):
-            generator = one.generator
-        for own in own_generators(one) if generator is None else ():
-            if isinstance(own, torch.Generator):
-                generator = own
-                break
-            draw = getattr(own, "integers", None) or getattr(own, "randint", None)
-            return int(draw(0, 2**31 - 1))  # type: ignore[misc]
-    return int(torch.empty((), dtype=torch.int64).random_(0, 2**32, generator=generator))
+    found = [generator] if generator is not None else _generators_in(sampler)
+    source = found[0] if found else None
+    if source is None or isinstance(source, torch.Generator):
+        return int(torch.empty((), dtype=torch.int64).random_(0, 2**32, generator=source))
+    draw = getattr(source, "integers", None) or source.randint
+    return int(draw(0, 2**31 - 1))
+
+
+def _generators_in(sampler: Any) -> list[Any]:
+    return [generator for one in with_inner(sampler) for generator in own_generators(one)]
 
 
 # --- shares of whole data sets -----------------------------------------------------------------------
@@ -388,10 +380,10 @@ class Shard(IterableDataset[Any]):
                 yield from own
             num_left_out = (step - 1) * size
 
-    def num_batches(self) -> int:
-        """Number of batches of this rank, in all of its workers together."""
+    def num_batches(self, rank: int | None = None) -> int:
+        """Number of batches of a rank, in all of its workers together; default: this rank."""
         num_whole, num_rest = divmod(len(self.dataset), self.total_batch_size)  # type: ignore[arg-type]
-        return num_whole + (not self.drop_last and num_rest > self.rank)
+        return num_whole + (not self.drop_last and num_rest > (self.rank if rank is None else rank))
 
     def __len__(self) -> int:
         """Number of items of this rank, in all of its workers together."""
@@ -443,9 +435,10 @@ class DistributedProxySampler(_AutoEpoch):
             raise TypeError(f"sampler must be a torch Sampler, got {type(sampler).__name__}.")
         if isinstance(sampler, DistributedSampler):
             raise TypeError("sampler is a DistributedSampler already; pass it to the data loader as it is.")
-        if batch_size is None and not isinstance(sampler, Sized):
+        length = length_or_none(sampler)
+        if batch_size is None and length is None:
             raise TypeError(f"sampler must have a length, and {type(sampler).__name__} has none.")
-        as_dataset: Any = sampler if isinstance(sampler, Sized) else ()  # only its length is used
+        as_dataset: Any = range(length or 0)  # only its length is used
         super().__init__(
             as_dataset, num_replicas=num_replicas, rank=rank, shuffle=False, seed=seed, drop_last=drop_last
         )
@@ -464,7 +457,8 @@ class DistributedProxySampler(_AutoEpoch):
         indices: list[Any] = []
         number = 0
         while len(indices) < self.total_size:
-            drawn = list(seeded_draws(self.sampler, self.seed + self.epoch + number * 2**32))
+            seed = self.seed + self.epoch + number * 2**32
+            drawn = list(seeded_draws(self.sampler, seed, num_at_once=self.total_size))
             if not drawn:
                 raise ValueError(f"{type(self.sampler).__name__} has a length, but draws nothing.")
             indices += drawn
@@ -472,7 +466,7 @@ class DistributedProxySampler(_AutoEpoch):
         return iter(indices[self.rank : self.total_size : self.num_replicas])
 
     def _parts_of_batches(self, size: int) -> Iterator[Any]:
-        draws = seeded_draws(self.sampler, self.seed + self.epoch)
+        draws = seeded_draws(self.sampler, self.seed + self.epoch, num_at_once=size)
         while batch := list(islice(draws, size)):
             if len(batch) == size or not self.drop_last:
                 yield from part_of_batch(batch, self.num_replicas, self.rank)

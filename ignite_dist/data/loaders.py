@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.context.live import current_model
 from ignite_dist.context.meshes import data_group
-from ignite_dist.data.orders import OF_THE_DATA, agreed_seed, facts_of, is_random
+from ignite_dist.data.orders import agreed_order, batches_name
 from ignite_dist.data.splitting import Place, place_in
 from ignite_dist.passes import Order
 from ignite_dist.samplers import (
@@ -29,6 +28,7 @@ from ignite_dist.samplers import (
     EpochSampler,
     ExactSampler,
     Shard,
+    length_or_none,
     part_size,
     place_of,
 )
@@ -53,7 +53,8 @@ def auto_dataloader(
 
     - ``batch_size`` is the total over all ranks. If it is not divisible by their number, parts differ by one
       sample; for the gradient of the whole batch see :func:`accumulate` with ``weight=``. There is a warning
-      if it is less than the number of ranks: it then holds for each rank.
+      if it is less than the number of ranks: it then holds for each rank. Without it, each rank draws single
+      samples.
     - ``num_workers`` is the total per node. It is divided by the node's number of processes and rounded up.
     - ``sampler`` and ``batch_sampler`` are drawn from as in one process, and each rank takes its part. In
       each pass the generators that they draw from are seeded equally on all ranks. A sampler that was made
@@ -112,61 +113,25 @@ def auto_dataloader(
     """
     if isinstance(dataset, DataLoader):
         dataset, kwargs = _taken_over(dataset, kwargs)
-    if dataset is None or _is_loader(dataset):
-        raise TypeError(
-            f"auto_dataloader takes a data set and the keywords of DataLoader, or a torch DataLoader, got a "
-            f"{type(dataset).__name__}. Pass its data set, with batch_size, shuffle and so on."
-        )
+    _check_settings(dataset, exact, shard, seed, kwargs)
     model = current_model()
     requested, group = group, data_group(model) if group is None else group
     place = place_in(model, group)
+    is_whole = shard or not isinstance(dataset, IterableDataset)
+    order = agreed_order(model, requested, dataset, place, seed, kwargs) if is_whole else Order()
     kwargs.setdefault("pin_memory", model.device().type == "cuda")
-    _check_settings(dataset, exact, shard, seed, kwargs)
-    is_stream = isinstance(dataset, IterableDataset)
-    batches = kwargs.get("batch_sampler")
-    sampler = kwargs.get("sampler") if batches is None else batches
-    is_of_rank = _is_of_rank(sampler, place)
-    order = Order()
-    if shard or not is_stream:
-        facts = facts_of(dataset, sampler, kwargs)
-        needs_seed = is_random(sampler, kwargs.get("shuffle")) and not is_of_rank
-        generator = kwargs.get("generator")
-        order.seed = agreed_seed(model, requested, seed, facts, needs_seed, sampler, generator)
-        order.facts = {name: facts[name] for name in OF_THE_DATA}
-    if kwargs.get("shuffle") and _is_empty(dataset):  # torch's RandomSampler raises for an empty data set
+    if kwargs.get("shuffle") and length_or_none(dataset) == 0:  # torch's RandomSampler raises
         kwargs["shuffle"] = False
     if kwargs.get("num_workers") and model.get_world_size() > 1:
         kwargs["num_workers"] = _per_process_workers(kwargs["num_workers"], model.get_nproc_per_node())
-    if batches is not None:
-        if place.num_ranks > 1 and not is_of_rank:
-            kwargs["batch_sampler"] = BatchSamplerPart(batches, *place)
-    elif exact or is_of_rank or (is_stream and not shard):
-        if place.num_ranks > 1 and "batch_size" in kwargs:
-            kwargs["batch_size"] = _equal_batch_size(kwargs["batch_size"], place.num_ranks, group)
-        if isinstance(sampler, DistributedSampler):
-            order.batch_size = (kwargs.get("batch_size", 1) or 1) * place.num_ranks
+    if batches_name(kwargs):
+        _split_drawn_batches(kwargs, place, order)
+    elif exact or order.num_ranks is not None or not is_whole:
+        _split_batch_size(kwargs, place, group, order)
         if exact:
-            kwargs["sampler"] = _exact_sampler(
-                model,
-                dataset,
-                place,
-                group,
-                order.seed,
-                bool(kwargs.pop("shuffle", False)),
-                exact == "padded",
-            )
+            kwargs["sampler"] = _exact_sampler(model, dataset, place, group, order, exact, kwargs)
     else:
-        order.is_batched = kwargs.get("batch_size") is not None
-        order.batch_size = (
-            _total_batch_size(kwargs["batch_size"], place, group) if order.is_batched else place.num_ranks
-        )
-        if place.num_ranks > 1:
-            if order.is_batched:
-                kwargs["batch_size"] = part_size(order.batch_size, *place)
-            if not is_stream:
-                kwargs["sampler"] = _sampler_of_rank(dataset, sampler, kwargs, place, order)
-    if shard:
-        dataset = _shard(dataset, place, order.batch_size, kwargs)  # type: ignore[arg-type]  # it was checked
+        dataset = _split_batches(dataset, place, group, order, kwargs)
     loader = model.training.make_loader(dataset, **kwargs)
     loader.host_loader().order = order
     return loader
@@ -175,6 +140,11 @@ def auto_dataloader(
 def _check_settings(
     dataset: Dataset[Any], exact: bool | str, shard: bool, seed: Any, kwargs: dict[str, Any]
 ) -> None:
+    if dataset is None or _is_loader(dataset):
+        raise TypeError(
+            f"auto_dataloader takes a data set and the keywords of DataLoader, or a torch DataLoader, got a "
+            f"{type(dataset).__name__}. Pass its data set, with batch_size, shuffle and so on."
+        )
     if exact:
         _check_exact(exact, dataset, kwargs)
     if shard and not isinstance(dataset, IterableDataset):
@@ -224,33 +194,58 @@ def _taken_over(loader: DataLoader[Any], kwargs: dict[str, Any]) -> tuple[Datase
     if loader.batch_size is None and loader.batch_sampler is not None:
         return loader.dataset, {**settings, "batch_sampler": loader.batch_sampler}
     settings.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
-    sampler: Any = loader.sampler
     if isinstance(loader.dataset, IterableDataset):
         return loader.dataset, settings
-    is_permutation = type(sampler) is RandomSampler and not sampler.replacement
-    if is_permutation and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+    sampler: Any = loader.sampler
+    draws_all = length_or_none(sampler) == length_or_none(loader.dataset)
+    if type(sampler) is SequentialSampler and draws_all:
+        settings["shuffle"] = False
+    elif type(sampler) is RandomSampler and draws_all and _is_made_by(loader, sampler):
         settings["shuffle"] = True
-    elif type(sampler) is not SequentialSampler:
+    else:
         settings["sampler"] = sampler
+        found = place_of(sampler)
+        if found is not None and loader.batch_size is not None:  # it is that of a rank
+            settings["batch_size"] = loader.batch_size * found[0]
     return loader.dataset, settings
 
 
-def _is_of_rank(sampler: Any, place: Place) -> bool:
-    """True if the sampler draws a share of its own: that of this rank.
+def _is_made_by(loader: DataLoader[Any], sampler: RandomSampler) -> bool:
+    """True if ``DataLoader(shuffle=True)`` would make such a sampler."""
+    return not sampler.replacement and sampler.generator is loader.generator
 
-    Raises:
-        ValueError: it is the share of another rank.
-    """
-    found = None if sampler is None else place_of(sampler)
-    if found is None:
-        return False
-    if found != tuple(place):
-        raise ValueError(
-            f"The {type(sampler).__name__} was made for rank {found[1]} of {found[0]}, but this is rank "
-            f"{place.number} of {place.num_ranks}. Make it with **idist.sampler_kwargs(), or pass a sampler "
-            "that draws from the whole data set: the loader splits its draws."
-        )
-    return True
+
+def _split_drawn_batches(kwargs: dict[str, Any], place: Place, order: Order) -> None:
+    """Let this rank take its part of each batch that the batch sampler draws."""
+    name = batches_name(kwargs)
+    if place.num_ranks > 1 and order.num_ranks is None:
+        kwargs[name] = BatchSamplerPart(kwargs[name], *place)
+
+
+def _split_batch_size(kwargs: dict[str, Any], place: Place, group: Any, order: Order) -> None:
+    """Let this rank make smaller batches of its own share of the data."""
+    if place.num_ranks > 1 and kwargs.get("batch_size") is not None:
+        kwargs["batch_size"] = _equal_batch_size(kwargs["batch_size"], place.num_ranks, group)
+    if isinstance(kwargs.get("sampler"), DistributedSampler):
+        order.num_ranks, order.batch_size = None, (kwargs.get("batch_size", 1) or 1) * place.num_ranks
+
+
+def _split_batches(
+    dataset: Dataset[Any], place: Place, group: Any, order: Order, kwargs: dict[str, Any]
+) -> Dataset[Any]:
+    """Let this rank take its part of each batch that one process would make; returns the data set to use."""
+    sampler = kwargs.get("sampler")
+    order.num_draws = length_or_none(dataset if sampler is None else sampler)
+    order.is_batched = kwargs.get("batch_size") is not None
+    order.batch_size = place.num_ranks
+    if order.is_batched:
+        order.batch_size = _total_batch_size(kwargs["batch_size"], place.num_ranks, group)
+        kwargs["batch_size"] = part_size(order.batch_size, *place)
+    if isinstance(dataset, IterableDataset):
+        return _shard(dataset, place, order.batch_size, kwargs)
+    if place.num_ranks > 1:
+        kwargs["sampler"] = _sampler_of_rank(dataset, place, order, kwargs)
+    return dataset
 
 
 def _exact_sampler(
@@ -258,14 +253,20 @@ def _exact_sampler(
     dataset: Dataset[Any],
     place: Place,
     group: Any,
-    seed: int | None,
-    shuffle: bool,
-    padded: bool,
+    order: Order,
+    exact: bool | str,
+    kwargs: dict[str, Any],
 ) -> ExactSampler:
     members = model.groups.world if group is None else model.groups.resolve(group)
     check_exact_group("auto_dataloader(exact=...)", model, members)
+    shuffle = bool(kwargs.pop("shuffle", False))
     sampler = ExactSampler(
-        dataset, place.num_ranks, place.number, shuffle=shuffle, seed=seed or 0, padded=padded
+        dataset,
+        place.num_ranks,
+        place.number,
+        shuffle=shuffle,
+        seed=order.seed or 0,
+        padded=exact == "padded",
     )
     sampler.group = members.handle
     if model.get_world_size() > 1:
@@ -274,7 +275,7 @@ def _exact_sampler(
 
 
 def _sampler_of_rank(
-    dataset: Dataset[Any], sampler: Any, kwargs: dict[str, Any], place: Place, order: Order
+    dataset: Dataset[Any], place: Place, order: Order, kwargs: dict[str, Any]
 ) -> DistributedSampler[Any]:
     settings: dict[str, Any] = {
         "num_replicas": place.num_ranks,
@@ -283,7 +284,7 @@ def _sampler_of_rank(
         "batch_size": order.batch_size,
         "seed": order.seed or 0,
     }
-    shuffle = kwargs.pop("shuffle", None)
+    shuffle, sampler = kwargs.pop("shuffle", None), kwargs.get("sampler")
     if sampler is not None:
         return DistributedProxySampler(sampler, **settings)
     if shuffle is None:
@@ -294,58 +295,46 @@ def _sampler_of_rank(
     return EpochSampler(dataset, shuffle=bool(shuffle), **settings)
 
 
-def _shard(
-    dataset: IterableDataset[Any], place: Place, batch_size: int | None, kwargs: dict[str, Any]
-) -> Shard:
+def _shard(dataset: IterableDataset[Any], place: Place, batch_size: int, kwargs: dict[str, Any]) -> Shard:
     """The share of a stream. It makes whole batches: only so they are the same with any number of workers."""
     drop_last = bool(kwargs.pop("drop_last", False))
     is_batched = kwargs.get("batch_size", 1) is not None
     if is_batched:
-        kwargs.setdefault("collate_fn", default_collate)
         kwargs["batch_size"] = None
+        if kwargs.get("collate_fn") is None:
+            kwargs["collate_fn"] = default_collate
     return Shard(dataset, *place, drop_last=drop_last, batch_size=batch_size, is_batched=is_batched)
 
 
-def _total_batch_size(batch_size: int, place: Place, group: Any) -> int:
+def _total_batch_size(batch_size: int, num_ranks: int, group: Any) -> int:
     """Samples of a batch of all ranks together, at least one per rank."""
-    num_ranks = place.num_ranks
-    if batch_size < num_ranks:
-        size_name = "world size" if group is None else "group's size"
-        warn_user(
-            f"batch_size={batch_size} is smaller than the {size_name} {num_ranks}. It is used on every rank, "
-            f"so each step has {batch_size * num_ranks} samples.",
-        )
-        return batch_size * num_ranks
-    return batch_size
-
-
-def _equal_batch_size(batch_size: int | None, num_ranks: int, group: Any) -> int | None:
-    """The same batch size on each rank, for data that is split otherwise."""
-    size_name = "world size" if group is None else "group's size"
-    if batch_size is None:
-        return None
-    if batch_size < num_ranks:
-        warn_user(
-            f"batch_size={batch_size} is smaller than the {size_name} {num_ranks}. It is used on every rank, "
-            f"so each step has {batch_size * num_ranks} samples.",
-        )
+    if batch_size >= num_ranks:
         return batch_size
-    per_rank = batch_size // num_ranks
-    if batch_size % num_ranks:
+    warn_user(
+        f"batch_size={batch_size} is smaller than the {_size_name(group)} {num_ranks}. It is used on every "
+        f"rank, so each step has {batch_size * num_ranks} samples.",
+    )
+    return batch_size * num_ranks
+
+
+def _equal_batch_size(batch_size: int, num_ranks: int, group: Any) -> int:
+    """The same batch size on each rank, for data that is split otherwise."""
+    per_rank = _total_batch_size(batch_size, num_ranks, group) // num_ranks
+    if batch_size > num_ranks and batch_size % num_ranks:
         warn_user(
-            f"batch_size={batch_size} is not divisible by the {size_name} {num_ranks}. Every rank uses "
-            f"batches of {per_rank}: {per_rank * num_ranks} samples per step.",
+            f"batch_size={batch_size} is not divisible by the {_size_name(group)} {num_ranks}. Every rank "
+            f"uses batches of {per_rank}: {per_rank * num_ranks} samples per step.",
         )
     return per_rank
+
+
+def _size_name(group: Any) -> str:
+    return "world size" if group is None else "group's size"
 
 
 def _per_process_workers(num_workers: int, nproc_per_node: int) -> int:
     # Negative numbers stay as they are: DataLoader raises its own error.
     return -(-num_workers // nproc_per_node) if num_workers > 0 else num_workers
-
-
-def _is_empty(dataset: Dataset[Any]) -> bool:
-    return not isinstance(dataset, IterableDataset) and isinstance(dataset, Sized) and len(dataset) == 0
 
 
 def _check_exact(exact: bool | str, dataset: Dataset[Any], kwargs: dict[str, Any]) -> None:

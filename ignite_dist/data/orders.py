@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence, Sized
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, Dataset, SequentialSampler, Subset, TensorDataset
 
 from ignite_dist.collectives.path import perform
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
+from ignite_dist.data.splitting import Place
 from ignite_dist.errors import CollectiveMismatchError
-from ignite_dist.samplers import draw_seed
+from ignite_dist.passes import Order
+from ignite_dist.samplers import draw_seed, length_or_none, place_of
 from ignite_dist.training.seeding import latest_seed
 from ignite_dist.values import meshes
 from ignite_dist.values.serialization import as_bytes
@@ -22,20 +25,15 @@ from ignite_dist.values.serialization import as_bytes
 _KIND = "ignite_dist.loader"
 
 # What a checkpoint compares: the rest may change between two runs.
-OF_THE_DATA = ("number of samples", "indices", "sampler")
+_OF_THE_DATA = ("number of samples", "indices", "sampler", "shuffle")
 
 
-def is_random(sampler: Any, shuffle: Any) -> bool:
-    """True if the order of a loader depends on random numbers, as far as one can see."""
-    return bool(shuffle) if sampler is None else type(sampler) is not SequentialSampler
-
-
-def facts_of(dataset: Any, sampler: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _facts_of(dataset: Any, sampler: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Plain values by name, equal on all ranks whose loaders draw the same batches. Draws no item."""
     indices, contents = _digests(dataset)
     return {
         "data set": type(dataset).__name__,
-        "number of samples": len(dataset) if _has_length(dataset) else None,
+        "number of samples": length_or_none(dataset),
         "indices": indices,
         "contents": contents,
         "sampler": None if sampler is None else type(sampler).__name__,
@@ -45,47 +43,77 @@ def facts_of(dataset: Any, sampler: Any, kwargs: dict[str, Any]) -> dict[str, An
     }
 
 
-def agreed_seed(
-    model: ComputationModel,
-    group: Any,
-    seed: int | None,
-    facts: dict[str, Any],
-    is_random: bool,
-    sampler: Any,
-    generator: torch.Generator | None,
-) -> int | None:
-    """The seed of the order, None if it is not random. Every rank that shares the data calls this.
+def batches_name(kwargs: dict[str, Any]) -> str:
+    """The keyword of ``DataLoader`` that has a sampler of whole batches; empty if none has."""
+    if kwargs.get("batch_sampler") is not None:
+        return "batch_sampler"
+    is_batched = kwargs.get("batch_size", 1) is not None
+    return "sampler" if not is_batched and isinstance(kwargs.get("sampler"), BatchSampler) else ""
+
+
+def agreed_order(
+    model: ComputationModel, group: Any, dataset: Any, place: Place, seed: int | None, kwargs: dict[str, Any]
+) -> Order:
+    """The order of a loader, equal on all ranks that share the data. Each of them calls this.
 
     Args:
         model: the model of the context.
         group: the ``group=`` of ``auto_dataloader``.
+        dataset: the data set.
+        place: this rank among those that share the data.
         seed: the ``seed=`` of ``auto_dataloader``.
-        facts: the results of :func:`facts_of`.
-        is_random: whether a seed is needed.
-        sampler: may have a generator, from which the seed is drawn.
-        generator: the loader's.
+        kwargs: the keywords of ``DataLoader``.
 
     Raises:
-        CollectiveMismatchError: the ranks have different facts, or some make another call.
+        CollectiveMismatchError: the ranks have different data or settings, or some make another call.
+        ValueError: a rank has the sampler of another rank. Raised on every rank.
     """
-    members = _members(model, group)
-    drawn = None
-    if is_random and seed is None:
+    sampler = kwargs.get("sampler" if kwargs.get("batch_sampler") is None else "batch_sampler")
+    members, facts, found = _members(model, group), _facts_of(dataset, sampler, kwargs), place_of(sampler)
+    is_random = bool(kwargs.get("shuffle")) if sampler is None else type(sampler) is not SequentialSampler
+    drawn = seed
+    if seed is None and is_random and found is None:
+        generator = kwargs.get("generator")
         # Ranks of other groups draw the same samples, and do not take part here.
         has_all_ranks = members is not None and len(members.ranks) == model.get_world_size()
         drawn = draw_seed(sampler, generator) if has_all_ranks or generator is not None else latest_seed()
+    fault = _fault_of_place(sampler, place)
+    row = _KIND, seed, drawn, facts, fault
     if members is None or len(members.ranks) == 1:
-        return drawn if seed is None else seed
-    row = _KIND, seed, drawn, facts
-    rows = perform(
-        model,
-        "auto_dataloader",
-        members,
-        lambda _: Steps(lambda: model.objects.gather(row, members)),
-        outside=[row],
+        _check_places(None, [row])
+    else:
+        rows = perform(
+            model,
+            "auto_dataloader",
+            members,
+            lambda _: Steps(lambda: model.objects.gather(row, members)),
+            outside=[row],
+        )
+        _compare(members, rows)
+        _check_places(members, rows)
+        drawn = rows[0][2]
+    of_the_data = {name: facts[name] for name in _OF_THE_DATA}
+    return Order(drawn, num_ranks=None if found is None else found[0], facts=of_the_data)
+
+
+def _fault_of_place(sampler: Any, place: Place) -> str:
+    """What is wrong if the sampler draws the share of another rank; else empty."""
+    found = place_of(sampler)
+    if found in (None, tuple(place)):
+        return ""
+    return (
+        f"The {type(sampler).__name__} was made for rank {found[1]} of {found[0]}, but this is rank "
+        f"{place.number} of {place.num_ranks}. Make it with **idist.sampler_kwargs(), or pass a sampler "
+        "that draws from the whole data set: the loader splits its draws."
     )
-    _compare(members, rows)
-    return rows[0][2] if seed is None else seed
+
+
+def _check_places(members: Group | None, rows: Sequence[Any]) -> None:
+    ranks = range(1) if members is None else members.ranks
+    faults = {rank: row[4] for rank, row in zip(ranks, rows, strict=True) if row[4]}
+    if faults:
+        rank, fault = next(iter(faults.items()))
+        raise ValueError(fault if members is None else f"On rank {rank}: {fault}")
 
 
 def _members(model: ComputationModel, group: Any) -> Group | None:
@@ -107,7 +135,7 @@ def _compare(members: Group, rows: Sequence[Any]) -> None:
             "Some ranks call auto_dataloader, and other ranks make another call. All ranks that share the "
             "data make the loader: move auto_dataloader out of `if idist.get_rank() == 0:`."
         )
-    named = [{"seed": seed, **facts} for _, seed, _, facts in rows]
+    named = [{"seed": seed, **facts} for _, seed, _, facts, _ in rows]
     different = [name for name in named[0] if len({repr(one.get(name)) for one in named}) > 1]
     if not different:
         return
@@ -132,56 +160,79 @@ _ADVICE = {
 }
 
 
-def _has_length(dataset: Any) -> bool:
-    try:
-        return isinstance(dataset, Sized) and len(dataset) >= 0
-    except TypeError:  # a class with a __len__ that raises
-        return False
-
-
 def _digests(dataset: Dataset[Any] | Any) -> tuple[str | None, str | None]:
     """Digests of the indices of subsets, and of some items of data that is in memory."""
     indices = []
     while isinstance(dataset, Subset):
-        indices.append(_digest(list(map(int, dataset.indices))))
+        indices.append(_digest_of_indices(dataset.indices))
         dataset = dataset.dataset
-    if isinstance(dataset, range):
-        return _joined(indices), repr(dataset)
-    if isinstance(dataset, TensorDataset):
-        return _joined(indices), _digest([_ends(tensor) for tensor in dataset.tensors])
-    if isinstance(dataset, (list, tuple, Tensor)) or type(dataset).__module__ == "numpy":
-        return _joined(indices), _digest(_ends(dataset))
-    return _joined(indices), None
+    if type(dataset) is range:
+        contents = repr(dataset)
+    elif type(dataset) is TensorDataset:
+        contents = _digest([_some(tensor) for tensor in dataset.tensors])
+    elif type(dataset) in (list, tuple, Tensor) or _is_array(dataset):
+        contents = _digest(_some(dataset))
+    else:
+        contents = None
+    return "/".join(indices) or None, contents
 
 
-def _joined(digests: list[str]) -> str | None:
-    return "/".join(digests) or None
+_MOST_BYTES = 1024  # that a digest takes from each end of an item
 
 
-def _ends(items: Any) -> list[Any]:
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+
+
+def _some(items: Any) -> list[Any]:
     size = len(items)
     return [items[number] for number in sorted({0, size // 2, size - 1})] if size else []
 
 
-def _digest(value: Any) -> str:
+def _digest_of_indices(indices: Any) -> str:
     hashed = hashlib.sha1(usedforsecurity=False)
-    _update(hashed, value)
+    values = indices.tolist() if hasattr(indices, "tolist") else list(indices)
+    try:
+        hashed.update(array("q", values))
+    except (TypeError, OverflowError):  # names, for example
+        _update(hashed, values, len(values))
     return hashed.hexdigest()[:12]
 
 
-def _update(hashed: Any, value: Any) -> None:
-    """Add plain values to a hash, and the types of others."""
+def _digest(value: Any) -> str:
+    hashed = hashlib.sha1(usedforsecurity=False)
+    _update(hashed, value, _MOST_BYTES)
+    return hashed.hexdigest()[:12]
+
+
+def _update(hashed: Any, value: Any, most: int) -> None:
+    """Add the ends of plain values to a hash, and the types of others."""
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
         hashed.update(f"{value.dtype} {tuple(value.shape)}".encode())
         if not value.is_quantized:
-            hashed.update(bytes(as_bytes(value.detach().cpu().contiguous()).tolist()))  # without numpy
-    elif isinstance(value, (list, tuple)):
+            for end in _ends(value.detach().reshape(-1), most):
+                plain = end.cpu().resolve_conj().resolve_neg().contiguous()
+                hashed.update(bytes(as_bytes(plain).tolist()))  # without numpy
+    elif type(value) in (list, tuple):
         hashed.update(f"{len(value)}".encode())
-        for one in value:
-            _update(hashed, one)
-    elif type(value) in (int, float, bool, str, bytes, type(None), complex):
+        for end in _ends(value, most):
+            for one in end:
+                _update(hashed, one, most)
+    elif type(value) in (str, bytes):
+        hashed.update(f"{len(value)} {_ends(value, most)}".encode())
+    elif type(value) in (int, float, bool, type(None), complex):
         hashed.update(repr(value).encode())
-    elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        hashed.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+    elif _is_array(value):
+        hashed.update(f"{value.dtype} {value.shape}".encode())
+        for end in _ends(value.reshape(-1), most):
+            if value.dtype.hasobject:  # its bytes are addresses
+                _update(hashed, end.tolist(), most)
+            else:
+                hashed.update(end.tobytes())
     else:
         hashed.update(type(value).__qualname__.encode())
+
+
+def _ends(items: Any, most: int) -> list[Any]:
+    """The first and the last ``most`` items."""
+    return [items] if len(items) <= 2 * most else [items[:most], items[-most:]]

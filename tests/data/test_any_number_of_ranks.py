@@ -93,6 +93,20 @@ class OwnShare(Sampler[int]):
         return iter(range(self._rank, SIZE - 1, self._world_size))
 
 
+class WithGenerator(Sampler[int]):
+    """Has a generator as torch's samplers do: numpy's, or None for the order of the data set."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        raise NotImplementedError  # as some do that are for batches
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.arange(SIZE) if self.generator is None else self.generator.permutation(SIZE)
+        return iter(order.tolist())
+
+
 def generator(seed: int = 1) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -108,6 +122,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     "its generator": lambda: idist.auto_dataloader(
         DATA, batch_size=6, sampler=RandomSampler(DATA, generator=generator())
     ),
+    "numpy's generator": lambda: idist.auto_dataloader(
+        DATA, batch_size=6, sampler=WithGenerator(np.random.default_rng(1))
+    ),
+    "no generator": lambda: idist.auto_dataloader(DATA, batch_size=6, sampler=WithGenerator(None)),
     "weights": lambda: idist.auto_dataloader(
         DATA, batch_size=6, sampler=WeightedRandomSampler(torch.arange(1.0, SIZE + 1), 20)
     ),
@@ -118,6 +136,11 @@ KINDS: dict[str, Callable[[], Any]] = {
     ),
     "batch sampler": lambda: idist.auto_dataloader(
         DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 5, False)
+    ),
+    "sampler of batches": lambda: idist.auto_dataloader(
+        torch.arange(SIZE),  # type: ignore[arg-type]
+        batch_size=None,
+        sampler=BatchSampler(SequentialSampler(DATA), 5, False),
     ),
     **{
         f"{kind} batches": lambda kind=kind: idist.auto_dataloader(DATA, batch_sampler=Batches(kind))  # type: ignore[misc]
@@ -137,6 +160,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     ),
     "stream": lambda: idist.auto_dataloader(Stream(), batch_size=6, shard=True),
 }
+IN_ORDER = ("in order", "no generator", "batch sampler", "sampler of batches", "distributed", "stream")
 NUM_EPOCHS = 2
 
 
@@ -178,7 +202,7 @@ def test_the_batches_are_those_of_one_process(kind: str) -> None:
     alone = [sorted(set(batch)) for batch in drawn(0, kind)]
     for world_size in (2, 3):
         assert merged(on_ranks(drawn, kind, world_size=world_size)) == alone
-    if kind not in ("in order", "batch sampler", "distributed", "stream"):
+    if kind not in IN_ORDER:
         half = len(alone) // 2
         assert alone[:half] != alone[half:], "each epoch has an order of its own"
 
@@ -479,6 +503,7 @@ def loads_what_does_not_fit(_: int, path: str) -> list[str]:
         idist.auto_dataloader(DATA, batch_size=4, sampler=RandomSampler(DATA)),
         idist.auto_dataloader(DATA, batch_size=3, shuffle=True),
         idist.auto_dataloader(range(8), batch_size=4, shuffle=True),
+        idist.auto_dataloader(DATA, batch_size=4, shuffle=False),
     ]
     messages = []
     torch.nn.init.zeros_(model.weight)
@@ -492,6 +517,6 @@ def loads_what_does_not_fit(_: int, path: str) -> list[str]:
 
 def test_a_checkpoint_of_another_loader_is_an_error_on_every_rank_that_changes_nothing(tmp_path: Any) -> None:
     first, second = on_ranks(loads_what_does_not_fit, str(tmp_path / "run.pt"))
-    wanted = ("number of samples", "indices", "sampler", "no whole number of batches", "number of samples")
-    for message, of_rank_1, text in zip(first, second, wanted, strict=True):
+    differ = ("number of samples", "indices", "sampler", "no whole number of batches", "number of samples")
+    for message, of_rank_1, text in zip(first, second, (*differ, "shuffle"), strict=True):
         assert text in message and text in of_rank_1

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ignite_dist.arguments import check_module, kind_of
 from ignite_dist.call_sites import warn_user
+from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.data.loaders import auto_dataloader
@@ -65,8 +66,8 @@ def auto_model(
     ``strategy="fsdp"``. Several GPUs without a context: ``DataParallel``. With Horovod and XLA the optimizer
     averages gradients (:func:`auto_optim`), so the module itself is returned. On XLA the module gets new
     parameters, so make the optimizer afterwards. All ranks take the parameters and buffers of rank 0 (of the
-    first rank of ``process_group`` or ``mesh``). A module without trainable parameters stays as it is, and no
-    rank waits for another.
+    first rank of ``process_group`` or ``mesh``). So does a module without trainable parameters, a teacher for
+    example, which gets no wrapper.
 
     A model on the meta device is initialised by the ``reset_parameters()`` of its modules, one module at a
     time, and each rank keeps only its own shards. The values are those of one process with rank 0's seed.
@@ -149,7 +150,7 @@ def auto_model(
     if data.is_explicit and len(data.group.ranks) < live.get_world_size():
         kwargs["process_group"] = data.group.handle
     wrapped = live.training.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
-    _adapted(live, model, wrapped, kwargs.get("broadcast_buffers", True))
+    _adapted(live, model, wrapped, **kwargs)
     return _with_state(wrapped, state)
 
 
@@ -163,14 +164,22 @@ def _warn_of_max_norm(model: Module) -> None:
             )
 
 
-def _adapted(live: ComputationModel, model: Module, wrapped: Module, broadcast_buffers: bool) -> None:
+def _adapted(
+    live: ComputationModel,
+    model: Module,
+    wrapped: Module,
+    broadcast_buffers: bool = True,
+    process_group: Any = None,
+    **_: Any,
+) -> None:
     """Make the values of a model equal on all ranks if its wrapper has not, and remember the model."""
     if live.get_world_size() == 1:
         return
     inner = unwrap_model(wrapped)
-    group = live.training.gradient_group(wrapped, ())
-    is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if is_trained and wrapped is model:  # not with a wrapper, which has broadcast the parameters
+    is_trained = _is_trained(model)
+    group = live.training.gradient_group(wrapped, ()) if is_trained else live.groups.resolve(process_group)
+    # A wrapper has broadcast the parameters. Shards need the mesh, which a frozen model need not name.
+    if wrapped is model and (is_trained or not any(map(is_sharded, model.parameters()))):
         equalise(live, model, DataMesh(None, group))
     if is_trained:
         remember_model(live, inner, group, broadcast_buffers)
@@ -181,8 +190,8 @@ def _adapted(live: ComputationModel, model: Module, wrapped: Module, broadcast_b
 def _find_ranks(
     live: ComputationModel, model: Module, strategy: str, mesh: Any, kwargs: Mapping[str, Any]
 ) -> DataMesh:
-    is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if live.get_world_size() == 1 or not (is_trained or strategy == "fsdp"):
+    has_frozen_shards = not _is_trained(model) and any(map(is_sharded, model.parameters()))
+    if live.get_world_size() == 1 or (has_frozen_shards and strategy != "fsdp"):
         return DataMesh(None, live.groups.world, is_explicit=False)
     if mesh is None and kwargs.get("process_group") is not None:
         return DataMesh(None, live.groups.world, is_explicit=False)
@@ -194,6 +203,10 @@ def _find_ranks(
     if strategy == "fsdp":
         check_shardable(data)
     return data
+
+
+def _is_trained(model: Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _with_values(live: ComputationModel, model: Module, data: DataMesh, state: State | None) -> bool:

@@ -79,7 +79,7 @@ class _Draws:
 
 
 class OrderedShardLoader(OrderedLoader, ShardLoader):
-    """The same for a :class:`Shard`."""
+    """An ordered loader of a :class:`Shard`."""
 
 
 def loader_class(dataset: Dataset[Any]) -> type[OrderedLoader]:
@@ -97,8 +97,8 @@ class Progress:
         epoch: of the pass.
         batches: number of batches of the epoch that the caller has received, with those before the pass.
         num_received: those of this pass.
-        is_read_ahead: True if the caller has asked for a batch before the training loop has: the last batch,
-            or the end, does not count yet.
+        is_read_ahead: True while the caller has a batch, or knows of the end, and the training loop does not
+            yet: :func:`accumulate` looks one batch ahead.
         is_exhausted: True if the caller has received the last batch and asked for another.
         is_left: True if the script has set the loader's epoch after the last batch that it has received.
         states: the random states before the first batch, for a stream.
@@ -111,7 +111,7 @@ class Progress:
         self.is_read_ahead = self.is_exhausted = self.is_left = False
 
     def counts(self) -> bool:
-        """False behind the end: the next pass begins another epoch."""
+        """True if the position may be in this pass. A pass that has ended is in the epoch before."""
         return self.is_read_ahead or not self.is_exhausted
 
     def position(self) -> int:
@@ -265,7 +265,7 @@ class Resumable:
         if latest.num_received > 1 and not self._has_warned and self.host_loader().order.seed is not None:
             self._has_warned = True
             warn_user(
-                f"This pass draws the batches again that the pass before it has drawn, which was left after "
+                f"This pass begins with the batches of the pass before it, which was left after "
                 f"{latest.num_received} batches: the order depends on the epoch, and epoch {epoch} has not "
                 "ended. For other batches call loader.set_epoch(number) before the pass, or go on with one "
                 "iterator: batches = iter(loader), then next(batches)."
@@ -284,8 +284,9 @@ class Resumable:
             loader.generator = generator
 
     def position(self) -> dict[str, Any]:
-        """The position in the epoch as plain values, for :meth:`resume`: the batches that the loop has got.
+        """The position in the epoch, as plain values for :meth:`resume`.
 
+        It is the number of batches that the training loop has received.
         Of several passes in one epoch (a look at the first batch, say) the one that has come furthest counts.
         """
         loader = self.host_loader()

@@ -296,7 +296,7 @@ def _sampler_of_rank(
 
 
 def _shard(dataset: IterableDataset[Any], place: Place, batch_size: int, kwargs: dict[str, Any]) -> Shard:
-    """The share of a stream. It makes whole batches: only so they are the same with any number of workers."""
+    """This rank's part of a stream, as whole batches: these are the same with any number of workers."""
     drop_last = bool(kwargs.pop("drop_last", False))
     is_batched = kwargs.get("batch_size", 1) is not None
     if is_batched:

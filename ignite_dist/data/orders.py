@@ -79,9 +79,7 @@ def agreed_order(
         drawn = draw_seed(sampler, generator) if has_all_ranks or generator is not None else latest_seed()
     fault = _fault_of_place(sampler, place)
     row = _KIND, seed, drawn, facts, fault
-    if members is None or len(members.ranks) == 1:
-        _check_places(None, [row])
-    else:
+    if members is not None and len(members.ranks) > 1:
         rows = perform(
             model,
             "auto_dataloader",
@@ -90,8 +88,13 @@ def agreed_order(
             outside=[row],
         )
         _compare(members, rows)
-        _check_places(members, rows)
         drawn = rows[0][2]
+        faults = [
+            f"On rank {rank}: {one[4]}" for rank, one in zip(members.ranks, rows, strict=True) if one[4]
+        ]
+        fault = fault or "".join(faults[:1])
+    if fault:
+        raise ValueError(fault)
     of_the_data = {name: facts[name] for name in _OF_THE_DATA}
     return Order(drawn, num_ranks=None if found is None else found[0], facts=of_the_data)
 
@@ -106,14 +109,6 @@ def _fault_of_place(sampler: Any, place: Place) -> str:
         f"{place.number} of {place.num_ranks}. Make it with **idist.sampler_kwargs(), or pass a sampler "
         "that draws from the whole data set: the loader splits its draws."
     )
-
-
-def _check_places(members: Group | None, rows: Sequence[Any]) -> None:
-    ranks = range(1) if members is None else members.ranks
-    faults = {rank: row[4] for rank, row in zip(ranks, rows, strict=True) if row[4]}
-    if faults:
-        rank, fault = next(iter(faults.items()))
-        raise ValueError(fault if members is None else f"On rank {rank}: {fault}")
 
 
 def _members(model: ComputationModel, group: Any) -> Group | None:

@@ -51,6 +51,7 @@ def test_gradients_and_the_step_equal_those_of_a_single_process(world_size: int)
 
 
 def _models(_: int) -> dict[str, Any]:
+    torch.manual_seed(idist.get_rank())
     frozen = _net().requires_grad_(False)
     model, normal = _net(), Sequential(Linear(5, 8), BatchNorm1d(8))
     wrapped = idist.auto_model(model, find_unused_parameters=True)
@@ -61,6 +62,7 @@ def _models(_: int) -> dict[str, Any]:
         "wrapped": isinstance(wrapped, DistributedDataParallel) and wrapped.module is model,
         "kwargs": wrapped.find_unused_parameters,
         "frozen": idist.auto_model(frozen) is frozen,
+        "its weight": frozen[0].weight.tolist(),
         "empty": isinstance(idist.auto_model(ReLU()), ReLU),
         "sync_bn": any(isinstance(part, SyncBatchNorm) for part in with_sync_bn.modules()),
         "messages": messages,
@@ -68,7 +70,9 @@ def _models(_: int) -> dict[str, Any]:
 
 
 def test_a_model_is_wrapped_where_it_has_something_to_train() -> None:
-    for found in on_ranks(_models):
+    ranks = on_ranks(_models)
+    assert ranks[0].pop("its weight") == ranks[1].pop("its weight")
+    for found in ranks:
         messages = found.pop("messages")
         assert found == {"wrapped": True, "kwargs": True, "frozen": True, "empty": True, "sync_bn": False}
         (message,) = messages

@@ -8,8 +8,8 @@ folders of their backends.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from copy import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from types import CodeType, FunctionType, ModuleType
@@ -90,9 +90,9 @@ _NAMES = (
         "none: passes begin at the first batch, with the order of the global random state",
     ),
     (
-        "torch.nn.Module._modules",
-        "The public named_children() leaves out a module's second name.",
-        "none: saving a model raises AttributeError",
+        "torch.nn.Module.state_dict._metadata",
+        "The versions of the modules, by path. No public function renames a path in the middle.",
+        "states with other names are loaded as those of modules without versions",
     ),
     (
         "torch.Tensor._version",
@@ -275,18 +275,6 @@ def index_sampler(loader: DataLoader[Any]) -> Any:
     return DataLoader._index_sampler.fget(loader)  # type: ignore[attr-defined]
 
 
-def children_of(module: Module) -> dict[str, Module | None]:
-    """The modules in ``module`` by name; a module that is there twice has two names."""
-    return module._modules
-
-
-def copy_with_children(module: Module, children: dict[str, Module | None]) -> Module:
-    """A shallow copy of ``module``, which has the same tensors, with other modules in it."""
-    shallow = copy(module)
-    shallow._modules = children
-    return shallow
-
-
 def abort_process_groups() -> None:
     """End all groups of this rank, without communication."""
     distributed_c10d._abort_process_group()
@@ -387,13 +375,26 @@ def step_hooks(optimizer: Optimizer) -> tuple[MutableMapping[int, Any], MutableM
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
+INSIDE_OF_COMPILED = "_orig_mod"
+"""The name of the original module in a compiled module."""
+
+
 def inside_of_compiled(model: Module) -> Module | None:
     """The original module of a compiled module; None if ``model`` is not compiled."""
     compiler: ModuleType | Any = sys.modules.get("torch._dynamo.eval_frame")  # imported by torch.compile
     if compiler is None or not isinstance(model, compiler.OptimizedModule):
         return None
-    inside: Module = model._orig_mod
+    inside: Module = getattr(model, INSIDE_OF_COMPILED)
     return inside
+
+
+def renamed_state(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """A copy of a state dict with other names, also of the modules whose versions it has."""
+    renamed: Any = OrderedDict((rename(str(name)), value) for name, value in state.items())
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        renamed._metadata = OrderedDict((rename(path), dict(one)) for path, one in versions.items())
+    return renamed  # type: ignore[no-any-return]
 
 
 # --- marks for the tracer of torch.compile -----------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ignite_dist.collectives.checks import is_sharded
-from ignite_dist.training.state_dicts import check_optimizer_state, check_state
+from ignite_dist.training.state_dicts import check_optimizer_state, fitting_state
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
 _MARK = "ignite_dist.shard"
@@ -165,7 +165,7 @@ def check_fits(
             f"{', '.join(saved) or 'values'} only. Do not pass {', '.join(missing)}."
         )
     if model is not None:
-        check_state(model, as_meta(content["model"]))
+        fitting_state(model, as_meta(content["model"]))
     if optimizer is not None:
         check_optimizer_state(optimizer, content["optimizer"])
         for own, saved in zip(optimizer.param_groups, content["optimizer"]["param_groups"], strict=True):

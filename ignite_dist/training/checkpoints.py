@@ -23,7 +23,7 @@ from ignite_dist.training import checkpoint_files
 from ignite_dist.training.checkpoint_trees import check_fits, plain, split_shards
 from ignite_dist.training.loaded_states import LoadedStates, share
 from ignite_dist.training.pending_saves import PendingSave, wait_for_pending
-from ignite_dist.training.wrapped_models import without_wrappers
+from ignite_dist.training.unwrapped_states import unwrapped_state
 from ignite_dist.values.random_states import RandomStates
 
 
@@ -169,7 +169,7 @@ def _check_positions(parts: list[dict[str, Any]]) -> None:
 def _states(model: Module | None, optimizer: Optimizer | None, shards: dict[str, Any]) -> dict[str, Any]:
     """The states with marks for sharded tensors, which are put into ``shards``. Never communicates."""
     states = {
-        "model": None if model is None else without_wrappers(model).state_dict(),
+        "model": None if model is None else unwrapped_state(model),
         "optimizer": None if optimizer is None else optimizer.state_dict(),
     }
     return {name: split_shards(state, name, shards) for name, state in states.items()}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn import BatchNorm1d, Linear, Module, Sequential
 
 import ignite_dist as idist
@@ -71,6 +72,16 @@ def _refused(rank: int) -> str:
 
 def test_a_state_of_shards_is_refused_on_every_rank() -> None:
     assert idist.spawn("gloo", _refused, nproc_per_node=2) == ["done"] * 2
+
+
+def _of_one_rank(_: int) -> dict[str, Any]:
+    model = fully_shard(Twice(1.0))
+    idist.load_model_state(model, Twice(7.0).state_dict())
+    return numbers(idist.model_state(model))
+
+
+def test_shards_of_a_single_rank_are_loaded() -> None:
+    assert idist.spawn("gloo", _of_one_rank, nproc_per_node=1) == [numbers(Twice(7.0).state_dict())]
 
 
 def on_meta(fill: float = 0.0) -> Module:

@@ -271,7 +271,7 @@ def new_group_by_name(
 
 
 def index_sampler(loader: DataLoader[Any]) -> Any:
-    """What torch's loader itself draws from, whatever its subclass has."""
+    """What a loader of torch's own class draws from: indices, or lists of them."""
     return DataLoader._index_sampler.fget(loader)  # type: ignore[attr-defined]
 
 

@@ -29,7 +29,7 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def goes_on_in_a_thread() -> bool:
-    """True if a collective of several steps may go on after its call; on an accelerator it completes there."""
+    """True if a collective of several steps may go on after its call. An accelerator completes it there."""
     return not current_model().transport.is_synchronous and idist.device().type == "cpu"
 
 

@@ -95,6 +95,11 @@ _NAMES = (
         "states with other names are loaded as those of modules without versions",
     ),
     (
+        "torch._C._current_graph_task_id",
+        "Shows if two hooks are of the same backward pass.",
+        "none: the import of this package raises AttributeError",
+    ),
+    (
         "torch.Tensor._version",
         "Shows if a gradient changed after it was averaged. The public increment_version() only writes it.",
         "none: optimizers that average gradients raise AttributeError",
@@ -329,6 +334,10 @@ is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 def save(value: Any, file: IO[bytes], pickle_module: Any, protocol: int, *, as_zip: bool) -> None:
     """``torch.save`` as a zip archive (torch's default), or in the older and shorter format."""
     torch.save(value, file, pickle_module, protocol, _use_new_zipfile_serialization=as_zip)
+
+
+number_of_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that is running in this thread."""
 
 
 def run_after_backward(function: Callable[[], None]) -> None:

@@ -183,6 +183,11 @@ def _adapted(
         equalise(live, model, DataMesh(None, group))
     if is_trained:
         remember_model(live, inner, group, broadcast_buffers)
+
+    def average(parameters: list[Parameter]) -> None:
+        average_gradients(live, agree_on_gradients(live, parameters, group), group)
+
+    live.training.average_further_passes(wrapped, average)
     is_averaged_later = is_trained and not isinstance(wrapped, DistributedDataParallel)
     watch_frozen(live, inner, wrapped, is_averaged_later)
 

@@ -120,6 +120,12 @@ class Training:
         """
         raise NotImplementedError
 
+    def average_further_passes(self, model: Module, average: Callable[[list[Parameter]], None]) -> None:
+        """Average what further backward passes add to the gradients of ``model``, which its wrapper does not.
+
+        ``average`` averages the gradients of parameters.
+        """
+
     def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer like ``optimizer``, with its state sharded over the ranks.
 

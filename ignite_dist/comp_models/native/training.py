@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ignite_dist import _torch
 from ignite_dist.arguments import check_keywords
 from ignite_dist.call_sites import warn_user
-from ignite_dist.comp_models.native import ddp_reduction, replicas
+from ignite_dist.comp_models.native import ddp_reduction, further_passes, replicas
 from ignite_dist.comp_models.training import Training
 from ignite_dist.comp_models.transport import Group
 from ignite_dist.gradients import parameters_of
@@ -94,6 +94,10 @@ class NativeTraining(Training):
         self, model: Module, group: Group, average: Callable[[list[Parameter], Group], None]
     ) -> None:
         replicas.replicate(model, group, average)
+
+    def average_further_passes(self, model: Module, average: Callable[[list[Parameter]], None]) -> None:
+        if isinstance(model, DistributedDataParallel):
+            further_passes.average_further_passes(model, average)
 
     def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         return _shard_optimizer(optimizer)

@@ -293,8 +293,8 @@ def _sampler_of_rank(
         return DistributedProxySampler(sampler, **settings)
     if shuffle is None:
         warn_user(
-            "The samples are drawn in the order of the data set, as in one process. pytorch-ignite shuffles "
-            "them if there are several ranks: pass shuffle=True, or shuffle=False."
+            "The samples are drawn in the order of the data set, as in one process: pass shuffle=True, or "
+            "shuffle=False. (pytorch-ignite shuffles them if there are several ranks.)"
         )
     return EpochSampler(dataset, shuffle=bool(shuffle), **settings)
 

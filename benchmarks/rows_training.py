@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -24,6 +25,7 @@ _KB, _MB = 1 << 10, 1 << 20
 _SIZES = {"1 MB": _MB, "16 MB": 16 * _MB}
 _STEPS, _BATCH = 8, 64  # steps of a pass, samples of a batch over all ranks
 _FEATURES, _CLASSES = 784, 10
+_ITEMS = 100_000
 _MICROBATCHES = (8, 5, 7, 4)  # number of samples of each microbatch
 _SMALL_LAYERS = 100  # each has a weight and a bias
 
@@ -40,6 +42,20 @@ def rows() -> list[Row]:
             (Bar("ratio", 1.01, label="(DDP + DataLoader + DistributedSampler)"),),
             contenders=_passes,
             weight=4,
+        ),
+        RankRow(
+            "auto_dataloader",
+            f"a pass over {_ITEMS:,} items, batch {_BATCH}",
+            "ms",
+            (Bar("ratio", 1.02, label="(DataLoader + DistributedSampler)"),),
+            contenders=_draws,
+            weight=4,
+        ),
+        RankRow(
+            "auto_dataloader",
+            "make it, with a random order",
+            bars=(Bar("ratio", 1.0, label="dist.all_gather_object of a small dict"),),
+            contenders=_loaders,
         ),
         RankRow(
             "grad_sync", f"FORCED_SYNC of {2 * _SMALL_LAYERS} parameters", "ms", (grads,), contenders=_syncs
@@ -92,7 +108,7 @@ def _passes(device: torch.device) -> Contenders:
 
     model = idist.auto_model(_perceptron())
     optimizer = idist.auto_optim(_optimizer(model))
-    loader = idist.auto_dataloader(data, batch_size=_BATCH)
+    loader = idist.auto_dataloader(data, batch_size=_BATCH, shuffle=True)
 
     def ours() -> None:
         for batch in loader:
@@ -118,6 +134,27 @@ def _passes(device: torch.device) -> Contenders:
             raw_optimizer.step()
 
     return {OURS: ours, RAW: raw}
+
+
+def _draws(device: torch.device) -> Contenders:
+    """Passes over data that costs next to nothing."""
+    data = TensorDataset(torch.arange(_ITEMS))
+    ours = idist.auto_dataloader(data, batch_size=_BATCH, shuffle=True, pin_memory=False)
+    sampler: DistributedSampler[Any] = DistributedSampler(data)
+    raw = DataLoader(data, batch_size=_BATCH // dist.get_world_size(), sampler=sampler)
+    return {
+        OURS: lambda: deque(ours, maxlen=0),
+        RAW: lambda: deque(raw, maxlen=0),
+    }
+
+
+def _loaders(device: torch.device) -> Contenders:
+    data = TensorDataset(torch.arange(_ITEMS))
+    small, received = {"a": 1, "b": "text"}, [None] * dist.get_world_size()
+    return {
+        OURS: lambda: idist.auto_dataloader(data, batch_size=_BATCH, shuffle=True, pin_memory=False),
+        RAW: lambda: dist.all_gather_object(received, small),
+    }
 
 
 def _accumulate(device: torch.device) -> Contenders:

@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from tqdm import tqdm
 
 import ignite_dist as idist
@@ -84,16 +84,12 @@ class Net(nn.Sequential):
 def train(local_rank, config):
     """Every process calls this function. ``idist`` knows the ranks, the device and the backend."""
     torch.set_num_threads(1)  # more threads would not make this small net faster
-    rank, world_size = idist.get_rank(), idist.get_world_size()
+    rank = idist.get_rank()
     train_set, test_set = load_data()
 
-    # By default auto_dataloader makes its own sampler. With this sampler any number of processes train on
-    # the same batches: rank r takes every world_size-th image of the epoch's permutation, from the r-th on.
-    # So the k-th batches of all ranks together are the k-th batch of a one-process run. This needs full
-    # batches: drop_last.
-    sampler = DistributedSampler(train_set, world_size, rank, seed=config.seed, drop_last=True)
+    # Any number of processes train on the same batches: each takes its part of every batch.
     train_loader = idist.auto_dataloader(
-        train_set, batch_size=config.batch_size, sampler=sampler, drop_last=True
+        train_set, batch_size=config.batch_size, shuffle=True, seed=config.seed, drop_last=True
     )
 
     # Replicas of XLA are threads of one process, which share its random state. So rank 0 draws the weights
@@ -112,7 +108,7 @@ def train(local_rank, config):
         first_epoch, history = values["epoch"], values["history"]
 
     for epoch in range(first_epoch, config.epochs):
-        sampler.set_epoch(epoch)
+        train_loader.set_epoch(epoch)
         name = f"epoch {epoch + 1:2}/{config.epochs}"
         with tqdm(total=len(train_loader), desc=name, disable=rank != 0) as progress:
             metrics = train_epoch(model, train_loader, optimizer, progress)

@@ -8,7 +8,8 @@ folders of their backends.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from types import CodeType, FunctionType, ModuleType
@@ -23,6 +24,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from ignite_dist.private_names import PrivateName, missing
 
@@ -80,6 +82,17 @@ _NAMES = (
         "torch.distributed._functional_collectives",
         "The watchdog recognizes a waiting rank by a frame of this module.",
         "the watchdog does not notice a wait in a functional collective that the user called",
+    ),
+    (
+        "torch.utils.data.DataLoader._index_sampler",
+        "A pass in the middle of an epoch draws from the sampler from there on. A sampler of another class "
+        "would not be the one that scripts look at.",
+        "none: passes begin at the first batch, with the order of the global random state",
+    ),
+    (
+        "torch.nn.Module.state_dict._metadata",
+        "The versions of the modules, by path. No public function renames a path in the middle.",
+        "states with other names are loaded as those of modules without versions",
     ),
     (
         "torch.Tensor._version",
@@ -257,6 +270,11 @@ def new_group_by_name(
     return handle
 
 
+def index_sampler(loader: DataLoader[Any]) -> Any:
+    """What a loader of torch's own class draws from: indices, or lists of them."""
+    return DataLoader._index_sampler.fget(loader)  # type: ignore[attr-defined]
+
+
 def abort_process_groups() -> None:
     """End all groups of this rank, without communication."""
     distributed_c10d._abort_process_group()
@@ -357,13 +375,26 @@ def step_hooks(optimizer: Optimizer) -> tuple[MutableMapping[int, Any], MutableM
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
+INSIDE_OF_COMPILED = "_orig_mod"
+"""The name of the original module in a compiled module."""
+
+
 def inside_of_compiled(model: Module) -> Module | None:
     """The original module of a compiled module; None if ``model`` is not compiled."""
     compiler: ModuleType | Any = sys.modules.get("torch._dynamo.eval_frame")  # imported by torch.compile
     if compiler is None or not isinstance(model, compiler.OptimizedModule):
         return None
-    inside: Module = model._orig_mod
+    inside: Module = getattr(model, INSIDE_OF_COMPILED)
     return inside
+
+
+def renamed_state(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """A copy of a state dict with other names, also of the modules whose versions it has."""
+    renamed: Any = OrderedDict((rename(str(name)), value) for name, value in state.items())
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        renamed._metadata = OrderedDict((rename(path), dict(one)) for path, one in versions.items())
+    return renamed  # type: ignore[no-any-return]
 
 
 # --- marks for the tracer of torch.compile -----------------------------------------------------------

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch.distributed import DeviceMesh
-from torch.nn import Module, Parameter
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_dist.arguments import check_module, kind_of
+from ignite_dist.call_sites import warn_user
+from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.data.loaders import auto_dataloader
@@ -30,6 +32,7 @@ from ignite_dist.training.initial_values import (
     bring_from_meta,
     check_initialisable,
     equalise,
+    equalise_frozen,
     initialise,
     is_on_meta,
     place,
@@ -37,6 +40,7 @@ from ignite_dist.training.initial_values import (
 from ignite_dist.training.late_parameters import watch_frozen
 from ignite_dist.training.state_dicts import load_model_state
 from ignite_dist.training.wrapped_models import unwrap_model
+from ignite_dist.values import meshes
 
 # Scripts written for pytorch-ignite import auto_dataloader and DistributedProxySampler from here.
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
@@ -64,8 +68,8 @@ def auto_model(
     ``strategy="fsdp"``. Several GPUs without a context: ``DataParallel``. With Horovod and XLA the optimizer
     averages gradients (:func:`auto_optim`), so the module itself is returned. On XLA the module gets new
     parameters, so make the optimizer afterwards. All ranks take the parameters and buffers of rank 0 (of the
-    first rank of ``process_group`` or ``mesh``). A module without trainable parameters stays as it is, and no
-    rank waits for another.
+    first rank of ``process_group`` or ``mesh``). So does a module without trainable parameters, a teacher for
+    example, which gets no wrapper.
 
     A model on the meta device is initialised by the ``reset_parameters()`` of its modules, one module at a
     time, and each rank keeps only its own shards. The values are those of one process with rank 0's seed.
@@ -133,6 +137,8 @@ def auto_model(
     given = {"wrapper": wrapper, "comm_hook": comm_hook, "buffer_hook": buffer_hook}
     options = {name: value for name, value in given.items() if value is not None}
     _check_strategy(strategy, sync_bn, wrap, comm_hook, options)
+    if live.get_world_size() > 1:
+        _warn_of_max_norm(model)
     data = _find_ranks(live, model, strategy, mesh, kwargs)
     if strategy == "fsdp":
         return _sharded(live, model, wrap, data, state, **kwargs)
@@ -146,19 +152,38 @@ def auto_model(
     if data.is_explicit and len(data.group.ranks) < live.get_world_size():
         kwargs["process_group"] = data.group.handle
     wrapped = live.training.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
-    _adapted(live, model, wrapped, kwargs.get("broadcast_buffers", True))
+    _adapted(live, model, wrapped, **kwargs)
     return _with_state(wrapped, state)
 
 
-def _adapted(live: ComputationModel, model: Module, wrapped: Module, broadcast_buffers: bool) -> None:
+def _warn_of_max_norm(model: Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, (Embedding, EmbeddingBag)):
+            warn_user(
+                f"{type(module).__name__}(max_norm=) {name!r} changes its weight in each forward pass, in "
+                "the rows of this rank's batch only. The weights of the ranks will differ: omit max_norm, "
+                "and renormalise the weight after optimizer.step()."
+            )
+
+
+def _adapted(
+    live: ComputationModel,
+    model: Module,
+    wrapped: Module,
+    broadcast_buffers: bool = True,
+    process_group: Any = None,
+    **_: Any,
+) -> None:
     """Make the values of a model equal on all ranks if its wrapper has not, and remember the model."""
     if live.get_world_size() == 1:
         return
     inner = unwrap_model(wrapped)
-    group = live.training.gradient_group(wrapped, ())
-    is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if is_trained and wrapped is model:  # not with a wrapper, which has broadcast the parameters
+    is_trained = _is_trained(model)
+    group = live.training.gradient_group(wrapped, ()) if is_trained else live.groups.resolve(process_group)
+    if is_trained and wrapped is model:  # a wrapper has broadcast the parameters
         equalise(live, model, DataMesh(None, group))
+    elif not is_trained:
+        equalise_frozen(live, model, group)
     if is_trained:
         remember_model(live, inner, group, broadcast_buffers)
     is_averaged_later = is_trained and not isinstance(wrapped, DistributedDataParallel)
@@ -168,8 +193,8 @@ def _adapted(live: ComputationModel, model: Module, wrapped: Module, broadcast_b
 def _find_ranks(
     live: ComputationModel, model: Module, strategy: str, mesh: Any, kwargs: Mapping[str, Any]
 ) -> DataMesh:
-    is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if live.get_world_size() == 1 or not (is_trained or strategy == "fsdp"):
+    is_placed = mesh is None and meshes.current() is None and any(map(is_sharded, model.parameters()))
+    if live.get_world_size() == 1 or (is_placed and strategy != "fsdp" and not _is_trained(model)):
         return DataMesh(None, live.groups.world, is_explicit=False)
     if mesh is None and kwargs.get("process_group") is not None:
         return DataMesh(None, live.groups.world, is_explicit=False)
@@ -181,6 +206,10 @@ def _find_ranks(
     if strategy == "fsdp":
         check_shardable(data)
     return data
+
+
+def _is_trained(model: Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _with_values(live: ComputationModel, model: Module, data: DataMesh, state: State | None) -> bool:
@@ -230,7 +259,8 @@ def _replicated(
         used = agree_on_gradients(live, parameters, group) if find_unused_parameters else parameters
         average_gradients(live, used, group)
 
-    live.training.replicate_model(ready, data.group, average)
+    if _is_trained(model):
+        live.training.replicate_model(ready, data.group, average)
     return ready
 
 

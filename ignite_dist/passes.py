@@ -1,28 +1,122 @@
-"""Passes over a data loader: the position of a pass, and a pass that begins at a saved position."""
+"""Passes over a data loader: their order, their position, and passes that begin at a saved position."""
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, NamedTuple
-from weakref import ref
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from ignite_dist import _torch
 from ignite_dist.call_sites import warn_user
-from ignite_dist.samplers import ExactSampler, Shard, ShardLoader
+from ignite_dist.samplers import ExactSampler, Shard, ShardLoader, length_or_none, seeded_draws, with_inner
 from ignite_dist.values.random_states import RandomStates, preserved
 
 
-def loader_class(dataset: Dataset[Any]) -> type[DataLoader[Any]]:
+@dataclass
+class Order:
+    """What determines the batches of a loader, beside its sampler. Equal on the ranks that share the data.
+
+    Attributes:
+        seed: of random orders. None if the sampler needs none, or if the user's own sampler knows its rank.
+        batch_size: samples of a batch, of all ranks together. None for the batches of a batch sampler, and of
+            samplers and streams that the user splits.
+        is_batched: False if ``batch_size`` was left out: it is then the number of ranks.
+        source: what one process would draw from, whose length is the number of samples of the present epoch.
+        num_ranks_of_sampler: number of ranks that the script's own sampler was made for. None for others.
+        facts: what the ranks have compared, by name. A checkpoint is of another data set if they differ.
+    """
+
+    seed: int | None = None
+    batch_size: int | None = None
+    is_batched: bool = True
+    source: Any = None
+    num_ranks_of_sampler: int | None = None
+    facts: dict[str, Any] | None = None
+
+
+class OrderedLoader(DataLoader[Any]):
+    """A data loader whose sampler draws from generators with the seed of ``order``, from a batch on."""
+
+    order = Order()
+    _epoch = 0
+    _num_skipped = 0
+
+    @property
+    def _index_sampler(self) -> Any:
+        """What torch's iterators draw from: indices, or lists of them."""
+        return _Draws(self, _torch.index_sampler(self))
+
+
+class _Draws:
+    """The draws of a loader's sampler in its present epoch, from the position on."""
+
+    def __init__(self, loader: OrderedLoader, sampler: Any) -> None:
+        # Persistent workers end with the loader: the iterator that has them keeps this object.
+        self._loader, self._sampler = weakref.ref(loader), sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        loader, sampler = self._loader(), self._sampler
+        assert loader is not None  # it is making the iterator
+        seed, num_skipped = loader.order.seed, loader._num_skipped
+        if seed is not None and not isinstance(loader.sampler, DistributedSampler):
+            draws = seeded_draws(sampler, seed + loader._epoch)
+        else:
+            draws = iter(sampler)
+        draws = islice(draws, num_skipped, None)
+        # Draw once now: the sampler reads the epoch of this pass then.
+        return chain(list(islice(draws, 1)), draws)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+class OrderedShardLoader(OrderedLoader, ShardLoader):
+    """An ordered loader of a :class:`Shard`."""
+
+
+def loader_class(dataset: Dataset[Any]) -> type[OrderedLoader]:
     """The class of the data loader for ``dataset``."""
     return EpochShardLoader if isinstance(dataset, Shard) else EpochLoader
+
+
+# --- passes ------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """How far a pass has come.
+
+    Attributes:
+        epoch: of the pass.
+        batches: number of batches of the epoch that the caller has received, with those before the pass.
+        num_received: those of this pass.
+        is_read_ahead: True while the caller has a batch, or knows of the end, and the training loop does not
+            yet: :func:`accumulate` looks one batch ahead.
+        is_exhausted: True if the caller has received the last batch and asked for another.
+        is_left: True if the script has set the loader's epoch after the last batch that it has received.
+        states: the random states before the first batch, for a stream.
+        has_workers: True if persistent workers had their seed before the pass began.
+    """
+
+    def __init__(self, epoch: int, batches: int, states: RandomStates | None, has_workers: bool) -> None:
+        self.epoch, self.batches, self.states, self.has_workers = epoch, batches, states, has_workers
+        self.num_received = 0
+        self.is_read_ahead = self.is_exhausted = self.is_left = False
+
+    def is_counted(self) -> bool:
+        """True if the position may be in this pass. A pass that has ended is in the epoch before."""
+        return self.is_read_ahead or not self.is_exhausted
+
+    def position(self) -> int:
+        """The number of batches that the training loop has received."""
+        return self.batches - int(self.is_read_ahead and not self.is_exhausted)
 
 
 class Pass:
@@ -30,31 +124,24 @@ class Pass:
 
     It reports the beginning and the end of the pass to the sampler, and counts the batches. The sampler
     cannot do this itself: workers fetch ahead, so the first batch may exhaust it.
-
-    Attributes:
-        start: where the pass began.
-        num_batches: number of batches that the caller has received.
-        is_read_ahead: True if the caller has asked for a batch before the training loop has: the last batch,
-            or the end, does not count yet.
-        is_exhausted: True if the caller has received the last batch and asked for another.
     """
 
-    def __init__(self, batches: Any, sampler: Any, start: Start) -> None:
+    def __init__(self, batches: Any, loader: Resumable, progress: Progress) -> None:
         self._batches = batches
-        self._sampler = sampler
+        self._loader = loader
+        self._sampler: Any = loader.host_loader().sampler
+        self._num_before = progress.batches
         self._has_begun = False
-        self.start = start
-        self.num_batches = 0
-        self.is_read_ahead = False
-        self.is_exhausted = False
+        self.progress = progress
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return max(0, len(self._batches) - self._num_before)
 
     def __next__(self) -> Any:
+        progress = self.progress
         if not self._has_begun:
             self._has_begun = True
             if getattr(self._sampler, "on_begin", None) is not None:
@@ -62,238 +149,262 @@ class Pass:
         try:
             batch = next(self._batches)
         except StopIteration:
-            if not self.is_exhausted and hasattr(self._sampler, "advance_epoch"):
-                self._sampler.advance_epoch()
-            self.is_exhausted = True
+            if not progress.is_exhausted:
+                progress.is_exhausted = True
+                self._loader.end_epoch()
             raise
-        self.num_batches += 1
+        progress.batches += 1
+        progress.num_received += 1
+        progress.is_left = False
         return batch
 
 
-@dataclass(frozen=True)
-class Start:
-    """The position at which a pass begins, on this rank.
-
-    Attributes:
-        batches: number of batches of the epoch before this position.
-        samples: number of samples of this rank before this position; None if only batches are counted.
-        epoch: the sampler's epoch; None if it has none.
-        states: the random states at the beginning of the epoch, if they are known.
-        has_workers: True if persistent workers had their seed before the epoch began.
-    """
-
-    batches: int = 0
-    samples: int | None = 0
-    epoch: int | None = None
-    states: _States | None = None
-    has_workers: bool = False
-
-
 class Resumable:
-    """Mixin for loaders: the position of the latest pass, and passes that begin at a saved position."""
+    """Mixin for loaders: their position in the epoch, and passes that begin at a saved position."""
 
-    _latest_pass: ref[Pass] | None = None
-    _next_start: Start | None = None  # of the next pass, after resume()
+    _latest: Progress | None = None
+    _furthest: Progress | None = None  # of the passes before the latest one, in this epoch
+    _start: Progress | None = None  # the loaded position
     _has_workers = False  # persistent workers have their seed, perhaps those of the process before
+    _keeps_workers = False  # persistent workers have the data set as it was at their start
+    _epoch_is_set = False
+    _has_warned = False
 
-    def host_loader(self) -> DataLoader[Any]:
+    def host_loader(self) -> OrderedLoader:
         """The loader of torch, which has the sampler."""
-        assert isinstance(self, DataLoader)
+        assert isinstance(self, OrderedLoader)
         return self
 
-    def latest_pass(self) -> Pass | None:
-        """The pass that was begun last, while it exists."""
-        return self._latest_pass() if self._latest_pass is not None else None
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next pass: the number of passes before it, unless ``set_epoch`` was called."""
+        loader = self.host_loader()
+        return loader.sampler.epoch if isinstance(loader.sampler, DistributedSampler) else loader._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin epoch ``epoch`` with the next pass. After this call epochs do not advance by themselves.
+
+        The same as ``loader.sampler.set_epoch`` with more than one rank. A sampler in the loader's, a batch
+        sampler and a data set that have a method ``set_epoch`` get the epoch too.
+        """
+        loader = self.host_loader()
+        self._epoch_is_set, loader._epoch = True, epoch
+        for one in (*with_inner(loader.sampler), *with_inner(loader.batch_sampler), loader.dataset):
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(epoch)
+        for progress in (self._latest, self._furthest):
+            if progress is not None:
+                progress.is_left = True
+
+    def _go_to_epoch(self, epoch: int) -> None:
+        """Begin epoch ``epoch`` with the next pass, as if the passes before it had been made."""
+        loader = self.host_loader()
+        loader._epoch = epoch
+        if isinstance(loader.sampler, DistributedSampler):
+            DistributedSampler.set_epoch(loader.sampler, epoch)  # a subclass would take it for the script's
+
+    def _has_set_epoch(self) -> bool:
+        return self._epoch_is_set or getattr(self.host_loader().sampler, "epoch_is_set", False)
+
+    def end_epoch(self) -> None:
+        """Begin the next epoch, after the end of a pass."""
+        loader = self.host_loader()
+        self._start = self._furthest = None
+        if hasattr(loader.sampler, "advance_epoch"):
+            loader.sampler.advance_epoch()
+        elif not self._epoch_is_set:
+            loader._epoch += 1
+
+    def latest_pass(self) -> Progress | None:
+        """The progress of the pass that was begun last."""
+        return self._latest
 
     def begin_pass(self, make: Callable[[DataLoader[Any]], Any]) -> Pass:
         """Begin a pass. ``make(loader)`` gives the batches of torch's ``loader``."""
-        loader = self.host_loader()
-        start, self._next_start = self._start_of_next_pass(loader), None
-        if not start.batches:
-            start = replace(start, states=_States.now(loader), has_workers=self._has_workers)
-            with _own_seed(loader) if self._has_workers else nullcontext():
+        loader, epoch = self.host_loader(), self.epoch
+        self._keep_furthest(epoch)
+        start = self._start if self._start is not None and self._start.epoch == epoch else None
+        num_skipped = 0 if start is None else start.batches
+        has_workers = self._has_workers if start is None else start.has_workers
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        states = (start.states if start is not None else RandomStates.now()) if is_stream else None
+        progress = Progress(epoch, num_skipped, states, has_workers)
+        with self._own_seed(loader) if num_skipped or self._has_workers else nullcontext():
+            if is_stream:
+                batches = self._rest_of_stream(loader, make, num_skipped, states if start else None)
+            else:
+                loader._num_skipped = num_skipped
                 batches = make(loader)
-        elif isinstance(loader.dataset, IterableDataset):
-            with _from_states(loader, start.states):
-                batches = make(loader)
-                deque(islice(batches, start.batches), maxlen=0)
-        else:
-            batches = make(_rest_of(loader, start))
-        self._has_workers = loader.persistent_workers
-        begun = Pass(batches, loader.sampler, start)
-        self._latest_pass = ref(begun)
+                # Workers fetch the first batches now; without workers, torch draws when it is asked.
+        self._has_workers = self._keeps_workers = loader.persistent_workers
+        begun = Pass(batches, self, progress)
+        self._latest = progress
         return begun
 
-    def _start_of_next_pass(self, loader: DataLoader[Any]) -> Start:
-        epoch = _epoch_of(loader)
-        start = self._next_start
-        if start is not None and start.epoch == epoch:
-            return start
-        # After set_epoch() for another epoch, the saved position has no meaning.
-        return Start(0, 0 if _counts_samples(loader) else None, epoch)
+    def _rest_of_stream(
+        self, loader: OrderedLoader, make: Callable[[Any], Any], num_skipped: int, states: RandomStates | None
+    ) -> Any:
+        if isinstance(loader.dataset, Shard) and loader.num_workers and not self._keeps_workers:
+            loader.dataset.start = num_skipped  # each worker skips its own batches
+            return make(loader)
+        with preserved() if states is not None else nullcontext():
+            if states is not None:
+                states.restore()
+            batches = make(loader)
+            deque(islice(batches, num_skipped), maxlen=0)
+        return batches
+
+    def _keep_furthest(self, epoch: int) -> None:
+        """Remember the latest pass if it has come further than those before it. Warn of one that was left."""
+        latest, furthest = self._latest, self._furthest
+        if furthest is not None and furthest.epoch != epoch:
+            furthest = None
+        if latest is None or latest.epoch != epoch or not latest.is_counted():
+            self._furthest = furthest
+            return
+        if latest.num_received > 1 and not self._has_warned and self.host_loader().order.seed is not None:
+            self._has_warned = True
+            warn_user(
+                f"This pass begins with the batches of the pass before it, which was left after "
+                f"{latest.num_received} batches: the order depends on the epoch, and epoch {epoch} has not "
+                "ended. For other batches call loader.set_epoch(number) before the pass, or go on with one "
+                "iterator: batches = iter(loader), then next(batches)."
+            )
+        self._furthest = latest if furthest is None or latest.batches >= furthest.batches else furthest
+
+    @contextmanager
+    def _own_seed(self, loader: DataLoader[Any]) -> Iterator[None]:
+        """Let workers that start in the block have a seed for which no other state changes."""
+        generator = loader.generator
+        loader.generator = torch.Generator()
+        loader.generator.set_state(torch.get_rng_state() if generator is None else generator.get_state())
+        try:
+            yield
+        finally:
+            loader.generator = generator
 
     def position(self) -> dict[str, Any]:
-        """The position in the epoch as plain values, for :meth:`resume`.
+        """The position in the epoch, as plain values for :meth:`resume`.
 
-        A pass that was left before its end (by ``break``) does not count: the next pass begins a new order.
+        It is the number of batches that the training loop has received.
+        Of several passes in one epoch (a look at the first batch, say) the one that has come furthest counts.
         """
         loader = self.host_loader()
-        latest = self.latest_pass()
-        if latest is not None and (latest.is_read_ahead or not latest.is_exhausted):
-            num_held = int(latest.is_read_ahead and not latest.is_exhausted)
-            start, num_batches = latest.start, latest.num_batches - num_held
-        else:
-            start, num_batches = self._start_of_next_pass(loader), 0
-        samples = start.samples
-        if samples is not None:
-            samples = samples + num_batches * (loader.batch_size or 1)
-            if isinstance(loader.sampler, Sized):  # the last batch may be smaller
-                samples = min(samples, len(loader.sampler))
-        batches = start.batches + num_batches
+        found = [one for one in (self._furthest, self._latest) if one is not None and one.is_counted()]
+        found = [one for one in found if one.epoch == self.epoch or one.is_read_ahead or not one.is_left]
+        if not found and self._start is not None and self._start.epoch == self.epoch:
+            found = [self._start]
+        best = max(found, key=Progress.position, default=None)
+        batches = 0 if best is None else best.position()
+        order = loader.order
+        samples = None if order.batch_size is None else batches * order.batch_size
+        num_samples = None if samples is None else length_or_none(order.source)
         return {
-            "epoch": start.epoch if batches else _epoch_of(loader),
+            "epoch": self.epoch if best is None or not batches else best.epoch,
+            "has_set_epoch": self._has_set_epoch(),
             "batches": batches,
-            "samples": None if samples is None else samples * _num_replicas(loader),
-            "is_in_order": _is_in_order(loader),
-            "states": start.states.plain() if batches and start.states is not None else None,
-            "generator": _generator_state(loader),
-            "has_workers": start.has_workers if batches else self._has_workers,
+            "samples": samples,
+            "is_at_end": samples is not None and num_samples is not None and samples >= num_samples,
+            "seed": order.seed,
+            "num_ranks": order.num_ranks_of_sampler,
+            "facts": order.facts,
+            "states": best.states.plain() if best is not None and batches and best.states else None,
+            "has_workers": best.has_workers if best is not None and batches else self._has_workers,
         }
 
+    def check_position(self, position: dict[str, Any]) -> int:
+        """The number of batches before ``position``.
+
+        Raises:
+            ValueError: it is of another data set or sampler, or behind the end.
+        """
+        loader = self.host_loader()
+        saved, own = position.get("facts") or {}, loader.order.facts or {}
+        different = [name for name in saved if name in own and saved[name] != own[name]]
+        if different:
+            name = different[0]
+            raise ValueError(
+                f"The checkpoint is of a loader of another data set or sampler: its {name} is "
+                f"{saved[name]!r}, and that of this loader is {own[name]!r}."
+            )
+        batches: int = position["batches"]
+        order, samples = loader.order, position["samples"]
+        saved_ranks, num_ranks = position.get("num_ranks"), order.num_ranks_of_sampler
+        if batches and None not in (saved_ranks, num_ranks) and saved_ranks != num_ranks:
+            raise ValueError(
+                "The checkpoint was saved in the middle of an epoch whose sampler drew the share of one of "
+                f"{saved_ranks} ranks, and that of this loader is one of {num_ranks}. Use as many ranks, "
+                "or a sampler that draws from the whole data set: the loader splits its draws."
+            )
+        if samples is not None and order.batch_size is not None:
+            batches, rest = divmod(samples, order.batch_size)
+            if rest and position.get("is_at_end"):
+                batches += 1
+            elif rest and order.is_batched:
+                raise ValueError(
+                    f"The checkpoint was saved after {samples} samples of an epoch, which are no whole "
+                    f"number of batches of batch_size={order.batch_size}. Use that of the saved run."
+                )
+        # A run that sets the epoch may have other numbers of batches in each.
+        num_batches = None if position.get("has_set_epoch") else self._num_batches()
+        if num_batches is not None and batches > num_batches and not position.get("is_at_end"):
+            raise ValueError(
+                f"The checkpoint was saved after {batches} batches of an epoch, and an epoch of this loader "
+                f"has {num_batches}."
+            )
+        return batches
+
+    def _num_batches(self) -> int | None:
+        """The number of batches of an epoch, equal on all ranks; None if it is not known."""
+        loader = self.host_loader()
+        if isinstance(loader.dataset, Shard):  # rank 0 has the most
+            has_length = length_or_none(loader.dataset.dataset) is not None
+            return loader.dataset.num_batches(rank=0) if has_length else None
+        return length_or_none(loader)
+
     def resume(self, position: dict[str, Any], is_same_rank: bool) -> None:
-        """Let the next pass begin at ``position``.
+        """Let the next pass begin at ``position``, in the order of the saved run.
 
         Args:
             position: a result of :meth:`position`, on this rank or on another one.
             is_same_rank: True if it is of this rank, in a world of the same size.
         """
         loader = self.host_loader()
-        saved = position["states"] if is_same_rank else None
-        states = None if saved is None else _States.of_plain(saved)
-        samples, batches = position["samples"], position["batches"]
-        if samples is not None:
-            samples //= _num_replicas(loader)
-        _set_epoch(loader.sampler, position["epoch"])
-        if is_same_rank:
-            _set_generator_state(loader, position["generator"])
-        has_order = position["epoch"] is not None and _epoch_of(loader) is not None
-        if batches and not (has_order or states or (position["is_in_order"] and _is_in_order(loader))):
+        batches = self.check_position(position)
+        seed = position.get("seed")
+        if seed is not None and loader.order.seed is not None:
+            loader.order.seed = seed
+            sampler: Any = loader.sampler
+            if hasattr(sampler, "advance_epoch"):
+                sampler.seed = seed
+        elif batches and "seed" not in position and loader.order.seed is not None:
             warn_user(
-                "The loader's order of samples is not that of the checkpoint: in a world of one the order "
-                "comes from the random state. The pass goes on at the same number of samples. For the same "
-                "order in any world, give the loader a DistributedSampler(dataset, **idist.sampler_kwargs())."
+                "The checkpoint was saved by ignite_dist 0.1.0, whose order of samples was another one. The "
+                "pass goes on at the same number of samples: some come twice in this epoch, others never."
             )
-        self._latest_pass = None
-        self._has_workers = loader.persistent_workers and position["has_workers"]
-        self._next_start = Start(batches, samples, _epoch_of(loader), states, self._has_workers)
+        if position.get("has_set_epoch", self._has_set_epoch()):
+            self.set_epoch(position["epoch"])
+        else:
+            self._go_to_epoch(position["epoch"])
+        saved = position["states"] if is_same_rank else None
+        states = None if saved is None else RandomStates.of_plain(saved)
+        has_workers = self._has_workers = loader.persistent_workers and position["has_workers"]
+        self._latest = self._furthest = None
+        self._start = Progress(self.epoch, batches, states, has_workers) if batches else None
 
 
-class EpochLoader(Resumable, DataLoader[Any]):
+class EpochLoader(Resumable, OrderedLoader):
     """The data loader of ``auto_dataloader``."""
-
-    def __iter__(self) -> Any:
-        return self.begin_pass(
-            lambda loader: super(Resumable, self).__iter__() if loader is self else iter(loader)
-        )
-
-
-class EpochShardLoader(Resumable, ShardLoader):
-    """The data loader of ``auto_dataloader`` for a :class:`Shard`."""
 
     def __iter__(self) -> Any:
         return self.begin_pass(lambda _: super(Resumable, self).__iter__())
 
 
-# --- shared ------------------------------------------------------------------------------------------
+class EpochShardLoader(Resumable, OrderedShardLoader):
+    """The data loader of ``auto_dataloader`` for a :class:`Shard`."""
 
-
-class _Rest(Sampler[Any]):
-    """The draws of ``sampler`` without the first ``num_skipped``, from the random states of ``start``."""
-
-    def __init__(self, sampler: Any, num_skipped: int, loader: DataLoader[Any], start: Start) -> None:
-        self._sampler, self._num_skipped = sampler, num_skipped
-        self._loader, self._start = loader, start
-
-    def __iter__(self) -> Iterator[Any]:
-        with _from_states(self._loader, self._start.states):
-            if not self._start.has_workers:
-                # A loader draws its workers' seed before the sampler draws.
-                torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-            draws = iter(self._sampler)
-            deque(islice(draws, self._num_skipped), maxlen=0)
-        yield from draws
-
-    def __len__(self) -> int:
-        return max(0, len(self._sampler) - self._num_skipped)
-
-
-_SETTINGS = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-    *("prefetch_factor", "in_order"),
-)
-
-
-def _rest_of(loader: DataLoader[Any], start: Start) -> DataLoader[Any]:
-    """A loader like ``loader`` for the samples from ``start`` on. It does not fetch those before."""
-    settings: dict[str, Any] = {name: getattr(loader, name) for name in _SETTINGS}
-    with _from_states(loader, start.states):
-        settings["generator"] = _copy_of_generator(loader)
-    if start.samples is None or not _counts_samples(loader):
-        rest = _Rest(loader.batch_sampler, start.batches, loader, start)
-        return DataLoader(loader.dataset, batch_sampler=rest, **settings)
-    rest = _Rest(loader.sampler, start.samples, loader, start)
-    if loader.batch_size is None:
-        return DataLoader(loader.dataset, batch_size=None, sampler=rest, **settings)
-    batches = BatchSampler(rest, loader.batch_size, loader.drop_last)
-    return DataLoader(loader.dataset, batch_sampler=batches, **settings)
-
-
-def _copy_of_generator(loader: DataLoader[Any]) -> torch.Generator:
-    """A generator that draws the seed of the workers, and leaves other states alone."""
-    generator = torch.Generator()
-    generator.set_state(torch.get_rng_state() if loader.generator is None else loader.generator.get_state())
-    return generator
-
-
-@contextmanager
-def _own_seed(loader: DataLoader[Any]) -> Iterator[None]:
-    """Let workers that start in the block have a seed for which no other state changes."""
-    generator = loader.generator
-    loader.generator = _copy_of_generator(loader)
-    try:
-        yield
-    finally:
-        loader.generator = generator
-
-
-def _counts_samples(loader: DataLoader[Any]) -> bool:
-    """True if the loader's sampler draws samples. False for a stream and for a sampler of whole batches."""
-    is_of_batches = loader.batch_size is None and loader.batch_sampler is not None
-    return not (is_of_batches or isinstance(loader.dataset, IterableDataset))
-
-
-def _num_replicas(loader: DataLoader[Any]) -> int:
-    sampler = loader.sampler
-    return sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1
-
-
-def _is_in_order(loader: DataLoader[Any]) -> bool:
-    sampler: Any = loader.sampler
-    return isinstance(sampler, SequentialSampler) or getattr(sampler, "shuffle", None) is False
-
-
-def _epoch_of(loader: DataLoader[Any]) -> int | None:
-    epoch = getattr(loader.sampler, "epoch", None)
-    return epoch if type(epoch) is int else None
-
-
-def _set_epoch(sampler: Any, epoch: int | None) -> None:
-    if epoch is None or not hasattr(sampler, "set_epoch"):
-        return
-    if isinstance(sampler, DistributedSampler):
-        DistributedSampler.set_epoch(sampler, epoch)  # not the user's call, after which epochs do not advance
-    else:
-        sampler.set_epoch(epoch)
+    def __iter__(self) -> Any:
+        return self.begin_pass(lambda _: super(Resumable, self).__iter__())
 
 
 def check_resumable(loader: Any) -> Resumable:
@@ -314,60 +425,3 @@ def check_resumable(loader: Any) -> Resumable:
             "and save between two passes."
         )
     return loader
-
-
-# --- random states -----------------------------------------------------------------------------------
-
-
-def _generator_of(loader: DataLoader[Any]) -> torch.Generator | None:
-    """The generator that the sampler draws from, if it is not the global one."""
-    generator = getattr(loader.sampler, "generator", None) or loader.generator
-    return generator if isinstance(generator, torch.Generator) else None
-
-
-class _States(NamedTuple):
-    """The random states that determine a loader's draws: the global ones, and that of its own generator."""
-
-    of_process: RandomStates
-    of_generator: Tensor | None
-
-    @classmethod
-    def now(cls, loader: DataLoader[Any]) -> _States:
-        return cls(RandomStates.now(), _generator_state(loader))
-
-    def plain(self) -> dict[str, Any]:
-        return {"process": self.of_process.plain(), "generator": self.of_generator}
-
-    @classmethod
-    def of_plain(cls, states: dict[str, Any]) -> _States:
-        return cls(RandomStates.of_plain(states["process"]), states["generator"])
-
-
-def _generator_state(loader: DataLoader[Any]) -> Tensor | None:
-    generator = _generator_of(loader)
-    return None if generator is None else generator.get_state()
-
-
-def _set_generator_state(loader: DataLoader[Any], state: Tensor | None) -> None:
-    generator = _generator_of(loader)
-    if generator is not None and state is not None:
-        generator.set_state(state)
-
-
-@contextmanager
-def _from_states(loader: DataLoader[Any], states: _States | None) -> Iterator[None]:
-    """Draw from the given random states in the block, and from the present ones afterwards.
-
-    Without ``states`` the draws change the present ones, so that the next pass has another order.
-    """
-    if states is None:
-        yield
-        return
-    present = _generator_state(loader)
-    with preserved():
-        try:
-            states.of_process.restore()
-            _set_generator_state(loader, states.of_generator)
-            yield
-        finally:
-            _set_generator_state(loader, present)

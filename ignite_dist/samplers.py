@@ -2,41 +2,253 @@
 
 from __future__ import annotations
 
-import random
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 
-# The process has one global random state, and replicas of XLA may be threads of the process.
-_random_state_lock = threading.Lock()
+from ignite_dist.values.random_states import GeneratorStates, own_generators, preserved, seed_generators
 
 
 class _AutoEpoch(DistributedSampler[Any]):
     """A ``DistributedSampler`` whose epoch advances after each pass, until ``set_epoch`` is called."""
 
-    _epoch_is_set = False
+    epoch_is_set = False
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order. After this call the epoch does not advance by itself."""
-        self._epoch_is_set = True
+        self.epoch_is_set = True
         super().set_epoch(epoch)
 
     def advance_epoch(self) -> None:
         """Advance the epoch after a full pass over the data loader, unless ``set_epoch`` was called."""
-        if not self._epoch_is_set:
+        if not self.epoch_is_set:
             super().set_epoch(self.epoch + 1)
 
 
 class EpochSampler(_AutoEpoch):
-    """torch's ``DistributedSampler``. In a loader of ``auto_dataloader`` each full pass is a new epoch."""
+    """This rank's part of each batch that one process would draw.
+
+    The order of an epoch depends on ``seed + epoch`` only. It is that of torch's ``RandomSampler`` with a
+    generator of this seed, and of ``DistributedSampler``.
+
+    Args:
+        dataset: a data set of constant length.
+        num_replicas: number of ranks; default: size of the default process group.
+        rank: this rank; default: rank in the default process group.
+        shuffle: False draws in the order of the data set.
+        seed: the same on every rank.
+        drop_last: drop the last batch if it is smaller than the others. Otherwise see :func:`part_of_batch`.
+        batch_size: samples of a batch, of all ranks together, at least one per rank. The sampler is then for
+            a data loader with :func:`part_size` samples per batch. None: the draws of ``DistributedSampler``.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        batch_size: int | None = None,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self.total_batch_size = batch_size
+        if batch_size is not None:
+            self.num_samples = _num_in_parts(len(dataset), self)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[int]:
+        size = self.total_batch_size
+        if size is None:
+            return super().__iter__()
+        length = len(self.dataset)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(length, generator=generator) if self.shuffle else torch.arange(length)
+        num_in_whole_batches = length // size * size
+        own = order[:num_in_whole_batches].view(-1, size)[:, self.rank :: self.num_replicas]
+        indices: list[int] = own.flatten().tolist()
+        if not self.drop_last:
+            indices += part_of_batch(order[num_in_whole_batches:].tolist(), self.num_replicas, self.rank)
+        return iter(indices)
+
+
+def length_or_none(value: Any) -> int | None:
+    """``len(value)``; None if it has none. Streams and samplers may have a ``__len__`` that raises."""
+    try:
+        return len(value)
+    except Exception:
+        return None
+
+
+# --- the part of a batch -----------------------------------------------------------------------------
+
+
+def part_of_batch(batch: Sequence[Any], num_replicas: int, rank: int) -> list[Any]:
+    """This rank's part of a batch: every ``num_replicas``-th item.
+
+    In a batch with fewer items than ranks, ranks without an item repeat one, so that all have a batch.
+    """
+    if not batch:
+        return []
+    return list(batch[rank::num_replicas]) or [batch[rank % len(batch)]]
+
+
+def part_size(batch_size: int, num_replicas: int, rank: int) -> int:
+    """Number of samples of this rank in each whole batch. The ranks' numbers differ by at most one."""
+    return len(range(rank, batch_size, num_replicas))
+
+
+def _num_in_parts(num_draws: int, sampler: Any) -> int:
+    """The samples of this rank among ``num_draws`` of all ranks."""
+    place = sampler.num_replicas, sampler.rank
+    size: int = sampler.total_batch_size
+    num_whole, num_rest = divmod(num_draws, size)
+    own_rest = 0 if sampler.drop_last else len(part_of_batch(range(num_rest), *place))
+    return num_whole * part_size(size, *place) + own_rest
+
+
+class BatchSamplerPart(Sampler[Any]):
+    """This rank's part of each batch of another batch sampler, see :func:`part_of_batch`."""
+
+    def __init__(self, batch_sampler: Any, num_replicas: int, rank: int) -> None:
+        self.batch_sampler, self.num_replicas, self.rank = batch_sampler, num_replicas, rank
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for batch in self.batch_sampler:
+            yield part_of_batch(
+                batch if isinstance(batch, list) else list(batch), self.num_replicas, self.rank
+            )
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        """The attribute of the other batch sampler, so that ``loader.batch_sampler.set_epoch`` works."""
+        if name.startswith("_") or name == "batch_sampler":
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+
+def place_of(sampler: Any) -> tuple[int, int] | None:
+    """The number of ranks and the rank that a sampler, or a sampler in it, was made for; None if it has none.
+
+    timm's, detectron2's and mmengine's samplers name them as below.
+    """
+    for one in with_inner(sampler):
+        numbers = [_int_attribute(one, names) for names in (_NUM_REPLICAS, _RANKS)]
+        if None not in numbers:
+            return numbers[0], numbers[1]  # type: ignore[return-value]
+    return None
+
+
+_NUM_REPLICAS = ("num_replicas", "world_size", "_world_size", "num_shards")
+_RANKS = ("rank", "_rank", "shard_id")
+
+
+def _int_attribute(owner: Any, names: Sequence[str]) -> int | None:
+    for name in names:
+        with suppress(Exception):  # of a property
+            if type(value := getattr(owner, name)) is int:
+                return value
+    return None
+
+
+def with_inner(sampler: Any) -> Iterator[Any]:
+    """The sampler, the samplers that it draws from, and so on."""
+    seen: set[int] = set()
+    waiting = [sampler]
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        several = getattr(one, "samplers", None)
+        waiting += [getattr(one, "batch_sampler", None), getattr(one, "sampler", None)]
+        waiting += several if isinstance(several, (list, tuple)) else []
+
+
+# --- random orders -----------------------------------------------------------------------------------
+
+# Their draws depend on nothing that a script changes between two of them.
+_TORCHS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, BatchSampler)
+_NUM_DRAWN_AHEAD = 1024
+
+
+def seeded_draws(sampler: Iterable[Any], seed: int, num_at_once: int = 1) -> Iterator[Any]:
+    """What ``sampler`` draws if all generators have this seed. Outside of the draws they keep their states.
+
+    These are torch's, Python's and numpy's global generators, and generators that are attributes of the
+    sampler. A sampler of torch's is drawn from ahead; another one ``num_at_once`` draws at a time, because
+    its draws may depend on what the script has done until then.
+    """
+    if all(type(one) in _TORCHS for one in with_inner(sampler)):
+        num_at_once = _NUM_DRAWN_AHEAD
+    own = _generators_in(sampler)
+    torchs = torch.Generator().manual_seed(seed)
+    states: GeneratorStates | None = None
+    draws: Iterator[Any] | None = None
+    while True:
+        with preserved(own), _in_place_of_none(torchs, sampler):
+            if states is None:
+                seed_generators(seed, own)
+                draws = iter(sampler)
+            else:
+                states.restore()
+            items = list(islice(draws, num_at_once))  # type: ignore[arg-type]
+            states = GeneratorStates(own)
+        yield from items
+        if len(items) < num_at_once:
+            return
+
+
+@contextmanager
+def _in_place_of_none(generator: torch.Generator, sampler: Any) -> Iterator[None]:
+    """Let torch's samplers that have no generator of their own draw from ``generator`` in the block."""
+    samplers: list[Any] = [one for one in with_inner(sampler) if isinstance(one, _TORCHS)]
+    found = [one for one in samplers if getattr(one, "generator", 0) is None]
+    try:
+        for one in found:
+            one.generator = generator
+        yield
+    finally:
+        for one in found:
+            one.generator = None
+
+
+def draw_seed(sampler: Any = None, generator: torch.Generator | None = None) -> int:
+    """A seed for the orders of a loader, from ``generator``, else the sampler's own, else torch's default."""
+    found = [generator] if generator is not None else _generators_in(sampler)
+    source = found[0] if found else None
+    if source is None or isinstance(source, torch.Generator):
+        return int(torch.empty((), dtype=torch.int64).random_(0, 2**32, generator=source))
+    draw = getattr(source, "integers", None) or source.randint
+    return int(draw(0, 2**31 - 1))
+
+
+def _generators_in(sampler: Any) -> list[Any]:
+    return [generator for one in with_inner(sampler) for generator in own_generators(one)]
+
+
+# --- shares of whole data sets -----------------------------------------------------------------------
 
 
 def part(size: int, num_parts: int, number: int) -> slice:
@@ -120,48 +332,75 @@ class ExactSampler(DistributedSampler[Any]):
 
 
 class Shard(IterableDataset[Any]):
-    """Each rank's share of a stream. A data loader worker takes its part of that share.
+    """This rank's part of each batch of a stream. A data loader worker makes every ``m``-th batch of ``m``.
 
-    The stream is split into rounds of ``n`` items, one item for each of ``n`` ranks. Each of the ``m``
-    workers of a rank takes every ``m``-th round. For any ``m`` the ranks' shares differ by at most one item.
+    A data loader asks its workers in turn, so batches come in the order of the stream with any number of
+    workers.
 
     Args:
         dataset: must yield the same items in the same order in every process.
         num_replicas: number of ranks.
         rank: this rank.
-        drop_last: drop the last round if it has no item for some ranks. All ranks then have equally many
-            items, and the k-th workers of all ranks have equally many items too.
+        drop_last: drop the last batch if it is smaller than the others. Otherwise a rank for which it has no
+            item has no such batch.
+        batch_size: number of items of a batch, of all ranks together; default: one per rank.
+        is_batched: True yields this rank's part of each batch as a list, False yields the items.
+
+    Attributes:
+        start: number of batches that the next pass leaves out.
     """
 
     def __init__(
-        self, dataset: IterableDataset[Any], num_replicas: int, rank: int, drop_last: bool = False
+        self,
+        dataset: IterableDataset[Any],
+        num_replicas: int,
+        rank: int,
+        drop_last: bool = False,
+        batch_size: int | None = None,
+        is_batched: bool = False,
     ) -> None:
         self.dataset = dataset
         self.num_replicas = num_replicas
         self.rank = rank
         self.drop_last = drop_last
+        self.total_batch_size = num_replicas if batch_size is None else batch_size
+        self.is_batched = is_batched
+        self.start = 0
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         num_workers, number = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        if self.drop_last:
-            return self._iterate_whole_rounds(num_workers, number)
-        first, step = number * self.num_replicas + self.rank, num_workers * self.num_replicas
-        return islice(self.dataset, first, None, step)
+        start, self.start = self.start, 0  # workers that persist keep this object for later passes
+        return self._parts(start + number, num_workers)
 
-    def _iterate_whole_rounds(self, num_workers: int, number: int) -> Iterator[Any]:
-        own_item = None
-        for position, item in enumerate(self.dataset):
-            round_number, rank = divmod(position, self.num_replicas)
-            if round_number % num_workers == number:
-                own_item = item if rank == self.rank else own_item
-                if rank == self.num_replicas - 1:
-                    yield own_item
+    def _parts(self, first: int, step: int) -> Iterator[Any]:
+        size, items = self.total_batch_size, iter(self.dataset)
+        num_left_out = first * size
+        while True:
+            deque(islice(items, num_left_out), maxlen=0)
+            batch = list(islice(items, size))
+            own = batch[self.rank :: self.num_replicas]
+            if not own or (self.drop_last and len(batch) < size):
+                return
+            if self.is_batched:
+                yield own
+            else:
+                yield from own
+            num_left_out = (step - 1) * size
+
+    def num_batches(self, rank: int | None = None) -> int:
+        """Number of batches of a rank, in all of its workers together; default: this rank."""
+        num_whole, num_rest = divmod(len(self.dataset), self.total_batch_size)  # type: ignore[arg-type]
+        return num_whole + (not self.drop_last and num_rest > (self.rank if rank is None else rank))
 
     def __len__(self) -> int:
         """Number of items of this rank, in all of its workers together."""
-        rank = self.num_replicas - 1 if self.drop_last else self.rank
-        return len(range(len(self.dataset))[rank :: self.num_replicas])  # type: ignore[arg-type]
+        num_items = len(self.dataset)  # type: ignore[arg-type]
+        if self.drop_last:
+            num_items -= num_items % self.total_batch_size
+        size, place = self.total_batch_size, (self.num_replicas, self.rank)
+        num_whole, num_rest = divmod(num_items, size)
+        return num_whole * part_size(size, *place) + part_size(num_rest, *place)
 
     def __getattr__(self, name: str) -> Any:
         """The attribute of the wrapped data set, so that ``loader.dataset.set_epoch(...)`` works."""
@@ -173,11 +412,9 @@ class Shard(IterableDataset[Any]):
 class DistributedProxySampler(_AutoEpoch):
     """Each rank's share of the draws of another sampler.
 
-    Every rank draws the same indices: the global CPU generators of torch, ``random`` and ``numpy.random`` are
-    seeded by the epoch and restored afterwards. A sampler with a generator of its own (``random.Random()``,
-    ``numpy.random.default_rng()``) must be seeded equally on all ranks: the ranks do not compare their draws.
-    If replicas of XLA are threads of one process, a custom sampler and a data set must not both draw from the
-    global random state, which the threads share.
+    Every rank draws the same indices: in each pass the generators that the sampler draws from are seeded with
+    ``seed + epoch``, see :func:`seeded_draws`. If replicas of XLA are threads of one process, a custom
+    sampler and a data set must not both draw from the global random state, which the threads share.
 
     Args:
         sampler: any sampler of constant length that is not distributed already.
@@ -185,6 +422,9 @@ class DistributedProxySampler(_AutoEpoch):
         rank: this rank; default: rank in the default process group.
         drop_last: drop the last draws if the number of draws is not divisible by the number of ranks.
             Otherwise the first draws are repeated.
+        batch_size: as in :class:`EpochSampler`: each rank takes its part of each batch, and the sampler is
+            drawn from as the batches are, and may have no length or no end.
+        seed: the same on every rank.
 
     Raises:
         TypeError: ``sampler`` is not a sampler, has no length, or is a ``DistributedSampler``.
@@ -192,82 +432,61 @@ class DistributedProxySampler(_AutoEpoch):
 
     def __init__(
         self,
-        sampler: Sampler[Any],
+        sampler: Sampler[Any] | Any,
         num_replicas: int | None = None,
         rank: int | None = None,
         drop_last: bool = False,
+        batch_size: int | None = None,
+        seed: int = 0,
     ) -> None:
-        if not isinstance(sampler, Sampler):
+        if not isinstance(sampler, Sampler) and (batch_size is None or not isinstance(sampler, Iterable)):
             raise TypeError(f"sampler must be a torch Sampler, got {type(sampler).__name__}.")
         if isinstance(sampler, DistributedSampler):
             raise TypeError("sampler is a DistributedSampler already; pass it to the data loader as it is.")
-        if not isinstance(sampler, Sized):
+        length = length_or_none(sampler)
+        if batch_size is None and length is None:
             raise TypeError(f"sampler must have a length, and {type(sampler).__name__} has none.")
-        as_dataset: Dataset[Any] = sampler  # type: ignore[assignment]  # only its length is used
-        super().__init__(as_dataset, num_replicas=num_replicas, rank=rank, shuffle=False, drop_last=drop_last)
+        as_dataset: Any = range(length or 0)  # only its length is used
+        super().__init__(
+            as_dataset, num_replicas=num_replicas, rank=rank, shuffle=False, seed=seed, drop_last=drop_last
+        )
         self.sampler = sampler
+        self.total_batch_size = batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, also that of ``sampler`` if it has one."""
+        super().set_epoch(epoch)
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        generator = torch.Generator().manual_seed(self.epoch)
-        with _random_state_lock, _seeded(self.epoch):
-            indices: list[Any] = []
-            while len(indices) < self.total_size:
-                with _drawing_from(generator, self.sampler):
-                    drawn = list(self.sampler)
-                if not drawn:
-                    raise ValueError(f"{type(self.sampler).__name__} has a length, but draws nothing.")
-                indices += drawn
+        if self.total_batch_size is not None:
+            return self._parts_of_batches(self.total_batch_size)
+        indices: list[Any] = []
+        number = 0
+        while len(indices) < self.total_size:
+            seed = self.seed + self.epoch + number * 2**32
+            drawn = list(seeded_draws(self.sampler, seed, num_at_once=self.total_size))
+            if not drawn:
+                raise ValueError(f"{type(self.sampler).__name__} has a length, but draws nothing.")
+            indices += drawn
+            number += 1
         return iter(indices[self.rank : self.total_size : self.num_replicas])
 
+    def _parts_of_batches(self, size: int) -> Iterator[Any]:
+        draws = seeded_draws(self.sampler, self.seed + self.epoch, num_at_once=size)
+        while batch := list(islice(draws, size)):
+            if len(batch) == size or not self.drop_last:
+                yield from part_of_batch(batch, self.num_replicas, self.rank)
 
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators of torch, Python and numpy in the block, and restore them afterwards."""
-    numpy: Any = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state(legacy=False)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            if numpy_state is not None and numpy_state["bit_generator"] == "MT19937":  # seed() needs it
-                numpy.random.seed(seed % (1 << 32))
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy_state is not None:
-            numpy.random.set_state(numpy_state)
-
-
-@contextmanager
-def _drawing_from(generator: torch.Generator, sampler: Any) -> Iterator[None]:
-    """Let a torch sampler without a generator draw from ``generator``, which no other thread uses.
-
-    The draws equal those from a global generator in the same state.
-    """
-    if getattr(sampler, "generator", sampler) is not None:
-        yield
-        return
-    if isinstance(sampler, RandomSampler):  # it draws a seed for a second generator
-        seed = torch.empty((), dtype=torch.int64).random_(generator=generator).item()
-        generator = torch.Generator().manual_seed(int(seed))
-    sampler.generator = generator
-    try:
-        yield
-    finally:
-        sampler.generator = None
+    def __len__(self) -> int:
+        if self.total_batch_size is None:
+            return super().__len__()
+        return _num_in_parts(len(self.sampler), self)  # type: ignore[arg-type]
 
 
 class ShardLoader(DataLoader[Any]):
-    """A data loader of a :class:`Shard`. ``len()`` counts the batches of each worker.
-
-    A worker batches only its own items. torch's class divides the number of all items by ``batch_size``.
-    """
+    """A data loader of a :class:`Shard`. ``len()`` is the number of this rank's batches."""
 
     def __len__(self) -> int:
-        items, num_workers = range(len(self.dataset)), max(self.num_workers, 1)  # type: ignore[arg-type]
-        size = self.batch_size
-        if size is None:
-            return len(items)
-        counts = [len(items[worker::num_workers]) for worker in range(num_workers)]
-        return sum(count // size if self.drop_last else -(-count // size) for count in counts)
+        return self.dataset.num_batches()  # type: ignore[attr-defined,no-any-return]

@@ -34,8 +34,8 @@ class Net(torch.nn.Module):
 
 
 # 32 batches, of two samples in all
-data_set = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.arange(64) % 4)
-loader = idist.auto_dataloader(data_set, batch_size=max(2, world_size))
+data_set = torch.utils.data.TensorDataset(torch.arange(256.0).view(64, 4) / 256, torch.arange(64) % 4)
+loader = idist.auto_dataloader(data_set, batch_size=max(2, world_size), shuffle=True)
 net = Net()
 model = idist.auto_model(Net())
 optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))

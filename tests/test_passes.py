@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Rando
 import ignite_dist as idist
 from ignite_dist.passes import check_resumable
 from ignite_dist.values.random_states import RandomStates
-from on_ranks import on_ranks, warned
+from on_ranks import on_ranks
 
 SIZE = 23
 
@@ -202,13 +202,6 @@ def test_behind_the_last_batch_the_pass_is_empty_and_behind_the_pass_a_new_one_b
     assert len(list(again)) == 2
 
 
-def test_a_pass_that_was_left_is_not_gone_on_with() -> None:
-    loader = idist.auto_dataloader(list(range(8)), batch_size=4)  # type: ignore[arg-type]
-    for _ in loader:
-        break
-    assert loader.position()["batches"] == 0
-
-
 def test_the_position_belongs_to_its_epoch() -> None:
     def make() -> Any:
         return idist.auto_dataloader(Noisy(), batch_size=4, sampler=DistributedSampler(range(SIZE), 1, 0))
@@ -254,29 +247,27 @@ def test_on_another_number_of_ranks_the_samples_are_the_rest(world_size: int) ->
     assert sorted([*one, *other, *rest]) == list(range(24))
 
 
-def test_another_order_is_said_aloud() -> None:
+def test_a_position_of_another_data_set_or_sampler_or_behind_the_end_is_refused() -> None:
     (_, position), _ = on_ranks(_first_two_of_two)
+    for loader, text in (
+        (
+            idist.auto_dataloader(list(range(24)), batch_size=6, shuffle=True),
+            "sampler is 'DistributedSampler'",
+        ),  # type: ignore[arg-type]
+        (idist.auto_dataloader(list(range(25)), batch_size=6, sampler=_alone(25)), "samples is 24"),  # type: ignore[arg-type]
+        (idist.auto_dataloader(list(range(24)), batch_size=7, sampler=_alone(24)), "no whole number"),  # type: ignore[arg-type]
+    ):
+        before = loader.position()
+        with pytest.raises(ValueError, match=text):
+            loader.resume(position, is_same_rank=False)
+        assert loader.position() == before
+    again = idist.auto_dataloader(list(range(24)), batch_size=6, sampler=_alone(24))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="after 5 batches of an epoch, and an epoch of this loader has 4"):
+        again.resume({**position, "batches": 5, "samples": 30}, is_same_rank=False)
 
-    def resume() -> int:
-        loader = idist.auto_dataloader(list(range(24)), batch_size=6, shuffle=True)  # type: ignore[arg-type]
-        loader.resume(position, is_same_rank=False)  # idist. is where the user's call was
-        return len([number for batch in loader for number in batch])
 
-    count, (message,) = warned(resume)
-    assert count == 12
-    assert "The loader's order of samples is not that of the checkpoint" in message
-
-
-def test_after_a_pass_in_another_order_the_next_pass_has_a_new_one() -> None:
-    loader = idist.auto_dataloader(range(64), shuffle=True)  # type: ignore[arg-type]
-    next(iter(loader))
-    begun = iter(loader)
-    next(begun)
-    again = idist.auto_dataloader(range(64), shuffle=True)  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="order of samples is not that of the checkpoint"):
-        again.resume(loader.position(), is_same_rank=False)
-    rest, following = ([int(sample) for sample in again] for _ in range(2))
-    assert len(rest) == 63 and len(following) == 64 and following[1:] != rest
+def _alone(size: int) -> Any:
+    return DistributedSampler(range(size), 1, 0)  # type: ignore[arg-type]
 
 
 def test_which_loaders_have_no_position() -> None:

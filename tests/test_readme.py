@@ -100,7 +100,7 @@ def test_bench_draws_a_chart(installed: Installed, tmp_path: Path) -> None:
 RUNS = [
     "python train.py",
     "ignite-dist run --nproc-per-node 2 train.py",
-    "torchrun --nproc-per-node 2 train.py",
+    "torchrun --nproc-per-node 4 train.py",
 ]
 
 

@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ignite_dist.collectives.checks import is_sharded
-from ignite_dist.training.state_dicts import check_optimizer_state, check_state
+from ignite_dist.training.state_dicts import check_optimizer_state, fitting_state
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
 _MARK = "ignite_dist.shard"
@@ -82,6 +82,10 @@ def _plain_key(key: Any, name: str) -> Any:
 def _advice(value: Any) -> str:
     if is_sharded(value):
         return "Pass tensor.full_tensor()."
+    if isinstance(value, Module):
+        return "Pass idist.model_state(...) of it, or several models in a torch.nn.ModuleDict as model=."
+    if isinstance(value, Optimizer):
+        return "Pass idist.optimizer_state(...) of it."
     if hasattr(value, "state_dict"):
         return "Pass its state_dict()."
     if hasattr(value, "__array__"):
@@ -161,7 +165,7 @@ def check_fits(
             f"{', '.join(saved) or 'values'} only. Do not pass {', '.join(missing)}."
         )
     if model is not None:
-        check_state(model, as_meta(content["model"]))
+        fitting_state(model, as_meta(content["model"]))
     if optimizer is not None:
         check_optimizer_state(optimizer, content["optimizer"])
         for own, saved in zip(optimizer.param_groups, content["optimizer"]["param_groups"], strict=True):

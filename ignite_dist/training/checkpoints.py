@@ -23,7 +23,7 @@ from ignite_dist.training import checkpoint_files
 from ignite_dist.training.checkpoint_trees import check_fits, plain, split_shards
 from ignite_dist.training.loaded_states import LoadedStates, share
 from ignite_dist.training.pending_saves import PendingSave, wait_for_pending
-from ignite_dist.training.wrapped_models import unwrap_model
+from ignite_dist.training.unwrapped_states import unwrapped_state
 from ignite_dist.values.random_states import RandomStates
 
 
@@ -51,12 +51,12 @@ def save_checkpoint(
 
     Args:
         path: the file. Missing folders are made.
-        model: the result of :func:`auto_model`.
+        model: the result of :func:`auto_model`, or a container of such models (``ModuleDict``).
         optimizer: the result of :func:`auto_optim`.
         scheduler: any object with ``state_dict()`` and ``load_state_dict()``; that of rank 0 is saved.
         loader: the result of :func:`auto_dataloader`, for the epoch of its sampler and the position in it:
-            the batches that the loop has received, not those that workers have fetched ahead. All ranks must
-            have received equally many.
+            the batches that the loop has received, not those that workers have fetched ahead; also after the
+            loop was left by ``break`` or an exception. All ranks must have received equally many.
         keep: after a successful save, delete older checkpoints in the folder of ``path``, so that this one
             and the ``keep - 1`` before it are left. All checkpoints in the folder count, also those of other
             names and of other jobs; symbolic links do not. Other files stay.
@@ -169,7 +169,7 @@ def _check_positions(parts: list[dict[str, Any]]) -> None:
 def _states(model: Module | None, optimizer: Optimizer | None, shards: dict[str, Any]) -> dict[str, Any]:
     """The states with marks for sharded tensors, which are put into ``shards``. Never communicates."""
     states = {
-        "model": None if model is None else unwrap_model(model).state_dict(),
+        "model": None if model is None else unwrapped_state(model),
         "optimizer": None if optimizer is None else optimizer.state_dict(),
     }
     return {name: split_shards(state, name, shards) for name, state in states.items()}
@@ -230,9 +230,9 @@ def load_checkpoint(
 
     Each rank gets its random states. If there are more ranks than in the checkpoint, the others keep theirs.
 
-    The next pass over ``loader`` goes on at the saved position, counted in samples of all ranks (rounded down
-    to a multiple of the number of ranks). ``set_epoch`` with another epoch begins that epoch instead. Random
-    numbers that data loader workers draw are not restored.
+    The next pass over ``loader`` goes on with the batch after the saved position, in the order of the saved
+    run. ``set_epoch`` with another epoch begins that epoch instead. Random numbers that data loader workers
+    draw are not restored.
 
     Args:
         path: the file; see :func:`latest`.
@@ -246,8 +246,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is torn, not a checkpoint, of a newer version or of another optimizer, or it lacks
-            one of the objects.
+        ValueError: it is torn, not a checkpoint, of a newer version, of another optimizer, data set or
+            sampler, its position is behind the end, or it lacks one of the objects.
         RuntimeError: names or shapes of the model differ.
         TypeError: ``loader`` is not a loader of ``auto_dataloader``. Every rank raises each of these errors,
             before anything is changed.
@@ -265,11 +265,12 @@ def load_checkpoint(
     content: dict[str, Any] = {}
 
     def read() -> None:
-        if loader is not None:
-            check_resumable(loader)
+        resumable = None if loader is None else check_resumable(loader)
         if live.get_rank() == 0:
             content.update(checkpoint_files.read(path))
             check_fits(content, model, optimizer, scheduler, loader)
+            if resumable is not None:
+                resumable.check_position(content["loader"][0])
 
     same_outcome(live, read)
     states = LoadedStates(live, path, content)

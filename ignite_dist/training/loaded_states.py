@@ -22,7 +22,7 @@ from ignite_dist.training.state_dicts import (
     load_model_state,
     load_optimizer_state,
 )
-from ignite_dist.training.wrapped_models import unwrap_model
+from ignite_dist.training.unwrapped_states import as_unwrapped_state, name_reader, unwrapped_state
 from ignite_dist.values import safe_objects
 
 
@@ -46,8 +46,9 @@ class LoadedStates:
         self._content = content
         header = None
         if content.get("shards"):
-            names = {name: None for name in content["model"] or {} if names_of_shards(content["model"][name])}
-            header = content["number"], list(names), content["optimizer"]
+            model = content["model"] or {}
+            are_shards = {name: bool(names_of_shards(value)) for name, value in model.items()}
+            header = content["number"], are_shards, content["optimizer"]
         self._header = share(live, header)
         if self._header is not None:
             self._folder = shards_folder(path, self._header[0])
@@ -75,10 +76,12 @@ class LoadedStates:
             return
         from ignite_dist.training import shard_files
 
-        inner, names = unwrap_model(model), self._header[1]
-        own = inner.state_dict()
-        shard_files.read_into(self._folder, {f"model.{name}": own[name] for name in names})
-        fill_sharded_model(inner, self._content.get("model"), names)
+        are_shards = self._header[1]
+        read, own = name_reader(model, are_shards), unwrapped_state(model)
+        shards = {name: read(name) for name, is_shard in are_shards.items() if is_shard}
+        shard_files.read_into(self._folder, {f"model.{name}": own[short] for name, short in shards.items()})
+        whole = as_unwrapped_state(model, self._content.get("model") or {})
+        fill_sharded_model(model, whole, shards.values())
 
     def load_optimizer(self, optimizer: Optimizer) -> None:
         """Fill the optimizer, which fits."""
@@ -138,7 +141,7 @@ def share(live: ComputationModel, value: Any) -> Any:
 def _has_shards(part: Module | Optimizer | None) -> bool:
     if part is None:
         return False
-    values = unwrap_model(part).state_dict().values() if isinstance(part, Module) else parameters_of(part)
+    values = unwrapped_state(part).values() if isinstance(part, Module) else parameters_of(part)
     return any(map(is_sharded, values))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,12 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.gradients import parameters_of
+from ignite_dist.training.unwrapped_states import (
+    as_unwrapped_state,
+    load_unwrapped_state,
+    names_of_extra_state,
+    unwrapped_state,
+)
 from ignite_dist.training.wrapped_models import unwrap_model
 from ignite_dist.values import pytree, safe_objects
 
@@ -26,15 +32,16 @@ def model_state(model: Module) -> dict[str, Any]:
     """The state of the unwrapped model on rank 0, for saving; ``{}`` on the other ranks.
 
     Every rank calls this, because the shards of FSDP2 are gathered. The keys are those of the unwrapped
-    module. So the state can be loaded on any number of ranks, with any backend or none.
+    module, without wrappers of its submodules, ``torch.compile``'s too. So the state can be loaded on any
+    number of ranks, with any backend or none.
 
     Args:
-        model: the result of :func:`auto_model`.
+        model: the result of :func:`auto_model`, or a container of such models.
 
     Returns:
         A ``state_dict`` of copies on the CPU on rank 0.
     """
-    state: dict[str, Any] = _gathered(unwrap_model(model).state_dict())
+    state: dict[str, Any] = _gathered(unwrapped_state(model))
     return state
 
 
@@ -42,63 +49,59 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
     """Load rank 0's ``state`` into the model of every rank. Every rank calls this.
 
     Args:
-        model: the result of :func:`auto_model`.
-        state: on rank 0 the result of :func:`model_state`, or a ``state_dict`` of the unwrapped module.
-            Ignored on the other ranks.
+        model: the result of :func:`auto_model`, or a container of such models.
+        state: on rank 0 the result of :func:`model_state`, or a ``state_dict`` of the model or of its module,
+            also with other ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile`` wrappers (from
+            a file of another script). It is not changed. Ignored on the other ranks.
 
     Raises:
         RuntimeError: keys or shapes differ from the module's; raised on rank 0. Nothing was changed.
         RankFailedError: rank 0 raised this or any other error; raised on the other ranks.
     """
-    live, inner = current_model(), unwrap_model(model)
-    has_shards = any(map(is_sharded, inner.state_dict().values()))
-    _on_rank_0(lambda: check_state(inner, state) if has_shards else _load_whole(inner, state))
-    if live.get_world_size() == 1:
-        return
+    live = current_model()
+    has_shards = any(map(is_sharded, unwrapped_state(model).values()))
+
+    def load() -> dict[str, Any]:
+        fitting = fitting_state(model, state)
+        if not has_shards:
+            load_unwrapped_state(model, fitting)
+        return fitting
+
+    loaded: dict[str, Any] = _on_rank_0(load) or {}
     if has_shards:
-        fill_sharded_model(inner, state)
-    else:
+        fill_sharded_model(model, loaded)
+    elif live.get_world_size() > 1:
         world = live.groups.resolve(None)
-        broadcast_tensors(live, [*inner.parameters(), *inner.buffers()], 0, world)
-        _share_extra_state(live, inner, state, is_loaded=live.get_rank() == 0)
+        broadcast_tensors(live, [*model.parameters(), *model.buffers()], 0, world)
+        _share_extra_state(live, model, loaded, is_loaded=live.get_rank() == 0)
 
 
-def fill_sharded_model(
-    inner: Module, state: Mapping[str, Any] | None, are_filled: Collection[str] = ()
-) -> None:
-    """Load rank 0's ``state``, which fits, into an unwrapped model with shards. Every rank calls this.
+def fill_sharded_model(model: Module, state: Mapping[str, Any], are_filled: Collection[str] = ()) -> None:
+    """Load rank 0's ``state``, which fits, into a model with shards. Every rank calls this.
 
     Args:
-        inner: the model.
-        state: whole tensors by name, on rank 0.
+        model: the model.
+        state: on rank 0 the whole tensors, with the names of :func:`model_state`; empty on the other ranks.
         are_filled: the names of tensors that have their values already.
     """
     live = current_model()
-    own_state = inner.state_dict()  # FSDP2 also reshards parameters that a forward pass has gathered
-    skipped = {*_names_of_extra_state(inner), *are_filled}
+    own_state = unwrapped_state(model)  # FSDP2 also reshards parameters that a forward pass has gathered
+    skipped = {*names_of_extra_state(model), *are_filled}
     tensors = {name: value for name, value in own_state.items() if name not in skipped}
-    values = (state or {}) if live.get_rank() == 0 else {}
-    _fill_shards(live, tensors, values, live.groups.resolve(None))
-    _share_extra_state(live, inner, state, is_loaded=False)
-
-
-def _names_of_extra_state(inner: Module) -> set[str]:
-    """The names in the state that come from ``get_extra_state()``."""
-    named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
-    return inner.state_dict().keys() - {name for name, _ in named}
+    _fill_shards(live, tensors, state, live.groups.resolve(None))
+    _share_extra_state(live, model, state, is_loaded=False)
 
 
 def _share_extra_state(
-    live: ComputationModel, inner: Module, state: Mapping[str, Any] | None, is_loaded: bool
+    live: ComputationModel, model: Module, state: Mapping[str, Any], is_loaded: bool
 ) -> None:
-    extra = _names_of_extra_state(inner)
+    extra = names_of_extra_state(model)
     if not extra:
         return
-    values = (state or {}) if live.get_rank() == 0 else {}
-    sent = {name: value for name, value in values.items() if name in extra}
+    sent = {name: value for name, value in state.items() if name in extra}
     received = live.objects.broadcast(sent, 0, live.groups.resolve(None))
     if not is_loaded:
-        inner.load_state_dict(received, strict=False)
+        load_unwrapped_state(model, received, strict=False)
 
 
 def _fill_shards(
@@ -113,20 +116,14 @@ def _fill_shards(
         tensor.copy_(as_sharded(whole, tensor) if is_sharded(tensor) else whole)
 
 
-def _load_whole(inner: Module, state: Mapping[str, Any] | None) -> None:
-    check_state(inner, state)
-    inner.load_state_dict(state or {})
-
-
-def check_state(model: Module, state: Mapping[str, Any] | None) -> None:
-    """Raise if ``state`` does not fit the unwrapped ``model``. Never communicates.
+def fitting_state(model: Module, state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of ``state`` with the names of :func:`model_state`. Never communicates.
 
     Raises:
         RuntimeError: keys or shapes differ.
     """
-    inner = unwrap_model(model)
-    own = inner.state_dict()
-    given = {} if state is None else state
+    own = unwrapped_state(model)
+    given = as_unwrapped_state(model, state or {})
     faults = [f"missing {name}" for name in own if name not in given]
     faults += [f"unexpected {name}" for name in given if name not in own]
     faults += [f"{name} is a shard, not the whole tensor" for name in own if is_sharded(given.get(name))]
@@ -136,7 +133,9 @@ def check_state(model: Module, state: Mapping[str, Any] | None) -> None:
         if isinstance(value, Tensor) and name in given and given[name].shape != value.shape
     ]
     if faults:
-        raise RuntimeError(f"The state does not fit a {type(inner).__name__}: {'; '.join(faults[:10])}.")
+        kind = type(unwrap_model(model)).__name__
+        raise RuntimeError(f"The state does not fit a {kind}: {'; '.join(faults[:10])}.")
+    return given
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -183,9 +182,8 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> 
         ValueError: groups or parameters do not fit the optimizer; raised on every rank. Nothing was changed.
     """
     live = current_model()
-    saved: list[bytes] = []
-    _on_rank_0(lambda: saved.append(safe_objects.save(state)))
-    received = live.objects.broadcast_bytes(b"".join(saved), 0, live.groups.resolve(None))
+    saved: bytes = _on_rank_0(lambda: safe_objects.save(state)) or b""
+    received = live.objects.broadcast_bytes(saved, 0, live.groups.resolve(None))
     rank_0_state: Any = safe_objects.load(received, 0) if safe_objects.is_safe() else _load(received)
     check_optimizer_state(optimizer, rank_0_state)
     for number, parameter in enumerate(parameters_of(optimizer)):
@@ -245,14 +243,16 @@ def as_sharded(value: Any, parameter: Any) -> Any:
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def _on_rank_0(check: Any) -> None:
+def _on_rank_0(function: Callable[[], Any]) -> Any:
+    """What ``function`` returns on rank 0, and None on the other ranks. All ranks raise if it raises."""
     live = current_model()
-    error: BaseException | None = None
+    result, error = None, None
     if live.get_rank() == 0:
         try:
-            check()
+            result = function()
         except Exception as caught:
             error = caught
     exchange_outcomes(live, live.groups.resolve(None), error)
     if error is not None:
         raise error
+    return result

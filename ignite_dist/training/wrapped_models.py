@@ -19,13 +19,17 @@ def unwrap_model(model: Module) -> Module:
     methods. This function never communicates, so a single rank may call it. After training the buffers are
     those of this rank, until a pass over a loader of ``auto_dataloader(exact=...)`` begins.
     """
-    while True:
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
-        elif (inside := _torch.inside_of_compiled(model)) is not None:
-            model = inside
-        else:
-            return model
+    while (inside := module_inside(model)) is not None:
+        model = inside
+    return model
+
+
+def module_inside(model: Module) -> Module | None:
+    """The module directly inside a wrapper; None if ``model`` is no wrapper."""
+    if isinstance(model, (DistributedDataParallel, DataParallel)):
+        inside: Module = model.module
+        return inside
+    return _torch.inside_of_compiled(model)
 
 
 def mark_forward_method(model: Module, name: str) -> None:

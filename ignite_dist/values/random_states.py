@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -73,11 +73,73 @@ class RandomStates(NamedTuple):
         return cls(states["torch"], (python["version"], words, python["gauss"]), state)
 
 
+class GeneratorStates:
+    """The present states of the process's random generators, and of ``others``.
+
+    ``others``: generators of torch, Python or numpy.
+    """
+
+    def __init__(self, others: Sequence[Any] = ()) -> None:
+        self._of_process, self._others = RandomStates.now(), others
+        self._states = list(map(_state_of, others))
+
+    def restore(self) -> None:
+        """Set all of them to these states."""
+        self._of_process.restore()
+        for generator, state in zip(self._others, self._states, strict=True):
+            _set_state(generator, state)
+
+
+def _state_of(generator: Any) -> Any:
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def own_generators(owner: Any) -> list[Any]:
+    """The random generators that are attributes of ``owner``, or in lists and dicts that are."""
+    numpy: Any = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (random.Random, torch.Generator)
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    slots = [name for one in type(owner).__mro__ for name in vars(one).get("__slots__", ())]
+    found: list[Any] = []
+    for value in (*getattr(owner, "__dict__", {}).values(), *(getattr(owner, name, None) for name in slots)):
+        items = value if type(value) in (list, tuple) else value.values() if type(value) is dict else [value]
+        found += [one for one in items if isinstance(one, kinds) and not isinstance(one, random.SystemRandom)]
+    return found
+
+
+def seed_generators(seed: int, others: Sequence[Any] = ()) -> None:
+    """Seed the global generators of torch's CPU, Python and numpy, and ``others``."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and numpy.random.get_state(legacy=False)["bit_generator"] == "MT19937":
+        numpy.random.seed(seed % (1 << 32))
+    for generator in others:
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        else:  # random.Random and numpy's RandomState
+            generator.seed(seed % (1 << 32))
+
+
 @contextmanager
-def preserved() -> Iterator[None]:
-    """Restore the states after the block. No other rank of this process changes them in the block."""
+def preserved(others: Sequence[Any] = ()) -> Iterator[None]:
+    """Restore all states after the block. No other rank of this process changes them in the block."""
     with _lock:
-        states = RandomStates.now()
+        states = GeneratorStates(others)
         try:
             yield
         finally:

@@ -194,17 +194,15 @@ def test_a_model_of_several_buckets() -> None:
     assert first == second == _several_buckets(0)
 
 
-def _left_alone(_: int) -> tuple[float, bool]:
-    value = float(idist.get_rank())
+def _not_trained(_: int) -> tuple[float, bool]:
     frozen, empty = Linear(1, 1).requires_grad_(False), ReLU()
-    frozen.weight.fill_(value)
-    if idist.get_rank() == 0:  # by this rank alone: nothing is sent
-        assert idist.auto_model(frozen) is frozen
+    frozen.weight.fill_(float(idist.get_rank() + 3))
+    assert idist.auto_model(frozen) is frozen
     return frozen.weight.item(), idist.auto_model(empty) is empty
 
 
-def test_a_model_without_anything_to_train_is_left_alone() -> None:
-    assert spawn(_left_alone) == [(0.0, True), (1.0, True)]
+def test_a_model_without_anything_to_train_becomes_equal_too() -> None:
+    assert spawn(_not_trained) == [(3.0, True), (3.0, True)]
 
 
 def _sync_bn(_: int) -> tuple[list[tuple[str, int, str]], int, bool]:

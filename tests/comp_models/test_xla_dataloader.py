@@ -101,7 +101,7 @@ def test_batches_of_several_things_are_on_the_device(replicas: Replicas) -> None
 
 
 def _epochs(num_workers: int, own_sampler: bool) -> dict[str, Any]:
-    kwargs: dict[str, Any] = {"batch_size": 4, "num_workers": 2 * num_workers}
+    kwargs: dict[str, Any] = {"batch_size": 4, "num_workers": 2 * num_workers, "shuffle": not own_sampler}
     if own_sampler:
         kwargs["sampler"] = SubsetRandomSampler(range(SIZE))
     loader = idist.auto_dataloader(Numbers(), **kwargs)
@@ -228,9 +228,9 @@ SAMPLERS: dict[str, Callable[[], Sampler[int]]] = {
 }
 
 
-def _drawn(name: str, data: Dataset[int]) -> list[list[int]]:
+def _drawn(name: str, data: Dataset[int]) -> tuple[int, list[list[int]]]:
     loader = idist.auto_dataloader(data, batch_size=32, sampler=SAMPLERS[name]())
-    return [_indices(loader) for _ in range(PASSES)]
+    return loader.sampler.seed, [_indices(loader) for _ in range(PASSES)]
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,8 @@ def _drawn(name: str, data: Dataset[int]) -> list[list[int]]:
 def test_shares_of_a_sampler_whatever_other_replicas_draw_meanwhile(
     name: str, data: Dataset[int], replicas: Replicas
 ) -> None:
-    for rank, found in enumerate(replicas.run(_drawn, name, data)):
-        sampler = DistributedProxySampler(SAMPLERS[name](), num_replicas=2, rank=rank)
+    for rank, (seed, found) in enumerate(replicas.run(_drawn, name, data)):
+        sampler = DistributedProxySampler(SAMPLERS[name](), 2, rank, batch_size=32, seed=seed)
         wrong = []
         for epoch, drawn in enumerate(found):
             sampler.set_epoch(epoch)

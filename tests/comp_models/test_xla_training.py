@@ -155,11 +155,9 @@ def test_a_model_of_several_buckets(replicas: Replicas) -> None:
     assert replicas.run(_several_buckets) == [[True] * 6] * 2
 
 
-def _only_moved() -> dict[str, Any]:
-    if idist.get_rank() != 0:  # by one replica alone: nothing is sent
-        return {}
+def _not_trained() -> dict[str, Any]:
     frozen = Sequential(Linear(5, 8), BatchNorm1d(8)).requires_grad_(False)
-    frozen[0].weight.fill_(0.25)
+    frozen[0].weight.fill_(0.25 + idist.get_rank())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         line = sys._getframe().f_lineno + 1
@@ -173,12 +171,15 @@ def _only_moved() -> dict[str, Any]:
     }
 
 
-def test_a_model_without_anything_to_train_is_only_moved_and_sync_bn_warns(replicas: Replicas) -> None:
-    found, _ = replicas.run(_only_moved)
-    assert found["same"] and found["moved"] == {True} and found["values"] == [0.25]
-    ((filename, lines_off, message),) = found["said"]
-    assert (filename, lines_off) == ("test_xla_training.py", 0)
-    assert "sync_bn=True" in message
+def test_a_model_without_anything_to_train_becomes_equal_and_sync_bn_warns(replicas: Replicas) -> None:
+    ranks = replicas.run(_not_trained)
+    for found in ranks:
+        assert found["same"] and found["moved"] == {True} and found["values"] == [0.25]
+    said = [one for found in ranks for one in found["said"]]  # warnings are of the process
+    assert said
+    for filename, lines_off, message in said:
+        assert (filename, lines_off) == ("test_xla_training.py", 0)
+        assert "sync_bn=True" in message
 
 
 class Tied(Module):

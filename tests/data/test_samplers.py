@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 import ignite_dist as idist
-from ignite_dist.samplers import DistributedProxySampler, EpochSampler
+from ignite_dist.samplers import DistributedProxySampler, EpochSampler, seeded_draws
 
 SIZE = 11
 SAMPLERS = {
@@ -49,10 +49,10 @@ def _interleaved(shares: list[list[int]]) -> list[int]:
 def test_the_shares_together_are_what_the_sampler_draws(name: str, num_replicas: int) -> None:
     sampler = SAMPLERS[name]()
     drawn = _interleaved(_shares(sampler, num_replicas))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        expected = [index for _ in range(num_replicas) for index in sampler]
-    # filled up from a further pass until it divides
+    expected: list[int] = []
+    while len(expected) < len(drawn):  # filled up from further passes until it divides
+        number = len(expected) // max(1, len(sampler))
+        expected += seeded_draws(SAMPLERS[name](), number * 2**32)
     assert drawn == expected[: -(-len(sampler) // num_replicas) * num_replicas]
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, default_collate
 
 import ignite_dist as idist
-from ignite_dist.samplers import DistributedProxySampler, Shard, ShardLoader, _seeded
+from ignite_dist.samplers import DistributedProxySampler, Shard, ShardLoader, seeded_draws
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -30,49 +30,41 @@ class Stream(IterableDataset[int]):
 
 
 def loaders(
-    size: int, num_replicas: int, num_workers: int, drop_last: bool, **kwargs: Any
+    size: int, num_replicas: int, num_workers: int, drop_last: bool, batch_size: int | None
 ) -> list[ShardLoader]:
+    """The loaders of all ranks, as ``auto_dataloader(shard=True)`` makes them."""
+    settings: dict[str, Any] = {"num_workers": num_workers, "batch_size": None}
     if num_workers:
-        kwargs["multiprocessing_context"] = "fork"
-    return [
-        ShardLoader(
-            Shard(Stream(size), num_replicas, rank, drop_last),
-            num_workers=num_workers,
-            drop_last=drop_last and kwargs.get("batch_size", 1) is not None,
-            **kwargs,
-        )
+        settings["multiprocessing_context"] = "fork"
+    if batch_size is not None:
+        settings["collate_fn"] = default_collate
+    shards = [
+        Shard(Stream(size), num_replicas, rank, drop_last, batch_size, is_batched=batch_size is not None)
         for rank in range(num_replicas)
     ]
+    return [ShardLoader(shard, **settings) for shard in shards]
 
 
-def test_a_hundred_items_are_fifty_and_fifty_whatever_the_workers() -> None:
-    for num_workers in (0, 1, 3, 4):
-        shares = [list(chain(*loader)) for loader in loaders(100, 2, num_workers, False, batch_size=7)]
-        numbers = [[int(one) for one in share] for share in shares]
-        assert [len(share) for share in numbers] == [50, 50]
-        assert sorted(numbers[0] + numbers[1]) == list(range(100))
+def numbers_of(batches: list[Any]) -> list[list[int]]:
+    return [torch.as_tensor(batch).view(-1).tolist() for batch in batches]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 2, 3])
-def test_loaders_know_how_many_batches_they_make(num_workers: int, drop_last: bool) -> None:
-    for size, num_replicas in ((0, 2), (1, 2), (5, 3), (23, 2), (24, 3)):
-        for batch_size in (None, 1, 4):
-            made = loaders(size, num_replicas, num_workers, drop_last, batch_size=batch_size)
-            batches = [list(loader) for loader in made]
-            assert [len(loader) for loader in made] == [len(one) for one in batches]
-            if drop_last:
-                assert len({len(one) for one in batches}) == 1, "ranks have different numbers of batches"
-            for number, loader in enumerate(made):
-                items = [int(item) for batch in batches[number] for item in torch.as_tensor(batch).view(-1)]
-                share = list(range(size))[number::num_replicas]
-                assert set(items) <= set(share)
-                if not drop_last:
-                    assert len(loader.dataset) == len(share)  # type: ignore[arg-type]
-                    assert sorted(items) == share
-                else:
-                    assert len(loader.dataset) == size // num_replicas  # type: ignore[arg-type]
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_each_batch_is_the_one_of_one_process_with_any_number_of_workers(
+    num_workers: int, drop_last: bool
+) -> None:
+    for size, num_replicas, batch_size in ((0, 2, 4), (1, 2, 4), (5, 3, 3), (23, 2, 7), (24, 3, None)):
+        total = batch_size or num_replicas
+        wanted = [list(range(size))[start : start + total] for start in range(0, size, total)]
+        if drop_last:
+            wanted = [batch for batch in wanted if len(batch) == total]
+        for rank, loader in enumerate(loaders(size, num_replicas, num_workers, drop_last, batch_size)):
+            parts = [batch[rank::num_replicas] for batch in wanted]
+            found = numbers_of(list(loader))
+            assert found == [part for part in parts if part]
+            assert len(loader) == len(found)
+            assert len(loader.dataset) == sum(map(len, found))  # type: ignore[arg-type]
 
 
 def test_whole_rounds_are_the_same_number_on_every_rank_and_draw_nothing_twice() -> None:
@@ -82,8 +74,8 @@ def test_whole_rounds_are_the_same_number_on_every_rank_and_draw_nothing_twice()
         assert {len(share) for share in shares} == {size // 3}
 
 
-def _numbers(loader: Any) -> list[int]:
-    return [int(number) for batch in loader for number in batch]
+def _numbers(loader: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
 
 
 def _shared(_: int) -> dict[str, Any]:
@@ -121,12 +113,12 @@ class Odd(Sampler[int]):
 
 def test_drop_last_reaches_the_sampler() -> None:
     found = idist.spawn("gloo", _shared, nproc_per_node=3)
-    for name in ("stream", "data set", "sampler", "few"):
+    for name, num_batches in {"stream": 25, "data set": 5, "sampler": 5, "few": 0}.items():
         shares = [one[name] for one in found]
-        assert len({len(share) for share in shares}) == 1, name
-        drawn = list(chain(*shares))
-        assert len(set(drawn)) == len(drawn), f"{name}: drawn twice"
-    assert {one["batches"] for one in found} == {len(found[0]["stream"])} == {33}
+        assert [len(share) for share in shares] == [num_batches] * 3, name
+        for parts in zip(*shares, strict=True):
+            assert sorted(len(set(part)) for part in parts) == [1, 1, 2], f"{name}: no batch of four"
+    assert {one["batches"] for one in found} == {25}
     assert all(one["few"] == [] and one["empty"] == [] for one in found)
     assert [one["workers"] for one in found] == [{0: 0, 1: 1, 2: 1, 3: 1, 5: 2}] * 3
 
@@ -216,18 +208,21 @@ def test_the_global_generators_go_on_as_if_nothing_had_been_drawn(name: str) -> 
 
 
 def test_generators_are_restored_after_an_exception_and_others_than_numpys_usual_one_are_left_alone() -> None:
+    class Broken(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            random.random(), np.random.rand(), torch.rand(2)
+            raise LookupError
+
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    with pytest.raises(LookupError), _seeded(3):
-        random.random(), np.random.rand(), torch.rand(2)
-        raise LookupError
+    with pytest.raises(LookupError):
+        list(seeded_draws(Broken(), 3))
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1][1].tolist()  # type: ignore[index]
     assert torch.get_rng_state().equal(before[2])
     usual = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(5))
-        with _seeded(3):
-            np.random.rand()
+        list(seeded_draws(Drawing("torch"), 3))
         assert np.random.rand() == np.random.Generator(np.random.PCG64(5)).random()
     finally:
         np.random.set_bit_generator(usual)

@@ -51,6 +51,7 @@ def test_gradients_and_the_step_equal_those_of_a_single_process(world_size: int)
 
 
 def _models(_: int) -> dict[str, Any]:
+    torch.manual_seed(idist.get_rank())
     frozen = _net().requires_grad_(False)
     model, normal = _net(), Sequential(Linear(5, 8), BatchNorm1d(8))
     wrapped = idist.auto_model(model, find_unused_parameters=True)
@@ -61,14 +62,35 @@ def _models(_: int) -> dict[str, Any]:
         "wrapped": isinstance(wrapped, DistributedDataParallel) and wrapped.module is model,
         "kwargs": wrapped.find_unused_parameters,
         "frozen": idist.auto_model(frozen) is frozen,
+        "its weight": frozen[0].weight.tolist(),
         "empty": isinstance(idist.auto_model(ReLU()), ReLU),
         "sync_bn": any(isinstance(part, SyncBatchNorm) for part in with_sync_bn.modules()),
         "messages": messages,
     }
 
 
+class _Masked(Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("mask", torch.ones(1).expand(4))
+
+
+def _frozen(_: int) -> tuple[list[Any], list[str]]:
+    torch.manual_seed(idist.get_rank())
+    model = _Masked().requires_grad_(False)
+    _, messages = warned(lambda: idist.auto_model(model))
+    return model.weight.tolist(), messages
+
+
+def test_what_cannot_be_sent_of_a_frozen_model_is_named() -> None:
+    (weight, (message,)), (other, _) = on_ranks(_frozen)
+    assert weight == other and "leaves mask of this frozen model" in message
+
+
 def test_a_model_is_wrapped_where_it_has_something_to_train() -> None:
-    for found in on_ranks(_models):
+    ranks = on_ranks(_models)
+    assert ranks[0].pop("its weight") == ranks[1].pop("its weight")
+    for found in ranks:
         messages = found.pop("messages")
         assert found == {"wrapped": True, "kwargs": True, "frozen": True, "empty": True, "sync_bn": False}
         (message,) = messages
@@ -311,3 +333,15 @@ def test_zero_has_the_optimizer_s_own_groups_and_options() -> None:
         assert name == "ZeroRedundancyOptimizer"
         assert options == pytest.approx([0.05, 0.8, 0.9, 0.2])
         assert weight == pytest.approx([1 - 0.5 * 0.2 - 0.5] * 3, abs=1e-4)
+
+
+def _max_norm(local_rank: int) -> list[str]:
+    net = torch.nn.Sequential(torch.nn.Embedding(4, 3, max_norm=1.0), torch.nn.Embedding(4, 3))
+    _, messages = warned(lambda: idist.auto_model(net))
+    return messages
+
+
+def test_max_norm_whose_weights_drift_apart_is_said_aloud() -> None:
+    for messages in idist.spawn("gloo", _max_norm, nproc_per_node=2):
+        assert len(messages) == 1 and "Embedding(max_norm=) '0' changes its weight" in messages[0]
+    assert _max_norm(0) == []

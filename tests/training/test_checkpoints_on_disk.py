@@ -398,7 +398,7 @@ def test_a_part_of_a_large_tensor_is_saved_alone(tmp_path: Path) -> None:
     ("value", "message"),
     [
         ({"a": [Path("x")]}, r"x\['a'\]\[0\] is a pathlib\.\w+\. .* Pass its data"),
-        (torch.nn.Linear(1, 1), r"x is a torch.nn.modules.linear.Linear.* Pass its state_dict\(\)"),
+        (torch.nn.Linear(1, 1), r"x is a torch.nn.modules.linear.Linear.* Pass idist.model_state"),
         (numpy.ones(2), r"x is a numpy.ndarray.* Pass torch.as_tensor"),
         ({frozenset(): 1}, r"x has the key frozenset\(\), a frozenset"),
         ({1, 2}, "x is a builtins.set"),
@@ -428,3 +428,66 @@ def _at_other_batches(rank: int, folder: Path) -> None:
 def test_ranks_at_other_batches_are_refused(tmp_path: Path) -> None:
     on_ranks(_at_other_batches, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+# --- several models --------------------------------------------------------------------------------------
+
+
+def two_models(fill: float) -> Module:
+    nets = {name: Linear(2, 1) for name in ("gen", "judge")}
+    for number, net in enumerate(nets.values()):
+        torch.nn.init.constant_(net.weight, fill + number)
+    nested = Sequential(idist.auto_model(nets["judge"]))
+    return torch.nn.ModuleDict({"gen": idist.auto_model(nets["gen"]), "judge": nested})
+
+
+def saves_two_models(_: int, path: str) -> None:
+    both = two_models(3.0)
+    idist.save_checkpoint(path, model=both)
+    whole = two_models(0.0)
+    idist.load_checkpoint(path, model=whole)
+    assert_same(whole.state_dict(), both.state_dict())
+
+
+def test_a_container_of_models_loads_in_one_process(tmp_path: Path) -> None:
+    on_ranks(saves_two_models, str(tmp_path / "run.pt"))
+    alone = two_models(0.0)
+    idist.load_checkpoint(tmp_path / "run.pt", model=alone)
+    assert list(alone.state_dict()) == ["gen.weight", "gen.bias", "judge.0.weight", "judge.0.bias"]
+    assert alone["gen"].weight.tolist() == [[3.0, 3.0]]
+    assert alone["judge"][0].weight.tolist() == [[4.0, 4.0]]
+
+
+def follows_the_advice(_: int, path: str) -> None:
+    student, teacher = (idist.auto_model(Linear(2, 1)) for _ in range(2))
+    with pytest.raises(TypeError, match=r"Pass idist.model_state\(...\) of it"):
+        idist.save_checkpoint(path, model=student, teacher=teacher)
+    idist.save_checkpoint(path, model=student, teacher=idist.model_state(teacher))
+    expected = idist.model_state(teacher)
+    torch.nn.init.zeros_(idist.unwrap_model(teacher).weight)
+    idist.load_model_state(teacher, idist.load_checkpoint(path, model=student)["teacher"])
+    assert_same(idist.model_state(teacher), expected)
+
+
+def test_the_advice_for_a_second_model_leads_to_a_file_that_loads(tmp_path: Path) -> None:
+    on_ranks(follows_the_advice, str(tmp_path / "run.pt"))
+
+
+def saves_as_torch_does(_: int, path: str) -> None:
+    wrapped = idist.auto_model(Linear(2, 1))
+    assert list(wrapped.state_dict()) == ["module.weight", "module.bias"]
+    if idist.get_rank() == 0:
+        torch.save(wrapped.state_dict(), path)
+    idist.barrier()
+    for strategy in ("ddp", "fsdp"):
+        model = idist.auto_model(Linear(2, 1), strategy=strategy)
+        idist.load_model_state(model, torch.load(path) if idist.get_rank() == 0 else None)
+        expected = idist.model_state(wrapped)
+        assert_same(dict(idist.model_state(model)), dict(expected))
+
+
+def test_a_file_of_a_wrapped_model_loads_anywhere(tmp_path: Path) -> None:
+    on_ranks(saves_as_torch_does, str(tmp_path / "old.pt"))
+    alone, state = Linear(2, 1), torch.load(tmp_path / "old.pt")
+    idist.load_model_state(alone, state)
+    assert_same(alone.weight.detach(), state["module.weight"])

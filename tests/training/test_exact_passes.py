@@ -15,9 +15,10 @@ def _alone(rank: int) -> str:
         idist.auto_model(Linear(2, 2)),  # without buffers
         idist.auto_model(Sequential(BatchNorm1d(2), Linear(2, 2)), broadcast_buffers=False),
     ]
+    loader = idist.auto_dataloader(list(range(4)), exact=True)
     if rank == 0:
         kept.append(idist.auto_model(BatchNorm1d(2).requires_grad_(False)))
-        assert len(list(idist.auto_dataloader(list(range(4)), exact=True))) == 2
+        assert len(list(loader)) == 2
     idist.barrier()
     kept.append(idist.auto_model(BatchNorm1d(2)))
     if rank == 0:  # a loader of one's own says nothing to other ranks

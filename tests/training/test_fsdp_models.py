@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn import BatchNorm1d, Linear, Module, Sequential
 
 import ignite_dist as idist
@@ -71,6 +72,16 @@ def _refused(rank: int) -> str:
 
 def test_a_state_of_shards_is_refused_on_every_rank() -> None:
     assert idist.spawn("gloo", _refused, nproc_per_node=2) == ["done"] * 2
+
+
+def _of_one_rank(_: int) -> dict[str, Any]:
+    model = fully_shard(Twice(1.0))
+    idist.load_model_state(model, Twice(7.0).state_dict())
+    return numbers(idist.model_state(model))
+
+
+def test_shards_of_a_single_rank_are_loaded() -> None:
+    assert idist.spawn("gloo", _of_one_rank, nproc_per_node=1) == [numbers(Twice(7.0).state_dict())]
 
 
 def on_meta(fill: float = 0.0) -> Module:
@@ -248,3 +259,18 @@ def test_accumulated_gradients_are_those_of_one_process() -> None:
             net(torch.cat([batch(number) for number in numbers_of_step])).square().mean().backward()
             for gradient, parameter in zip(step, net.parameters(), strict=True):
                 torch.testing.assert_close(torch.tensor(gradient), parameter.grad)
+
+
+def _optimizer_before(rank: int) -> str:
+    net = Sequential(Linear(WIDTH, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = idist.auto_model(net, strategy="fsdp")
+    with pytest.raises(ValueError, match="made before auto_model") as info:
+        idist.auto_optim(optimizer)
+    idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    return str(info.value)
+
+
+def test_an_optimizer_that_was_made_before_the_model_was_sharded_is_refused() -> None:
+    for message in idist.spawn("gloo", _optimizer_before, nproc_per_node=2):
+        assert "then make the optimizer of model.parameters()" in message

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import ignite_dist as idist
 from helpers import free_port, plain_environ, run_python, write_script
@@ -93,8 +92,7 @@ def test_objects_of_another_kind() -> None:
         (lambda: idist.auto_optim(net), "auto_optim takes a torch optimizer, got a Linear"),
         (lambda: idist.auto_optim(net.parameters()), "auto_optim takes a torch optimizer, got a generator"),
         (lambda: idist.clip_grad_norm(net.parameters(), 1.0), "clip_grad_norm takes a model, .* a generator"),
-        (lambda: idist.auto_dataloader(DataLoader([1])), "takes a data set .* got DataLoader"),
-        (lambda: idist.auto_dataloader(None), "takes a data set .* got NoneType"),
+        (lambda: idist.auto_dataloader(None), "takes a data set .* got a NoneType"),
     ):
         with pytest.raises(TypeError, match=text):
             call()  # type: ignore[no-untyped-call]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ignite_dist.comp_models.native.transport import NativeTransport
 
 _LOCAL = "_ignite_dist_local"  # attribute of an FSDP2 module while it does not synchronise gradients
+_REPLACED = "_ignite_dist_replaced"  # attribute of a parameter that FSDP2 has replaced by a sharded one
 _REDUCER_GROUP = "_ignite_dist_reducer_group"  # attribute of a DistributedDataParallel over shared memory
 
 
@@ -253,7 +254,16 @@ def _joined(model: Module, optimizer: Optimizer | None, kwargs: dict[str, Any]) 
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
-    """Raise ValueError if the optimizer would compute different steps on FSDP2's shards of parameters."""
+    """Raise ValueError if the optimizer would compute different steps on FSDP2's shards of parameters.
+
+    An optimizer that was made before the model was sharded has parameters that nothing uses any more.
+    """
+    if any(hasattr(parameter, _REPLACED) for parameter in parameters_of(optimizer)):
+        raise ValueError(
+            "The optimizer was made before auto_model(strategy='fsdp'), which has replaced its parameters by "
+            "shards: its steps would change nothing. First model = idist.auto_model(model, strategy='fsdp'), "
+            "then make the optimizer of model.parameters()."
+        )
     if any(_mesh_of(parameter) is not None for parameter in parameters_of(optimizer)):
         _check_separable(optimizer, "strategy='fsdp' shards its parameters")
 
@@ -280,10 +290,15 @@ def _shard_model(model: Module, device: torch.device, wrap: Sequence[type[Module
 
     check_keywords("auto_model", kwargs, set(inspect.signature(fully_shard).parameters) - {"module"})
     kwargs.setdefault("mesh", init_device_mesh(device.type, (dist.get_world_size(),)))
+    before = list(model.parameters())
     for module in reversed(list(model.modules())):  # from the inside out
         if module is not model and isinstance(module, tuple(wrap)):
             fully_shard(module, **kwargs)
     fully_shard(model, **kwargs)
+    kept = set(model.parameters())  # those of ignored_params=
+    for parameter in before:
+        if parameter not in kept:
+            setattr(parameter, _REPLACED, True)
     return model
 
 

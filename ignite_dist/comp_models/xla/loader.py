@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torch_xla.distributed.parallel_loader import MpDeviceLoader, ParallelLoader
 
 from ignite_dist.comp_models.xla import _torch_xla
-from ignite_dist.passes import Pass, Resumable
+from ignite_dist.passes import OrderedLoader, Pass, Resumable
 
 
 class DeviceLoader(Resumable, MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no type information
@@ -19,7 +19,7 @@ class DeviceLoader(Resumable, MpDeviceLoader):  # type: ignore[misc]  # torch_xl
     Each ``next()`` ends a step of torch_xla, which runs the lazy computations.
     """
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
+    def __init__(self, loader: OrderedLoader, device: torch.device) -> None:
         self._host_loader, self._batch_device = loader, device
         super().__init__(loader, device)
 
@@ -27,7 +27,7 @@ class DeviceLoader(Resumable, MpDeviceLoader):  # type: ignore[misc]  # torch_xl
         # Batches are prefetched, so the pass over the inner loader ends before this pass.
         return self.begin_pass(lambda loader: _DeviceBatches(loader, self._batch_device))
 
-    def host_loader(self) -> DataLoader[Any]:
+    def host_loader(self) -> OrderedLoader:
         """See ``Resumable``."""
         return self._host_loader
 
@@ -73,16 +73,17 @@ class _Source:
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
-        self._loader = loader
+        # Begun here, with the position and the epoch that the loader has now. The thread may run later.
+        self._batches = iter(loader)
         self._device = device
         self.error: Exception | None = None
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
         _torch_xla.use_device(self._device)
         try:
-            yield from self._loader
+            yield from self._batches
         except Exception as error:
             self.error = error

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.comp_models.training import Training
 from ignite_dist.gradients import parameters_of
-from ignite_dist.samplers import Shard, ShardLoader
+from ignite_dist.passes import OrderedLoader, OrderedShardLoader
+from ignite_dist.samplers import Shard
 
 
 class XlaTraining(Training):
@@ -58,5 +59,5 @@ class XlaTraining(Training):
         if self.context.ranks_in_process() > 1:
             seed = torch.initial_seed() + self.context.get_rank()
             kwargs.setdefault("generator", torch.Generator().manual_seed(seed))
-        kind = ShardLoader if isinstance(dataset, Shard) else DataLoader
+        kind = OrderedShardLoader if isinstance(dataset, Shard) else OrderedLoader
         return DeviceLoader(kind(dataset, **kwargs), self.context.device())

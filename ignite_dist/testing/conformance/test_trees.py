@@ -54,6 +54,7 @@ def test_equal_keys_are_one_key() -> None:
 @on_every_rank
 def test_keys_that_other_ranks_do_not_know_are_refused_before_anything_is_sent() -> None:
     anything = Opaque()
+    loader = idist.auto_dataloader([1] * idist.get_world_size(), batch_size=1, exact=True)
     for key in (None, 1.5, b"a", anything, (1, None), frozenset([1]), torch.float32, np.float32(1)):
         with count_collectives() as counted:
             for leaf in (1, on_device(1)):
@@ -61,7 +62,6 @@ def test_keys_that_other_ranks_do_not_know_are_refused_before_anything_is_sent()
                     idist.all_reduce({key: leaf})
                 with raises(TypeError, "tuples of these"):
                     idist.all_reduce([{"a": ({key: leaf, "b": leaf},)}])
-            loader = idist.auto_dataloader([1] * idist.get_world_size(), batch_size=1, exact=True)
             with raises(TypeError, "tuples of these"):
                 idist.gather_in_order({key: [1]}, loader)
         assert counted.count == 0

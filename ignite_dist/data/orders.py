@@ -1,0 +1,233 @@
+"""What all ranks that share a data set must agree on: the data, the batches, and the seed of their order."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, Dataset, SequentialSampler, Subset, TensorDataset
+
+from ignite_dist.collectives.path import perform
+from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.work import Steps
+from ignite_dist.data.splitting import Place
+from ignite_dist.errors import CollectiveMismatchError
+from ignite_dist.passes import Order
+from ignite_dist.samplers import draw_seed, length_or_none, place_of
+from ignite_dist.training.seeding import latest_seed
+from ignite_dist.values import meshes
+from ignite_dist.values.serialization import as_bytes
+
+_KIND = "ignite_dist.loader"
+
+# What a checkpoint compares: the rest may change between two runs.
+_OF_THE_DATA = ("number of samples", "indices", "sampler", "shuffle")
+
+
+def _facts_of(dataset: Any, sampler: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Plain values by name, equal on all ranks whose loaders draw the same batches. Draws no item."""
+    indices, contents = _digests(dataset)
+    return {
+        "data set": type(dataset).__name__,
+        "number of samples": length_or_none(dataset),
+        "indices": indices,
+        "contents": contents,
+        "sampler": None if sampler is None else type(sampler).__name__,
+        "batch_size": kwargs.get("batch_size", 1),
+        "shuffle": bool(kwargs.get("shuffle")),
+        "drop_last": bool(kwargs.get("drop_last")),
+    }
+
+
+def batch_sampler_keyword(kwargs: dict[str, Any]) -> str:
+    """The keyword of ``DataLoader`` that has a sampler of whole batches; empty if none has."""
+    if kwargs.get("batch_sampler") is not None:
+        return "batch_sampler"
+    is_batched = kwargs.get("batch_size", 1) is not None
+    return "sampler" if not is_batched and isinstance(kwargs.get("sampler"), BatchSampler) else ""
+
+
+def agree_on_order(
+    model: ComputationModel, group: Any, dataset: Any, place: Place, seed: int | None, kwargs: dict[str, Any]
+) -> Order:
+    """The order of a loader, equal on all ranks that share the data. Each of them calls this.
+
+    Args:
+        model: the model of the context.
+        group: the ``group=`` of ``auto_dataloader``.
+        dataset: the data set.
+        place: this rank among those that share the data.
+        seed: the ``seed=`` of ``auto_dataloader``.
+        kwargs: the keywords of ``DataLoader``.
+
+    Raises:
+        CollectiveMismatchError: the ranks have different data or settings, or some make another call.
+        ValueError: a rank has the sampler of another rank. Raised on every rank.
+    """
+    sampler = kwargs.get("sampler" if kwargs.get("batch_sampler") is None else "batch_sampler")
+    members, facts, found = _members(model, group), _facts_of(dataset, sampler, kwargs), place_of(sampler)
+    is_random = bool(kwargs.get("shuffle")) if sampler is None else type(sampler) is not SequentialSampler
+    given = seed
+    if seed is None and is_random and found is None:
+        generator = kwargs.get("generator")
+        # Ranks of other groups draw the same samples, and do not take part here.
+        has_all_ranks = members is not None and len(members.ranks) == model.get_world_size()
+        seed = draw_seed(sampler, generator) if has_all_ranks or generator is not None else latest_seed()
+    fault = _fault_of_place(sampler, place)
+    row = _KIND, {"seed": given, **facts}, seed, fault
+    if members is not None and len(members.ranks) > 1:
+        rows = perform(
+            model,
+            "auto_dataloader",
+            members,
+            lambda _: Steps(lambda: model.objects.gather(row, members)),
+            outside=[row],
+        )
+        _compare(members, rows)
+        _, _, seed, _ = rows[0]
+        faults = [
+            f"On rank {rank}: {text}" for rank, (*_, text) in zip(members.ranks, rows, strict=True) if text
+        ]
+        fault = fault or "".join(faults[:1])
+    if fault:
+        raise ValueError(fault)
+    of_the_data = {name: facts[name] for name in _OF_THE_DATA}
+    return Order(seed, num_ranks_of_sampler=None if found is None else found[0], facts=of_the_data)
+
+
+def _fault_of_place(sampler: Any, place: Place) -> str:
+    """What is wrong if the sampler draws the share of another rank; else empty."""
+    found = place_of(sampler)
+    if found in (None, tuple(place)):
+        return ""
+    return (
+        f"The {type(sampler).__name__} was made for rank {found[1]} of {found[0]}, but this is rank "
+        f"{place.number} of {place.num_ranks}. Make it with **idist.sampler_kwargs(), or pass a sampler "
+        "that draws from the whole data set: the loader splits its draws."
+    )
+
+
+def _members(model: ComputationModel, group: Any) -> Group | None:
+    """The ranks that compare; None if this would need other calls than those of the ranks that have the data.
+
+    Without ``group`` these are all ranks, in a mesh too: the ranks of a tensor-parallel group draw the same.
+    """
+    if group is None:
+        mesh = meshes.current()
+        return model.groups.world if mesh is None or mesh.mesh.numel() == model.get_world_size() else None
+    if isinstance(group, (list, tuple, range)) or model.transport.groups_need_all_ranks:
+        return None
+    return model.groups.resolve(group)
+
+
+def _compare(members: Group, rows: Sequence[Any]) -> None:
+    if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
+        raise CollectiveMismatchError(
+            "Some ranks call auto_dataloader, and other ranks make another call. All ranks that share the "
+            "data make the loader: move auto_dataloader out of `if idist.get_rank() == 0:`."
+        )
+    named = [facts for _, facts, _, _ in rows]
+    different = [name for name in named[0] if len({repr(one.get(name)) for one in named}) > 1]
+    if not different:
+        return
+    name = different[0]
+    by_rank = ", ".join(
+        f"rank {rank}: {one.get(name)!r}" for rank, one in zip(members.ranks, named, strict=True)
+    )
+    raise CollectiveMismatchError(
+        f"auto_dataloader needs the same data set and settings on every rank, but the ranks differ in "
+        f"{', '.join(different)}. By rank, {name!r} is: {by_rank}. {_ADVICE.get(name, '')}".rstrip()
+    )
+
+
+_ADVICE = {
+    "indices": "A random_split draws other indices on ranks with other seeds: give it "
+    "generator=torch.Generator().manual_seed(0).",
+    "contents": "Pass the whole data set on every rank, not a share of it (of idist.split, say): the loader "
+    "splits it. For each rank's own data use torch's DataLoader. Random data needs the same seed on every "
+    "rank: seed_everything(0, per_rank=False).",
+    "number of samples": "Pass the whole data set on every rank: the loader splits it. For each rank's own "
+    "data use torch's DataLoader.",
+}
+
+
+def _digests(dataset: Dataset[Any] | Any) -> tuple[str | None, str | None]:
+    """Digests of the indices of subsets, and of some items of data that is in memory."""
+    indices = []
+    while isinstance(dataset, Subset):
+        indices.append(_digest_of_indices(dataset.indices))
+        dataset = dataset.dataset
+    if type(dataset) is range:
+        contents = repr(dataset)
+    elif type(dataset) is TensorDataset:
+        contents = _digest([_some(tensor) for tensor in dataset.tensors])
+    elif type(dataset) in (list, tuple, Tensor) or _is_array(dataset):
+        contents = _digest(_some(dataset))
+    else:
+        contents = None
+    return "/".join(indices) or None, contents
+
+
+_MOST_BYTES = 1024  # that a digest takes from each end of an item
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+
+
+def _some(items: Any) -> list[Any]:
+    size = len(items)
+    return [items[number] for number in sorted({0, size // 2, size - 1})] if size else []
+
+
+def _digest_of_indices(indices: Any) -> str:
+    hashed = hashlib.sha1(usedforsecurity=False)
+    values = indices.tolist() if hasattr(indices, "tolist") else list(indices)
+    try:
+        hashed.update(array("q", values))
+    except (TypeError, OverflowError):  # names, for example
+        _update(hashed, values, len(values))
+    return hashed.hexdigest()[:12]
+
+
+def _digest(value: Any) -> str:
+    hashed = hashlib.sha1(usedforsecurity=False)
+    _update(hashed, value, _MOST_BYTES)
+    return hashed.hexdigest()[:12]
+
+
+def _update(hashed: Any, value: Any, most: int) -> None:
+    """Add the ends of plain values to a hash, and the types of others."""
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+        hashed.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        if not value.is_quantized:
+            for end in _ends(value.detach().reshape(-1), most):
+                plain = end.cpu().resolve_conj().resolve_neg().contiguous()
+                hashed.update(bytes(as_bytes(plain).tolist()))  # without numpy
+    elif type(value) in (list, tuple):
+        hashed.update(f"{len(value)}".encode())
+        for end in _ends(value, most):
+            for one in end:
+                _update(hashed, one, most)
+    elif type(value) in (str, bytes):
+        hashed.update(f"{len(value)} {_ends(value, most)}".encode())
+    elif type(value) in (int, float, bool, type(None), complex):
+        hashed.update(repr(value).encode())
+    elif _is_array(value):
+        hashed.update(f"{value.dtype} {value.shape}".encode())
+        for end in _ends(value.reshape(-1), most):
+            if value.dtype.hasobject:  # its bytes are addresses
+                _update(hashed, end.tolist(), most)
+            else:
+                hashed.update(end.tobytes())
+    else:
+        hashed.update(type(value).__qualname__.encode())
+
+
+def _ends(items: Any, most: int) -> list[Any]:
+    """The first and the last ``most`` items."""
+    return [items] if len(items) <= 2 * most else [items[:most], items[-most:]]

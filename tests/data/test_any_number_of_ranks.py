@@ -1,0 +1,522 @@
+"""A loader draws the same batches on any number of ranks, and goes on at the same batch."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain, cycle, islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    random_split,
+)
+
+import ignite_dist as idist
+from ignite_dist import CollectiveMismatchError
+from on_ranks import on_ranks, warned
+
+SIZE = 23
+DATA: Any = range(SIZE)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SIZE))
+
+
+class Batches(Sampler[list[int]]):
+    """Buckets of different sizes, drawn from one of the global generators, at once or lazily."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.own = (
+            random.Random(1) if kind == "own" else np.random.default_rng(1) if kind == "numpy's own" else None
+        )
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.kind == "lazy":
+            return self._lazily()
+        order = list(range(SIZE))
+        if self.kind == "eager":
+            order = torch.randperm(SIZE).tolist()
+        elif self.kind == "python":
+            random.shuffle(order)
+        elif self.kind == "numpy":
+            np.random.shuffle(order)
+        else:
+            self.own.shuffle(order)  # type: ignore[union-attr]
+        return iter([order[first : first + 4] for first in range(0, SIZE, 4)])
+
+    def _lazily(self) -> Iterator[list[int]]:
+        left = list(range(SIZE))
+        while left:
+            yield [left.pop(int(torch.randint(len(left), ()))) for _ in range(min(4, len(left)))]
+
+
+class Endless(Sampler[int]):
+    """As mmengine's InfiniteSampler: has a length, and never ends."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return cycle(range(8))
+
+
+class OwnShare(Sampler[int]):
+    """As timm's and detectron2's samplers: draws the share of its rank."""
+
+    def __init__(self, rank: int, num_replicas: int) -> None:
+        self._rank, self._world_size = rank, num_replicas
+
+    def __len__(self) -> int:
+        return len(range(self._rank, SIZE - 1, self._world_size))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._rank, SIZE - 1, self._world_size))
+
+
+class WithGenerator(Sampler[int]):
+    """Has a generator as torch's samplers do: numpy's, or None for the order of the data set."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        raise NotImplementedError  # as some do that are for batches
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.arange(SIZE) if self.generator is None else self.generator.permutation(SIZE)
+        return iter(order.tolist())
+
+
+def generator(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: idist.auto_dataloader(DATA, batch_size=6, shuffle=False),
+    "shuffled": lambda: idist.auto_dataloader(DATA, batch_size=6, shuffle=True),
+    "no divisor": lambda: idist.auto_dataloader(DATA, batch_size=5, shuffle=True),
+    "drop_last": lambda: idist.auto_dataloader(DATA, batch_size=5, shuffle=True, drop_last=True),
+    "generator": lambda: idist.auto_dataloader(DATA, batch_size=6, shuffle=True, generator=generator()),
+    "seed": lambda: idist.auto_dataloader(DATA, batch_size=6, shuffle=True, seed=5),
+    "sampler": lambda: idist.auto_dataloader(DATA, batch_size=6, sampler=SubsetRandomSampler(range(19))),
+    "its generator": lambda: idist.auto_dataloader(
+        DATA, batch_size=6, sampler=RandomSampler(DATA, generator=generator())
+    ),
+    "numpy's generator": lambda: idist.auto_dataloader(
+        DATA, batch_size=6, sampler=WithGenerator(np.random.default_rng(1))
+    ),
+    "no generator": lambda: idist.auto_dataloader(DATA, batch_size=6, sampler=WithGenerator(None)),
+    "weights": lambda: idist.auto_dataloader(
+        DATA, batch_size=6, sampler=WeightedRandomSampler(torch.arange(1.0, SIZE + 1), 20)
+    ),
+    "distributed": lambda: idist.auto_dataloader(
+        range(24),
+        batch_size=6,
+        sampler=DistributedSampler(range(24), **idist.sampler_kwargs()),  # type: ignore[arg-type]
+    ),
+    "batch sampler": lambda: idist.auto_dataloader(
+        DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 5, False)
+    ),
+    "sampler of batches": lambda: idist.auto_dataloader(
+        torch.arange(SIZE),  # type: ignore[arg-type]
+        batch_size=None,
+        sampler=BatchSampler(SequentialSampler(DATA), 5, False),
+    ),
+    **{
+        f"{kind} batches": lambda kind=kind: idist.auto_dataloader(DATA, batch_sampler=Batches(kind))  # type: ignore[misc]
+        for kind in ("eager", "lazy", "python", "numpy", "own", "numpy's own")
+    },
+    "taken over": lambda: idist.auto_dataloader(DataLoader(DATA, batch_size=5, shuffle=True)),
+    "workers": lambda: idist.auto_dataloader(
+        DATA, batch_size=6, shuffle=True, num_workers=1, multiprocessing_context="fork"
+    ),
+    "workers that persist": lambda: idist.auto_dataloader(
+        DATA,
+        batch_size=6,
+        shuffle=True,
+        num_workers=1,
+        multiprocessing_context="fork",
+        persistent_workers=True,
+    ),
+    "stream": lambda: idist.auto_dataloader(Stream(), batch_size=6, shard=True),
+}
+IN_ORDER = ("in order", "no generator", "batch sampler", "sampler of batches", "distributed", "stream")
+NUM_EPOCHS = 2
+
+
+def make(kind: str) -> Any:
+    idist.seed_everything(3)
+    return KINDS[kind]()
+
+
+def batches(loader: Any) -> Iterator[list[int]]:
+    return (batch.tolist() for batch in loader)
+
+
+def drawn(_: int, kind: str) -> list[list[int]]:
+    loader = make(kind)
+    return [batch for _ in range(NUM_EPOCHS) for batch in batches(loader)]
+
+
+def merged(by_rank: list[list[list[int]]]) -> list[list[int]]:
+    """The batches that the ranks have drawn together. A stream has no last batch on some ranks."""
+    longest = max(by_rank, key=len)
+    assert all(len(longest) - len(parts) in (0, NUM_EPOCHS) for parts in by_rank)
+    if any(len(parts) < len(longest) for parts in by_rank):  # a stream: no last batch on some ranks
+        per_epoch = len(longest) // NUM_EPOCHS
+        by_rank = [
+            parts
+            if len(parts) == len(longest)
+            else [
+                part
+                for epoch in range(NUM_EPOCHS)
+                for part in [*parts[epoch * (per_epoch - 1) : (epoch + 1) * (per_epoch - 1)], []]
+            ]
+            for parts in by_rank
+        ]
+    return [sorted(set(chain(*parts))) for parts in zip(*by_rank, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_batches_are_those_of_one_process(kind: str) -> None:
+    alone = [sorted(set(batch)) for batch in drawn(0, kind)]
+    for world_size in (2, 3):
+        assert merged(on_ranks(drawn, kind, world_size=world_size)) == alone
+    if kind not in IN_ORDER:
+        half = len(alone) // 2
+        assert alone[:half] != alone[half:], "each epoch has an order of its own"
+
+
+def interrupted(_: int, kind: str, num_batches: int, path: str) -> list[list[int]]:
+    loader = make(kind)
+    seen = []
+    for batch in chain.from_iterable(batches(loader) for _ in range(NUM_EPOCHS)):
+        seen.append(batch)
+        if len(seen) == num_batches:
+            break
+    idist.save_checkpoint(path, loader=loader)
+    return seen
+
+
+def resumed(_: int, kind: str, path: str) -> list[list[int]]:
+    idist.seed_everything(99)
+    loader = KINDS[kind]()
+    idist.load_checkpoint(path, loader=loader)
+    return [batch for _ in range(NUM_EPOCHS) for batch in batches(loader)]
+
+
+def run(function: Callable[..., Any], *args: Any, world_size: int) -> list[Any]:
+    return [function(0, *args)] if world_size == 1 else on_ranks(function, *args, world_size=world_size)
+
+
+def first_of(parts: list[list[list[int]]], num_batches: int) -> list[list[int]]:
+    return [sorted(set(chain(*batch))) for batch in islice(zip(*parts, strict=False), num_batches)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "stream"])
+def test_a_run_that_was_stopped_anywhere_goes_on_with_the_next_batch(kind: str, tmp_path: Any) -> None:
+    """Stopped on 1, 2 or 3 ranks, resumed on 1, 2 or 3."""
+    path = str(tmp_path / "run.pt")
+    alone = [sorted(set(batch)) for batch in drawn(0, kind)]
+    for num_batches in range(1, len(alone)):
+        for before in (1, 2, 3):
+            seen = run(interrupted, kind, num_batches, path, world_size=before)
+            assert first_of(seen, num_batches) == alone[:num_batches]
+            after = 1 + (before + num_batches) % 3
+            found = first_of(run(resumed, kind, path, world_size=after), len(alone) - num_batches)
+            assert found == alone[num_batches:], f"{before} ranks, {num_batches} batches, then {after} ranks"
+
+
+# --- the order -----------------------------------------------------------------------------------------
+
+
+def orders(_: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for seed in (1, 2):
+        idist.seed_everything(seed)
+        found[f"seeded {seed}"] = list(batches(idist.auto_dataloader(DATA, batch_size=SIZE, shuffle=True)))
+        torch.manual_seed(100 * seed + idist.get_rank())
+        found[f"by rank {seed}"] = list(batches(idist.auto_dataloader(DATA, batch_size=SIZE, shuffle=True)))
+        loader = idist.auto_dataloader(DATA, batch_size=SIZE, shuffle=True, generator=generator(seed))
+        found[f"generator {seed}"] = list(batches(loader))
+    return found
+
+
+def test_the_order_depends_on_the_seed_and_all_ranks_agree() -> None:
+    alone, found = orders(0), on_ranks(orders)
+    for name in alone:
+        assert sorted(chain(*(one[name][0] for one in found))) == list(range(SIZE)), name
+        if not name.startswith("by rank"):
+            assert [list(chain(*zip(*(one[name][0][:11] for one in found), strict=True)))] == [
+                alone[name][0][:22]
+            ]
+    for name in ("seeded", "by rank", "generator"):
+        assert alone[f"{name} 1"] != alone[f"{name} 2"]
+        assert found[0][f"{name} 1"] != found[0][f"{name} 2"]
+
+
+def test_alone_the_types_that_scripts_look_at_are_torchs() -> None:
+    assert type(idist.auto_dataloader(DATA, shuffle=True).sampler) is RandomSampler
+    assert type(idist.auto_dataloader(DATA).sampler) is SequentialSampler
+    own = SubsetRandomSampler([1, 2])
+    assert idist.auto_dataloader(DATA, sampler=own).sampler is own
+
+
+def own_shares(_: int) -> list[int]:
+    loader = idist.auto_dataloader(DATA, batch_size=4, sampler=OwnShare(**idist.sampler_kwargs()))
+    with pytest.raises(ValueError, match="OwnShare was made for rank 0 of 7"):
+        idist.auto_dataloader(DATA, batch_size=4, sampler=OwnShare(0, 7))
+    return [item for batch in batches(loader) for item in batch]
+
+
+def test_a_sampler_that_draws_the_share_of_its_rank_is_not_split_again() -> None:
+    assert own_shares(0) == list(range(SIZE - 1))
+    assert sorted(chain(*on_ranks(own_shares))) == list(range(SIZE - 1))
+
+
+def endless(_: int) -> list[list[int]]:
+    return list(islice(batches(idist.auto_dataloader(range(8), batch_size=4, sampler=Endless())), 5))  # type: ignore[arg-type]
+
+
+def test_a_sampler_that_never_ends_is_drawn_from_as_far_as_it_is_needed() -> None:
+    assert len(endless(0)) == 5
+    first, second = on_ranks(endless)
+    assert [sorted(one + other) for one, other in zip(first, second, strict=True)] == endless(0)
+
+
+# --- what must agree -----------------------------------------------------------------------------------
+
+
+def differing(_: int) -> list[str]:
+    rank, messages = idist.get_rank(), []
+    idist.seed_everything(0)  # per rank
+    first, _ = random_split(DATA, [20, 3])
+    _, second = random_split(DATA, [20, 3])
+    whole: list[Any] = list(range(8))
+    for wrong in (
+        lambda: idist.auto_dataloader(second, batch_size=2, shuffle=False),
+        lambda: idist.auto_dataloader(first, batch_size=2, exact=True),
+        lambda: idist.auto_dataloader(idist.split(whole), batch_size=4, exact=True),
+        lambda: idist.auto_dataloader(whole[rank:], batch_size=4, shuffle=True),
+        lambda: idist.auto_dataloader(whole, batch_size=4 + 2 * rank, shuffle=True),
+        lambda: idist.auto_dataloader(whole, batch_size=4, shuffle=True, seed=rank),
+    ):
+        with pytest.raises(CollectiveMismatchError) as info:
+            wrong()
+        messages.append(str(info.value))
+    fine = idist.auto_dataloader(Subset(DATA, [1, 2, 3]), batch_size=2, shuffle=False)
+    assert idist.all_reduce(sum(map(len, fine))) == 4  # of the last batch each rank has the one item
+    return messages
+
+
+def test_what_differs_is_said_on_every_rank_before_anything_is_drawn() -> None:
+    first, second = on_ranks(differing)
+    assert first == second
+    wanted = ("random_split", "random_split", "whole data set", "number of samples", "batch_size", "seed")
+    for message, text in zip(first, wanted, strict=True):
+        assert text in message and "rank 0: " in message and "rank 1: " in message
+
+
+def on_rank_0_only(_: int) -> str:
+    with pytest.raises(CollectiveMismatchError) as info:
+        if idist.get_rank() == 0:
+            idist.auto_dataloader(DATA, batch_size=2, shuffle=False)
+        else:
+            idist.barrier()
+    return str(info.value)
+
+
+def test_a_loader_that_is_made_on_some_ranks_only_is_an_error_on_all() -> None:
+    for message in on_ranks(on_rank_0_only):
+        assert "different calls" in message
+
+
+def test_other_loaders_are_told_what_to_do() -> None:
+    class Mine(DataLoader[Any]):
+        pass
+
+    with pytest.raises(TypeError, match=r"Mine is another class.*Pass its data set"):
+        idist.auto_dataloader(Mine(DATA))
+    with pytest.raises(TypeError, match="batch_size must be left out"):
+        idist.auto_dataloader(DataLoader(DATA), batch_size=3)
+    with pytest.raises(ValueError, match="batch_size must be"):
+        idist.auto_dataloader(DATA, batch_size=0)
+
+
+# --- the gradients ---
+
+
+def trained(_: int) -> list[float]:
+    """Parameters after batches of 8, 8 and 7 samples, which 2 or 3 ranks do not divide."""
+    torch.manual_seed(1)
+    x = torch.randn(SIZE, 3, dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
+    loader = idist.auto_dataloader(data, batch_size=8, shuffle=True)
+    model = idist.auto_model(torch.nn.Linear(3, 1, dtype=torch.float64))
+    optimizer = idist.auto_optim(torch.optim.Adam(model.parameters(), lr=0.1))
+    for _ in range(2):
+        for (x, y), sync in idist.accumulate(loader, model, steps=1, weight=lambda batch: len(batch[0])):
+            with sync:
+                torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_with_weights_parts_of_different_sizes_train_as_one_process(world_size: int) -> None:
+    alone = trained(0)
+    for parameters in on_ranks(trained, world_size=world_size):
+        assert parameters == pytest.approx(alone, rel=1e-9)
+
+
+# --- the position --------------------------------------------------------------------------------------
+
+
+def shuffled() -> Any:
+    torch.manual_seed(1)
+    return idist.auto_dataloader(DATA, batch_size=4, shuffle=True)
+
+
+def rest_after(loader: Any) -> list[list[int]]:
+    again = shuffled()
+    again.resume(loader.position(), is_same_rank=True)
+    return list(batches(again))
+
+
+def stops(loader: Any, how: str) -> int:
+    """Leave a pass in some way. Returns the number of batches that the loop has got."""
+    if how == "break":
+        for number, _ in enumerate(loader, 1):
+            if number == 2:
+                break
+        return 2
+    if how == "return":
+        return next(number for number, _ in enumerate(loader, 1) if number == 3)
+    if how == "exception":
+        with pytest.raises(KeyboardInterrupt):
+            for number, _ in enumerate(loader):
+                if number == 1:
+                    raise KeyboardInterrupt
+        return 2
+    if how == "next":
+        next(iter(loader))
+        return 1
+    if how == "islice":
+        return len(list(islice(loader, 3)))
+    if how == "progress":
+        for number, _ in enumerate(idist.progress(loader, disable=True), 1):
+            if number == 2:
+                break
+        return 2
+    if how == "zip":
+        return len(list(zip(range(2), loader, strict=False)))
+    if how == "a look within":
+        for number, _ in enumerate(loader, 1):
+            next(iter(loader))
+            if number == 4:
+                break
+        return 4
+    raise AssertionError(how)
+
+
+@pytest.mark.parametrize(
+    "how", ["break", "return", "exception", "next", "islice", "progress", "zip", "a look within"]
+)
+def test_the_position_is_the_number_of_batches_that_the_loop_has_got(how: str) -> None:
+    whole = list(batches(shuffled()))
+    loader = shuffled()
+    num_batches = stops(loader, how)
+    assert loader.position()["batches"] == num_batches
+    assert rest_after(loader) == whole[num_batches:]
+
+
+def test_a_look_does_not_use_up_a_loaded_position() -> None:
+    whole = list(batches(shuffled()))
+    loader = shuffled()
+    stops(loader, "break")
+    again = shuffled()
+    again.resume(loader.position(), is_same_rank=True)
+    assert next(batches(again)) == whole[2]
+    assert again.position()["batches"] == 3
+    assert list(batches(again)) == whole[2:]
+    assert len(list(again)) == len(whole)  # and then a whole epoch
+
+
+def test_a_pass_that_draws_the_same_batches_again_says_so_once() -> None:
+    def steps() -> list[list[int]]:
+        loader = shuffled()
+        next(iter(loader))  # a look is none
+        seen = []
+        for _ in range(3):
+            for number, batch in enumerate(loader, 1):  # where idist. warns
+                seen.append(batch.tolist())
+                if number == 2:
+                    break
+        return seen
+
+    found, (message,) = warned(steps)
+    assert found[:2] == found[2:4]
+    assert "left after 2 batches" in message and "set_epoch" in message and "iter(loader)" in message
+
+    def epochs() -> list[list[int]]:
+        loader = shuffled()
+        seen = []
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            seen += list(islice(batches(loader), 2))
+        return seen
+
+    found, messages = warned(epochs)
+    assert found[:2] != found[2:4] and messages == []
+
+
+def loads_what_does_not_fit(_: int, path: str) -> list[str]:
+    saved = idist.auto_dataloader(DATA, batch_size=4, shuffle=True, seed=1)
+    deque(islice(saved, 5), maxlen=0)
+    model = torch.nn.Linear(1, 1)
+    idist.save_checkpoint(path, model=model, loader=saved)
+    others = [
+        idist.auto_dataloader(range(24), batch_size=4, shuffle=True),
+        idist.auto_dataloader(Subset(DATA, range(SIZE)), batch_size=4, shuffle=True),
+        idist.auto_dataloader(DATA, batch_size=4, sampler=RandomSampler(DATA)),
+        idist.auto_dataloader(DATA, batch_size=3, shuffle=True),
+        idist.auto_dataloader(range(8), batch_size=4, shuffle=True),
+        idist.auto_dataloader(DATA, batch_size=4, shuffle=False),
+    ]
+    messages = []
+    torch.nn.init.zeros_(model.weight)
+    for other in others:
+        with pytest.raises((ValueError, idist.RankFailedError)) as info:
+            idist.load_checkpoint(path, model=model, loader=other)
+        messages.append(str(info.value))
+        assert float(model.weight) == 0 and other.position()["batches"] == 0, "nothing is changed"
+    return messages
+
+
+def test_a_checkpoint_of_another_loader_is_an_error_on_every_rank_that_changes_nothing(tmp_path: Any) -> None:
+    first, second = on_ranks(loads_what_does_not_fit, str(tmp_path / "run.pt"))
+    differ = ("number of samples", "indices", "sampler", "no whole number of batches", "number of samples")
+    for message, of_rank_1, text in zip(first, second, (*differ, "shuffle"), strict=True):
+        assert text in message and text in of_rank_1

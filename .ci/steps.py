@@ -8,7 +8,6 @@ not run. All others are.
 from __future__ import annotations
 
 import os
-import resource
 import shlex
 import shutil
 import signal
@@ -52,7 +51,6 @@ class Step:
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     seconds: float = 0.0
-    cpu_seconds: float = 0.0  # of all its processes whose parents have waited for them
     outcome: str = "not run"
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -87,10 +85,8 @@ class Step:
 
     def has_ended(self) -> bool:
         """True once the command has ended; the outcome is known then, and its output was printed."""
-        cpu_seconds = _cpu_seconds_of_ended()
         if self.process is None or self.process.poll() is None:
             return False
-        self.cpu_seconds = _cpu_seconds_of_ended() - cpu_seconds
         self.seconds = time.monotonic() - self.started
         self.outcome = "passed" if self.process.returncode == 0 else "FAILED"
         print(f"=== {self.name}: {self.outcome} after {self.seconds:.0f} s\n", flush=True)
@@ -111,11 +107,6 @@ class Step:
                 os.killpg(self.process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_SECONDS)
-
-
-def _cpu_seconds_of_ended() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _suites(results: Path) -> list[ElementTree.Element]:
@@ -177,13 +168,11 @@ def _show(steps: list[Step], seconds: float) -> None:
     )
     (LOGS / "slowest.txt").write_text(slowest, encoding="utf-8")
     print(f"=== the slowest {NUM_SLOWEST} tests\n{slowest}")
-    print(f"=== the steps\n{'step':20} {'outcome':8} {'seconds':>8} {'CPU':>8} {'tests':>7}")
+    print(f"=== the steps\n{'step':20} {'outcome':8} {'seconds':>8} {'tests':>7}")
     for step in steps:
-        cost = f"{step.seconds:8.0f} {step.cpu_seconds:8.0f}"
-        print(f"{step.name:20} {step.outcome:8} {cost} {step.counts['tests'] or '':>7}")
+        print(f"{step.name:20} {step.outcome:8} {step.seconds:8.0f} {step.counts['tests'] or '':>7}")
     total: Counter[str] = sum((step.counts for step in steps), Counter())
-    cpu_seconds = sum(step.cpu_seconds for step in steps)
-    print(f"{'all':20} {'':8} {seconds:8.0f} {cpu_seconds:8.0f} {total['tests']:>7}\n")
+    print(f"{'all':20} {'':8} {seconds:8.0f} {total['tests']:>7}\n")
     if others := [step.name for step in steps if step.outcome != "passed"]:
         print(f"Steps that have not passed: {', '.join(others)}")
     failed, skipped = total["failures"] + total["errors"], total["skipped"]

@@ -32,6 +32,7 @@ from ignite_dist.training.initial_values import (
     bring_from_meta,
     check_initialisable,
     equalise,
+    equalise_frozen,
     initialise,
     is_on_meta,
     place,
@@ -39,6 +40,7 @@ from ignite_dist.training.initial_values import (
 from ignite_dist.training.late_parameters import watch_frozen
 from ignite_dist.training.state_dicts import load_model_state
 from ignite_dist.training.wrapped_models import unwrap_model
+from ignite_dist.values import meshes
 
 # Scripts written for pytorch-ignite import auto_dataloader and DistributedProxySampler from here.
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]
@@ -178,9 +180,10 @@ def _adapted(
     inner = unwrap_model(wrapped)
     is_trained = _is_trained(model)
     group = live.training.gradient_group(wrapped, ()) if is_trained else live.groups.resolve(process_group)
-    # A wrapper has broadcast the parameters. Shards need the mesh, which a frozen model need not name.
-    if wrapped is model and (is_trained or not any(map(is_sharded, model.parameters()))):
+    if is_trained and wrapped is model:  # a wrapper has broadcast the parameters
         equalise(live, model, DataMesh(None, group))
+    elif not is_trained:
+        equalise_frozen(live, model, group)
     if is_trained:
         remember_model(live, inner, group, broadcast_buffers)
 
@@ -195,8 +198,8 @@ def _adapted(
 def _find_ranks(
     live: ComputationModel, model: Module, strategy: str, mesh: Any, kwargs: Mapping[str, Any]
 ) -> DataMesh:
-    has_frozen_shards = not _is_trained(model) and any(map(is_sharded, model.parameters()))
-    if live.get_world_size() == 1 or (has_frozen_shards and strategy != "fsdp"):
+    is_placed = mesh is None and meshes.current() is None and any(map(is_sharded, model.parameters()))
+    if live.get_world_size() == 1 or (is_placed and strategy != "fsdp" and not _is_trained(model)):
         return DataMesh(None, live.groups.world, is_explicit=False)
     if mesh is None and kwargs.get("process_group") is not None:
         return DataMesh(None, live.groups.world, is_explicit=False)
@@ -261,7 +264,8 @@ def _replicated(
         used = agree_on_gradients(live, parameters, group) if find_unused_parameters else parameters
         average_gradients(live, used, group)
 
-    live.training.replicate_model(ready, data.group, average)
+    if _is_trained(model):
+        live.training.replicate_model(ready, data.group, average)
     return ready
 
 

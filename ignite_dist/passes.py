@@ -29,16 +29,16 @@ class Order:
         batch_size: samples of a batch, of all ranks together. None for the batches of a batch sampler, and of
             samplers and streams that the user splits.
         is_batched: False if ``batch_size`` was left out: it is then the number of ranks.
-        num_draws: samples of an epoch, of all ranks together. None if it is not known.
-        num_ranks: number of ranks that the user's own sampler was made for. None for other samplers.
+        source: what one process would draw from, whose length is the number of samples of the present epoch.
+        num_ranks_of_sampler: number of ranks that the script's own sampler was made for. None for others.
         facts: what the ranks have compared, by name. A checkpoint is of another data set if they differ.
     """
 
     seed: int | None = None
     batch_size: int | None = None
     is_batched: bool = True
-    num_draws: int | None = None
-    num_ranks: int | None = None
+    source: Any = None
+    num_ranks_of_sampler: int | None = None
     facts: dict[str, Any] | None = None
 
 
@@ -56,7 +56,7 @@ class OrderedLoader(DataLoader[Any]):
 
 
 class _Draws:
-    """The draws of a loader's sampler in its present epoch, without those before the position."""
+    """The draws of a loader's sampler in its present epoch, from the position on."""
 
     def __init__(self, loader: OrderedLoader, sampler: Any) -> None:
         # Persistent workers end with the loader: the iterator that has them keeps this object.
@@ -71,7 +71,7 @@ class _Draws:
         else:
             draws = iter(sampler)
         draws = islice(draws, num_skipped, None)
-        # A sampler looks at its epoch when it draws first. That of this pass is the present one.
+        # Draw once now: the sampler reads the epoch of this pass then.
         return chain(list(islice(draws, 1)), draws)
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class Progress:
         self.num_received = 0
         self.is_read_ahead = self.is_exhausted = self.is_left = False
 
-    def counts(self) -> bool:
+    def is_counted(self) -> bool:
         """True if the position may be in this pass. A pass that has ended is in the epoch before."""
         return self.is_read_ahead or not self.is_exhausted
 
@@ -244,8 +244,8 @@ class Resumable:
     def _rest_of_stream(
         self, loader: OrderedLoader, make: Callable[[Any], Any], num_skipped: int, states: RandomStates | None
     ) -> Any:
-        if isinstance(loader.dataset, Shard) and not self._keeps_workers:
-            loader.dataset.start = num_skipped
+        if isinstance(loader.dataset, Shard) and loader.num_workers and not self._keeps_workers:
+            loader.dataset.start = num_skipped  # each worker skips its own batches
             return make(loader)
         with preserved() if states is not None else nullcontext():
             if states is not None:
@@ -259,7 +259,7 @@ class Resumable:
         latest, furthest = self._latest, self._furthest
         if furthest is not None and furthest.epoch != epoch:
             furthest = None
-        if latest is None or latest.epoch != epoch or not latest.counts():
+        if latest is None or latest.epoch != epoch or not latest.is_counted():
             self._furthest = furthest
             return
         if latest.num_received > 1 and not self._has_warned and self.host_loader().order.seed is not None:
@@ -290,7 +290,7 @@ class Resumable:
         Of several passes in one epoch (a look at the first batch, say) the one that has come furthest counts.
         """
         loader = self.host_loader()
-        found = [one for one in (self._furthest, self._latest) if one is not None and one.counts()]
+        found = [one for one in (self._furthest, self._latest) if one is not None and one.is_counted()]
         found = [one for one in found if one.epoch == self.epoch or one.is_read_ahead or not one.is_left]
         if not found and self._start is not None and self._start.epoch == self.epoch:
             found = [self._start]
@@ -298,15 +298,15 @@ class Resumable:
         batches = 0 if best is None else best.position()
         order = loader.order
         samples = None if order.batch_size is None else batches * order.batch_size
-        if samples is not None and order.num_draws is not None:
-            samples = min(samples, order.num_draws)
+        num_samples = None if samples is None else length_or_none(order.source)
         return {
             "epoch": self.epoch if best is None or not batches else best.epoch,
             "has_set_epoch": self._has_set_epoch(),
             "batches": batches,
             "samples": samples,
+            "is_at_end": samples is not None and num_samples is not None and samples >= num_samples,
             "seed": order.seed,
-            "num_ranks": order.num_ranks,
+            "num_ranks": order.num_ranks_of_sampler,
             "facts": order.facts,
             "states": best.states.plain() if best is not None and batches and best.states else None,
             "has_workers": best.has_workers if best is not None and batches else self._has_workers,
@@ -329,24 +329,25 @@ class Resumable:
             )
         batches: int = position["batches"]
         order, samples = loader.order, position["samples"]
-        num_ranks = position.get("num_ranks")
-        if batches and None not in (num_ranks, order.num_ranks) and num_ranks != order.num_ranks:
+        saved_ranks, num_ranks = position.get("num_ranks"), order.num_ranks_of_sampler
+        if batches and None not in (saved_ranks, num_ranks) and saved_ranks != num_ranks:
             raise ValueError(
                 "The checkpoint was saved in the middle of an epoch whose sampler drew the share of one of "
-                f"{num_ranks} ranks, and that of this loader is one of {order.num_ranks}. Use as many ranks, "
+                f"{saved_ranks} ranks, and that of this loader is one of {num_ranks}. Use as many ranks, "
                 "or a sampler that draws from the whole data set: the loader splits its draws."
             )
         if samples is not None and order.batch_size is not None:
             batches, rest = divmod(samples, order.batch_size)
-            if rest and samples == order.num_draws:  # in the last batch of the epoch, which is smaller
+            if rest and position.get("is_at_end"):
                 batches += 1
             elif rest and order.is_batched:
                 raise ValueError(
                     f"The checkpoint was saved after {samples} samples of an epoch, which are no whole "
                     f"number of batches of batch_size={order.batch_size}. Use that of the saved run."
                 )
-        num_batches = self._num_batches()
-        if num_batches is not None and batches > num_batches and samples != order.num_draws:
+        # A run that sets the epoch may have other numbers of batches in each.
+        num_batches = None if position.get("has_set_epoch") else self._num_batches()
+        if num_batches is not None and batches > num_batches and not position.get("is_at_end"):
             raise ValueError(
                 f"The checkpoint was saved after {batches} batches of an epoch, and an epoch of this loader "
                 f"has {num_batches}."
@@ -359,8 +360,6 @@ class Resumable:
         if isinstance(loader.dataset, Shard):  # rank 0 has the most
             has_length = length_or_none(loader.dataset.dataset) is not None
             return loader.dataset.num_batches(rank=0) if has_length else None
-        if self._has_set_epoch() and loader.order.batch_size is None:
-            return None  # a batch sampler may have another number in each epoch
         return length_or_none(loader)
 
     def resume(self, position: dict[str, Any], is_same_rank: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
@@ -164,18 +164,26 @@ _RANKS = ("rank", "_rank", "shard_id")
 
 
 def _int_attribute(owner: Any, names: Sequence[str]) -> int | None:
-    values = (getattr(owner, name, None) for name in names)
-    return next((value for value in values if type(value) is int), None)
+    for name in names:
+        with suppress(Exception):  # of a property
+            if type(value := getattr(owner, name)) is int:
+                return value
+    return None
 
 
 def with_inner(sampler: Any) -> Iterator[Any]:
-    """The sampler, the sampler that it draws from, and so on."""
+    """The sampler, the samplers that it draws from, and so on."""
     seen: set[int] = set()
-    while sampler is not None and id(sampler) not in seen:
-        seen.add(id(sampler))
-        yield sampler
-        inner = getattr(sampler, "batch_sampler", None)
-        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+    waiting = [sampler]
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        several = getattr(one, "samplers", None)
+        waiting += [getattr(one, "batch_sampler", None), getattr(one, "sampler", None)]
+        waiting += several if isinstance(several, (list, tuple)) else []
 
 
 # --- random orders -----------------------------------------------------------------------------------

@@ -242,13 +242,13 @@ def _gather_checked(
 
 
 def _mismatch(model: ComputationModel, gathered: list[Any], call: str, group: Group) -> str:
-    """The message for ranks whose calls differ. If all of them are here, they exchange their calls."""
-    ranks_by_call: dict[str, list[str]] = {call[:500]: ["this"]}
+    """The message for ranks whose calls differ. If all of them have called this, they exchange the calls."""
     parts = [list(map(type, entry)) if type(entry) is tuple else [] for entry in gathered]
-    if all(kinds == [int, list, bytes] for kinds in parts):  # no rank has called another function
-        ranks_by_call = {}
-        for rank, other in zip(group.ranks, model.objects.gather(call[:500], group), strict=True):
-            ranks_by_call.setdefault(other, []).append(str(rank))
+    if any(kinds != [int, list, bytes] for kinds in parts):
+        return f"Some ranks call all_reduce, and other ranks make another call. This rank: {call[:500]}"
+    ranks_by_call: dict[str, list[str]] = {}
+    for rank, other in zip(group.ranks, model.objects.gather(call[:500], group), strict=True):
+        ranks_by_call.setdefault(other, []).append(str(rank))
     calls = "; ".join(f"rank {', '.join(ranks)}: {other}" for other, ranks in ranks_by_call.items())
     return (
         "The ranks called one all_reduce with different operations, tree structures, dtypes or shapes "

@@ -19,7 +19,7 @@ from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.context.live import current_model
 from ignite_dist.context.meshes import data_group
-from ignite_dist.data.orders import agreed_order, batches_name
+from ignite_dist.data.orders import agree_on_order, batch_sampler_keyword
 from ignite_dist.data.splitting import Place, place_in
 from ignite_dist.passes import Order
 from ignite_dist.samplers import (
@@ -57,7 +57,8 @@ def auto_dataloader(
       samples.
     - ``num_workers`` is the total per node. It is divided by the node's number of processes and rounded up.
     - ``sampler`` and ``batch_sampler`` are drawn from as in one process, and each rank takes its part. In
-      each pass the generators that they draw from are seeded equally on all ranks. A sampler that was made
+      each pass the global generators and those of the sampler are seeded equally on all ranks. (A generator
+      that the sampler makes in its ``__iter__`` needs a seed of its own.) A sampler that was made
       for this rank (a ``DistributedSampler``, or one that has its rank and their number) is used as it is.
     - The order depends on the loader's seed and the epoch only. The epoch is the number of whole passes so
       far, until ``loader.set_epoch`` (or ``loader.sampler.set_epoch``) is called.
@@ -118,15 +119,15 @@ def auto_dataloader(
     requested, group = group, data_group(model) if group is None else group
     place = place_in(model, group)
     is_whole = shard or not isinstance(dataset, IterableDataset)
-    order = agreed_order(model, requested, dataset, place, seed, kwargs) if is_whole else Order()
+    order = agree_on_order(model, requested, dataset, place, seed, kwargs) if is_whole else Order()
     kwargs.setdefault("pin_memory", model.device().type == "cuda")
     if kwargs.get("shuffle") and length_or_none(dataset) == 0:  # torch's RandomSampler raises
         kwargs["shuffle"] = False
     if kwargs.get("num_workers") and model.get_world_size() > 1:
         kwargs["num_workers"] = _per_process_workers(kwargs["num_workers"], model.get_nproc_per_node())
-    if batches_name(kwargs):
+    if batch_sampler_keyword(kwargs):
         _split_drawn_batches(kwargs, place, order)
-    elif exact or order.num_ranks is not None or not is_whole:
+    elif exact or order.num_ranks_of_sampler is not None or not is_whole:
         _split_batch_size(kwargs, place, group, order)
         if exact:
             kwargs["sampler"] = _exact_sampler(model, dataset, place, group, order, exact, kwargs)
@@ -217,17 +218,20 @@ def _is_made_by(loader: DataLoader[Any], sampler: RandomSampler) -> bool:
 
 def _split_drawn_batches(kwargs: dict[str, Any], place: Place, order: Order) -> None:
     """Let this rank take its part of each batch that the batch sampler draws."""
-    name = batches_name(kwargs)
-    if place.num_ranks > 1 and order.num_ranks is None:
+    name = batch_sampler_keyword(kwargs)
+    if place.num_ranks > 1 and order.num_ranks_of_sampler is None:
         kwargs[name] = BatchSamplerPart(kwargs[name], *place)
 
 
 def _split_batch_size(kwargs: dict[str, Any], place: Place, group: Any, order: Order) -> None:
-    """Let this rank make smaller batches of its own share of the data."""
+    """Let this rank make smaller batches of its own share of the data, and note their size in ``order``."""
     if place.num_ranks > 1 and kwargs.get("batch_size") is not None:
         kwargs["batch_size"] = _equal_batch_size(kwargs["batch_size"], place.num_ranks, group)
     if isinstance(kwargs.get("sampler"), DistributedSampler):
-        order.num_ranks, order.batch_size = None, (kwargs.get("batch_size", 1) or 1) * place.num_ranks
+        order.num_ranks_of_sampler, order.batch_size = (
+            None,
+            (kwargs.get("batch_size", 1) or 1) * place.num_ranks,
+        )
 
 
 def _split_batches(
@@ -235,7 +239,7 @@ def _split_batches(
 ) -> Dataset[Any]:
     """Let this rank take its part of each batch that one process would make; returns the data set to use."""
     sampler = kwargs.get("sampler")
-    order.num_draws = length_or_none(dataset if sampler is None else sampler)
+    order.source = dataset if sampler is None else sampler
     order.is_batched = kwargs.get("batch_size") is not None
     order.batch_size = place.num_ranks
     if order.is_batched:
@@ -289,8 +293,8 @@ def _sampler_of_rank(
         return DistributedProxySampler(sampler, **settings)
     if shuffle is None:
         warn_user(
-            "The samples are drawn in the order of the data set, as in one process. pytorch-ignite shuffles "
-            "them if there are several ranks: pass shuffle=True, or shuffle=False."
+            "The samples are drawn in the order of the data set, as in one process: pass shuffle=True, or "
+            "shuffle=False. (pytorch-ignite shuffles them if there are several ranks.)"
         )
     return EpochSampler(dataset, shuffle=bool(shuffle), **settings)
 

@@ -43,7 +43,7 @@ def _facts_of(dataset: Any, sampler: Any, kwargs: dict[str, Any]) -> dict[str, A
     }
 
 
-def batches_name(kwargs: dict[str, Any]) -> str:
+def batch_sampler_keyword(kwargs: dict[str, Any]) -> str:
     """The keyword of ``DataLoader`` that has a sampler of whole batches; empty if none has."""
     if kwargs.get("batch_sampler") is not None:
         return "batch_sampler"
@@ -51,7 +51,7 @@ def batches_name(kwargs: dict[str, Any]) -> str:
     return "sampler" if not is_batched and isinstance(kwargs.get("sampler"), BatchSampler) else ""
 
 
-def agreed_order(
+def agree_on_order(
     model: ComputationModel, group: Any, dataset: Any, place: Place, seed: int | None, kwargs: dict[str, Any]
 ) -> Order:
     """The order of a loader, equal on all ranks that share the data. Each of them calls this.
@@ -71,14 +71,14 @@ def agreed_order(
     sampler = kwargs.get("sampler" if kwargs.get("batch_sampler") is None else "batch_sampler")
     members, facts, found = _members(model, group), _facts_of(dataset, sampler, kwargs), place_of(sampler)
     is_random = bool(kwargs.get("shuffle")) if sampler is None else type(sampler) is not SequentialSampler
-    drawn = seed
+    given = seed
     if seed is None and is_random and found is None:
         generator = kwargs.get("generator")
         # Ranks of other groups draw the same samples, and do not take part here.
         has_all_ranks = members is not None and len(members.ranks) == model.get_world_size()
-        drawn = draw_seed(sampler, generator) if has_all_ranks or generator is not None else latest_seed()
+        seed = draw_seed(sampler, generator) if has_all_ranks or generator is not None else latest_seed()
     fault = _fault_of_place(sampler, place)
-    row = _KIND, seed, drawn, facts, fault
+    row = _KIND, {"seed": given, **facts}, seed, fault
     if members is not None and len(members.ranks) > 1:
         rows = perform(
             model,
@@ -88,15 +88,15 @@ def agreed_order(
             outside=[row],
         )
         _compare(members, rows)
-        drawn = rows[0][2]
+        _, _, seed, _ = rows[0]
         faults = [
-            f"On rank {rank}: {one[4]}" for rank, one in zip(members.ranks, rows, strict=True) if one[4]
+            f"On rank {rank}: {text}" for rank, (*_, text) in zip(members.ranks, rows, strict=True) if text
         ]
         fault = fault or "".join(faults[:1])
     if fault:
         raise ValueError(fault)
     of_the_data = {name: facts[name] for name in _OF_THE_DATA}
-    return Order(drawn, num_ranks=None if found is None else found[0], facts=of_the_data)
+    return Order(seed, num_ranks_of_sampler=None if found is None else found[0], facts=of_the_data)
 
 
 def _fault_of_place(sampler: Any, place: Place) -> str:
@@ -130,7 +130,7 @@ def _compare(members: Group, rows: Sequence[Any]) -> None:
             "Some ranks call auto_dataloader, and other ranks make another call. All ranks that share the "
             "data make the loader: move auto_dataloader out of `if idist.get_rank() == 0:`."
         )
-    named = [{"seed": seed, **facts} for _, seed, _, facts, _ in rows]
+    named = [facts for _, facts, _, _ in rows]
     different = [name for name in named[0] if len({repr(one.get(name)) for one in named}) > 1]
     if not different:
         return

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.random import fork_rng
 
+from ignite_dist.call_sites import warn_user
 from ignite_dist.collectives.buckets import broadcast_tensors
-from ignite_dist.collectives.checks import is_sharded
+from ignite_dist.collectives.checks import check_dense, check_writable, is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.training.data_meshes import DataMesh
@@ -40,6 +41,31 @@ def equalise(live: ComputationModel, model: Module, data: DataMesh) -> None:
     with torch.no_grad():
         local = [one.to_local() if is_sharded(one) else one for one in tensors]  # type: ignore[attr-defined]
     _broadcast(live, local, data.group)
+
+
+def equalise_frozen(live: ComputationModel, model: Module, group: Group) -> None:
+    """The same for a model without trainable parameters, but for tensors that cannot be sent.
+
+    These are shards, for which a mesh would have to be named, and sparse, quantized and expanded tensors.
+    """
+    named = dict([*model.named_parameters(), *model.named_buffers()])
+    sent = {name: one for name, one in named.items() if not is_sharded(one) and _can_be_written(one)}
+    left = [name for name, one in named.items() if name not in sent and not is_sharded(one)]
+    if left:
+        warn_user(
+            f"auto_model leaves {', '.join(left)} of this frozen model as they are on each rank: sparse, "
+            "quantized and expanded tensors are not sent."
+        )
+    _broadcast(live, list(sent.values()), group)
+
+
+def _can_be_written(tensor: Tensor) -> bool:
+    try:
+        check_dense("auto_model", tensor)
+        check_writable("auto_model", tensor)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _broadcast(live: ComputationModel, tensors: list[Tensor], group: Group) -> None:

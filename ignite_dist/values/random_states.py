@@ -106,12 +106,17 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def own_generators(owner: Any) -> list[Any]:
-    """The random generators that are attributes of ``owner``."""
+    """The random generators that are attributes of ``owner``, or in lists and dicts that are."""
     numpy: Any = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (random.Random, torch.Generator)
     if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
-    return [value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, kinds)]
+    slots = [name for one in type(owner).__mro__ for name in vars(one).get("__slots__", ())]
+    found: list[Any] = []
+    for value in (*getattr(owner, "__dict__", {}).values(), *(getattr(owner, name, None) for name in slots)):
+        items = value if type(value) in (list, tuple) else value.values() if type(value) is dict else [value]
+        found += [one for one in items if isinstance(one, kinds) and not isinstance(one, random.SystemRandom)]
+    return found
 
 
 def seed_generators(seed: int, others: Sequence[Any] = ()) -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,26 @@ def resumed(loader: Any, position: Any) -> list[list[int]]:
     return lists(loader)
 
 
+class Noisy(IterableDataset[float]):
+    def __iter__(self) -> Iterator[float]:
+        for number in range(12):
+            yield number + float(torch.rand(()))
+
+
+def test_a_stream_that_draws_random_numbers_goes_on_with_the_same_ones(tmp_path: Path) -> None:
+    def loader() -> Any:
+        return idist.auto_dataloader(Noisy(), batch_size=4, shard=True)
+
+    one = loader()
+    batches = iter(one)
+    next(batches)
+    idist.save_checkpoint(tmp_path / "run.pt", loader=one)
+    rest = [batch.tolist() for batch in batches]
+    again = loader()
+    idist.load_checkpoint(tmp_path / "run.pt", loader=again)
+    assert lists(again) == rest
+
+
 # --- epochs ------------------------------------------------------------------------------------------
 
 
@@ -71,6 +92,16 @@ class ByEpoch(Sampler[Any]):
         return iter([order[i : i + 2] for i in range(len(self))] if self.is_of_batches else order)
 
 
+class Growing(ByEpoch):
+    """As many draws more in each epoch."""
+
+    def __len__(self) -> int:
+        return 6 * (self.epoch + 1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(3 * number + self.epoch) % len(DATA) for number in range(len(self))])
+
+
 class Augmented(Dataset[int]):
     epoch = 0
 
@@ -86,6 +117,7 @@ class Augmented(Dataset[int]):
 
 BY_EPOCH: dict[str, Callable[[], Any]] = {
     "sampler": lambda: idist.auto_dataloader(DATA, sampler=ByEpoch(), batch_size=4),
+    "growing sampler": lambda: idist.auto_dataloader(DATA, sampler=Growing(), batch_size=4),
     "batch sampler": lambda: idist.auto_dataloader(DATA, batch_sampler=ByEpoch(True)),
     "sampler of a batch sampler": lambda: idist.auto_dataloader(
         DATA, batch_sampler=BatchSampler(ByEpoch(), 4, False)
@@ -109,8 +141,10 @@ def epochs(_: int, kind: str, sets: bool) -> tuple[list[Any], list[Any]]:
     assert (passes[0] != passes[1]) is sets
     if sets:
         loader.set_epoch(5)
+    num_batches = sum(1 for _ in islice(loader, 1_000))
     batches = iter(loader)
-    next(batches)
+    for _ in range(num_batches - 1):
+        next(batches)
     position = loader.position()
     return lists(batches), resumed(BY_EPOCH[kind](), position)
 
@@ -257,6 +291,57 @@ def test_draws_may_depend_on_the_training() -> None:
         found.append(batch.tolist())
         sampler.wanted += 1
     assert found == [[0, 0], [1, 1], [2, 2], [3, 3]]
+
+
+class InASlot:
+    __slots__ = ("rank_", "rng")
+
+    def __init__(self) -> None:
+        self.rng = random.Random()
+
+    @property
+    def rank(self) -> int:
+        raise RuntimeError("not initialised")
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.sample(DATA, 16))
+
+
+class InAList(InASlot):
+    __slots__ = ("rngs",)
+
+    def __init__(self) -> None:
+        self.rngs = [random.Random()]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rngs[0].sample(DATA, 16))
+
+
+class OfSeveral(Sampler[int]):
+    def __init__(self) -> None:
+        self.samplers = [RandomSampler(DATA, generator=torch.Generator().manual_seed(idist.get_rank()))]
+        self.entropy = random.SystemRandom()
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[int]:
+        for one in self.samplers:
+            yield from one
+
+
+def drawn_from(_: int, kind: type) -> list[list[int]]:
+    return lists(idist.auto_dataloader(DATA, sampler=kind(), batch_size=4, seed=2))
+
+
+@pytest.mark.parametrize("kind", [InASlot, InAList, OfSeveral])
+def test_generators_that_are_no_plain_attributes_are_seeded_too(kind: type) -> None:
+    whole = [sorted(batch) for batch in drawn_from(0, kind)]
+    parts = on_ranks(drawn_from, kind)
+    assert [sorted(one + other) for one, other in zip(*parts, strict=True)] == whole
 
 
 class WithOwn(Sampler[int]):

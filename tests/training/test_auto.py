@@ -69,6 +69,24 @@ def _models(_: int) -> dict[str, Any]:
     }
 
 
+class _Masked(Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("mask", torch.ones(1).expand(4))
+
+
+def _frozen(_: int) -> tuple[list[Any], list[str]]:
+    torch.manual_seed(idist.get_rank())
+    model = _Masked().requires_grad_(False)
+    _, messages = warned(lambda: idist.auto_model(model))
+    return model.weight.tolist(), messages
+
+
+def test_what_cannot_be_sent_of_a_frozen_model_is_named() -> None:
+    (weight, (message,)), (other, _) = on_ranks(_frozen)
+    assert weight == other and "leaves mask of this frozen model" in message
+
+
 def test_a_model_is_wrapped_where_it_has_something_to_train() -> None:
     ranks = on_ranks(_models)
     assert ranks[0].pop("its weight") == ranks[1].pop("its weight")

@@ -329,6 +329,18 @@ def test_a_tensor_parallel_model_averages_its_own_gradients() -> None:
     assert idist.spawn("gloo", _unwrapped, nproc_per_node=4) == ["done"] * 4
 
 
+def _frozen(rank: int) -> None:
+    mesh = idist.mesh(dp=2, tp=2)
+    torch.manual_seed(rank)
+    net = parallelize_module(Transformer(), mesh["tp"], PLAN).requires_grad_(False)
+    _same(whole(idist.auto_model(net, mesh=mesh)), idist.broadcast(whole(net)))
+
+
+@pytest.mark.long
+def test_a_frozen_model_becomes_the_same_on_all_ranks() -> None:
+    idist.spawn("gloo", _frozen, nproc_per_node=4)
+
+
 def _of_first_ranks(rank: int) -> list[dict[str, Any]]:
     """The first rank of each data group has values, the others none."""
     found = []

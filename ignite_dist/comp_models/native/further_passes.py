@@ -1,8 +1,8 @@
 """Averages what further backward passes add to gradients that DDP has averaged.
 
 ``DistributedDataParallel`` averages gradients in the first backward pass after a forward pass. What a second
-pass adds (of another loss, or of a forward pass before) would stay on its rank. Here such a pass adds to empty
-gradients, which are averaged at its end and then added to those of the passes before.
+pass adds (of another loss, or of a forward pass before) would stay on its rank. Here such a pass adds to
+empty gradients, which are averaged at its end and then added to those of the passes before.
 """
 
 from __future__ import annotations

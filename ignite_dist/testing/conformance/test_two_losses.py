@@ -1,0 +1,167 @@
+"""Steps with several backward passes: the gradient is that of one process, whatever the loop looks like."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import ignite_dist as idist
+from ignite_dist.testing.conformance.cases import on_every_rank
+
+RATE = 0.5
+
+
+class TwoHeads(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = Linear(3, 4), Linear(4, 1), Linear(4, 1)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        self.to(idist.device())
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        hidden = self.body(x).tanh()
+        return {"first": self.first(hidden), "others": (self.second(hidden),)}
+
+
+def inputs(rank: int, number: int) -> Tensor:
+    drawn = torch.randn(
+        5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * rank + number)
+    )
+    return drawn.to(idist.device())
+
+
+def loss_of(output: dict[str, Any]) -> Tensor:
+    return output["first"].sum() + output["others"][0].pow(2).sum()  # type: ignore[no-any-return]
+
+
+def two_forward_passes(model: Module, rank: int) -> None:
+    outputs = [model(inputs(rank, number)) for number in range(2)]
+    for output in outputs:
+        loss_of(output).backward()  # type: ignore[no-untyped-call]
+
+
+def one_graph_three_times(model: Module, rank: int) -> None:
+    loss = loss_of(model(inputs(rank, 0)))
+    for number in range(3):
+        (loss * (number + 1)).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+
+
+def one_loss_of_two_outputs(model: Module, rank: int) -> None:
+    sum(loss_of(model(inputs(rank, number))) for number in range(2)).backward()  # type: ignore[union-attr]
+
+
+def gradient_penalty(model: Module, rank: int) -> None:
+    x = inputs(rank, 0).requires_grad_()
+    loss = loss_of(model(x))
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    (gradient.pow(2).sum() + loss).backward()  # type: ignore[no-untyped-call]
+
+
+def one_pass_after_another(model: Module, rank: int) -> None:
+    for number in range(3):
+        loss_of(model(inputs(rank, number))).backward()  # type: ignore[no-untyped-call]
+
+
+def after_local_passes(model: Module, rank: int) -> None:
+    with idist.no_sync(model):
+        loss_of(model(inputs(rank, 2))).backward()  # type: ignore[no-untyped-call]
+    two_forward_passes(model, rank)
+
+
+def in_grad_sync(model: Module, rank: int) -> None:
+    with idist.grad_sync(model):
+        two_forward_passes(model, rank)
+
+
+def after_a_pass_that_raised(model: Module, rank: int) -> None:
+    def fail(_: Tensor) -> None:
+        raise LookupError
+
+    loss = loss_of(model(inputs(rank, 0)))
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    handle = idist.unwrap_model(model).body.weight.register_hook(fail)
+    with suppress(LookupError):
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    handle.remove()
+    model.zero_grad()
+    two_forward_passes(model, rank)
+
+
+PASSES: dict[str, Callable[[Module, int], None]] = {
+    function.__name__: function
+    for function in (
+        two_forward_passes,
+        one_graph_three_times,
+        one_loss_of_two_outputs,
+        gradient_penalty,
+        one_pass_after_another,
+        after_local_passes,
+        in_grad_sync,
+    )
+}
+
+
+def of_one_process(passes: Callable[[Module, int], None]) -> list[Tensor]:
+    """The parameters after a step with the mean over the ranks."""
+    size, model = idist.get_world_size(), TwoHeads()
+    gradients = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for rank in range(size):
+        alone = TwoHeads()
+        passes(alone, rank)
+        for gradient, parameter in zip(gradients, alone.parameters(), strict=True):
+            gradient += parameter.grad / size
+    return [
+        one.detach() - RATE * gradient for one, gradient in zip(model.parameters(), gradients, strict=True)
+    ]
+
+
+def check(passes: Callable[[Module, int], None], **kwargs: Any) -> None:
+    wanted = of_one_process(passes if passes is not in_grad_sync else two_forward_passes)
+    model = idist.auto_model(TwoHeads(), **kwargs)
+    optimizer = idist.auto_optim(SGD(model.parameters(), lr=RATE))
+    passes(model, idist.get_rank())
+    optimizer.step()
+    found = [parameter.detach() for parameter in idist.unwrap_model(model).parameters()]
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PASSES)
+@on_every_rank
+def test_the_step_is_that_of_one_process(name: str) -> None:
+    check(PASSES[name])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"bucket_cap_mb": 1e-5}],
+    ids=lambda options: next(iter(options)),
+)
+@on_every_rank
+def test_with_any_options_of_the_wrapper(options: dict[str, Any]) -> None:
+    if idist.model_name() == "native-dist":
+        for passes in (*PASSES.values(), after_a_pass_that_raised):
+            check(passes, **options)
+
+
+@on_every_rank
+def test_a_wrapped_model_can_still_be_copied_and_pickled() -> None:
+    model = idist.auto_model(TwoHeads())
+    if not isinstance(model, DistributedDataParallel):
+        return
+    two_forward_passes(model, idist.get_rank())
+    model.zero_grad()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        loss_of(other(inputs(idist.get_rank(), 0))).backward()  # type: ignore[no-untyped-call]
+        assert all(parameter.grad is not None for parameter in other.parameters())

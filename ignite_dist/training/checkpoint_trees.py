@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from ignite_dist.collectives.checks import is_sharded
+from ignite_dist.training.checkpoint_parts import named, states_for
 from ignite_dist.training.state_dicts import check_optimizer_state, fitting_state
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
@@ -82,12 +82,8 @@ def _plain_key(key: Any, name: str) -> Any:
 def _advice(value: Any) -> str:
     if is_sharded(value):
         return "Pass tensor.full_tensor()."
-    if isinstance(value, Module):
-        return "Pass idist.model_state(...) of it, or several models in a torch.nn.ModuleDict as model=."
-    if isinstance(value, Optimizer):
-        return "Pass idist.optimizer_state(...) of it."
     if hasattr(value, "state_dict"):
-        return "Pass its state_dict()."
+        return "Pass it under a name of its own: name=..."
     if hasattr(value, "__array__"):
         return "Pass torch.as_tensor(...)."
     return "Pass its data."
@@ -149,7 +145,12 @@ def names_of_shards(tree: Any) -> dict[str, Tensor]:
 
 
 def check_fits(
-    content: dict[str, Any], model: Module | None, optimizer: Optimizer | None, scheduler: Any, loader: Any
+    content: dict[str, Any],
+    model: Module | None,
+    optimizer: Any,
+    scheduler: Any,
+    loader: Any,
+    values: dict[str, Any],
 ) -> None:
     """Raise if the content of a checkpoint does not fit the objects that are to be loaded.
 
@@ -158,20 +159,22 @@ def check_fits(
     """
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
     missing = [name for name, part in given.items() if part is not None and content[name] is None]
+    missing += [name for name in values if name not in content["values"]]
     if missing:
-        saved = [name for name in given if content[name] is not None]
+        saved = [*(name for name in given if content[name] is not None), *content["values"]]
         raise ValueError(
             f"The checkpoint has no {' and no '.join(missing)}: it was saved with "
-            f"{', '.join(saved) or 'values'} only. Do not pass {', '.join(missing)}."
+            f"{', '.join(saved) or 'nothing'} only. Do not pass {', '.join(missing)}."
         )
     if model is not None:
         fitting_state(model, as_meta(content["model"]))
-    if optimizer is not None:
-        check_optimizer_state(optimizer, content["optimizer"])
-        for own, saved in zip(optimizer.param_groups, content["optimizer"]["param_groups"], strict=True):
-            _check_keys(optimizer, own, saved)
-    if scheduler is not None:
-        _check_keys(scheduler, scheduler.state_dict(), content["scheduler"])
+    for name, one in named(optimizer).items():
+        state = states_for("optimizer", optimizer, content)[name]
+        check_optimizer_state(one, state)
+        for own, saved in zip(one.param_groups, state["param_groups"], strict=True):
+            _check_keys(one, own, saved)
+    for name, one in named(scheduler).items():
+        _check_keys(one, one.state_dict(), states_for("scheduler", scheduler, content)[name])
 
 
 def _check_keys(part: Any, own: dict[str, Any], saved: dict[str, Any]) -> None:

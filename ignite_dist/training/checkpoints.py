@@ -7,12 +7,11 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ignite_dist.arguments import check_module
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Work
@@ -20,18 +19,30 @@ from ignite_dist.context.live import current_model
 from ignite_dist.coordination import one_rank_only, same_outcome
 from ignite_dist.passes import check_resumable
 from ignite_dist.training import checkpoint_files
+from ignite_dist.training.checkpoint_parts import (
+    as_module,
+    content_of,
+    load_state,
+    named,
+    names_in,
+    state_of,
+    states_for,
+)
 from ignite_dist.training.checkpoint_trees import check_fits, plain, split_shards
 from ignite_dist.training.loaded_states import LoadedStates, share
 from ignite_dist.training.pending_saves import PendingSave, wait_for_pending
 from ignite_dist.training.unwrapped_states import unwrapped_state
 from ignite_dist.values.random_states import RandomStates
 
+_Part = TypeVar("_Part")
+Several = dict[str, _Part] | list[_Part] | tuple[_Part, ...]
+
 
 def save_checkpoint(
     path: str | os.PathLike[str],
     *,
-    model: Module | None = None,
-    optimizer: Optimizer | None = None,
+    model: Module | Several[Module] | None = None,
+    optimizer: Optimizer | Several[Optimizer] | None = None,
     scheduler: Any = None,
     loader: Any = None,
     keep: int | None = None,
@@ -51,7 +62,8 @@ def save_checkpoint(
 
     Args:
         path: the file. Missing folders are made.
-        model: the result of :func:`auto_model`, or a container of such models (``ModuleDict``).
+        model: the result of :func:`auto_model`, or a module that contains such models. Several models are a
+            dict of names, or a list; so are several optimizers, schedulers and loaders.
         optimizer: the result of :func:`auto_optim`.
         scheduler: any object with ``state_dict()`` and ``load_state_dict()``; that of rank 0 is saved.
         loader: the result of :func:`auto_dataloader`, for the epoch of its sampler and the position in it:
@@ -63,7 +75,8 @@ def save_checkpoint(
         asynchronous: True copies the states to the CPU, and writes them in a thread while training goes on.
             The next save, the next load and the end of the context wait for the write.
         values: anything else, of rank 0: tensors, numbers, strings, None, and dicts, lists and tuples of
-            these.
+            these; or an object with ``state_dict()`` (a ``GradScaler``, averaged weights), whose state is
+            saved. :func:`load_checkpoint` fills it if it gets it under the same name.
 
     Returns:
         A :class:`Work`, which is complete unless ``asynchronous``. Its ``wait()`` returns the path, or raises
@@ -82,8 +95,8 @@ def save_checkpoint(
             parts = {"model": model, "optimizer": optimizer, "loader": loader}
             idist.save_checkpoint(f"run/{epoch}.pt", **parts, keep=3, epoch=epoch + 1)
     """
-    if model is not None:
-        check_module("save_checkpoint", model)
+    module = as_module("save_checkpoint", model)
+    optimizers, schedulers, loaders = named(optimizer), named(scheduler), named(loader)
     live = current_model()
     live.groups.check_not_joining()
     wait_for_pending(live)
@@ -92,21 +105,23 @@ def save_checkpoint(
 
     def prepare() -> dict[str, Any]:
         _check_target(path, keep)
-        content["scheduler"] = None if scheduler is None else plain(scheduler.state_dict(), "scheduler")
-        content["values"] = {name: plain(value, name) for name, value in values.items()}
-        return _part_of_rank(live, path, loader)
+        states = {name: plain(one.state_dict(), f"scheduler {name}") for name, one in schedulers.items()}
+        content["scheduler"] = content_of(states)
+        content["values"] = {name: plain(state_of(value), name) for name, value in values.items()}
+        return _part_of_rank(live, path, loaders)
 
     parts = same_outcome(live, prepare)
     _check_positions(parts)
     number = parts[0]["number"]
     shards: dict[str, Any] = {}
-    is_gathered = hasattr(optimizer, "consolidate_state_dict")  # ZeRO: whole on rank 0, after this
-    if is_gathered:
-        optimizer.consolidate_state_dict(to=0)  # type: ignore[union-attr]
-    has_optimizer = not is_gathered or live.get_rank() == 0
+    for name, one in list(optimizers.items()):
+        if hasattr(one, "consolidate_state_dict"):  # ZeRO: whole on rank 0, after this
+            one.consolidate_state_dict(to=0)
+            if live.get_rank() != 0:
+                del optimizers[name]
 
     def take_states() -> None:
-        states = _states(model, optimizer if has_optimizer else None, shards)
+        states = _states(module, optimizers, shards)
         if live.get_rank() == 0:
             content.update({name: plain(state, name, asynchronous) for name, state in states.items()})
 
@@ -116,6 +131,7 @@ def save_checkpoint(
         format=checkpoint_files.FORMAT,
         version=checkpoint_files.VERSION,
         number=number,
+        names=names_in({"optimizer": optimizer, "scheduler": scheduler, "loader": loader}),
         shards=bool(shards),
         loader=None if loader is None else [part["loader"] for part in parts],
         random_states=[part["random_states"] for part in parts],
@@ -127,10 +143,12 @@ def save_checkpoint(
     return Completed(given)
 
 
-def _part_of_rank(live: ComputationModel, path: Path, loader: Any) -> dict[str, Any]:
+def _part_of_rank(live: ComputationModel, path: Path, loaders: dict[str, Any]) -> dict[str, Any]:
+    positions = {name: check_resumable(one).position() for name, one in loaders.items()}
     return {
         "number": _prepare_folder(path) if live.get_rank() == 0 else 0,
-        "loader": None if loader is None else check_resumable(loader).position(),
+        "batches": [position["batches"] for position in positions.values()],
+        "loader": content_of(positions),
         "random_states": {**RandomStates.now().plain(), "device": live.training.random_state()},
     }
 
@@ -158,19 +176,19 @@ def _prepare_folder(path: Path) -> int:
 
 
 def _check_positions(parts: list[dict[str, Any]]) -> None:
-    batches = [part["loader"]["batches"] for part in parts if part["loader"] is not None]
-    if len(set(batches)) > 1 or len(batches) not in (0, len(parts)):
+    batches = [part["batches"][0] if len(part["batches"]) == 1 else part["batches"] for part in parts]
+    if any(one != batches[0] for one in batches):
         raise ValueError(
             f"save_checkpoint(loader=...) needs all ranks at the same batch, but they have received "
             f"{batches} batches (in rank order). Call it after the same step on every rank."
         )
 
 
-def _states(model: Module | None, optimizer: Optimizer | None, shards: dict[str, Any]) -> dict[str, Any]:
+def _states(model: Module | None, optimizers: dict[str, Optimizer], shards: dict[str, Any]) -> dict[str, Any]:
     """The states with marks for sharded tensors, which are put into ``shards``. Never communicates."""
     states = {
         "model": None if model is None else unwrapped_state(model),
-        "optimizer": None if optimizer is None else optimizer.state_dict(),
+        "optimizer": content_of({name: one.state_dict() for name, one in optimizers.items()}),
     }
     return {name: split_shards(state, name, shards) for name, state in states.items()}
 
@@ -217,10 +235,11 @@ def _writer(
 def load_checkpoint(
     path: str | os.PathLike[str],
     *,
-    model: Module | None = None,
-    optimizer: Optimizer | None = None,
+    model: Module | Several[Module] | None = None,
+    optimizer: Optimizer | Several[Optimizer] | None = None,
     scheduler: Any = None,
     loader: Any = None,
+    **values: Any,
 ) -> dict[str, Any]:
     """Load what :func:`save_checkpoint` has saved into the given objects, in place. Every rank calls this.
 
@@ -240,6 +259,7 @@ def load_checkpoint(
         optimizer: the result of :func:`auto_optim`.
         scheduler: an object with ``load_state_dict()``.
         loader: the result of :func:`auto_dataloader`.
+        values: objects with ``load_state_dict()``, by the names with which they were saved.
 
     Returns:
         The ``values`` of :func:`save_checkpoint`, with tensors on the CPU.
@@ -261,40 +281,45 @@ def load_checkpoint(
     live = current_model()
     live.groups.check_not_joining()
     wait_for_pending(live)
-    path = Path(path)
+    path, module = Path(path), as_module("load_checkpoint", model)
     content: dict[str, Any] = {}
 
     def read() -> None:
-        resumable = None if loader is None else check_resumable(loader)
+        loaders = {name: check_resumable(one) for name, one in named(loader).items()}
         if live.get_rank() == 0:
             content.update(checkpoint_files.read(path))
-            check_fits(content, model, optimizer, scheduler, loader)
-            if resumable is not None:
-                resumable.check_position(content["loader"][0])
+            check_fits(content, module, optimizer, scheduler, loader, values)
+            positions = {**content, "loader": content["loader"] and content["loader"][0]}
+            for name, one in loaders.items():
+                one.check_position(states_for("loader", loader, positions)[name])
 
     same_outcome(live, read)
     states = LoadedStates(live, path, content)
-    states.check(model, optimizer)
-    names = ("scheduler", "loader", "values", "random_states")
-    received = share(live, {name: content[name] for name in names if content})
-    if model is not None:
-        states.load_model(model)
-    if optimizer is not None:
-        states.load_optimizer(optimizer)
-    if scheduler is not None:
-        scheduler.load_state_dict(received["scheduler"])
+    states.check(module, *named(optimizer).values())
+    received = share(live, {name: content.get(name) for name in _RECEIVED} if content else {})
+    if module is not None:
+        states.load_model(module)
+    for name, one in named(optimizer).items():
+        states.load_optimizer(one, name)
+    for name, one in named(scheduler).items():
+        one.load_state_dict(states_for("scheduler", scheduler, received)[name])
+    for name, one in values.items():
+        load_state(one, received["values"][name])
     _restore_ranks(live, received, loader)
-    values: dict[str, Any] = received["values"]
-    return values
+    found: dict[str, Any] = received["values"]
+    return found
+
+
+_RECEIVED = ("names", "scheduler", "loader", "values", "random_states")
 
 
 def _restore_ranks(live: ComputationModel, received: dict[str, Any], loader: Any) -> None:
-    """Restore what each rank has of its own: the loader's position and the random states."""
+    """Restore what each rank has of its own: the positions of loaders and the random states."""
     rank, saved = live.get_rank(), received["random_states"]
     is_same_rank = len(saved) == live.get_world_size()
-    if loader is not None:
-        positions = received["loader"]
-        loader.resume(positions[rank if is_same_rank else 0], is_same_rank)
+    for name, one in named(loader).items():
+        positions = {**received, "loader": received["loader"][rank if is_same_rank else 0]}
+        one.resume(states_for("loader", loader, positions)[name], is_same_rank)
     if rank < len(saved):
         RandomStates.of_plain(saved[rank]).restore()
         live.training.set_random_state(saved[rank]["device"])

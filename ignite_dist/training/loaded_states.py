@@ -83,14 +83,14 @@ class LoadedStates:
         whole = as_unwrapped_state(model, self._content.get("model") or {})
         fill_sharded_model(model, whole, shards.values())
 
-    def load_optimizer(self, optimizer: Optimizer) -> None:
-        """Fill the optimizer, which fits."""
+    def load_optimizer(self, optimizer: Optimizer, name: str = "") -> None:
+        """Fill the optimizer, which fits; ``name`` is its name among several."""
         if self._header is None or not _has_shards(optimizer):
-            load_optimizer_state(optimizer, self._whole("optimizer"))
+            load_optimizer_state(optimizer, self._whole("optimizer", name))
             return
         from ignite_dist.training import shard_files
 
-        state, tensors = self._header[2], {}
+        state, tensors = self._header[2][name] if name else self._header[2], {}
         for number, parameter in enumerate(parameters_of(optimizer)):
 
             def allocate(name: str, like: Tensor, parameter: Tensor = parameter) -> Tensor:
@@ -105,10 +105,12 @@ class LoadedStates:
         shard_files.read_into(self._folder, tensors)
         optimizer.load_state_dict(state)
 
-    def _whole(self, part: str) -> Any:
+    def _whole(self, part: str, name: str = "") -> Any:
         """The whole state on rank 0, which reads sharded tensors alone."""
+        content = self._content.get(part)
+        content = content[name] if content and name else content
         if self._header is None:
-            return self._content.get(part)
+            return content
         from ignite_dist.training import shard_files
 
         tensors: dict[str, Tensor] = {}
@@ -118,7 +120,7 @@ class LoadedStates:
             return tensors[name]
 
         def read() -> Any:
-            state = fill_marks(self._content.get(part), allocate)
+            state = fill_marks(content, allocate)
             if tensors:
                 shard_files.read_into(self._folder, tensors, alone=True)
             return state

@@ -398,7 +398,7 @@ def test_a_part_of_a_large_tensor_is_saved_alone(tmp_path: Path) -> None:
     ("value", "message"),
     [
         ({"a": [Path("x")]}, r"x\['a'\]\[0\] is a pathlib\.\w+\. .* Pass its data"),
-        (torch.nn.Linear(1, 1), r"x is a torch.nn.modules.linear.Linear.* Pass idist.model_state"),
+        (torch.nn.Linear(1, 1), r"x is a torch.nn.modules.linear.Linear.* Pass it under a name of its own"),
         (numpy.ones(2), r"x is a numpy.ndarray.* Pass torch.as_tensor"),
         ({frozenset(): 1}, r"x has the key frozenset\(\), a frozenset"),
         ({1, 2}, "x is a builtins.set"),
@@ -460,12 +460,12 @@ def test_a_container_of_models_loads_in_one_process(tmp_path: Path) -> None:
 
 def follows_the_advice(_: int, path: str) -> None:
     student, teacher = (idist.auto_model(Linear(2, 1)) for _ in range(2))
-    with pytest.raises(TypeError, match=r"Pass idist.model_state\(...\) of it"):
-        idist.save_checkpoint(path, model=student, teacher=teacher)
-    idist.save_checkpoint(path, model=student, teacher=idist.model_state(teacher))
+    with pytest.raises(TypeError, match="Pass it under a name of its own: name="):
+        idist.save_checkpoint(path, model=student, others=[teacher])
+    idist.save_checkpoint(path, model=student, teacher=teacher)
     expected = idist.model_state(teacher)
     torch.nn.init.zeros_(idist.unwrap_model(teacher).weight)
-    idist.load_model_state(teacher, idist.load_checkpoint(path, model=student)["teacher"])
+    idist.load_checkpoint(path, model=student, teacher=teacher)
     assert_same(idist.model_state(teacher), expected)
 
 

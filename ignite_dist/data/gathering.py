@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ignite_dist.collectives.arguments import check_root
+from ignite_dist.collectives.gather_scatter import gather
 from ignite_dist.collectives.path import perform
 from ignite_dist.collectives.tensors import gather_rows
 from ignite_dist.comp_models import ComputationModel, Group
@@ -21,7 +24,7 @@ from ignite_dist.values import pytree
 from ignite_dist.values.safe_objects import register_safe
 
 
-def gather_in_order(values: Any, loader: Any, group: Any = None) -> Any:
+def gather_in_order(values: Any, loader: Any, group: Any = None, *, dst: int | None = None) -> Any:
     """Gather the results of all ranks for a pass over ``loader``, in data set order.
 
     Every sample occurs exactly once, for any number of samples and ranks, any batch size and ``shuffle``.
@@ -30,18 +33,21 @@ def gather_in_order(values: Any, loader: Any, group: Any = None) -> Any:
 
     Args:
         values: all results of this rank, in the order of its loader: a tensor of shape ``(n, *S)`` for ``n``
-            samples; a list with one entry per sample; or a dict, tuple or named tuple of these. ``(*S)`` and
-            the dtype must be the same on every rank. A rank without samples may pass any value.
+            samples; a numpy array of this shape; a list with one entry per sample; or a dict, tuple or named
+            tuple of these. ``(*S)`` and the dtype must be the same on every rank. A rank without samples may
+            pass any value.
         loader: from ``auto_dataloader(..., exact=True)``; or any loader with an ``ExactSampler``, but a pass
             over such a loader does not share the buffers of models.
         group: the ranks that share the loader's data, as in :func:`all_reduce`; default: the ``group=`` of
             ``auto_dataloader``. Only the ranks of the group call this. A rank outside gets ``values`` back,
             and may pass None as its loader.
+        dst: a global rank of the group, which alone receives and holds the result; None for all ranks.
 
     Returns:
-        The same structure for the ``N`` samples of the data set, on every rank. Tensors have shape
-        ``(N, *S)``, the device of this rank's tensor and no gradient. A rank without samples gets them on
-        :func:`device`, or on the CPU if the other ranks pass CPU tensors. Lists have ``N`` entries.
+        The same structure for the ``N`` samples of the data set; with ``dst``, None on the other ranks.
+        Tensors and arrays have shape ``(N, *S)``; tensors have the device of this rank's tensor and no
+        gradient. A rank without samples gets them on :func:`device`, or on the CPU if the other ranks pass
+        CPU tensors. Lists have ``N`` entries.
 
     Raises:
         ValueError: the loader has no ``ExactSampler`` or was made for another rank or group; or the group has
@@ -60,15 +66,19 @@ def gather_in_order(values: Any, loader: Any, group: Any = None) -> Any:
     model = current_model()
     if group is not None and model.get_rank() not in model.groups.ranks_of(group):
         check_exact_group("gather_in_order", model, model.groups.resolve(group))
-        return values
+        return values if dst is None else None
     sampler = _exact_sampler_of(loader)
     members = model.groups.resolve(sampler.group if group is None else group)
     check_exact_group("gather_in_order", model, members)
     _check_place(sampler, model.get_rank(), members)
-    return _gather(model, values, sampler, members)
+    if dst is not None:
+        check_root("dst", dst, members, model.get_world_size())
+    return _gather(model, values, sampler, members, dst)
 
 
-def _gather(model: ComputationModel, values: Any, sampler: ExactSampler, members: Group) -> Any:
+def _gather(
+    model: ComputationModel, values: Any, sampler: ExactSampler, members: Group, dst: int | None
+) -> Any:
     own_values = values if sampler.num_samples else None
     # flatten() raises for bad keys, so it comes before end_pass(), which may communicate.
     leaves, _ = pytree.flatten(own_values, list)
@@ -91,21 +101,41 @@ def _gather(model: ComputationModel, values: Any, sampler: ExactSampler, members
             f"{', '.join(f'rank {rank}: {settings}' for rank, (settings, _) in by_rank)}."
         )
     template = _common_columns(members.ranks, [columns for _, columns in gathered], counts)
+    is_receiver = dst in (None, model.get_rank())
     if template is None:  # no rank has a sample
-        return values
-    if not sampler.num_samples:
-        columns, _ = pytree.flatten(template)
+        return values if is_receiver else None
+    columns, _ = pytree.flatten(template)
+    if sampler.num_samples:
+        leaves = [torch.from_numpy(leaf) if _is_array(leaf) else leaf for leaf in leaves]
+    else:
         leaves = [column.empty(model.device()) for column in columns]
     lists = [leaf for leaf in leaves if isinstance(leaf, list)]
-    gathered_lists = zip(*model.objects.gather(lists, members), strict=True) if lists else iter(())
+    gathered = (_gather_lists(model, lists, members, dst) if lists else None) or []
+    gathered_lists = zip(*gathered, strict=True)
     sizes = [len(order[part(len(order), len(counts), position)]) for position in positions]
-    merged = [
-        _merge_lists(next(gathered_lists), sizes, order)
-        if isinstance(leaf, list)
-        else _gather_rows_in_order(model, leaf, counts[0], sizes, order, members)
-        for leaf in leaves
-    ]
-    return pytree.rebuild(template, iter(merged))
+    merged: list[Any] = []
+    for column, leaf in zip(columns, leaves, strict=True):
+        if column.kind != "list":
+            rows = _gather_rows_in_order(model, leaf, counts[0], sizes, order, members, dst)
+            merged.append(rows.numpy() if column.kind == "array" and rows is not None else rows)
+        elif is_receiver:
+            merged.append(_merge_lists(next(gathered_lists), sizes, order))
+    return pytree.rebuild(template, iter(merged)) if is_receiver else None
+
+
+def _gather_lists(
+    model: ComputationModel, lists: list[list[Any]], group: Group, dst: int | None
+) -> list[Any] | None:
+    """The lists of every rank; with ``dst``, None on the other ranks."""
+    if dst is None:
+        return model.objects.gather(lists, group)
+    found: list[Any] | None = gather(lists, dst, group.handle)
+    return found
+
+
+def _is_array(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
 
 
 def _exact_sampler_of(loader: Any) -> ExactSampler:
@@ -143,6 +173,8 @@ class _Column:
     def of(cls, leaf: Any) -> _Column:
         if isinstance(leaf, list):
             return cls("list", len(leaf))
+        if _is_array(leaf) and leaf.ndim and leaf.dtype.kind in "biufc":
+            return cls("array", leaf.shape[0], tuple(leaf.shape[1:]), torch.from_numpy(leaf).dtype)
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_quantized:
             return cls(type(leaf).__name__ + (f" {leaf.layout}" if isinstance(leaf, Tensor) else ""))
         if not leaf.dim():
@@ -153,7 +185,7 @@ class _Column:
         """A leaf of this kind without samples."""
         if self.kind == "list":
             return []
-        place = "cpu" if self.kind == "cpu tensor" else device
+        place = "cpu" if self.kind in ("cpu tensor", "array") else device
         return torch.empty((0, *self.row_shape), dtype=self.dtype, device=place)
 
 
@@ -167,8 +199,8 @@ def _common_columns(ranks: Sequence[int], columns_by_rank: list[Any], counts: li
         for column in leaves:
             if column.count is None:
                 raise TypeError(
-                    "gather_in_order takes tensors with one row per sample, lists with one entry per sample, "
-                    f"and dicts and tuples of these; rank {rank} passed a {column.kind}."
+                    "gather_in_order takes tensors and arrays with one row per sample, lists with one entry "
+                    f"per sample, and dicts and tuples of these; rank {rank} passed a {column.kind}."
                 )
             if column.count != count:
                 raise ValueError(
@@ -194,21 +226,25 @@ def _gather_rows_in_order(
     sizes: Sequence[int],
     order: range | Tensor,
     group: Group,
-) -> Tensor:
+    dst: int | None,
+) -> Tensor | None:
     """``(n, *S) -> (N, *S)`` in data set order, with ``n <= count`` on each rank."""
-    indexed_as = _INDEXED_AS.get(rows.dtype)
-    if indexed_as is None:
-        return _merge_rows(_gather_padded(model, rows, count, group), sizes, order)
-    gathered = _gather_padded(model, rows.view(indexed_as), count, group)
-    return _merge_rows(gathered, sizes, order).view(rows.dtype)
+    indexed_as = _INDEXED_AS.get(rows.dtype, rows.dtype)
+    gathered = _gather_padded(model, rows.view(indexed_as), count, group, dst)
+    return None if gathered is None else _merge_rows(gathered, sizes, order).view(rows.dtype)
 
 
-def _gather_padded(model: ComputationModel, rows: Tensor, count: int, group: Group) -> Tensor:
+def _gather_padded(
+    model: ComputationModel, rows: Tensor, count: int, group: Group, dst: int | None
+) -> Tensor | None:
     """``(n, *S) -> (group_size, count, *S)``, with ``n <= count`` on each rank."""
     rows = rows.detach()
     if len(rows) < count:
         rows = torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
-    return gather_rows(model, rows, group).wait()  # type: ignore[no-any-return]
+    if dst is None:
+        return gather_rows(model, rows, group).wait()  # type: ignore[no-any-return]
+    gathered: Tensor | None = gather(rows, dst, group.handle)
+    return None if gathered is None else gathered.view(len(group.ranks), *rows.shape)
 
 
 def _merge_rows(gathered: Tensor, sizes: Sequence[int], order: range | Tensor) -> Tensor:

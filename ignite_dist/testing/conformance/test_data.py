@@ -79,6 +79,30 @@ def test_padded_shares_are_of_one_size_and_nothing_of_it_is_left(shuffle: bool) 
             assert gathered[1] == [str(number) for number in range(size)]
 
 
+@pytest.mark.parametrize("size", [0, 1, 7])
+@on_every_rank
+def test_one_rank_alone_holds_a_tree_with_arrays(size: int) -> None:
+    last = idist.get_world_size() - 1
+    loader = exact_loader(size, 2, shuffle=True)
+    drawn = one_pass(loader)
+    values = None
+    if drawn is not None:
+        names = [str(number) for number in drawn.tolist()]
+        array = drawn.cpu().numpy().astype("float64")
+        values = {"rows": drawn, "names": names, "array": array[:, None]}
+    for dst in (None, last):
+        gathered = idist.gather_in_order(values, loader, dst=dst)
+        if size == 0 or (dst is not None and idist.get_rank() != dst):
+            assert gathered is None
+            continue
+        assert gathered["rows"].tolist() == list(range(size))
+        assert gathered["names"] == [str(number) for number in range(size)]
+        assert type(gathered["array"]).__module__ == "numpy"
+        assert gathered["array"].tolist() == [[float(number)] for number in range(size)]
+    with raises(ValueError, "dst must be a global rank"):
+        idist.gather_in_order(values, loader, dst=idist.get_world_size())
+
+
 @on_every_rank
 def test_the_order_is_that_of_the_pass_that_was_begun_last() -> None:
     loader = exact_loader(13, shuffle=True)

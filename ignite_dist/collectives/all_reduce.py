@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar, overload
 
+import torch
 from torch import Tensor
 
+from ignite_dist.arguments import is_array
 from ignite_dist.collectives import autograd
 from ignite_dist.collectives.arguments import check_not_async, copy_of
 from ignite_dist.collectives.checks import check_writable
 from ignite_dist.collectives.path import is_member, perform
 from ignite_dist.collectives.tensors import plan_reduction, reduce_tensor
 from ignite_dist.collectives.tree_reduction import reduce_tree
-from ignite_dist.comp_models import ComputationModel
+from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.context.live import current_model
 from ignite_dist.tracing import traced, traced_as
@@ -78,19 +80,19 @@ def all_reduce(
     and float8 are added and multiplied in float64 (on TPUs in float32) and rounded once.
 
     Args:
-        tensor: a dense tensor of shape ``(*S)`` on every rank and of any dtype with arithmetic; a number; or
-            a tree.
+        tensor: a dense tensor of shape ``(*S)`` on every rank and of any dtype with arithmetic; a numpy array
+            of such a dtype; a number; or a tree.
         op: "SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR", "XOR", or "ADASUM" (Horovod with MPI).
             AND, OR and XOR are bitwise on ints and logical on bools. MIN and MAX are NaN if any rank has a
             NaN.
         group: None for all ranks, a handle of :func:`new_group`, a list of global ranks, a dimension of a
             mesh (``mesh["dp"]``), or the name of a dimension of the current mesh (see :func:`mesh`). A rank
             outside the group gets its own value back.
-        inplace: None, the default, reduces a tensor in place and returns a new tree. True also fills the
-            tensors of a tree and returns the tree itself. Its tensors of one dtype are sent in buckets of up
-            to 16 MB, and a larger tensor without a copy. A tensor that occurs twice is reduced once; other
-            tensors must not share memory. For a tree, True must be passed on every rank. False returns a new
-            tensor and does not change ``tensor``.
+        inplace: None, the default, reduces a tensor in place, and returns a new array or tree. True also
+            fills an array, or the tensors of a tree, and returns it. The tree's tensors of one dtype are
+            sent in buckets of up to 16 MB, and a larger tensor without a copy. A tensor that occurs twice is
+            reduced once; other tensors must not share memory. For a tree, True must be passed on every rank.
+            False returns a new tensor and does not change ``tensor``.
         sync_grads: True returns a new tensor with an autograd graph. The gradient of ``tensor`` is the
             gradient of the sum of all ranks' losses. Only for SUM and AVERAGE of floating-point tensors.
             Every rank of the group must run the backward pass, which is a collective. Double backward works.
@@ -126,26 +128,32 @@ def all_reduce(
     op_text = op if exact else f"{op} with exact=False"
     if sync_grads:
         return _reduce_with_grad(model, tensor, op, group, exact, op_text, async_op)
-    if isinstance(tensor, Tensor):
-        plan = plan_reduction(model, op, tensor, exact)
-        if inplace is None:
-            inplace = True
-        if inplace:
-            check_writable("all_reduce", tensor)
-        members = model.groups.resolve(group)
-        target = tensor if inplace or not is_member(model, members) else copy_of(tensor)
-        return perform(
-            model,
-            "all_reduce",
-            members,
-            lambda members: reduce_tensor(model, target, op, plan, members),
-            outside=tensor,
-            value=tensor,
-            op=op_text,
-            begin_outside=lambda _: reduce_tensor(model, copy_of(tensor), op, plan, members),
-            async_op=async_op,
-        )
-    return reduce_tree(model, tensor, op, group, exact, op_text, async_op, fills=bool(inplace))
+    if not isinstance(tensor, Tensor) and not is_array(tensor):
+        return reduce_tree(model, tensor, op, group, exact, op_text, async_op, fills=bool(inplace))
+    given, tensor = tensor, tensor if isinstance(tensor, Tensor) else torch.from_numpy(tensor)
+    if inplace is None:
+        inplace = given is tensor
+    plan = plan_reduction(model, op, tensor, exact)
+    if inplace:
+        check_writable("all_reduce", tensor)
+    members = model.groups.resolve(group)
+    target = tensor if inplace or not is_member(model, members) else copy_of(tensor)
+
+    def begin(members: Group) -> Work:
+        work = reduce_tensor(model, target, op, plan, members)
+        return work if given is tensor else work.then(lambda reduced: given if inplace else reduced.numpy())
+
+    return perform(
+        model,
+        "all_reduce",
+        members,
+        begin,
+        outside=given,
+        value=tensor,
+        op=op_text,
+        begin_outside=lambda _: reduce_tensor(model, copy_of(tensor), op, plan, members),
+        async_op=async_op,
+    )
 
 
 def _reduce_with_grad(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ignite_dist.arguments import is_array
 from ignite_dist.collectives.arguments import check_root
 from ignite_dist.collectives.gather_scatter import gather
 from ignite_dist.collectives.path import perform
@@ -106,7 +106,7 @@ def _gather(
         return values if is_receiver else None
     columns, _ = pytree.flatten(template)
     if sampler.num_samples:
-        leaves = [torch.from_numpy(leaf) if _is_array(leaf) else leaf for leaf in leaves]
+        leaves = [torch.from_numpy(leaf) if is_array(leaf) else leaf for leaf in leaves]
     else:
         leaves = [column.empty(model.device()) for column in columns]
     lists = [leaf for leaf in leaves if isinstance(leaf, list)]
@@ -131,11 +131,6 @@ def _gather_lists(
         return model.objects.gather(lists, group)
     found: list[Any] | None = gather(lists, dst, group.handle)
     return found
-
-
-def _is_array(value: Any) -> bool:
-    numpy: Any = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray
 
 
 def _exact_sampler_of(loader: Any) -> ExactSampler:
@@ -173,7 +168,7 @@ class _Column:
     def of(cls, leaf: Any) -> _Column:
         if isinstance(leaf, list):
             return cls("list", len(leaf))
-        if _is_array(leaf) and leaf.ndim and leaf.dtype.kind in "biufc":
+        if is_array(leaf) and leaf.ndim and leaf.dtype.kind in "biufc":
             return cls("array", leaf.shape[0], tuple(leaf.shape[1:]), torch.from_numpy(leaf).dtype)
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_quantized:
             return cls(type(leaf).__name__ + (f" {leaf.layout}" if isinstance(leaf, Tensor) else ""))

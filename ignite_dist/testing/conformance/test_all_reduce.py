@@ -366,3 +366,24 @@ def test_wrong_arguments_on_one_rank_send_nothing() -> None:
             idist.all_reduce(tensor, group=[99])
     idist.all_reduce(tensor)
     assert tensor.tolist() == [idist.get_world_size()] * 3
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@on_every_rank
+def test_numpy_arrays(async_op: bool) -> None:
+    numpy = pytest.importorskip("numpy")
+    size, rank = idist.get_world_size(), idist.get_rank()
+    for dtype in ("float32", "float64", "int64", "uint8", "float16"):
+        own = numpy.arange(6).reshape(2, 3).astype(dtype) + numpy.asarray(rank, dtype)
+        before = own.copy()
+        wanted = sum(numpy.arange(6).reshape(2, 3) + one for one in range(size))
+        for inplace in (None, False, True):
+            found: Any = idist.all_reduce(own, inplace=inplace, async_op=async_op)
+            if async_op:
+                found = found.wait()
+            assert type(found) is numpy.ndarray and found.dtype == dtype and found.tolist() == wanted.tolist()
+            assert (found is own) is (inplace is True)
+            if not inplace:
+                assert own.tolist() == before.tolist()
+    with raises(TypeError, "object"):
+        idist.all_reduce(numpy.array([{}, None], dtype=object))

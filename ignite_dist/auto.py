@@ -242,7 +242,12 @@ def _sharded(
     **kwargs: Any,
 ) -> Module:
     has_values = _with_values(live, model, data, state)
-    if live.get_world_size() > 1 and not (data.is_explicit and data.mesh is None):
+    if kwargs and live.name == "serial":
+        warn_user(
+            f"{', '.join(kwargs)} has no effect without a context, because FSDP2 needs one: start the script "
+            "with idist.Parallel or a launcher, or call idist.initialize first."
+        )
+    if not (data.is_explicit and data.mesh is None):
         live.training.shard_model(model, wrap, **({"mesh": data.mesh} if data.mesh else {}), **kwargs)
     return _ready(live, model, data, state, has_values, broadcast_buffers, is_averaged_later=True)
 

@@ -80,8 +80,9 @@ class NativeTraining(Training):
             _torch.reduce_gradients_in(wrapped, group)
 
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
-        if self.context.get_world_size() > 1:
-            _check_optimizer(optimizer)
+        _check_optimizer(optimizer)
+        if self.context.get_world_size() > 1 and any(map(_mesh_of, parameters_of(optimizer))):
+            _check_separable(optimizer, "strategy='fsdp' shards its parameters")
         return optimizer
 
     def check_sharding(self) -> None:
@@ -258,18 +259,13 @@ def _joined(model: Module, optimizer: Optimizer | None, kwargs: dict[str, Any]) 
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
-    """Raise ValueError if the optimizer would compute different steps on FSDP2's shards of parameters.
-
-    An optimizer that was made before the model was sharded has parameters that nothing uses any more.
-    """
+    """Raise ValueError if FSDP2 has replaced the parameters of the optimizer: nothing uses them any more."""
     if any(hasattr(parameter, _REPLACED) for parameter in parameters_of(optimizer)):
         raise ValueError(
             "The optimizer was made before auto_model(strategy='fsdp'), which has replaced its parameters by "
             "shards: its steps would change nothing. First model = idist.auto_model(model, strategy='fsdp'), "
             "then make the optimizer of model.parameters()."
         )
-    if any(_mesh_of(parameter) is not None for parameter in parameters_of(optimizer)):
-        _check_separable(optimizer, "strategy='fsdp' shards its parameters")
 
 
 def _check_separable(optimizer: Optimizer, sharding: str) -> None:

@@ -162,3 +162,24 @@ def test_every_mesh_has_the_losses_that_are_shown(command: str, tmp_path: Path) 
     )
     assert len(found) == 10 and found[-1] < found[0] / 5
     assert found == pytest.approx(shown, abs=2e-3)
+
+
+# --- any_number.py -------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_goes_on_with_more_ranks_as_one_process_does(tmp_path: Path) -> None:
+    folder = with_examples(tmp_path)
+    alone, killed, resumed, compared = (
+        at_a_shell(command, folder)
+        for command in (
+            documented("python examples/any_number.py --folder alone"),
+            documented("python examples/any_number.py --nproc-per-node 2 --killed-at 25"),
+            documented("python examples/any_number.py --nproc-per-node 3"),
+            documented("python examples/any_number.py --compare alone"),
+        )
+    )
+    assert alone.returncode == 0, alone.errors
+    assert killed.returncode != 0 and "was ended by SIGKILL" in killed.errors
+    assert "3 ranks go on at step 25\n51 steps" in resumed.output, resumed.errors
+    assert float(compared.output.split()[-1]) < 1e-12
+    assert (folder / "any_number.svg").exists()

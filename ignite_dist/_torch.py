@@ -95,6 +95,11 @@ _NAMES = (
         "states with other names are loaded as those of modules without versions",
     ),
     (
+        "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+        "Its broadcasts do not know int16, unsigned ints and float8. Nothing public leaves such buffers out.",
+        "none: auto_model raises AttributeError for models with such buffers",
+    ),
+    (
         "torch._C._current_graph_task_id",
         "Shows if two hooks are of the same backward pass.",
         "none: the import of this package raises AttributeError",
@@ -334,6 +339,11 @@ is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 def save(value: Any, file: IO[bytes], pickle_module: Any, protocol: int, *, as_zip: bool) -> None:
     """``torch.save`` as a zip archive (torch's default), or in the older and shorter format."""
     torch.save(value, file, pickle_module, protocol, _use_new_zipfile_serialization=as_zip)
+
+
+def leave_out_of_ddp(model: Module, names: Sequence[str]) -> None:
+    """Let a ``DistributedDataParallel`` around ``model`` leave these buffers alone."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
 
 
 number_of_backward_pass: Callable[[], int] = torch._C._current_graph_task_id

@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ignite_dist import _torch
 from ignite_dist.arguments import check_module, kind_of
 from ignite_dist.call_sites import warn_user
+from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
@@ -151,9 +154,21 @@ def auto_model(
     place(live, model)
     if data.is_explicit and len(data.group.ranks) < live.get_world_size():
         kwargs["process_group"] = data.group.handle
+    if unsent := _unsent_buffers(model):
+        _torch.leave_out_of_ddp(model, list(unsent))
     wrapped = live.training.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
     _adapted(live, model, wrapped, **kwargs)
     return _with_state(wrapped, state)
+
+
+def _unsent_buffers(model: Module) -> dict[str, Tensor]:
+    """The buffers, by name, whose dtypes ``DistributedDataParallel`` cannot broadcast."""
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if buffer.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+        or (buffer.is_floating_point() and buffer.itemsize == 1)  # float8
+    }
 
 
 def _warn_of_max_norm(model: Module) -> None:
@@ -184,6 +199,8 @@ def _adapted(
         equalise(live, model, DataMesh(None, group))
     elif not is_trained:
         equalise_frozen(live, model, group)
+    elif (unsent := _unsent_buffers(model)) and len(group.ranks) > 1:
+        broadcast_tensors(live, list(unsent.values()), group.ranks[0], group)
     if is_trained:
         remember_model(live, inner, group, broadcast_buffers)
 

@@ -16,6 +16,7 @@ import ignite_dist as idist
 from ignite_dist import RankFailedError
 from ignite_dist.context.live import current_model
 from ignite_dist.testing.conformance.cases import has_join, on_every_rank, raises
+from ignite_dist.testing.conformance.test_all_reduce import DTYPES, name_of
 
 WIDTH = 3
 
@@ -397,3 +398,21 @@ def test_a_model_on_the_meta_device_gets_values() -> None:
             assert len({*values["bias"], *values["weight"][0], *values["weight"][1]}) == 2 * WIDTH + 2
         else:
             assert values["0.first.weight"] == Net().first.weight.tolist()
+
+
+class WithBuffers(Net):
+    """A net with a buffer of each dtype, which differs by rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype in DTYPES:
+            value = torch.full((3,), 1 + idist.get_rank() % 2, dtype=torch.int64)
+            self.register_buffer(f"of_{name_of(dtype)}", value.to(dtype))
+
+
+@on_every_rank
+def test_buffers_of_every_dtype_become_those_of_the_first_rank() -> None:
+    model = idist.auto_model(WithBuffers())
+    model(samples(0).to(idist.device())).sum().backward()
+    for name, buffer in idist.unwrap_model(model).named_buffers():
+        assert buffer.cpu().to(torch.complex128).real.tolist() == [1.0] * 3, name

@@ -70,8 +70,9 @@ def test_numbers_without_an_exact_counterpart_are_refused_before_anything_is_sen
     with count_collectives() as counted:
         for value in [*wrong, np.str_("1"), np.ones(2), np.array(1.5)]:
             for op in ("SUM", "MAX"):
-                with raises(TypeError, type(value).__name__):
-                    idist.all_reduce(value, op)
+                if not isinstance(value, np.ndarray):  # which is reduced as a tensor is, but not in a tree
+                    with raises(TypeError, type(value).__name__):
+                        idist.all_reduce(value, op)
                 with raises(TypeError, type(value).__name__):
                     idist.all_reduce({"a": [1, value]}, op)
     assert counted.count == 0

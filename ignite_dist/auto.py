@@ -72,7 +72,8 @@ def auto_model(
     averages gradients (:func:`auto_optim`), so the module itself is returned. On XLA the module gets new
     parameters, so make the optimizer afterwards. All ranks take the parameters and buffers of rank 0 (of the
     first rank of ``process_group`` or ``mesh``). So does a module without trainable parameters, a teacher for
-    example, which gets no wrapper.
+    example, which gets no wrapper. (Its sparse, quantized and expanded tensors stay as they are, with a
+    warning, and so do shards without a mesh.)
 
     A model on the meta device is initialised by the ``reset_parameters()`` of its modules, one module at a
     time, and each rank keeps only its own shards. The values are those of one process with rank 0's seed.
@@ -194,20 +195,20 @@ def _adapted(
         return
     inner = unwrap_model(wrapped)
     is_trained = _is_trained(model)
-    group = live.training.gradient_group(wrapped, ()) if is_trained else live.groups.resolve(process_group)
-    if is_trained and wrapped is model:  # a wrapper has broadcast the parameters
-        equalise(live, model, DataMesh(None, group))
-    elif not is_trained:
-        equalise_frozen(live, model, group)
-    elif (unsent := _unsent_buffers(model)) and len(group.ranks) > 1:
-        broadcast_tensors(live, list(unsent.values()), group.ranks[0], group)
     if is_trained:
+        group = live.training.gradient_group(wrapped, ())
+        if wrapped is model:  # a wrapper has broadcast the parameters
+            equalise(live, model, DataMesh(None, group))
+        elif (unsent := _unsent_buffers(model)) and len(group.ranks) > 1:
+            broadcast_tensors(live, list(unsent.values()), group.ranks[0], group)
         remember_model(live, inner, group, broadcast_buffers)
 
-    def average(parameters: list[Parameter]) -> None:
-        average_gradients(live, agree_on_gradients(live, parameters, group), group)
+        def average(parameters: list[Parameter]) -> None:
+            average_gradients(live, agree_on_gradients(live, parameters, group), group)
 
-    live.training.average_further_passes(wrapped, average)
+        live.training.average_further_passes(wrapped, average)
+    else:
+        equalise_frozen(live, model, live.groups.resolve(process_group))
     is_averaged_later = is_trained and not isinstance(wrapped, DistributedDataParallel)
     watch_frozen(live, inner, wrapped, is_averaged_later)
 
@@ -215,8 +216,9 @@ def _adapted(
 def _find_ranks(
     live: ComputationModel, model: Module, strategy: str, mesh: Any, kwargs: Mapping[str, Any]
 ) -> DataMesh:
-    is_placed = mesh is None and meshes.current() is None and any(map(is_sharded, model.parameters()))
-    if live.get_world_size() == 1 or (is_placed and strategy != "fsdp" and not _is_trained(model)):
+    names_no_mesh = mesh is None and meshes.current() is None
+    is_left_alone = strategy != "fsdp" and not _is_trained(model) and names_no_mesh
+    if live.get_world_size() == 1 or (is_left_alone and any(map(is_sharded, model.parameters()))):
         return DataMesh(None, live.groups.world, is_explicit=False)
     if mesh is None and kwargs.get("process_group") is not None:
         return DataMesh(None, live.groups.world, is_explicit=False)

@@ -286,8 +286,8 @@ class Resumable:
     def position(self) -> dict[str, Any]:
         """The position in the epoch, as plain values for :meth:`resume`.
 
-        It is the number of batches that the training loop has received.
-        Of several passes in one epoch (a look at the first batch, say) the one that has come furthest counts.
+        It is the number of batches that the training loop has received. Of several passes in one epoch (a
+        look at the first batch, say) the one that has come furthest counts.
         """
         loader = self.host_loader()
         found = [one for one in (self._furthest, self._latest) if one is not None and one.is_counted()]
@@ -313,7 +313,7 @@ class Resumable:
         }
 
     def check_position(self, position: dict[str, Any]) -> int:
-        """The number of batches before ``position``.
+        """The number of this loader's batches before ``position``, which may be of another number of ranks.
 
         Raises:
             ValueError: it is of another data set or sampler, or behind the end.

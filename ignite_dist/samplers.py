@@ -203,11 +203,13 @@ def seeded_draws(sampler: Iterable[Any], seed: int, num_at_once: int = 1) -> Ite
     if all(type(one) in _TORCHS for one in with_inner(sampler)):
         num_at_once = _NUM_DRAWN_AHEAD
     own = _generators_in(sampler)
-    torchs = torch.Generator().manual_seed(seed)
+    torchs: list[Any] = [one for one in with_inner(sampler) if isinstance(one, _TORCHS)]
+    without_own = [one for one in torchs if getattr(one, "generator", 0) is None]
+    generator = torch.Generator().manual_seed(seed)
     states: GeneratorStates | None = None
     draws: Iterator[Any] | None = None
     while True:
-        with preserved(own), _in_place_of_none(torchs, sampler):
+        with preserved(own), _in_place_of_none(generator, without_own):
             if states is None:
                 seed_generators(seed, own)
                 draws = iter(sampler)
@@ -221,16 +223,14 @@ def seeded_draws(sampler: Iterable[Any], seed: int, num_at_once: int = 1) -> Ite
 
 
 @contextmanager
-def _in_place_of_none(generator: torch.Generator, sampler: Any) -> Iterator[None]:
-    """Let torch's samplers that have no generator of their own draw from ``generator`` in the block."""
-    samplers: list[Any] = [one for one in with_inner(sampler) if isinstance(one, _TORCHS)]
-    found = [one for one in samplers if getattr(one, "generator", 0) is None]
+def _in_place_of_none(generator: torch.Generator, samplers: Iterable[Any]) -> Iterator[None]:
+    """Let torch's ``samplers``, which have no generator of their own, draw from this one in the block."""
     try:
-        for one in found:
+        for one in samplers:
             one.generator = generator
         yield
     finally:
-        for one in found:
+        for one in samplers:
             one.generator = None
 
 

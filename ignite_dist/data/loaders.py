@@ -58,8 +58,8 @@ def auto_dataloader(
     - ``num_workers`` is the total per node. It is divided by the node's number of processes and rounded up.
     - ``sampler`` and ``batch_sampler`` are drawn from as in one process, and each rank takes its part. In
       each pass the global generators and those of the sampler are seeded equally on all ranks. (A generator
-      that the sampler makes in its ``__iter__`` needs a seed of its own.) A sampler that was made
-      for this rank (a ``DistributedSampler``, or one that has its rank and their number) is used as it is.
+      that the sampler makes in its ``__iter__`` needs a seed of its own.) A sampler that was made for this
+      rank (a ``DistributedSampler``, or one that has its rank and their number) is used as it is.
     - The order depends on the loader's seed and the epoch only. The epoch is the number of whole passes so
       far, until ``loader.set_epoch`` (or ``loader.sampler.set_epoch``) is called.
     - ``pin_memory`` is on by default if the device is a GPU.
@@ -125,8 +125,9 @@ def auto_dataloader(
         kwargs["shuffle"] = False
     if kwargs.get("num_workers") and model.get_world_size() > 1:
         kwargs["num_workers"] = _per_process_workers(kwargs["num_workers"], model.get_nproc_per_node())
-    if batch_sampler_keyword(kwargs):
-        _split_drawn_batches(kwargs, place, order)
+    if batches := batch_sampler_keyword(kwargs):
+        if place.num_ranks > 1 and order.num_ranks_of_sampler is None:
+            kwargs[batches] = BatchSamplerPart(kwargs[batches], *place)
     elif exact or order.num_ranks_of_sampler is not None or not is_whole:
         _split_batch_size(kwargs, place, group, order)
         if exact:
@@ -216,22 +217,13 @@ def _is_made_by(loader: DataLoader[Any], sampler: RandomSampler) -> bool:
     return not sampler.replacement and sampler.generator is loader.generator
 
 
-def _split_drawn_batches(kwargs: dict[str, Any], place: Place, order: Order) -> None:
-    """Let this rank take its part of each batch that the batch sampler draws."""
-    name = batch_sampler_keyword(kwargs)
-    if place.num_ranks > 1 and order.num_ranks_of_sampler is None:
-        kwargs[name] = BatchSamplerPart(kwargs[name], *place)
-
-
 def _split_batch_size(kwargs: dict[str, Any], place: Place, group: Any, order: Order) -> None:
     """Let this rank make smaller batches of its own share of the data, and note their size in ``order``."""
     if place.num_ranks > 1 and kwargs.get("batch_size") is not None:
         kwargs["batch_size"] = _equal_batch_size(kwargs["batch_size"], place.num_ranks, group)
-    if isinstance(kwargs.get("sampler"), DistributedSampler):
-        order.num_ranks_of_sampler, order.batch_size = (
-            None,
-            (kwargs.get("batch_size", 1) or 1) * place.num_ranks,
-        )
+    if isinstance(kwargs.get("sampler"), DistributedSampler):  # the same batches on any number of ranks
+        order.num_ranks_of_sampler = None
+        order.batch_size = (kwargs.get("batch_size", 1) or 1) * place.num_ranks
 
 
 def _split_batches(

@@ -29,7 +29,7 @@ _OF_THE_DATA = ("number of samples", "indices", "sampler", "shuffle")
 
 
 def _facts_of(dataset: Any, sampler: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Plain values by name, equal on all ranks whose loaders draw the same batches. Draws no item."""
+    """What the ranks compare, as plain values by name: equal if their loaders draw the same batches."""
     indices, contents = _digests(dataset)
     return {
         "data set": type(dataset).__name__,
@@ -77,7 +77,7 @@ def agree_on_order(
         # Ranks of other groups draw the same samples, and do not take part here.
         has_all_ranks = members is not None and len(members.ranks) == model.get_world_size()
         seed = draw_seed(sampler, generator) if has_all_ranks or generator is not None else latest_seed()
-    fault = _fault_of_place(sampler, place)
+    fault = "" if found in (None, tuple(place)) else _wrong_place(sampler, found, place)
     row = _KIND, {"seed": given, **facts}, seed, fault
     if members is not None and len(members.ranks) > 1:
         rows = perform(
@@ -99,11 +99,7 @@ def agree_on_order(
     return Order(seed, num_ranks_of_sampler=None if found is None else found[0], facts=of_the_data)
 
 
-def _fault_of_place(sampler: Any, place: Place) -> str:
-    """What is wrong if the sampler draws the share of another rank; else empty."""
-    found = place_of(sampler)
-    if found in (None, tuple(place)):
-        return ""
+def _wrong_place(sampler: Any, found: Any, place: Place) -> str:
     return (
         f"The {type(sampler).__name__} was made for rank {found[1]} of {found[0]}, but this is rank "
         f"{place.number} of {place.num_ranks}. Make it with **idist.sampler_kwargs(), or pass a sampler "
@@ -112,7 +108,7 @@ def _fault_of_place(sampler: Any, place: Place) -> str:
 
 
 def _members(model: ComputationModel, group: Any) -> Group | None:
-    """The ranks that compare; None if this would need other calls than those of the ranks that have the data.
+    """The ranks that compare; None if ranks that do not share the data would have to make a call too.
 
     Without ``group`` these are all ranks, in a mesh too: the ranks of a tensor-parallel group draw the same.
     """
@@ -172,7 +168,7 @@ def _digests(dataset: Dataset[Any] | Any) -> tuple[str | None, str | None]:
     return "/".join(indices) or None, contents
 
 
-_MOST_BYTES = 1024  # that a digest takes from each end of an item
+_MOST_ITEMS = 1024  # that a digest takes from each end of a tensor, list or text
 
 
 def _is_array(value: Any) -> bool:
@@ -196,7 +192,7 @@ def _digest_of_indices(indices: Any) -> str:
 
 def _digest(value: Any) -> str:
     hashed = hashlib.sha1(usedforsecurity=False)
-    _update(hashed, value, _MOST_BYTES)
+    _update(hashed, value, _MOST_ITEMS)
     return hashed.hexdigest()[:12]
 
 

@@ -44,14 +44,15 @@ def equalise(live: ComputationModel, model: Module, data: DataMesh) -> None:
 
 
 def equalise_frozen(live: ComputationModel, model: Module, group: Group) -> None:
-    """The same for a model without trainable parameters, but for tensors that cannot be sent.
+    """Fill a model without trainable parameters with the values of the first rank of ``group``.
 
-    These are shards, for which a mesh would have to be named, and sparse, quantized and expanded tensors.
+    Shards are left alone, because no mesh was named. So are sparse, quantized and expanded tensors, with a
+    warning: no collective fills them.
     """
-    named = dict([*model.named_parameters(), *model.named_buffers()])
-    sent = {name: one for name, one in named.items() if not is_sharded(one) and _can_be_written(one)}
-    left = [name for name, one in named.items() if name not in sent and not is_sharded(one)]
-    if left:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    whole = {name: one for name, one in named if not is_sharded(one)}
+    sent = {name: one for name, one in whole.items() if _can_be_written(one)}
+    if left := [name for name in whole if name not in sent]:
         warn_user(
             f"auto_model leaves {', '.join(left)} of this frozen model as they are on each rank: sparse, "
             "quantized and expanded tensors are not sent."

@@ -40,9 +40,8 @@ def load_unwrapped_state(model: Module, state: Mapping[str, Any], **options: Any
     inner = unwrap_model(model)
     short_paths = _short_paths(inner)
     names = [*short_paths, *inner.state_dict()]  # of modules and of tensors
-    own_names = {
-        _shortened(name, short_paths): name for name in names
-    }  # of a wrapper and what is in it, the latter
+    # A wrapper and the module in it have one short name. The dict keeps the module's, which comes later.
+    own_names = {_shortened(name, short_paths): name for name in names}
     try:
         inner.load_state_dict(_torch.renamed_state(state, lambda name: own_names.get(name, name)), **options)
     except RuntimeError as error:

@@ -39,13 +39,13 @@ SCRIPT = """
         if way == "works":
             check_collectives(rank, size)
             return f"rank {rank}/{size} on {idist.hostname()}: {local_rank} {places()}"
-        idist.barrier()
-        say("at work")
-        if way == "fails" and rank == size - 1 or way == "fails once" and not idist.restart_count():
-            raise LookupError("there is no data")
-        say(f"in attempt {idist.restart_count()}")
-        tensor = torch.ones(1 << 20)
         try:
+            idist.barrier()
+            say("at work")  # others may still be in the barrier
+            if way == "fails" and rank == size - 1 or way == "fails once" and not idist.restart_count():
+                raise LookupError("there is no data")
+            say(f"in attempt {idist.restart_count()}")
+            tensor = torch.ones(1 << 20)
             while True:
                 idist.all_reduce(tensor, "MAX")
         except idist.HostLostError as error:

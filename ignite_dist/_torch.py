@@ -100,6 +100,11 @@ _NAMES = (
         "none: auto_model raises AttributeError for models with such buffers",
     ),
     (
+        "torch._C._distributed_c10d.Reducer._check_reducer_finalized",
+        "Shows if DDP has averaged in a backward pass, or waits for gradients of a later one.",
+        "none: a backward pass of a DistributedDataParallel model raises AttributeError",
+    ),
+    (
         "torch._C._current_graph_task_id",
         "Shows if two hooks are of the same backward pass.",
         "none: the import of this package raises AttributeError",
@@ -376,6 +381,15 @@ def reduce_gradients_in(wrapper: DistributedDataParallel, group: ProcessGroup) -
 def has_learnt_static_graph(wrapper: DistributedDataParallel) -> bool:
     """True if a wrapper with ``static_graph=True`` has run a backward pass that averages gradients."""
     return bool(wrapper._static_graph_delay_allreduce_enqueued)
+
+
+def has_reduced(wrapper: DistributedDataParallel) -> bool:
+    """True unless a backward pass has reached some parameters, and the wrapper waits for the others."""
+    try:
+        wrapper.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
 
 
 def ignored_by_ddp(module: Module) -> Iterable[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -202,15 +203,25 @@ def _adapted(
         elif (unsent := _unsent_buffers(model)) and len(group.ranks) > 1:
             broadcast_tensors(live, list(unsent.values()), group.ranks[0], group)
         remember_model(live, inner, group, broadcast_buffers)
-
-        def average(parameters: list[Parameter]) -> None:
-            average_gradients(live, agree_on_gradients(live, parameters, group), group)
-
-        live.training.average_further_passes(wrapped, average)
+        live.training.average_further_passes(wrapped, _average_over(live, group))
     else:
         equalise_frozen(live, model, live.groups.resolve(process_group))
     is_averaged_later = is_trained and not isinstance(wrapped, DistributedDataParallel)
     watch_frozen(live, inner, wrapped, is_averaged_later)
+
+
+def _average_over(live: ComputationModel, group: Group) -> Callable[[list[Parameter]], None]:
+    """A function that averages gradients until the context ends, which the function does not keep alive."""
+    context = weakref.ref(live)
+
+    def average(parameters: list[Parameter]) -> None:
+        live = context()
+        if live is None or not live.is_current():
+            return
+        with torch.no_grad():  # backward(create_graph=True) leaves it on
+            average_gradients(live, agree_on_gradients(live, parameters, group), group)
+
+    return average
 
 
 def _find_ranks(

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ignite_dist._torch import version_of
+from ignite_dist._torch import number_of_backward_pass, run_after_backward, version_of
 
 # --- hooks ---
 
@@ -25,6 +25,41 @@ def accumulation_node(parameter: Parameter) -> Node:
     Hooks on this node do not. They run before the addition, and hooks of DDP and Horovod run after it.
     """
     return get_gradient_edge(parameter).node
+
+
+class AfterBackward:
+    """Calls ``function()`` at the end of each backward pass that adds to gradients of ``parameters``.
+
+    ``torch.autograd.grad`` adds to none. Nothing is called at the end of a pass that fails. A copy of a model
+    has no such hooks.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], function: Callable[[], None]) -> None:
+        self._function = function
+        self._number = -1  # of the last backward pass
+        self._has_new = False
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            for parameter in parameters
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _on_gradient(self, _: Tensor) -> None:
+        number = number_of_backward_pass()
+        if number != self._number:  # with passes inside of passes, one may be noted twice
+            self._number, self._has_new = number, True
+            run_after_backward(self._requeue)
+
+    def _requeue(self) -> None:
+        run_after_backward(self._after_backward)  # behind what DDP calls at the end, whose hooks come later
+
+    def _after_backward(self) -> None:
+        if self._has_new:
+            self._has_new = False
+            self._function()
 
 
 @contextmanager

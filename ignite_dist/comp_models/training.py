@@ -121,7 +121,7 @@ class Training:
         raise NotImplementedError
 
     def average_further_passes(self, model: Module, average: Callable[[list[Parameter]], None]) -> None:
-        """Average what further backward passes add to the gradients of ``model``, which its wrapper does not.
+        """Call ``average`` after each backward pass of ``model`` whose gradients its wrapper does not average.
 
         ``average`` averages the gradients of parameters.
         """

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_dist.comp_models.native import further_passes
 from ignite_dist.gradients import accumulation_node, add_gradients, empty_gradient, record_arrival
 
 _REDUCTION = "_ignite_dist_reduction"  # attribute of a DistributedDataParallel: its _Reduction
@@ -180,7 +181,8 @@ def _run_zero_pass(module: DistributedDataParallel, reduction: _Reduction) -> No
             output = DistributedDataParallel.forward(module, None)  # type: ignore[no-untyped-call]
     finally:
         module.module = model
-    output.backward()
+    with further_passes.reducing(module):
+        output.backward()
 
 
 def _gradients_of_zero_pass(

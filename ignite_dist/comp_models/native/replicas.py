@@ -12,11 +12,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ignite_dist import _torch
 from ignite_dist.comp_models.transport import Group
+from ignite_dist.gradients import AfterBackward
 
 _REPLICA = "_ignite_dist_replica"  # attribute of the module: its _Replica
 
@@ -36,35 +35,20 @@ class _Replica:
         self.is_local = False
         self._module = weakref.ref(module)
         self._average = average
-        self._has_new_gradients = False
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-            for parameter in module.parameters()
-            if parameter.requires_grad
-        ]
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.passes = AfterBackward(trained, self._after_backward)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the module is not a replica
 
-    def forget(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
     def average(self) -> None:
         """Average the gradients of all parameters. Every rank of the group calls this."""
         module = self._module()
-        self._has_new_gradients = False
         if module is not None:
             self._average([one for one in module.parameters() if one.requires_grad], self.group)
 
-    def _on_gradient(self, _: Tensor) -> None:
-        if not self.is_local:
-            # After a pass that failed, no callback has run. So each gradient registers one, and one averages.
-            self._has_new_gradients = True
-            _torch.run_after_backward(self._after_backward)
-
     def _after_backward(self) -> None:
-        if self._has_new_gradients:
+        if not self.is_local:
             self.average()
 
 
@@ -72,7 +56,7 @@ def replicate(module: Module, group: Group, average: Average) -> None:
     """Average the gradients of ``module`` over ``group`` in each backward pass from now on."""
     former = vars(module).pop(_REPLICA, None)
     if former is not None:
-        former.forget()
+        former.passes.remove()
     if len(group.ranks) > 1:
         setattr(module, _REPLICA, _Replica(module, group, average))
 

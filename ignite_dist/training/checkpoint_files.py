@@ -22,10 +22,25 @@ from typing import Any
 
 import torch
 
-FORMAT, VERSION = "ignite_dist.checkpoint", 1
+_FORMAT = "ignite_dist.checkpoint"
+_VERSION = 2  # the newest
 TEMPORARY = ".tmp"
 _ZIP = b"PK\x03\x04"
 _LEAST_AGE_OF_CACHED = 2_000_000_000  # in nanoseconds
+
+
+def header(number: int, names: dict[str, list[str]], shards: bool) -> dict[str, Any]:
+    """The entries that say how to read a checkpoint.
+
+    A checkpoint without several objects of a kind has version 1, which older packages read.
+
+    Args:
+        number: its number among those of its folder.
+        names: the names of several optimizers, schedulers and loaders, by kind.
+        shards: True if it has a folder of shards.
+    """
+    version = _VERSION if names else 1
+    return {"format": _FORMAT, "version": version, "number": number, "names": names, "shards": shards}
 
 
 def write(path: Path, content: dict[str, Any], shards: Path | None) -> None:
@@ -95,16 +110,18 @@ def read(path: Path, mmap: bool = False) -> dict[str, Any]:
         raise ValueError(
             f"The checkpoint {path} is torn: a part of the file is missing or damaged."
         ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(
             f"{path} is not a checkpoint of idist.save_checkpoint, or only the beginning of one."
         )
+    content.setdefault("names", {})  # older packages did not write it
     _check_header(path, content)
     return content
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    **{"version": (int,), "number": (int,), "shards": (bool,), "values": (dict,), "random_states": (list,)},
+    **{"version": (int,), "number": (int,), "shards": (bool,), "names": (dict,)},
+    **{"values": (dict,), "random_states": (list,)},
     **{"model": (dict, OrderedDict, type(None)), "optimizer": (dict, type(None))},
     **{"scheduler": (object,), "loader": (list, type(None))},
 }
@@ -112,10 +129,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 def _check_header(path: Path, content: dict[str, Any]) -> None:
     version = content.get("version")
-    if type(version) is int and version > VERSION:
+    if type(version) is int and version > _VERSION:
         raise ValueError(
             f"The checkpoint {path} has format version {version}, and this ignite_dist reads "
-            f"versions up to {VERSION}: install a newer ignite_dist."
+            f"versions up to {_VERSION}: install a newer ignite_dist."
         )
     for name, kinds in _TYPES.items():
         if name not in content or (object not in kinds and type(content[name]) not in kinds):

@@ -1,4 +1,4 @@
-"""Trees of plain values, which ``torch.load(weights_only=True)`` reads, and checks whether a state fits.
+"""Trees of plain values, which ``torch.load(weights_only=True)`` reads.
 
 In the tree of a sharded state, a dict of plain values stands for each sharded tensor: its mark.
 """
@@ -13,11 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from ignite_dist.collectives.checks import is_sharded
-from ignite_dist.training.checkpoint_parts import named, states_for
-from ignite_dist.training.state_dicts import check_optimizer_state, fitting_state
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
 _MARK = "ignite_dist.shard"
@@ -82,7 +79,7 @@ def _plain_key(key: Any, name: str) -> Any:
 def _advice(value: Any) -> str:
     if is_sharded(value):
         return "Pass tensor.full_tensor()."
-    if hasattr(value, "state_dict"):
+    if hasattr(value, "state_dict") and not isinstance(value, type):
         return "Pass it under a name of its own: name=..."
     if hasattr(value, "__array__"):
         return "Pass torch.as_tensor(...)."
@@ -139,50 +136,3 @@ def names_of_shards(tree: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     fill_marks(tree, found.__setitem__)
     return found
-
-
-# --- does a checkpoint fit? ----------------------------------------------------------------------------
-
-
-def check_fits(
-    content: dict[str, Any],
-    model: Module | None,
-    optimizer: Any,
-    scheduler: Any,
-    loader: Any,
-    values: dict[str, Any],
-) -> None:
-    """Raise if the content of a checkpoint does not fit the objects that are to be loaded.
-
-    Raises:
-        ValueError: it lacks one of them, or is of another model, optimizer or scheduler.
-    """
-    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
-    missing = [name for name, part in given.items() if part is not None and content[name] is None]
-    missing += [name for name in values if name not in content["values"]]
-    if missing:
-        saved = [*(name for name in given if content[name] is not None), *content["values"]]
-        raise ValueError(
-            f"The checkpoint has no {' and no '.join(missing)}: it was saved with "
-            f"{', '.join(saved) or 'nothing'} only. Do not pass {', '.join(missing)}."
-        )
-    if model is not None:
-        fitting_state(model, as_meta(content["model"]))
-    for name, one in named(optimizer).items():
-        state = states_for("optimizer", optimizer, content)[name]
-        check_optimizer_state(one, state)
-        for own, saved in zip(one.param_groups, state["param_groups"], strict=True):
-            _check_keys(one, own, saved)
-    for name, one in named(scheduler).items():
-        _check_keys(one, one.state_dict(), states_for("scheduler", scheduler, content)[name])
-
-
-def _check_keys(part: Any, own: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise if each has a setting that the other lacks. Another version of torch may add some."""
-    missing = sorted(key for key in own.keys() - saved.keys() if not key.startswith("_"))
-    unexpected = sorted(key for key in saved.keys() - own.keys() if not key.startswith("_"))
-    if missing and unexpected:
-        raise ValueError(
-            f"The checkpoint does not fit a {type(part).__name__}: it lacks {', '.join(missing)}, and has "
-            f"{', '.join(unexpected)}."
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,25 +17,24 @@ from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import one_rank_only, same_outcome
-from ignite_dist.passes import check_resumable
 from ignite_dist.training import checkpoint_files
 from ignite_dist.training.checkpoint_parts import (
-    as_module,
-    content_of,
+    Part,
+    check_fillable,
+    check_fits,
     load_state,
-    named,
-    names_in,
+    names_of_several,
+    parts_of,
     state_of,
-    states_for,
 )
-from ignite_dist.training.checkpoint_trees import check_fits, plain, split_shards
+from ignite_dist.training.checkpoint_trees import plain, split_shards
 from ignite_dist.training.loaded_states import LoadedStates, share
 from ignite_dist.training.pending_saves import PendingSave, wait_for_pending
 from ignite_dist.training.unwrapped_states import unwrapped_state
 from ignite_dist.values.random_states import RandomStates
 
 _Part = TypeVar("_Part")
-Several = dict[str, _Part] | list[_Part] | tuple[_Part, ...]
+Several = Mapping[str, _Part] | list[_Part] | tuple[_Part, ...]
 
 
 def save_checkpoint(
@@ -63,7 +62,8 @@ def save_checkpoint(
     Args:
         path: the file. Missing folders are made.
         model: the result of :func:`auto_model`, or a module that contains such models. Several models are a
-            dict of names, or a list; so are several optimizers, schedulers and loaders.
+            dict of names, in any order, or a list; so are several optimizers, schedulers and loaders. Older
+            packages refuse a file with several optimizers, schedulers or loaders.
         optimizer: the result of :func:`auto_optim`.
         scheduler: any object with ``state_dict()`` and ``load_state_dict()``; that of rank 0 is saved.
         loader: the result of :func:`auto_dataloader`, for the epoch of its sampler and the position in it:
@@ -76,15 +76,18 @@ def save_checkpoint(
             The next save, the next load and the end of the context wait for the write.
         values: anything else, of rank 0: tensors, numbers, strings, None, and dicts, lists and tuples of
             these; or an object with ``state_dict()`` (a ``GradScaler``, averaged weights), whose state is
-            saved. :func:`load_checkpoint` fills it if it gets it under the same name.
+            saved. :func:`load_checkpoint` fills it if it gets it under the same name. Pass a model with
+            sharded tensors in ``model``.
 
     Returns:
         A :class:`Work`, which is complete unless ``asynchronous``. Its ``wait()`` returns the path, or raises
         the error of the write. Every rank calls ``wait()``, or none: a rank that waits alone waits for ever.
 
     Raises:
-        TypeError: a value of another type, or ``loader`` is not a loader of ``auto_dataloader``.
-        ValueError: ``keep`` is less than 1, ``path`` is a folder, or the ranks are at different batches.
+        TypeError: a value, or an object in ``model``, ``optimizer``, ``scheduler`` or ``loader``, is of
+            another type; or a name is not a str.
+        ValueError: ``keep`` is less than 1, ``path`` is a folder, the ranks are at different batches, or a
+            name is empty. The name of a model must have no dot.
         OSError, RuntimeError: the file cannot be written, or the previous asynchronous write has failed.
             Every rank raises each of these errors, and the previous file is unchanged.
 
@@ -95,46 +98,31 @@ def save_checkpoint(
             parts = {"model": model, "optimizer": optimizer, "loader": loader}
             idist.save_checkpoint(f"run/{epoch}.pt", **parts, keep=3, epoch=epoch + 1)
     """
-    module = as_module("save_checkpoint", model)
-    optimizers, schedulers, loaders = named(optimizer), named(scheduler), named(loader)
     live = current_model()
     live.groups.check_not_joining()
     wait_for_pending(live)
     given, path = Path(path), Path(os.path.abspath(path))  # a thread may write after os.chdir
+    parts = parts_of(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
     content: dict[str, Any] = {}
 
     def prepare() -> dict[str, Any]:
         _check_target(path, keep)
-        states = {name: plain(one.state_dict(), f"scheduler {name}") for name, one in schedulers.items()}
-        content["scheduler"] = content_of(states)
-        content["values"] = {name: plain(state_of(value), name) for name, value in values.items()}
-        return _part_of_rank(live, path, loaders)
+        for part in parts.values():
+            part.check()
+        states = {name: one.state_dict() for name, one in parts["scheduler"].objects.items()}
+        content["scheduler"] = plain(parts["scheduler"].entry(states), "scheduler")
+        content["values"] = {name: plain(state_of(name, value), name) for name, value in values.items()}
+        return _part_of_rank(live, path, parts["loader"])
 
-    parts = same_outcome(live, prepare)
-    _check_positions(parts)
-    number = parts[0]["number"]
-    shards: dict[str, Any] = {}
-    for name, one in list(optimizers.items()):
-        if hasattr(one, "consolidate_state_dict"):  # ZeRO: whole on rank 0, after this
-            one.consolidate_state_dict(to=0)
-            if live.get_rank() != 0:
-                del optimizers[name]
-
-    def take_states() -> None:
-        states = _states(module, optimizers, shards)
-        if live.get_rank() == 0:
-            content.update({name: plain(state, name, asynchronous) for name, state in states.items()})
-
-    same_outcome(live, take_states)
+    ranks = same_outcome(live, prepare)
+    _check_positions(ranks)
+    number = ranks[0]["number"]
+    shards = _take_states(live, parts, content, asynchronous)
     folder = checkpoint_files.shards_folder(path, number) if shards else None
     content.update(
-        format=checkpoint_files.FORMAT,
-        version=checkpoint_files.VERSION,
-        number=number,
-        names=names_in({"optimizer": optimizer, "scheduler": scheduler, "loader": loader}),
-        shards=bool(shards),
-        loader=None if loader is None else [part["loader"] for part in parts],
-        random_states=[part["random_states"] for part in parts],
+        checkpoint_files.header(number, names_of_several(parts), bool(shards)),
+        loader=[one["loader"] for one in ranks] if parts["loader"].is_given else None,
+        random_states=[one["random_states"] for one in ranks],
     )
     write = _writer(live, path, content, folder, shards, keep, asynchronous)
     if asynchronous:
@@ -143,12 +131,12 @@ def save_checkpoint(
     return Completed(given)
 
 
-def _part_of_rank(live: ComputationModel, path: Path, loaders: dict[str, Any]) -> dict[str, Any]:
-    positions = {name: check_resumable(one).position() for name, one in loaders.items()}
+def _part_of_rank(live: ComputationModel, path: Path, loader: Part) -> dict[str, Any]:
+    positions = {name: one.position() for name, one in loader.objects.items()}
     return {
         "number": _prepare_folder(path) if live.get_rank() == 0 else 0,
         "batches": [position["batches"] for position in positions.values()],
-        "loader": content_of(positions),
+        "loader": loader.entry(positions),
         "random_states": {**RandomStates.now().plain(), "device": live.training.random_state()},
     }
 
@@ -175,8 +163,8 @@ def _prepare_folder(path: Path) -> int:
     return number
 
 
-def _check_positions(parts: list[dict[str, Any]]) -> None:
-    batches = [part["batches"][0] if len(part["batches"]) == 1 else part["batches"] for part in parts]
+def _check_positions(ranks: list[dict[str, Any]]) -> None:
+    batches = [one["batches"][0] if len(one["batches"]) == 1 else one["batches"] for one in ranks]
     if any(one != batches[0] for one in batches):
         raise ValueError(
             f"save_checkpoint(loader=...) needs all ranks at the same batch, but they have received "
@@ -184,13 +172,37 @@ def _check_positions(parts: list[dict[str, Any]]) -> None:
         )
 
 
-def _states(model: Module | None, optimizers: dict[str, Optimizer], shards: dict[str, Any]) -> dict[str, Any]:
-    """The states with marks for sharded tensors, which are put into ``shards``. Never communicates."""
-    states = {
-        "model": None if model is None else unwrapped_state(model),
-        "optimizer": content_of({name: one.state_dict() for name, one in optimizers.items()}),
-    }
-    return {name: split_shards(state, name, shards) for name, state in states.items()}
+def _take_states(
+    live: ComputationModel, parts: dict[str, Part], content: dict[str, Any], copies: bool
+) -> dict[str, Any]:
+    """Put the states of models and optimizers into ``content``, on rank 0. Every rank calls this.
+
+    Returns:
+        The sharded tensors by name, in whose place ``content`` has marks.
+    """
+    model, optimizer = parts["model"].as_module(), parts["optimizer"]
+    without_state = set()
+    for name, one in optimizer.objects.items():
+        if hasattr(one, "consolidate_state_dict"):  # ZeRO: whole on rank 0, after this
+            one.consolidate_state_dict(to=0)
+            if live.get_rank() != 0:
+                without_state.add(name)
+    shards: dict[str, Any] = {}
+
+    def take() -> None:
+        of_optimizers = {
+            name: one.state_dict() for name, one in optimizer.objects.items() if name not in without_state
+        }
+        states = {
+            "model": None if model is None else unwrapped_state(model),
+            "optimizer": optimizer.entry(of_optimizers),
+        }
+        states = {kind: split_shards(state, kind, shards) for kind, state in states.items()}
+        if live.get_rank() == 0:
+            content.update({kind: plain(state, kind, copies) for kind, state in states.items()})
+
+    same_outcome(live, take)
+    return shards
 
 
 _groups: PerContext[Any] = PerContext()
@@ -257,20 +269,24 @@ def load_checkpoint(
         path: the file; see :func:`latest`.
         model: the result of :func:`auto_model`. None loads no model; this holds for the other objects too.
         optimizer: the result of :func:`auto_optim`.
-        scheduler: an object with ``load_state_dict()``.
+        scheduler: an object with ``state_dict()`` and ``load_state_dict()``.
         loader: the result of :func:`auto_dataloader`.
-        values: objects with ``load_state_dict()``, by the names with which they were saved.
+        values: such objects, by the names with which they were saved. Other values are only returned.
 
     Returns:
-        The ``values`` of :func:`save_checkpoint`, with tensors on the CPU.
+        The ``values`` of :func:`save_checkpoint`, with tensors on the CPU; for an object, its state.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is torn, not a checkpoint, of a newer version, of another optimizer, data set or
-            sampler, its position is behind the end, or it lacks one of the objects.
-        RuntimeError: names or shapes of the model differ.
-        TypeError: ``loader`` is not a loader of ``auto_dataloader``. Every rank raises each of these errors,
-            before anything is changed.
+            sampler, its position is behind the end, it lacks one of the objects, or the ranks pass different
+            ones.
+        RuntimeError: names or shapes of a model differ, also of one in ``values``.
+        TypeError: an object is of another type; or a number or another object without a state is in
+            ``values``. Every rank raises each of these errors, before anything is changed.
+        Exception: the ``load_state_dict()`` of a scheduler or of an object in ``values`` has raised it.
+            These are called when the models and optimizers have been loaded. The other ranks raise the same
+            error, or a ``RankFailedError`` for one that is no ValueError, TypeError, OSError or RuntimeError.
 
     Example::
 
@@ -281,45 +297,58 @@ def load_checkpoint(
     live = current_model()
     live.groups.check_not_joining()
     wait_for_pending(live)
-    path, module = Path(path), as_module("load_checkpoint", model)
-    content: dict[str, Any] = {}
+    path, content = Path(path), {}
+    parts = parts_of(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 
-    def read() -> None:
-        loaders = {name: check_resumable(one) for name, one in named(loader).items()}
+    def read() -> list[str]:
+        for part in parts.values():
+            part.check()
+        check_fillable(values)
         if live.get_rank() == 0:
             content.update(checkpoint_files.read(path))
-            check_fits(content, module, optimizer, scheduler, loader, values)
-            positions = {**content, "loader": content["loader"] and content["loader"][0]}
-            for name, one in loaders.items():
-                one.check_position(states_for("loader", loader, positions)[name])
+            check_fits(content, parts, values)
+        return [*(part.described() for part in parts.values() if part.is_given), *sorted(values)]
 
-    same_outcome(live, read)
+    _check_same_objects(same_outcome(live, read))
+    module, optimizers = parts["model"].as_module(), parts["optimizer"].objects
     states = LoadedStates(live, path, content)
-    states.check(module, *named(optimizer).values())
-    received = share(live, {name: content.get(name) for name in _RECEIVED} if content else {})
+    states.check(module, *optimizers.values())
+    received = share(live, {name: content[name] for name in _RECEIVED} if content else {})
     if module is not None:
         states.load_model(module)
-    for name, one in named(optimizer).items():
+    for name, one in optimizers.items():
         states.load_optimizer(one, name)
-    for name, one in named(scheduler).items():
-        one.load_state_dict(states_for("scheduler", scheduler, received)[name])
-    for name, one in values.items():
-        load_state(one, received["values"][name])
-    _restore_ranks(live, received, loader)
+
+    def fill() -> None:
+        for one, state in parts["scheduler"].with_states(received["scheduler"]):
+            one.load_state_dict(state)
+        for name, value in values.items():
+            load_state(value, received["values"][name])
+
+    same_outcome(live, fill)
+    _restore_ranks(live, received, parts["loader"])
     found: dict[str, Any] = received["values"]
     return found
 
 
-_RECEIVED = ("names", "scheduler", "loader", "values", "random_states")
+_RECEIVED = ("scheduler", "loader", "values", "random_states")
 
 
-def _restore_ranks(live: ComputationModel, received: dict[str, Any], loader: Any) -> None:
+def _check_same_objects(objects: list[list[str]]) -> None:
+    if any(one != objects[0] for one in objects):
+        by_rank = (f"rank {rank}: {', '.join(one) or 'nothing'}" for rank, one in enumerate(objects))
+        raise ValueError(
+            f"load_checkpoint needs the same objects on every rank, but got {'; '.join(by_rank)}."
+        )
+
+
+def _restore_ranks(live: ComputationModel, received: dict[str, Any], loader: Part) -> None:
     """Restore what each rank has of its own: the positions of loaders and the random states."""
     rank, saved = live.get_rank(), received["random_states"]
     is_same_rank = len(saved) == live.get_world_size()
-    for name, one in named(loader).items():
-        positions = {**received, "loader": received["loader"][rank if is_same_rank else 0]}
-        one.resume(states_for("loader", loader, positions)[name], is_same_rank)
+    positions = received["loader"][rank if is_same_rank else 0] if loader.is_given else None
+    for one, position in loader.with_states(positions):
+        one.resume(position, is_same_rank)
     if rank < len(saved):
         RandomStates.of_plain(saved[rank]).restore()
         live.training.set_random_state(saved[rank]["device"])

@@ -193,14 +193,14 @@ def test_what_is_no_whole_checkpoint_is_refused_on_every_rank(tmp_path: Path) ->
         newer = torch.load(path, weights_only=True)
         (tmp_path / "torn.pt").write_bytes(whole[: len(whole) // 2])
         (tmp_path / "empty.pt").write_bytes(b"")
-        torch.save({**newer, "version": 2}, tmp_path / "newer.pt")
+        torch.save({**newer, "version": 3}, tmp_path / "newer.pt")
         torch.save({"epoch": 3}, tmp_path / "other.pt")
         torch.save({"code": random.Random}, tmp_path / "code.pt")
     idist.barrier()
     for name, kind, text in (
         ("torn.pt", ValueError, "is torn"),
         ("empty.pt", ValueError, "is not a checkpoint"),
-        ("newer.pt", ValueError, "has format version 2, and this ignite_dist reads versions up to 1"),
+        ("newer.pt", ValueError, "has format version 3, and this ignite_dist reads versions up to 2"),
         ("other.pt", ValueError, "is not a checkpoint"),
         ("code.pt", ValueError, "it contains random.Random"),
         ("none.pt", FileNotFoundError, "There is no checkpoint"),

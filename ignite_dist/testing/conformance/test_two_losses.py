@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributions import Normal
 from torch.nn import Linear, Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -32,7 +33,22 @@ class TwoHeads(Module):
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         hidden = self.body(x).tanh()
-        return {"first": self.first(hidden), "others": (self.second(hidden),)}
+        return {"hidden": hidden, "first": self.first(hidden), "others": (self.second(hidden),)}
+
+
+class Apart(TwoHeads):
+    """Its heads share no parameters."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"first": self.first(self.body(x)), "others": (self.second(x[:, :1].expand(-1, 4)),)}
+
+
+class Policy(TwoHeads):
+    """Its output is an object."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        output = super().forward(x)
+        return {"first": Normal(output["first"], 1.0, validate_args=False), "others": output["others"]}
 
 
 def inputs(rank: int, number: int) -> Tensor:
@@ -74,10 +90,52 @@ def one_pass_after_another(model: Module, rank: int) -> None:
         loss_of(model(inputs(rank, number))).backward()  # type: ignore[no-untyped-call]
 
 
+def no_sync(model: Module) -> AbstractContextManager[None]:
+    return nullcontext() if getattr(model, "is_alone", False) else idist.no_sync(model)
+
+
 def after_local_passes(model: Module, rank: int) -> None:
-    with idist.no_sync(model):
+    with no_sync(model):
         loss_of(model(inputs(rank, 2))).backward()  # type: ignore[no-untyped-call]
     two_forward_passes(model, rank)
+
+
+def heads_outside(model: Module, rank: int) -> None:
+    hidden, inner = model(inputs(rank, 0))["hidden"], idist.unwrap_model(model)
+    loss = inner.first(hidden).sum() + inner.second(hidden).pow(2).sum()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+
+
+def around_the_wrapper(model: Module, rank: int) -> None:
+    two_forward_passes(idist.unwrap_model(model), rank)
+
+
+def a_pass_that_fails(model: Module, rank: int) -> None:
+    loss = loss_of(model(inputs(rank, 0)))
+    loss.backward()  # type: ignore[no-untyped-call]
+    with suppress(RuntimeError):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def one_pass_for_each_head(model: Module, rank: int) -> None:
+    for number in range(2):
+        output = model(inputs(rank, number))
+        output["first"].sum().backward()
+        output["others"][0].pow(2).sum().backward()
+
+
+def in_turn_after_local_passes(model: Module, rank: int) -> None:
+    with no_sync(model):
+        loss_of(model(inputs(rank, 2))).backward()  # type: ignore[no-untyped-call]
+    one_pass_for_each_head(model, rank)
+
+
+def log_probabilities(model: Module, rank: int) -> None:
+    output = model(inputs(rank, 0))
+    loss = output["first"].log_prob(torch.ones((), device=idist.device())).sum() + output["others"][0].sum()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
 
 
 def in_grad_sync(model: Module, rank: int) -> None:
@@ -109,16 +167,25 @@ PASSES: dict[str, Callable[[Module, int], None]] = {
         one_pass_after_another,
         after_local_passes,
         in_grad_sync,
+        heads_outside,
+        around_the_wrapper,
+        a_pass_that_fails,
+        one_pass_for_each_head,
+        in_turn_after_local_passes,
+        log_probabilities,
     )
 }
+KINDS = {one_pass_for_each_head: Apart, in_turn_after_local_passes: Apart, log_probabilities: Policy}
 
 
 def of_one_process(passes: Callable[[Module, int], None]) -> list[Tensor]:
     """The parameters after a step with the mean over the ranks."""
-    size, model = idist.get_world_size(), TwoHeads()
+    size, kind = idist.get_world_size(), KINDS.get(passes, TwoHeads)
+    model = kind()
     gradients = [torch.zeros_like(parameter) for parameter in model.parameters()]
     for rank in range(size):
-        alone = TwoHeads()
+        alone = kind()
+        alone.is_alone = True
         passes(alone, rank)
         for gradient, parameter in zip(gradients, alone.parameters(), strict=True):
             gradient += parameter.grad / size
@@ -129,7 +196,7 @@ def of_one_process(passes: Callable[[Module, int], None]) -> list[Tensor]:
 
 def check(passes: Callable[[Module, int], None], **kwargs: Any) -> None:
     wanted = of_one_process(passes if passes is not in_grad_sync else two_forward_passes)
-    model = idist.auto_model(TwoHeads(), **kwargs)
+    model = idist.auto_model(KINDS.get(passes, TwoHeads)(), **kwargs)
     optimizer = idist.auto_optim(SGD(model.parameters(), lr=RATE))
     passes(model, idist.get_rank())
     optimizer.step()
@@ -152,7 +219,9 @@ def test_the_step_is_that_of_one_process(name: str) -> None:
 def test_with_any_options_of_the_wrapper(options: dict[str, Any]) -> None:
     if idist.model_name() == "native-dist":
         for passes in (*PASSES.values(), after_a_pass_that_raised):
-            check(passes, **options)
+            is_in_one_pass = KINDS.get(passes) is not Apart and passes is not heads_outside
+            if is_in_one_pass or "find_unused_parameters" not in options:  # DDP calls the others unused
+                check(passes, **options)
 
 
 @on_every_rank

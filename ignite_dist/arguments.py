@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from operator import index
@@ -21,12 +20,6 @@ def as_int(value: Any) -> Any:
         return index(value)
     except TypeError:  # a NumPy bool
         return value
-
-
-def is_array(value: Any) -> bool:
-    """True for a numpy array, but not for those of numpy's subclasses."""
-    numpy: Any = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray
 
 
 def as_port(value: Any) -> Any:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar, overload
 
-import torch
 from torch import Tensor
 
-from ignite_dist.arguments import is_array
 from ignite_dist.collectives import autograd
 from ignite_dist.collectives.arguments import check_not_async, copy_of
 from ignite_dist.collectives.checks import check_writable
@@ -19,6 +17,7 @@ from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.context.live import current_model
 from ignite_dist.tracing import traced, traced_as
 from ignite_dist.values import reduce_ops
+from ignite_dist.values.arrays import check_writable_array, fill_array, is_array, tensor_of
 
 _Value = TypeVar("_Value")
 
@@ -110,8 +109,8 @@ def all_reduce(
         TypeError: ``op`` cannot reduce the value or its dtype, or the type of a dict key is not listed
             above. Nothing was sent.
         ValueError: the ``op`` or group is unknown; the elements of a tensor share memory; ``inplace=True``
-            with a number, alone or in a tree; or ``sync_grads`` is combined with another ``op``, with
-            ``async_op``, or on XLA with a group of only some ranks. Nothing was sent.
+            with a read-only array, or with a number, alone or in a tree; or ``sync_grads`` is combined with
+            another ``op``, with ``async_op``, or on XLA with a group of only some ranks. Nothing was sent.
         CollectiveMismatchError: the trees of the ranks differ in keys, shapes or dtypes, or the ranks passed
             different ``op``; raised on every rank. A single tensor is not compared. A tree without numbers
             and with more than 448 bytes of tensors needs one more small collective for the comparison. The
@@ -130,9 +129,13 @@ def all_reduce(
         return _reduce_with_grad(model, tensor, op, group, exact, op_text, async_op)
     if not isinstance(tensor, Tensor) and not is_array(tensor):
         return reduce_tree(model, tensor, op, group, exact, op_text, async_op, fills=bool(inplace))
-    given, tensor = tensor, tensor if isinstance(tensor, Tensor) else torch.from_numpy(tensor)
+    given = tensor
     if inplace is None:
-        inplace = given is tensor
+        inplace = isinstance(given, Tensor)
+    if is_array(given):
+        if inplace:
+            check_writable_array("all_reduce", given)
+        tensor = tensor_of(given)
     plan = plan_reduction(model, op, tensor, exact)
     if inplace:
         check_writable("all_reduce", tensor)
@@ -141,7 +144,9 @@ def all_reduce(
 
     def begin(members: Group) -> Work:
         work = reduce_tensor(model, target, op, plan, members)
-        return work if given is tensor else work.then(lambda reduced: given if inplace else reduced.numpy())
+        if given is tensor:
+            return work
+        return work.then(lambda reduced: fill_array(given, reduced) if inplace else reduced.numpy())
 
     return perform(
         model,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ignite_dist.arguments import is_array
+from ignite_dist.arguments import as_int
 from ignite_dist.collectives.arguments import check_root
 from ignite_dist.collectives.gather_scatter import gather
 from ignite_dist.collectives.path import perform
@@ -21,6 +22,7 @@ from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.samplers import ExactSampler, part
 from ignite_dist.training.exact_passes import check_exact_group, check_pass
 from ignite_dist.values import pytree
+from ignite_dist.values.arrays import is_array, tensor_of
 from ignite_dist.values.safe_objects import register_safe
 
 
@@ -29,7 +31,7 @@ def gather_in_order(values: Any, loader: Any, group: Any = None, *, dst: int | N
 
     Every sample occurs exactly once, for any number of samples and ranks, any batch size and ``shuffle``.
     Every rank calls this once after each whole pass, with or without samples. Communication: one small gather
-    of metadata, one collective per tensor, and one for all lists together.
+    of metadata, one collective per tensor, and one for all lists together; with ``dst``, two for large lists.
 
     Args:
         values: all results of this rank, in the order of its loader: a tensor of shape ``(n, *S)`` for ``n``
@@ -39,20 +41,22 @@ def gather_in_order(values: Any, loader: Any, group: Any = None, *, dst: int | N
         loader: from ``auto_dataloader(..., exact=True)``; or any loader with an ``ExactSampler``, but a pass
             over such a loader does not share the buffers of models.
         group: the ranks that share the loader's data, as in :func:`all_reduce`; default: the ``group=`` of
-            ``auto_dataloader``. Only the ranks of the group call this. A rank outside gets ``values`` back,
-            and may pass None as its loader.
-        dst: a global rank of the group, which alone receives and holds the result; None for all ranks.
+            ``auto_dataloader``. Only the ranks of the group call this. A rank outside gets ``values`` back
+            (with ``dst``, None), and may pass None as its loader.
+        dst: a global rank of the group, which alone gets the result; None for all ranks. The same on every
+            rank.
 
     Returns:
         The same structure for the ``N`` samples of the data set; with ``dst``, None on the other ranks.
-        Tensors and arrays have shape ``(N, *S)``; tensors have the device of this rank's tensor and no
-        gradient. A rank without samples gets them on :func:`device`, or on the CPU if the other ranks pass
-        CPU tensors. Lists have ``N`` entries.
+        Tensors and arrays have shape ``(N, *S)``. Arrays have the machine's byte order. Tensors have the
+        device of this rank's tensor and no gradient. A rank without samples gets them on :func:`device`, or
+        on the CPU if the other ranks pass CPU tensors. Lists have ``N`` entries. If no rank has a sample, the
+        result is ``values``.
 
     Raises:
         ValueError: the loader has no ``ExactSampler`` or was made for another rank or group; or the group has
-            only some ranks, on XLA. Raised on every rank: a rank's numbers of values and samples differ, or
-            the ranks' samplers differ.
+            only some ranks, on XLA. Raised on every rank: a rank's numbers of values and samples differ, the
+            ranks' samplers or ``dst`` differ, or ``dst`` is not a rank of the group.
         TypeError: values are not supported; raised on every rank. Or :func:`all_reduce` does not support a
             dict key; raised on this rank before any communication.
         CollectiveMismatchError: structures, shapes or dtypes differ between ranks; raised on every rank.
@@ -71,9 +75,7 @@ def gather_in_order(values: Any, loader: Any, group: Any = None, *, dst: int | N
     members = model.groups.resolve(sampler.group if group is None else group)
     check_exact_group("gather_in_order", model, members)
     _check_place(sampler, model.get_rank(), members)
-    if dst is not None:
-        check_root("dst", dst, members, model.get_world_size())
-    return _gather(model, values, sampler, members, dst)
+    return _gather(model, values, sampler, members, as_int(dst))
 
 
 def _gather(
@@ -83,54 +85,22 @@ def _gather(
     # flatten() raises for bad keys, so it comes before end_pass(), which may communicate.
     leaves, _ = pytree.flatten(own_values, list)
     sampler.end_pass()
-    positions = range(len(members.ranks))
-    order, counts = sampler.order(), [sampler.num_drawn_by(position) for position in positions]
-    metadata = sampler.pass_settings(), pytree.rebuild(own_values, map(_Column.of, leaves), list)
-    gathered = perform(
-        model,
-        "gather_in_order",
-        members,
-        lambda _: Steps(lambda: model.objects.gather(metadata, members)),
-        outside=None,
-    )
-    check_pass(gathered)
-    if any(settings != gathered[0][0] for settings, _ in gathered):
-        by_rank = zip(members.ranks, gathered, strict=True)
-        raise ValueError(
-            "The samplers of the ranks differ (number of samples, shuffle, seed, epoch, padded): "
-            f"{', '.join(f'rank {rank}: {settings}' for rank, (settings, _) in by_rank)}."
-        )
-    template = _common_columns(members.ranks, [columns for _, columns in gathered], counts)
-    is_receiver = dst in (None, model.get_rank())
+    counts = [sampler.num_drawn_by(position) for position in range(len(members.ranks))]
+    results = _Results(model, members, dst, sampler.order(), counts)
+    template = results.compare(sampler, pytree.rebuild(own_values, map(_Column.of, leaves), list))
     if template is None:  # no rank has a sample
-        return values if is_receiver else None
+        return values if results.are_here else None
     columns, _ = pytree.flatten(template)
     if sampler.num_samples:
-        leaves = [torch.from_numpy(leaf) if is_array(leaf) else leaf for leaf in leaves]
+        leaves = [tensor_of(leaf) if is_array(leaf) else leaf for leaf in leaves]
     else:
         leaves = [column.empty(model.device()) for column in columns]
-    lists = [leaf for leaf in leaves if isinstance(leaf, list)]
-    gathered = (_gather_lists(model, lists, members, dst) if lists else None) or []
-    gathered_lists = zip(*gathered, strict=True)
-    sizes = [len(order[part(len(order), len(counts), position)]) for position in positions]
+    lists = iter(results.of_lists([leaf for leaf in leaves if isinstance(leaf, list)]))
     merged: list[Any] = []
     for column, leaf in zip(columns, leaves, strict=True):
-        if column.kind != "list":
-            rows = _gather_rows_in_order(model, leaf, counts[0], sizes, order, members, dst)
-            merged.append(rows.numpy() if column.kind == "array" and rows is not None else rows)
-        elif is_receiver:
-            merged.append(_merge_lists(next(gathered_lists), sizes, order))
-    return pytree.rebuild(template, iter(merged)) if is_receiver else None
-
-
-def _gather_lists(
-    model: ComputationModel, lists: list[list[Any]], group: Group, dst: int | None
-) -> list[Any] | None:
-    """The lists of every rank; with ``dst``, None on the other ranks."""
-    if dst is None:
-        return model.objects.gather(lists, group)
-    found: list[Any] | None = gather(lists, dst, group.handle)
-    return found
+        one: Any = next(lists) if column.kind == "list" else results.of_rows(leaf)
+        merged.append(one.numpy() if column.kind == "array" and results.are_here else one)
+    return pytree.rebuild(template, iter(merged)) if results.are_here else None
 
 
 def _exact_sampler_of(loader: Any) -> ExactSampler:
@@ -168,8 +138,11 @@ class _Column:
     def of(cls, leaf: Any) -> _Column:
         if isinstance(leaf, list):
             return cls("list", len(leaf))
-        if is_array(leaf) and leaf.ndim and leaf.dtype.kind in "biufc":
-            return cls("array", leaf.shape[0], tuple(leaf.shape[1:]), torch.from_numpy(leaf).dtype)
+        if is_array(leaf):
+            with suppress(TypeError):  # a dtype that torch does not have
+                if leaf.ndim:
+                    return cls("array", leaf.shape[0], tuple(leaf.shape[1:]), tensor_of(leaf[:0]).dtype)
+            return cls(f"{leaf.ndim}-d array of {leaf.dtype}")
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_quantized:
             return cls(type(leaf).__name__ + (f" {leaf.layout}" if isinstance(leaf, Tensor) else ""))
         if not leaf.dim():
@@ -184,7 +157,7 @@ class _Column:
         return torch.empty((0, *self.row_shape), dtype=self.dtype, device=place)
 
 
-def _common_columns(ranks: Sequence[int], columns_by_rank: list[Any], counts: list[int]) -> Any:
+def _common_columns(ranks: Sequence[int], columns_by_rank: Sequence[Any], counts: list[int]) -> Any:
     """The tree of :class:`_Column` that all ranks with samples share. ``counts``: samples of each rank."""
     found: Any = None
     for rank, columns, count in zip(ranks, columns_by_rank, counts, strict=True):
@@ -214,32 +187,95 @@ def _common_columns(ranks: Sequence[int], columns_by_rank: list[Any], counts: li
     return None if found is None else template
 
 
-def _gather_rows_in_order(
-    model: ComputationModel,
-    rows: Tensor,
-    count: int,
-    sizes: Sequence[int],
-    order: range | Tensor,
-    group: Group,
-    dst: int | None,
-) -> Tensor | None:
-    """``(n, *S) -> (N, *S)`` in data set order, with ``n <= count`` on each rank."""
-    indexed_as = _INDEXED_AS.get(rows.dtype, rows.dtype)
-    gathered = _gather_padded(model, rows.view(indexed_as), count, group, dst)
-    return None if gathered is None else _merge_rows(gathered, sizes, order).view(rows.dtype)
+@dataclass(frozen=True)
+class _Results:
+    """The results of a pass over all samples. Every rank of the group calls each method.
+
+    Attributes:
+        model: the context.
+        group: the ranks that share the samples.
+        dst: the global rank that gets the results; None for all ranks.
+        order: the order of all samples in the pass.
+        counts: number of samples that each rank has drawn, padding included.
+    """
+
+    model: ComputationModel
+    group: Group
+    dst: int | None
+    order: range | Tensor
+    counts: list[int]
+
+    @property
+    def are_here(self) -> bool:
+        """True if this rank gets the results."""
+        return self.dst in (None, self.model.get_rank())
+
+    def compare(self, sampler: ExactSampler, columns: Any) -> Any:
+        """The tree of :class:`_Column` that all ranks with samples share; None if no rank has a sample.
+
+        Raises:
+            ValueError, TypeError, CollectiveMismatchError: see :func:`gather_in_order`. Raised on every rank.
+        """
+        dst = self.dst if self.dst is None or type(self.dst) is int else repr(self.dst)
+        metadata = sampler.pass_settings(), dst, columns
+        rows = perform(
+            self.model,
+            "gather_in_order",
+            self.group,
+            lambda _: Steps(lambda: self.model.objects.gather(metadata, self.group)),
+            outside=None,
+        )
+        check_pass(rows)
+        settings_by_rank, dst_by_rank, columns_by_rank = zip(*rows, strict=True)
+        names = "number of samples, shuffle, seed, epoch, padded"
+        _check_same(f"The samplers of the ranks differ ({names})", self.group, settings_by_rank)
+        _check_same("The ranks pass different dst", self.group, dst_by_rank)
+        if dst is not None:
+            check_root("dst", self.dst, self.group, self.model.get_world_size())
+        return _common_columns(self.group.ranks, columns_by_rank, self.counts)
+
+    def of_lists(self, lists: list[list[Any]]) -> list[Any]:
+        """The lists of all ranks in data set order; None for each on a rank that does not get them."""
+        if not lists:
+            return []
+        gathered: list[Any] | None
+        if self.dst is None:
+            gathered = self.model.objects.gather(lists, self.group)
+        else:
+            gathered = gather(lists, self.dst, self.group.handle)
+        if gathered is None:
+            return [None] * len(lists)
+        return [_merge_lists(parts, self._sizes(), self.order) for parts in zip(*gathered, strict=True)]
+
+    def of_rows(self, rows: Tensor) -> Tensor | None:
+        """``(n, *S) -> (N, *S)`` in data set order; None on a rank that does not get them."""
+        indexed_as = _INDEXED_AS.get(rows.dtype)
+        if indexed_as is not None:
+            merged = self.of_rows(rows.view(indexed_as))
+            return None if merged is None else merged.view(rows.dtype)
+        rows, count = rows.detach(), self.counts[0]
+        if len(rows) < count:
+            rows = torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
+        gathered: Tensor | None
+        if self.dst is None:
+            gathered = gather_rows(self.model, rows, self.group).wait()
+        else:
+            gathered = gather(rows, self.dst, self.group.handle)
+        if gathered is None:
+            return None
+        return _merge_rows(gathered.view(len(self.counts), *rows.shape), self._sizes(), self.order)
+
+    def _sizes(self) -> list[int]:
+        """Number of samples of each rank, without padding."""
+        num_parts = len(self.counts)
+        return [len(self.order[part(len(self.order), num_parts, number)]) for number in range(num_parts)]
 
 
-def _gather_padded(
-    model: ComputationModel, rows: Tensor, count: int, group: Group, dst: int | None
-) -> Tensor | None:
-    """``(n, *S) -> (group_size, count, *S)``, with ``n <= count`` on each rank."""
-    rows = rows.detach()
-    if len(rows) < count:
-        rows = torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
-    if dst is None:
-        return gather_rows(model, rows, group).wait()  # type: ignore[no-any-return]
-    gathered: Tensor | None = gather(rows, dst, group.handle)
-    return None if gathered is None else gathered.view(len(group.ranks), *rows.shape)
+def _check_same(problem: str, group: Group, values: Sequence[Any]) -> None:
+    """Raise ``ValueError`` with ``problem`` if the ``values`` of the ranks differ."""
+    if any(value != values[0] for value in values):
+        by_rank = (f"rank {rank}: {value}" for rank, value in zip(group.ranks, values, strict=True))
+        raise ValueError(f"{problem}: {', '.join(by_rank)}.")
 
 
 def _merge_rows(gathered: Tensor, sizes: Sequence[int], order: range | Tensor) -> Tensor:

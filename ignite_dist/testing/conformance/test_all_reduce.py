@@ -387,3 +387,28 @@ def test_numpy_arrays(async_op: bool) -> None:
                 assert own.tolist() == before.tolist()
     with raises(TypeError, "object"):
         idist.all_reduce(numpy.array([{}, None], dtype=object))
+
+
+@on_every_rank
+def test_numpy_arrays_of_any_layout() -> None:
+    numpy = pytest.importorskip("numpy")
+    size = idist.get_world_size()
+    for dtype, step in (("f8", -1), (">f8", 1), (">i4", -1)):
+        for inplace in (False, True):
+            whole = numpy.arange(6).astype(dtype)
+            own = whole[::step]
+            found = idist.all_reduce(own, inplace=inplace)
+            assert found.tolist() == (numpy.arange(6)[::step] * size).tolist()
+            assert whole.tolist() == (numpy.arange(6) * (size if inplace else 1)).tolist()
+
+
+@on_every_rank
+def test_a_read_only_array_keeps_its_values() -> None:
+    numpy = pytest.importorskip("numpy")
+    text = bytes(range(8))
+    own = numpy.frombuffer(text, dtype="u1")
+    with raises(ValueError, "read-only"):
+        idist.all_reduce(own, inplace=True)
+    size = idist.get_world_size()
+    assert idist.all_reduce(own).tolist() == [size * number for number in range(8)]
+    assert text == bytes(range(8))

@@ -104,6 +104,51 @@ def test_one_rank_alone_holds_a_tree_with_arrays(size: int) -> None:
 
 
 @on_every_rank
+def test_different_dst_raise_on_every_rank() -> None:
+    numpy = pytest.importorskip("numpy")
+    rank, size = idist.get_rank(), idist.get_world_size()
+    loader = exact_loader(7)
+    drawn = one_pass(loader)
+    for dst in (rank, 0 if rank == 0 else None, 0 if rank == 0 else size, 0 if rank == 0 else "0"):
+        if size > 1:
+            with raises(ValueError, "pass different dst: rank 0: 0, rank 1: "):
+                idist.gather_in_order(drawn, loader, dst=dst)  # type: ignore[arg-type]
+    gathered = idist.gather_in_order(drawn, loader, dst=numpy.int64(0))
+    assert (gathered is None) if rank else (gathered.tolist() == list(range(7)))
+
+
+@on_every_rank
+def test_arrays_of_any_layout_in_order() -> None:
+    numpy = pytest.importorskip("numpy")
+    size, rank, last = 9, idist.get_rank(), idist.get_world_size() - 1
+    loader = exact_loader(size, 2, shuffle=True)
+    own = one_pass(loader).cpu().numpy()  # type: ignore[union-attr]
+    read_only = own.astype("f8")
+    read_only.flags.writeable = False
+    layouts = [own.astype("f8"), own.astype(">f8"), own.astype("f8")[::-1].copy()[::-1], read_only]
+    for number in range(len(layouts)):
+        for dst in (None, last):
+            gathered = idist.gather_in_order(layouts[number if rank == 0 else 0], loader, dst=dst)
+            if dst in (None, rank):
+                assert gathered.dtype == "f8" and gathered.tolist() == list(range(size))
+    for dtype in (object, "U3", *(["g"] if numpy.dtype("g").itemsize > 8 else [])):
+        with raises(TypeError, "rank 0 passed a 1-d array of"):
+            idist.gather_in_order(own.astype(dtype if rank == 0 else "f8"), loader)
+
+
+@on_every_rank
+def test_conjugated_and_negated_tensors_in_order() -> None:
+    loader = exact_loader(9, 2, shuffle=True)
+    own = one_pass(loader).cpu().double()  # type: ignore[union-attr]
+    conjugated = torch.complex(own, own).conj()
+    wanted = torch.arange(9).double()
+    for dst in (None, 0):
+        gathered = idist.gather_in_order((conjugated, conjugated.imag), loader, dst=dst)
+        if dst in (None, idist.get_rank()):
+            assert gathered[0].equal(torch.complex(wanted, -wanted)) and gathered[1].equal(-wanted)
+
+
+@on_every_rank
 def test_the_order_is_that_of_the_pass_that_was_begun_last() -> None:
     loader = exact_loader(13, shuffle=True)
     orders = set()

@@ -174,8 +174,12 @@ def load_state(value: Any, state: Any) -> None:
         value.load_state_dict(state)
 
 
-def check_fillable(values: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` if one of the values that ``load_checkpoint`` has got is not an object to fill."""
+def own_states(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of the objects in ``values``, which ``load_checkpoint`` is to fill. Every rank calls this.
+
+    Raises:
+        TypeError: a value is not an object with a state, or has sharded tensors.
+    """
     for name, value in values.items():
         if not _can_be_filled(value):
             raise TypeError(
@@ -183,18 +187,26 @@ def check_fillable(values: Mapping[str, Any]) -> None:
                 f"load_state_dict(), and returns other values: leave out {name}=, and use "
                 f"load_checkpoint(...)[{name!r}]."
             )
+    return {name: state_of(name, value) for name, value in values.items()}
 
 
 # --- does a checkpoint fit? ----------------------------------------------------------------------------
 
 
-def check_fits(content: dict[str, Any], parts: Mapping[str, Part], values: Mapping[str, Any]) -> None:
+def check_fits(
+    content: dict[str, Any], parts: Mapping[str, Part], values: Mapping[str, Any], states: Mapping[str, Any]
+) -> None:
     """Raise if the content of a checkpoint does not fit the objects that are to be loaded.
+
+    Args:
+        content: the content.
+        parts: the parts by kind.
+        values: objects with a state, by name.
+        states: their :func:`own_states`.
 
     Raises:
         ValueError: it lacks one of them, or is of another optimizer, scheduler, loader or object.
         RuntimeError: names or shapes of a model differ.
-        TypeError: a value has sharded tensors.
     """
     missing = [kind for kind, part in parts.items() if part.is_given and content[kind] is None]
     missing += [name for name in values if name not in content["values"]]
@@ -212,15 +224,14 @@ def check_fits(content: dict[str, Any], parts: Mapping[str, Part], values: Mappi
     for one, state in parts["optimizer"].with_states(content["optimizer"]):
         _check_optimizer(one, state)
     for one, state in parts["scheduler"].with_states(content["scheduler"]):
-        _check_state("scheduler", one, state)
+        _check_state("scheduler", one, one.state_dict(), state)
     for one, position in parts["loader"].with_states((content["loader"] or [None])[0]):
         one.check_position(position)
     for name, value in values.items():
-        _check_state(name, value, content["values"][name])
+        _check_state(name, value, states[name], content["values"][name])
 
 
-def _check_state(name: str, one: Any, saved: Any) -> None:
-    own = state_of(name, one)
+def _check_state(name: str, one: Any, own: Any, saved: Any) -> None:
     if isinstance(own, dict) is not isinstance(saved, dict):
         raise ValueError(
             f"The checkpoint has {kind_of(saved)} as {name}, which is not the state of {kind_of(one)}."

@@ -20,10 +20,10 @@ from ignite_dist.coordination import one_rank_only, same_outcome
 from ignite_dist.training import checkpoint_files
 from ignite_dist.training.checkpoint_parts import (
     Part,
-    check_fillable,
     check_fits,
     load_state,
     names_of_several,
+    own_states,
     parts_of,
     state_of,
 )
@@ -303,10 +303,10 @@ def load_checkpoint(
     def read() -> list[str]:
         for part in parts.values():
             part.check()
-        check_fillable(values)
+        value_states = own_states(values)
         if live.get_rank() == 0:
             content.update(checkpoint_files.read(path))
-            check_fits(content, parts, values)
+            check_fits(content, parts, values, value_states)
         return [*(part.described() for part in parts.values() if part.is_given), *sorted(values)]
 
     _check_same_objects(same_outcome(live, read))

@@ -251,6 +251,22 @@ def test_an_object_that_one_rank_cannot_fill_raises_on_every_rank(tmp_path: Path
     on_ranks(_fails_on_rank_1, str(tmp_path / "run.pt"))
 
 
+class _GathersItsState(torch.amp.GradScaler):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "scale": sum(idist.all_gather(self.get_scale()))}
+
+
+def _gathers_its_state(rank: int, path: str) -> float:
+    idist.save_checkpoint(path, scaler=_GathersItsState("cpu", init_scale=2.0 + rank))
+    scaler = _GathersItsState("cpu")
+    idist.load_checkpoint(path, scaler=scaler)
+    return scaler.get_scale()
+
+
+def test_a_state_that_all_ranks_gather(tmp_path: Path) -> None:
+    assert on_ranks(_gathers_its_state, str(tmp_path / "run.pt")) == [5.0, 5.0]
+
+
 # --- files of other versions ---------------------------------------------------------------------------
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from types import CodeType, FunctionType, ModuleType
@@ -96,7 +97,8 @@ _NAMES = (
     ),
     (
         "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
-        "Its broadcasts do not know int16, unsigned ints and float8. Nothing public leaves such buffers out.",
+        "Its broadcasts do not know int16, uint16, uint32, uint64 and float8. Nothing public leaves such "
+        "buffers out.",
         "none: auto_model raises AttributeError for models with such buffers",
     ),
     (
@@ -346,9 +348,16 @@ def save(value: Any, file: IO[bytes], pickle_module: Any, protocol: int, *, as_z
     torch.save(value, file, pickle_module, protocol, _use_new_zipfile_serialization=as_zip)
 
 
-def leave_out_of_ddp(model: Module, names: Sequence[str]) -> None:
-    """Let a ``DistributedDataParallel`` around ``model`` leave these buffers alone."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
+@contextmanager
+def left_out_of_ddp(model: Module, names: Collection[str]) -> Iterator[None]:
+    """A ``DistributedDataParallel`` that is made in the block around ``model`` leaves these buffers alone."""
+    ignored = list(ignored_by_ddp(model))
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    if names:
+        ignore(model, [*ignored, *names])
+    yield
+    if names:
+        ignore(model, ignored)
 
 
 number_of_backward_pass: Callable[[], int] = torch._C._current_graph_task_id

@@ -42,6 +42,7 @@ from ignite_dist.training.initial_values import (
     place,
 )
 from ignite_dist.training.late_parameters import watch_frozen
+from ignite_dist.training.loose_parameters import average_loose
 from ignite_dist.training.state_dicts import load_model_state
 from ignite_dist.training.wrapped_models import unwrap_model
 from ignite_dist.values import meshes
@@ -84,9 +85,15 @@ def auto_model(
     parameter. A backward pass that computes such a gradient raises ``RuntimeError``.
     ``auto_model(unwrap_model(model))`` adapts the model again.
 
-    In training each rank has its own running statistics (buffers). Each pass over a loader of
-    ``auto_dataloader(exact=...)`` begins with a broadcast of rank 0's buffers. Before an
-    evaluation of any other kind, broadcast each buffer of ``unwrap_model(model).buffers()`` yourself.
+    A step may have any number of backward passes, the same on every rank: of several losses, or of forward
+    passes through the module inside of the wrapper. After each pass that ``DistributedDataParallel`` leaves
+    alone, the sums are averaged (by the mean, whatever ``comm_hook`` does). A pass on some ranks only belongs
+    into :func:`no_sync`.
+
+    In training each rank has its own running statistics (buffers). ``DistributedDataParallel`` gives all
+    ranks those of rank 0 before a forward pass, but not buffers of int16, uint16, uint32, uint64 and float8.
+    Each pass over a loader of ``auto_dataloader(exact=...)`` begins with a broadcast of rank 0's buffers.
+    Before an evaluation of any other kind, broadcast each buffer of ``unwrap_model(model).buffers()`` yourself.
 
     Args:
         model: any module.
@@ -117,7 +124,8 @@ def auto_model(
             device.
         kwargs: keywords of the wrapper: ``static_graph``, ``bucket_cap_mb``, ...; with ``"fsdp"`` those of
             ``torch.distributed.fsdp.fully_shard``: ``mp_policy``, ``reshard_after_forward``, ...
-            Without a wrapper all keywords except ``broadcast_buffers`` are ignored, so scripts can keep them.
+            Without a wrapper all keywords except ``broadcast_buffers`` are ignored, so scripts can keep them;
+            where ``"fsdp"`` has nothing to shard with (one rank without torch.distributed) they warn.
             ``broadcast_buffers=False`` keeps each rank's own buffers, with ``"fsdp"`` too.
             ``find_unused_parameters`` is False by default, as in torch. With True each backward pass first
             walks the autograd graph and exchanges a bitmap. Set True if any pass of any rank does not use
@@ -156,20 +164,23 @@ def auto_model(
     place(live, model)
     if data.is_explicit and len(data.group.ranks) < live.get_world_size():
         kwargs["process_group"] = data.group.handle
-    if unsent := _unsent_buffers(model):
-        _torch.leave_out_of_ddp(model, list(unsent))
-    wrapped = live.training.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
+    with _torch.left_out_of_ddp(model, _unsent_buffers(model)):
+        wrapped = live.training.wrap_model(model, sync_bn=sync_bn, **options, **kwargs)
     _adapted(live, model, wrapped, **kwargs)
     return _with_state(wrapped, state)
 
 
 def _unsent_buffers(model: Module) -> dict[str, Tensor]:
     """The buffers, by name, whose dtypes ``DistributedDataParallel`` cannot broadcast."""
+    ignored = _torch.ignored_by_ddp(model)
     return {
         name: buffer
         for name, buffer in model.named_buffers()
-        if buffer.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64)
-        or (buffer.is_floating_point() and buffer.itemsize == 1)  # float8
+        if name not in ignored
+        and (
+            buffer.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+            or (buffer.is_floating_point() and buffer.itemsize == 1)  # float8
+        )
     }
 
 
@@ -272,11 +283,6 @@ def _sharded(
     **kwargs: Any,
 ) -> Module:
     has_values = _with_values(live, model, data, state)
-    if kwargs and live.name == "serial":
-        warn_user(
-            f"{', '.join(kwargs)} has no effect without a context, because FSDP2 needs one: start the script "
-            "with idist.Parallel or a launcher, or call idist.initialize first."
-        )
     if not (data.is_explicit and data.mesh is None):
         live.training.shard_model(model, wrap, **({"mesh": data.mesh} if data.mesh else {}), **kwargs)
     return _ready(live, model, data, state, has_values, broadcast_buffers, is_averaged_later=True)
@@ -350,10 +356,12 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
     step depends on the loss (the line search of ``torch.optim.LBFGS``) then takes the same step on all ranks,
     and ``step`` returns the mean loss.
 
-    If the model's wrapper averages gradients, the optimizer does not. With XLA, and with a backend without a
-    wrapper, a step hook averages gradients before the step, or after each call of a closure. A parameter
-    that this rank has not used counts with a zero gradient. The gradient stays None if no rank has used it
-    (except with one process per replica of XLA).
+    If the model's wrapper averages gradients, the optimizer does not. Its parameters that no model of
+    :func:`auto_model` has (a learned temperature, the proxies of a metric loss) are averaged at the end of
+    each backward pass that reaches them. They must be equal on all ranks. With XLA, and with a backend
+    without a wrapper, a step hook averages gradients before the step, or after each call of a closure. A
+    parameter that this rank has not used counts with a zero gradient. The gradient stays None if no rank has
+    used it (except with one process per replica of XLA).
 
     Under Horovod the result works like ``hvd.DistributedOptimizer`` and takes the state of rank 0 (Adam's
     moments after a resume). Gradients are averages when ``backward`` returns, so a ``GradScaler``, clipping
@@ -380,7 +388,9 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         TypeError: ``optimizer`` is not an optimizer.
         ValueError: ``zero`` is True, and the backend does not support it, or only some ranks train the model.
             ``zero`` or ``strategy="fsdp"`` is used with an optimizer whose step needs all parameters
-            together (one that requires a closure: LBFGS). Raised before any communication.
+            together (one that requires a closure: LBFGS). Raised before any communication. Or parameters
+            that no model has differ between ranks (torch.distributed); raised by the first backward pass, on
+            every rank.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"auto_optim takes a torch optimizer, got {kind_of(optimizer)}.")
@@ -395,6 +405,7 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         average_in_step(wrapped)
     elif live.training.averages_in_backward and live.get_world_size() > 1:
         average_losses(wrapped)
+        average_loose(live, wrapped)
     return wrapped
 
 

@@ -44,6 +44,7 @@ class AfterBackward:
         ]
 
     def remove(self) -> None:
+        """Call nothing any more."""
         for handle in self._handles:
             handle.remove()
 

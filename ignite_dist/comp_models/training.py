@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary, ref
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from ignite_dist import tracing
+from ignite_dist.arguments import check_keywords
+from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.transport import Group
 from ignite_dist.passes import loader_class
 
@@ -23,6 +26,13 @@ NO_OPTIMIZER = (
     "No optimizer from auto_optim has parameters of this model. With this backend the optimizer averages the "
     "gradients: call auto_optim first."
 )
+
+
+def check_fsdp_keywords(kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError if FSDP2 does not know a keyword."""
+    from torch.distributed.fsdp import fully_shard
+
+    check_keywords("auto_model", kwargs, set(inspect.signature(fully_shard).parameters) - {"module"})
 
 
 class Training:
@@ -107,7 +117,17 @@ class Training:
         )
 
     def shard_model(self, model: Module, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
-        """Shard the parameters of ``model``, which are equal on all ranks, over the ranks."""
+        """Shard the parameters of ``model``, which are equal on all ranks, over the ranks.
+
+        Raises:
+            TypeError: unknown keywords.
+        """
+        check_fsdp_keywords(kwargs)
+        if kwargs:  # of the only rank
+            warn_user(
+                f"{', '.join(kwargs)} has no effect, because FSDP2 needs a context of torch.distributed: start "
+                "the script with idist.Parallel or a launcher, or call idist.initialize first."
+            )
         return model
 
     def replicate_model(
@@ -121,7 +141,7 @@ class Training:
         raise NotImplementedError
 
     def average_further_passes(self, model: Module, average: Callable[[list[Parameter]], None]) -> None:
-        """Call ``average`` after each backward pass of ``model`` whose gradients its wrapper does not average.
+        """Call ``average`` after each backward pass of ``model`` that its wrapper leaves alone.
 
         ``average`` averages the gradients of parameters.
         """

@@ -25,7 +25,8 @@ def join(
     A rank that has left the block contributes zeros to the other ranks' gradient reductions until all ranks
     have left the block. Then every rank takes the parameters of the last rank. As in torch, optimizer
     state (the moments of Adam) is not synchronised. In the block every other collective of this package
-    raises, because not all ranks would call it. In a serial context the block changes nothing. XLA and FSDP2
+    raises, because not all ranks would call it, and so does a second backward pass of a step (over gloo and
+    NCCL). In a serial context the block changes nothing. XLA and FSDP2
     raise on entry, because there every rank must take part in every step. If a rank raises in the block, the
     other ranks wait until that rank's process ends, as with torch's ``Join``.
 

@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_dist import _torch
-from ignite_dist.arguments import check_keywords
 from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.native import ddp_reduction, further_passes, replicas
-from ignite_dist.comp_models.training import Training
+from ignite_dist.comp_models.training import Training, check_fsdp_keywords
 from ignite_dist.comp_models.transport import Group
 from ignite_dist.gradients import parameters_of
 
@@ -288,7 +287,7 @@ def _shard_model(model: Module, device: torch.device, wrap: Sequence[type[Module
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    check_keywords("auto_model", kwargs, set(inspect.signature(fully_shard).parameters) - {"module"})
+    check_fsdp_keywords(kwargs)
     kwargs.setdefault("mesh", init_device_mesh(device.type, (dist.get_world_size(),)))
     before = list(model.parameters())
     for module in reversed(list(model.modules())):  # from the inside out

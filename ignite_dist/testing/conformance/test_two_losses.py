@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributions import Normal
-from torch.nn import Linear, Module
+from torch.nn import Linear, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
@@ -234,3 +234,57 @@ def test_a_wrapped_model_can_still_be_copied_and_pickled() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         loss_of(other(inputs(idist.get_rank(), 0))).backward()  # type: ignore[no-untyped-call]
         assert all(parameter.grad is not None for parameter in other.parameters())
+
+
+# --- parameters without a model -------------------------------------------------------------------------
+
+
+def loss_with(temperature: Tensor, output: dict[str, Any]) -> Tensor:
+    return loss_of(output) * temperature
+
+
+@pytest.mark.parametrize("is_optimizer_first", [False, True])
+@on_every_rank
+def test_a_parameter_that_no_model_has_takes_the_step_of_one_process(is_optimizer_first: bool) -> None:
+    size, alone = idist.get_world_size(), TwoHeads()
+    temperature = Parameter(torch.ones((), dtype=torch.float64, device=idist.device()))
+    wanted = 1 - RATE * sum(loss_of(alone(inputs(rank, 0))).item() for rank in range(size)) / size
+    model = idist.auto_model(TwoHeads())
+    optimizer = SGD([{"params": model.parameters()}, {"params": [temperature]}], lr=RATE)
+    if is_optimizer_first and idist.model_name() == "native-dist":
+        model = idist.unwrap_model(model)
+        optimizer = idist.auto_optim(optimizer)
+        model = idist.auto_model(model)
+    else:
+        optimizer = idist.auto_optim(optimizer)
+    loss_with(temperature, model(inputs(idist.get_rank(), 0))).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert temperature.item() == pytest.approx(wanted, rel=1e-9)
+
+
+@on_every_rank
+def test_a_parameter_that_no_model_has_must_be_equal_on_all_ranks() -> None:
+    if idist.model_name() != "native-dist" or idist.get_world_size() == 1:
+        return
+    own = Parameter(torch.full((2,), float(idist.get_rank()), device=idist.device()))
+    optimizer = idist.auto_optim(SGD([own], lr=RATE))
+    with pytest.raises(ValueError, match="belong to one rank only"):
+        own.sum().backward()  # type: ignore[no-untyped-call]
+    assert optimizer.param_groups[0]["params"] == [own]
+
+
+@on_every_rank
+def test_a_wrapper_of_the_script_averages_by_itself() -> None:
+    if idist.model_name() != "native-dist" or idist.get_world_size() == 1:
+        return
+    wrapped = DistributedDataParallel(TwoHeads(), gradient_as_bucket_view=True)
+    optimizer = idist.auto_optim(SGD(wrapped.parameters(), lr=RATE))
+    wanted = of_one_process(one_pass)
+    one_pass(wrapped, idist.get_rank())
+    optimizer.step()
+    found = [parameter.detach() for parameter in wrapped.parameters()]
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def one_pass(model: Module, rank: int) -> None:
+    loss_of(model(inputs(rank, 0))).backward()  # type: ignore[no-untyped-call]

@@ -93,7 +93,7 @@ def auto_model(
     In training each rank has its own running statistics (buffers). ``DistributedDataParallel`` gives all
     ranks those of rank 0 before a forward pass, but not buffers of int16, uint16, uint32, uint64 and float8.
     Each pass over a loader of ``auto_dataloader(exact=...)`` begins with a broadcast of rank 0's buffers.
-    Before an evaluation of any other kind, broadcast each buffer of ``unwrap_model(model).buffers()`` yourself.
+    Before another evaluation, broadcast each buffer of ``unwrap_model(model).buffers()`` yourself.
 
     Args:
         model: any module.

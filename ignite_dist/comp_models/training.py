@@ -125,8 +125,8 @@ class Training:
         check_fsdp_keywords(kwargs)
         if kwargs:  # of the only rank
             warn_user(
-                f"{', '.join(kwargs)} has no effect, because FSDP2 needs a context of torch.distributed: start "
-                "the script with idist.Parallel or a launcher, or call idist.initialize first."
+                f"{', '.join(kwargs)} has no effect, because FSDP2 needs torch.distributed: start the "
+                "script with idist.Parallel or a launcher, or call idist.initialize first."
             )
         return model
 

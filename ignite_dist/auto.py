@@ -42,7 +42,6 @@ from ignite_dist.training.initial_values import (
     place,
 )
 from ignite_dist.training.late_parameters import watch_frozen
-from ignite_dist.training.loose_parameters import average_loose
 from ignite_dist.training.state_dicts import load_model_state
 from ignite_dist.training.wrapped_models import unwrap_model
 from ignite_dist.values import meshes
@@ -356,12 +355,11 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
     step depends on the loss (the line search of ``torch.optim.LBFGS``) then takes the same step on all ranks,
     and ``step`` returns the mean loss.
 
-    If the model's wrapper averages gradients, the optimizer does not. Its parameters that no model of
-    :func:`auto_model` has (a learned temperature, the proxies of a metric loss) are averaged at the end of
-    each backward pass that reaches them. They must be equal on all ranks. With XLA, and with a backend
-    without a wrapper, a step hook averages gradients before the step, or after each call of a closure. A
-    parameter that this rank has not used counts with a zero gradient. The gradient stays None if no rank has
-    used it (except with one process per replica of XLA).
+    If the model's wrapper averages gradients, the optimizer does not: put each trained module through
+    :func:`auto_model`, also a learned temperature or the proxies of a metric loss. With XLA, and with a
+    backend without a wrapper, a step hook averages gradients before the step, or after each call of a
+    closure. A parameter that this rank has not used counts with a zero gradient. The gradient stays None if
+    no rank has used it (except with one process per replica of XLA).
 
     Under Horovod the result works like ``hvd.DistributedOptimizer`` and takes the state of rank 0 (Adam's
     moments after a resume). Gradients are averages when ``backward`` returns, so a ``GradScaler``, clipping
@@ -388,9 +386,7 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         TypeError: ``optimizer`` is not an optimizer.
         ValueError: ``zero`` is True, and the backend does not support it, or only some ranks train the model.
             ``zero`` or ``strategy="fsdp"`` is used with an optimizer whose step needs all parameters
-            together (one that requires a closure: LBFGS). Raised before any communication. Or parameters
-            that no model has differ between ranks (torch.distributed); raised by the first backward pass, on
-            every rank.
+            together (one that requires a closure: LBFGS). Raised before any communication.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"auto_optim takes a torch optimizer, got {kind_of(optimizer)}.")
@@ -405,7 +401,6 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         average_in_step(wrapped)
     elif live.training.averages_in_backward and live.get_world_size() > 1:
         average_losses(wrapped)
-        average_loose(live, wrapped)
     return wrapped
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import count
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,14 +31,18 @@ def accumulation_node(parameter: Parameter) -> Node:
 class AfterBackward:
     """Calls ``function()`` at the end of each backward pass that adds to gradients of ``parameters``.
 
-    ``torch.autograd.grad`` adds to none. Nothing is called at the end of a pass that fails. A copy of a model
-    has no such hooks.
+    Several functions of a pass are called in the order in which their objects were made, on every rank.
+    ``torch.autograd.grad`` adds to no gradient. Nothing is called at the end of a pass that fails. A copy of
+    a model has no such hooks. ``function`` must not hold the parameters, which then would never be freed.
     """
+
+    _numbers = count()
+    _reached: ClassVar[dict[int, list[AfterBackward]]] = {}  # by backward pass
 
     def __init__(self, parameters: Iterable[Parameter], function: Callable[[], None]) -> None:
         self._function = function
-        self._number = -1  # of the last backward pass
-        self._has_new = False
+        self._number = next(self._numbers)
+        self._pass = -1  # the last one that has reached a parameter
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             for parameter in parameters
@@ -50,17 +55,24 @@ class AfterBackward:
 
     def _on_gradient(self, _: Tensor) -> None:
         number = number_of_backward_pass()
-        if number != self._number:  # with passes inside of passes, one may be noted twice
-            self._number, self._has_new = number, True
-            run_after_backward(self._requeue)
+        if number == self._pass:
+            return
+        self._pass = number
+        reached = self._reached.setdefault(number, [])
+        if not reached:
+            run_after_backward(lambda: _call_after(number))
+        reached.append(self)
 
-    def _requeue(self) -> None:
-        run_after_backward(self._after_backward)  # behind what DDP calls at the end, whose hooks come later
+    @classmethod
+    def call_all(cls, number: int) -> None:
+        """Call the functions of the backward pass ``number``."""
+        for one in sorted(set(cls._reached.pop(number)), key=lambda one: one._number):
+            one._function()
 
-    def _after_backward(self) -> None:
-        if self._has_new:
-            self._has_new = False
-            self._function()
+
+def _call_after(number: int) -> None:
+    # Behind what DDP calls at the end of the pass: its hooks come later.
+    run_after_backward(lambda: AfterBackward.call_all(number))
 
 
 @contextmanager

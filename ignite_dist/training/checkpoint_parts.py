@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Module, ModuleDict
-from torch.optim import Optimizer
 
 from ignite_dist.arguments import kind_of
 from ignite_dist.passes import check_resumable
@@ -36,8 +35,8 @@ class Part:
 
     def __init__(self, kind: str, given: Any) -> None:
         self.kind = kind
-        self.is_several = isinstance(given, (Mapping, list, tuple))
-        if isinstance(given, Mapping):
+        self.is_several = isinstance(given, (Mapping, list, tuple)) and not hasattr(given, "state_dict")
+        if self.is_several and isinstance(given, Mapping):
             self.objects = dict(sorted(given.items(), key=lambda item: str(item[0])))
         elif self.is_several:
             self.objects = {str(number): one for number, one in enumerate(given)}
@@ -134,13 +133,13 @@ def _can_be_filled(value: Any) -> bool:
 
 _NEEDED = {
     "model": "an instance of torch.nn.Module",
-    "optimizer": "an instance of torch.optim.Optimizer",
+    "optimizer": "a torch optimizer, or a wrapper with its methods",
     "scheduler": "an object with state_dict() and load_state_dict()",
 }
 _IS_ALLOWED: dict[str, Callable[[Any], bool]] = {
     "model": lambda one: isinstance(one, Module),
-    "optimizer": lambda one: isinstance(one, Optimizer),
-    "scheduler": _can_be_filled,
+    "optimizer": lambda one: _can_be_filled(one) and hasattr(one, "param_groups"),
+    "scheduler": lambda one: not isinstance(one, type) and hasattr(one, "state_dict"),
 }
 
 
@@ -238,13 +237,13 @@ def _check_state(name: str, one: Any, own: Any, saved: Any) -> None:
         )
     if isinstance(one, Module):
         fitting_state(one, saved)
-    elif isinstance(one, Optimizer):
+    elif hasattr(one, "param_groups"):
         _check_optimizer(one, saved)
     elif isinstance(own, dict):
         _check_keys(one, own, saved)
 
 
-def _check_optimizer(optimizer: Optimizer, state: Any) -> None:
+def _check_optimizer(optimizer: Any, state: Any) -> None:
     check_optimizer_state(optimizer, state)
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         _check_keys(optimizer, own, saved)

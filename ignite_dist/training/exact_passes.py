@@ -78,13 +78,6 @@ def remember_model(live: ComputationModel, module: Module, group: Group, shares_
     adapted.had_buffers |= shares_buffers and bool(_shared_buffers(module))
 
 
-def ids_of_parameters(live: ComputationModel) -> set[int]:
-    """The ids of the parameters of all models that ``auto_model`` adapted on this rank."""
-    adapted = (model for models in _models_by_group(live).values() for model in models.models)
-    modules = (model.module() for model in adapted)
-    return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
-
-
 def group_of_parameters(live: ComputationModel, parameters: Iterable[Tensor]) -> Group:
     """The group of the ``auto_model`` model that has any of ``parameters``; the world if there is none."""
     ids = {id(parameter) for parameter in parameters}

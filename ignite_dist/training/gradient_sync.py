@@ -35,7 +35,6 @@ from ignite_dist.training.gradient_averaging import (
     average_now,
     local_gradient,
 )
-from ignite_dist.training.loose_parameters import average_after_block, local_in_block
 
 
 class DDPSyncStrategy(Enum):
@@ -90,8 +89,7 @@ def no_sync(model: Module) -> Iterator[None]:
         model(second).sum().backward()  # averages the gradients of both
     """
     live = current_model()
-    found = optimizers_of(live, model, None)
-    with live.training.accumulate(model, found), local_in_block(found):
+    with live.training.accumulate(model, optimizers_of(live, model, None)):
         yield
 
 
@@ -135,10 +133,10 @@ def grad_sync(
     elif is_final_microbatch or (
         strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and live.training.averages_in_backward
     ):
-        with live.training.average_in_block(model, found), average_after_block(found):
+        with live.training.average_in_block(model, found):
             yield
     else:
-        with live.training.accumulate(model, found), local_in_block(found):
+        with live.training.accumulate(model, found):
             yield
 
 
@@ -153,7 +151,7 @@ def _forced_sync(
         yield
         return
     try:
-        with live.training.accumulate(model, optimizers), local_in_block(optimizers) as loose:
+        with live.training.accumulate(model, optimizers):
             yield
     except BaseException as error:
         exchange_outcomes(live, group, error)  # the other ranks call this in their final microbatch
@@ -164,8 +162,6 @@ def _forced_sync(
             parameters.update(dict.fromkeys(parameters_of(*optimizers)))
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         average_gradients(live, agree_on_gradients(live, trained, group), group)
-        for one in loose:
-            one.average()
         live.training.mark_averaged(model)
         for optimizer in optimizers:
             if not live.training.averages_in_backward and id(optimizer) in live.training.optimizers:

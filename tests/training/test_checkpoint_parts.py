@@ -141,7 +141,7 @@ def _wrong_parts(rank: int, path: str) -> None:
     one = SGD(net.parameters(), lr=0.1)
     idist.save_checkpoint(path, epoch=1)
     before = Path(path).read_bytes()
-    needed = "must be an instance of torch.optim.Optimizer, or a dict or list of several; got"
+    needed = "must be a torch optimizer, or a wrapper with its methods, or a dict or list of several; got"
     for wrong, kind, message in (
         ({"optimizer": {1: one, "1": one}}, TypeError, r"optimizer=\{...\} must be str, got 1"),
         ({"optimizer": {"a": {"b": one}}}, TypeError, f"optimizer {needed} a dict as 'a'"),

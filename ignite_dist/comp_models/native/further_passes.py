@@ -27,6 +27,8 @@ Average = Callable[[list[Parameter]], None]
 class _Passes:
     """The backward passes that reach the parameters of one DDP.
 
+    It holds no parameter: hooks of the parameters hold it, and the garbage collector does not see those.
+
     Args:
         module: the DDP.
         average: averages the gradients of parameters over the ranks of the module.
@@ -34,19 +36,14 @@ class _Passes:
     Attributes:
         is_reducing: True from a forward pass to the end of DDP's reduction, perhaps in the second of two
             backward passes that each reach some of the parameters.
+        is_local: True after a forward pass in ``no_sync()``.
         hooks: the hooks of the parameters.
     """
 
     def __init__(self, module: DistributedDataParallel, average: Average) -> None:
-        ignored = module.parameters_to_ignore
-        self.is_reducing = False
+        self.is_reducing = self.is_local = False
         self._module, self._average = weakref.ref(module), average
-        self._parameters = [
-            parameter
-            for name, parameter in module.module.named_parameters()
-            if parameter.requires_grad and name not in ignored
-        ]
-        self.hooks = AfterBackward(self._parameters, self._after_backward)
+        self.hooks = AfterBackward(_trained(module), self._after_backward)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the module averages as DDP does
@@ -57,8 +54,14 @@ class _Passes:
             return
         if self.is_reducing:
             self.is_reducing = not _torch.has_reduced(module)
-        elif module.require_backward_grad_sync:
-            self._average(self._parameters)
+        elif module.require_backward_grad_sync and not self.is_local:
+            self._average(_trained(module))
+
+
+def _trained(module: DistributedDataParallel) -> list[Parameter]:
+    ignored = module.parameters_to_ignore
+    named = module.module.named_parameters()
+    return [one for name, one in named if one.requires_grad and name not in ignored]
 
 
 def average_further_passes(module: DistributedDataParallel, average: Average) -> None:
@@ -76,16 +79,23 @@ def average_further_passes(module: DistributedDataParallel, average: Average) ->
 @contextmanager
 def reducing(module: DistributedDataParallel) -> Iterator[None]:
     """Context manager: DDP completes its reduction in the block."""
-    passes = vars(module).get(_PASSES)
+    passes = _passes_of(module)
     if passes is not None:
         passes.is_reducing = True
-    yield
-    if passes is not None:
-        passes.is_reducing = False
+    try:
+        yield
+    finally:
+        if passes is not None:
+            passes.is_reducing = False
 
 
 def _note_forward(module: DistributedDataParallel, *_: Any) -> None:
     """The forward hook: a function of this module, because models are copied and pickled."""
-    passes: _Passes | None = vars(module).get(_PASSES)
-    if passes is not None and torch.is_grad_enabled() and module.require_backward_grad_sync:
-        passes.is_reducing = True
+    passes = _passes_of(module)
+    if passes is not None and torch.is_grad_enabled():
+        passes.is_local = not module.require_backward_grad_sync
+        passes.is_reducing |= not passes.is_local
+
+
+def _passes_of(module: DistributedDataParallel) -> _Passes | None:
+    return vars(module).get(_PASSES)

@@ -95,7 +95,9 @@ def unpack(payload: bytes | memoryview, rank: int) -> Any:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, as a uint8 view, for libraries that do not know its dtype."""
-    return tensor.view(-1).view(torch.uint8)
+    # view(-1) of one element may keep a stride of 0, with which torch views no bytes.
+    flat = tensor.as_strided((1,), (1,)) if tensor.numel() == 1 else tensor.view(-1)
+    return flat.view(torch.uint8)
 
 
 def as_tensor(buffer: bytearray) -> Tensor:

@@ -69,15 +69,20 @@ def test_the_server_of_another_library_is_left_alone(tmp_path: Path) -> None:
 
 
 INTERRUPTED = """
-    import multiprocessing.forkserver, os, signal, threading
+    import multiprocessing.forkserver, os, signal, socket, threading
     import ignite_dist as idist
     from ignite_dist.workers import fork_server
 
     start = fork_server._ensure_running
+    arrived, writer = socket.socketpair()
+    writer.setblocking(False)
 
     def interrupted(server):
+        signal.set_wakeup_fd(writer.fileno())
         # Another thread receives the signal, as in a notebook's kernel: it is blocked in this one.
         signal.pthread_kill(other.ident, signal.SIGINT)
+        arrived.recv(1)
+        signal.set_wakeup_fd(-1)
         start(server)
 
     if __name__ == "__main__":

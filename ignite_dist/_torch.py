@@ -351,12 +351,15 @@ def save(value: Any, file: IO[bytes], pickle_module: Any, protocol: int, *, as_z
 @contextmanager
 def left_out_of_ddp(model: Module, names: Collection[str]) -> Iterator[None]:
     """A ``DistributedDataParallel`` that is made in the block around ``model`` leaves these buffers alone."""
+    if not names:
+        yield
+        return
     ignored = list(ignored_by_ddp(model))
     ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    if names:
-        ignore(model, [*ignored, *names])
-    yield
-    if names:
+    ignore(model, [*ignored, *names])
+    try:
+        yield
+    finally:
         ignore(model, ignored)
 
 

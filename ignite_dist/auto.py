@@ -86,8 +86,8 @@ def auto_model(
 
     A step may have any number of backward passes, the same on every rank: of several losses, or of forward
     passes through the module inside of the wrapper. After each pass that ``DistributedDataParallel`` leaves
-    alone, the sums are averaged (by the mean, whatever ``comm_hook`` does). A pass on some ranks only belongs
-    into :func:`no_sync`.
+    alone, the sums are averaged (by the mean, whatever ``comm_hook`` does). A pass that only some ranks make
+    belongs into :func:`no_sync`.
 
     In training each rank has its own running statistics (buffers). ``DistributedDataParallel`` gives all
     ranks those of rank 0 before a forward pass, but not buffers of int16, uint16, uint32, uint64 and float8.
@@ -221,8 +221,8 @@ def _adapted(
 
 
 def _average_over(live: ComputationModel, group: Group) -> Callable[[list[Parameter]], None]:
-    """A function that averages gradients until the context ends, which the function does not keep alive."""
-    context = weakref.ref(live)
+    """A function that averages gradients over ``group``, and does nothing after the end of the context."""
+    context = weakref.ref(live)  # the model may live longer
 
     def average(parameters: list[Parameter]) -> None:
         live = context()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -37,11 +38,10 @@ class AfterBackward:
     """
 
     _numbers = count()
-    _reached: ClassVar[dict[int, list[AfterBackward]]] = {}  # by backward pass
 
     def __init__(self, parameters: Iterable[Parameter], function: Callable[[], None]) -> None:
-        self._function = function
-        self._number = next(self._numbers)
+        self.function = function
+        self.number = next(self._numbers)
         self._pass = -1  # the last one that has reached a parameter
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
@@ -58,21 +58,30 @@ class AfterBackward:
         if number == self._pass:
             return
         self._pass = number
-        reached = self._reached.setdefault(number, [])
-        if not reached:
-            run_after_backward(lambda: _call_after(number))
-        reached.append(self)
-
-    @classmethod
-    def call_all(cls, number: int) -> None:
-        """Call the functions of the backward pass ``number``."""
-        for one in sorted(set(cls._reached.pop(number)), key=lambda one: one._number):
-            one._function()
+        current = _passes.get(number)
+        if current is None:
+            current = _passes[number] = _Pass()
+            run_after_backward(current.end)
+        current.reached.add(self)
 
 
-def _call_after(number: int) -> None:
-    # Behind what DDP calls at the end of the pass: its hooks come later.
-    run_after_backward(lambda: AfterBackward.call_all(number))
+class _Pass:
+    """A backward pass. Only its callback holds it, which autograd frees when the pass fails."""
+
+    def __init__(self) -> None:
+        self.reached: set[AfterBackward] = set()
+
+    def end(self) -> None:
+        run_after_backward(
+            self.call_all
+        )  # behind what DDP calls at the end of the pass: its hooks come later
+
+    def call_all(self) -> None:
+        for one in sorted(self.reached, key=lambda one: one.number):
+            one.function()
+
+
+_passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()  # by number
 
 
 @contextmanager

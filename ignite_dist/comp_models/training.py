@@ -122,8 +122,8 @@ class Training:
         Raises:
             TypeError: unknown keywords.
         """
-        check_fsdp_keywords(kwargs)
         if kwargs:  # of the only rank
+            check_fsdp_keywords(kwargs)
             warn_user(
                 f"{', '.join(kwargs)} has no effect, because FSDP2 needs torch.distributed: start the "
                 "script with idist.Parallel or a launcher, or call idist.initialize first."

@@ -20,7 +20,7 @@ _ONE = ""  # the name of a single object
 
 
 class Part:
-    """The objects of one argument. The constructor accepts anything, see :meth:`check`.
+    """The objects of one argument. Call :meth:`check` first: the constructor accepts anything.
 
     Args:
         kind: "model", "optimizer", "scheduler" or "loader".

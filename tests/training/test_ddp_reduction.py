@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module, Sequential
+from torch.nn import Linear, Module, Parameter, Sequential
 
 import ignite_dist as idist
+from ignite_dist import gradients
 
 
 class Net(Module):
@@ -244,3 +245,19 @@ def _joined(_: int) -> None:
 
 def test_a_rank_that_skips_within_join() -> None:
     idist.spawn("gloo", _joined, nproc_per_node=2)
+
+
+def test_a_backward_pass_that_fails_leaves_nothing() -> None:
+    def fail(_: Any) -> None:
+        raise LookupError
+
+    weight, calls = Parameter(torch.ones(1)), []
+    gradients.AfterBackward([weight], lambda: calls.append(1))
+    weight.sum().backward()  # type: ignore[no-untyped-call]
+    handle = weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(LookupError):
+        weight.sum().backward()  # type: ignore[no-untyped-call]
+    assert calls == [1] and not gradients._passes
+    handle.remove()
+    weight.sum().backward()  # type: ignore[no-untyped-call]
+    assert calls == [1, 1]

@@ -122,10 +122,14 @@ def buckets(_: int) -> list[Any]:
     loader = idist.auto_dataloader(data(), batch_sampler=Buckets())
     for _ in range(3):
         for x, labels, _noise in loader:
-            optimizer.zero_grad()
-            cross_entropy(model(x), labels).backward()
-            optimizer.step()
+            step(model, optimizer, x, labels)
     return parameters(model)
+
+
+def step(model: Any, optimizer: Any, x: Tensor, labels: Tensor) -> None:
+    optimizer.zero_grad()
+    cross_entropy(model(x), labels).backward()
+    optimizer.step()
 
 
 def steps_per_epoch(_: int) -> list[Any]:
@@ -142,9 +146,7 @@ def steps_per_epoch(_: int) -> list[Any]:
     for _ in range(4):
         for _step in range(3):
             x, labels, _noise = next(batches)
-            optimizer.zero_grad()
-            cross_entropy(model(x), labels).backward()
-            optimizer.step()
+            step(model, optimizer, x, labels)
     return parameters(model)
 
 

@@ -41,8 +41,8 @@ from ignite_dist.training.initial_values import (
     is_on_meta,
     place,
 )
-from ignite_dist.training.late_parameters import watch_frozen
 from ignite_dist.training.state_dicts import load_model_state
+from ignite_dist.training.unaveraged_parameters import watch_first_step, watch_frozen
 from ignite_dist.training.wrapped_models import unwrap_model
 from ignite_dist.values import meshes
 
@@ -356,10 +356,11 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
     and ``step`` returns the mean loss.
 
     If the model's wrapper averages gradients, the optimizer does not: put each trained module through
-    :func:`auto_model`, also a learned temperature or the proxies of a metric loss. With XLA, and with a
-    backend without a wrapper, a step hook averages gradients before the step, or after each call of a
-    closure. A parameter that this rank has not used counts with a zero gradient. The gradient stays None if
-    no rank has used it (except with one process per replica of XLA).
+    :func:`auto_model`, also a learned temperature or the proxies of a metric loss. The first step warns of
+    parameters that are in no such module, because each rank trains its own. With XLA, and with a backend
+    without a wrapper, a step hook averages gradients before the step, or after each call of a closure. A
+    parameter that this rank has not used counts with a zero gradient. The gradient stays None if no rank has
+    used it (except with one process per replica of XLA).
 
     Under Horovod the result works like ``hvd.DistributedOptimizer`` and takes the state of rank 0 (Adam's
     moments after a resume). Gradients are averages when ``backward`` returns, so a ``GradScaler``, clipping
@@ -401,6 +402,7 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         average_in_step(wrapped)
     elif live.training.averages_in_backward and live.get_world_size() > 1:
         average_losses(wrapped)
+        watch_first_step(wrapped)
     return wrapped
 
 

@@ -78,6 +78,12 @@ def remember_model(live: ComputationModel, module: Module, group: Group, shares_
     adapted.had_buffers |= shares_buffers and bool(_shared_buffers(module))
 
 
+def remembered_models(live: ComputationModel) -> list[Module]:
+    """The models of this rank that are still alive."""
+    modules = [one.module() for adapted in _models_by_group(live).values() for one in adapted.models]
+    return [module for module in modules if module is not None]
+
+
 def group_of_parameters(live: ComputationModel, parameters: Iterable[Tensor]) -> Group:
     """The group of the ``auto_model`` model that has any of ``parameters``; the world if there is none."""
     ids = {id(parameter) for parameter in parameters}

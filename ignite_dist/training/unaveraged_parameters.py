@@ -1,17 +1,31 @@
-"""Detect parameters that are unfrozen after ``auto_model``: no rank would average their gradients."""
+"""Detect parameters whose gradients no rank averages.
+
+A parameter that is unfrozen after ``auto_model`` raises. A parameter in no model of ``auto_model`` is the
+subject of a warning: a program may train it apart on each rank, as an expert or a pipeline stage.
+"""
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ignite_dist import _torch
+from ignite_dist.call_sites import warn_user
+from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel
+from ignite_dist.context.live import current_model
+from ignite_dist.gradients import parameters_of, take_mark
+from ignite_dist.training.exact_passes import remembered_models
+
+# --- parameters that are unfrozen after auto_model -----------------------------------------------------
 
 # Keyed by parameter.
 _hook_handles: Any = WeakTensorKeyDictionary()
@@ -71,3 +85,53 @@ class _RaisingHook:
             "averaged. Unfreeze the parameter, then call model = idist.auto_model(idist.unwrap_model(model)) "
             "again and make a new optimizer."
         )
+
+
+# --- parameters in no model of auto_model --------------------------------------------------------------
+
+
+def watch_first_step(optimizer: Optimizer) -> None:
+    """Warn after the first step of ``optimizer`` if nothing has averaged a gradient. Never communicates.
+
+    Only for backends whose models average gradients, and not their optimizers.
+    """
+    if not any(isinstance(hook, _FirstStep) for hook in _torch.step_hooks(optimizer)[1].values()):
+        optimizer.register_step_post_hook(_FirstStep())
+
+
+class _FirstStep:
+    """A step hook that acts once."""
+
+    def __init__(self) -> None:
+        self._is_first = True
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_first:
+            return
+        self._is_first = False
+        live = current_model()
+        if live.get_world_size() == 1 or take_mark(optimizer):  # the script has averaged them itself
+            return
+        own = [
+            parameter
+            for parameter in parameters_of(optimizer)
+            if parameter.grad is not None and not is_sharded(parameter)
+        ]
+        own = _outside(own, remembered_models(live))
+        if own and (own := _outside(own, _wrapped_by_the_script())):
+            shapes = ", ".join(str(tuple(parameter.shape)) for parameter in own[:5])
+            warn_user(
+                f"This {type(optimizer).__name__} trains parameters that are in no model of auto_model, so "
+                f"each rank trains its own. Their shapes: {shapes}{', ...' if len(own) > 5 else ''}. To "
+                "average their gradients, put their module through auto_model too, and keep what it returns "
+                "(for single parameters: shared = idist.auto_model(torch.nn.ParameterList([temperature])))."
+            )
+
+
+def _outside(parameters: list[Any], models: Iterable[Module]) -> list[Any]:
+    inside = {id(parameter) for model in models for parameter in model.parameters()}
+    return [parameter for parameter in parameters if id(parameter) not in inside]
+
+
+def _wrapped_by_the_script() -> list[Module]:
+    return [one for one in gc.get_objects() if type(one) is DistributedDataParallel]

@@ -14,6 +14,7 @@ from ignite_dist.diagnostics import announcing, watchdog
 from ignite_dist.errors import RankFailedError
 from ignite_dist.workers.attempts import JOB_ID_VARIABLE, Attempts
 from ignite_dist.workers.failures import failure_of
+from ignite_dist.workers.output import fill_standard_files
 
 _logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ def start(launcher: type[Launcher], entry: Entry, max_restarts: int, **options: 
     Raises:
         RankFailedError: the last attempt has failed, or another attempt would fail in the same way.
     """
+    fill_standard_files()
     attempts = Attempts(max_restarts)
     entry.job_id = attempts.job_id
     if "attempts" in keywords_of(launcher.start):

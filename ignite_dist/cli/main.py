@@ -1,6 +1,7 @@
 """The arguments and the exit status of the command line.
 
-Exit status 0: success. 1: a failure. 2: wrong arguments or environment variables. 130: Ctrl-C.
+Exit status 0: success. 1: a failure. 2: wrong arguments or environment variables. 130: Ctrl-C. A script's own
+status is that of its rank that failed first.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 status: int = options.command(options, output)
                 return status
             except (Exception, KeyboardInterrupt) as error:
-                status, text = _status_and_message(error)
+                status, text = _status_and_message(error, runs_script=options.command is _run)
                 if options.json and _prints_results():
                     output.json({"ok": False, "error": text})
                 sys.stderr.write(f"ignite-dist: {text}\n")
@@ -38,10 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _FAILED
 
 
-def _status_and_message(error: BaseException) -> tuple[int, str]:
+def _status_and_message(error: BaseException, runs_script: bool) -> tuple[int, str]:
     """The exit status and the message for ``error``. Raises an unexpected error again."""
     if isinstance(error, KeyboardInterrupt):
         return _INTERRUPTED, "interrupted."
+    if runs_script and isinstance(error, idist.RankFailedError):
+        return _status_of_script(error), str(error).rstrip()
     if isinstance(error, (idist.RankFailedError, idist.MissingRanksError)):
         return _FAILED, jobs.error_message(error).rstrip()
     if isinstance(error, (ValueError, TypeError, idist.LaunchError, idist.EnvironmentVariablesError)):
@@ -51,6 +54,14 @@ def _status_and_message(error: BaseException) -> tuple[int, str]:
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):  # a file that cannot be written
         return _FAILED, str(error)
     raise error
+
+
+def _status_of_script(error: idist.RankFailedError) -> int:
+    """The exit status of the rank that failed first. After a signal that of a shell: 128 and the number."""
+    code: int | None = getattr(error, "exit_code", None)
+    if not code:
+        return _FAILED
+    return code if code > 0 else 128 - code
 
 
 # --- the arguments -----------------------------------------------------------------------------------
@@ -129,7 +140,7 @@ def _add_run(commands: Any) -> None:
         "--timeline", metavar="FILE", help="record the script's collectives to FILE, for example trace.json"
     )
     run.add_argument("-m", "--module", action="store_true", help="`script` is a module, as with python -m")
-    run.add_argument("script", help="a Python file; it may use idist without starting a context")
+    run.add_argument("script", help="a Python file, or - for stdin; needs no code to start a context")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     run.set_defaults(command=_run, json=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import socket
 import time
@@ -211,6 +212,15 @@ def _with_own_file(init_method: str, num_contexts: int) -> str:
     if parts.scheme != "file" or num_contexts == 0:
         return init_method
     return parts._replace(path=f"{parts.path}.{num_contexts}").geturl()
+
+
+def remove_files(init_method: str | None) -> None:
+    """Remove the files that ranks have left at a ``file://``. No rank may run."""
+    parts = urlsplit(init_method or "")
+    if parts.scheme == "file":
+        for path in (parts.path, *glob.glob(f"{glob.escape(parts.path)}.[0-9]*")):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 def _connect(place: Environment, init_method: str, seconds: float) -> Store:

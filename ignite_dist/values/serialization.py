@@ -8,7 +8,9 @@ without running unregistered code.
 
 from __future__ import annotations
 
+import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +22,11 @@ from ignite_dist.values import safe_objects
 # --- pipes: between a launcher and its workers -------------------------------------------------------
 
 
-def encode(value: Any) -> bytes:
+# Like ``pickle.Pickler.reducer_override``. NotImplemented stands for the usual way.
+Override = Callable[[Any], Any]
+
+
+def encode(value: Any, override: Override | None = None) -> bytes:
     """``value`` as bytes.
 
     Plain pickle sends functions and classes by reference; scripts rely on this. cloudpickle handles objects
@@ -30,12 +36,12 @@ def encode(value: Any) -> bytes:
         TypeError: neither library can serialise ``value``. Nothing has been sent.
     """
     try:
-        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        return _pickled(pickle.Pickler, value, override)
     except Exception:  # a __reduce__ may raise anything
-        return encode_by_value(value)
+        return encode_by_value(value, override)
 
 
-def encode_by_value(value: Any) -> bytes:
+def encode_by_value(value: Any, override: Override | None = None) -> bytes:
     """``value`` as bytes that can be decoded without this process's main module.
 
     Raises:
@@ -44,14 +50,28 @@ def encode_by_value(value: Any) -> bytes:
     import cloudpickle
 
     try:
-        payload: bytes = cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        return _pickled(cloudpickle.Pickler, value, override)
     except Exception as error:
         raise TypeError(
             f"A value of type {type(value).__qualname__} cannot be sent to another process: "
             f"{str(error).rstrip('.')}. "
             "Neither pickle nor cloudpickle can serialise it. Send the underlying data instead."
         ) from error
-    return payload
+
+
+def _pickled(base: Any, value: Any, override: Override | None) -> bytes:
+    class Pickler(base):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            found = override(obj)  # type: ignore[misc]
+            return (
+                found
+                if found is not NotImplemented or base is pickle.Pickler
+                else super().reducer_override(obj)
+            )
+
+    file = io.BytesIO()
+    (base if override is None else Pickler)(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
 
 
 def decode(payload: bytes | memoryview) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import signal
@@ -28,6 +29,7 @@ from ignite_dist.errors import (
 from ignite_dist.rendezvous import connections
 from ignite_dist.values import serialization
 from ignite_dist.workers.out_of_memory import SIGKILL_HINT
+from ignite_dist.workers.sent_calls import EncodedCall
 from ignite_dist.workers.sent_exceptions import decode_exception, encode_exception
 
 # Longer texts are shortened to this many characters. A message may contain a whole tensor.
@@ -80,11 +82,11 @@ class FailedRank(NamedTuple):
 # --- in the worker -----------------------------------------------------------------------------------
 
 
-def outcome_of(sent_call: bytes | Callable[..., Any], local_rank: int) -> bytes | Failure:
+def outcome_of(sent_call: EncodedCall | Callable[..., Any], local_rank: int) -> bytes | Failure:
     """Decode ``sent_call`` and make the call. Returns the encoded result, or the failure."""
     try:
         try:
-            call = _decode_call(sent_call) if isinstance(sent_call, bytes) else sent_call
+            call = _decode_call(sent_call) if isinstance(sent_call, EncodedCall) else sent_call
         except Exception as error:
             return failure_of(error, is_permanent=True)
         result = call(local_rank)
@@ -105,15 +107,14 @@ def _encode_result(result: Any) -> bytes | Failure:
         return failure_of(TypeError(message), is_permanent=True)
 
 
-def _decode_call(sent_call: bytes) -> Callable[..., Any]:
+def _decode_call(sent_call: EncodedCall) -> Callable[..., Any]:
     try:
-        call: Callable[..., Any] = serialization.decode(sent_call)
+        return sent_call.decode()
     except AttributeError as error:
         raise LaunchError(
             f"A worker did not find what was sent: {error}. Workers import the script without the "
             "part under `if __name__ == '__main__':`. Define functions and classes above that part."
         ) from None
-    return call
 
 
 def failure_of(error: BaseException, exit_code: int | None = None, is_permanent: bool = False) -> Failure:
@@ -124,7 +125,7 @@ def failure_of(error: BaseException, exit_code: int | None = None, is_permanent:
         trace = error.__traceback__
     summary = connections.last_lines(error).strip()
     try:
-        text = "".join(traceback.format_exception(type(error), error, user_traceback(trace)))
+        text = _text_of(error, user_traceback(trace))
     except Exception:  # raised by code of this exception, or of its cause
         where = "".join(traceback.format_tb(user_traceback(trace)))
         text = f"Traceback (most recent call last):\n{where}{summary}\n"
@@ -138,6 +139,33 @@ def failure_of(error: BaseException, exit_code: int | None = None, is_permanent:
         is_permanent,
         encode_exception(error),
     )
+
+
+def _text_of(error: BaseException, trace: TracebackType | None) -> str:
+    """The traceback as Python prints it, with fewer frames of this package."""
+    formatted = traceback.TracebackException(type(error), error, trace, compact=True)
+    if os.environ.get("IGNITE_DIST_DEBUG") != "1":
+        _shorten(formatted)
+    return "".join(formatted.format())
+
+
+def _shorten(formatted: traceback.TracebackException) -> None:
+    """Keep the first and the last frame of this package below each frame of the user."""
+    kept: list[traceback.FrameSummary] = []
+    num_own = 0  # since the last frame of the user
+    for frame in formatted.stack:
+        if not is_package_path(frame.filename):
+            num_own = num_own if is_library_path(frame.filename) else 0
+        else:
+            num_own += 1
+            if num_own > 2:
+                del kept[max(i for i, one in enumerate(kept) if is_package_path(one.filename))]
+        kept.append(frame)
+    formatted.stack[:] = kept
+    others = (formatted.__cause__, formatted.__context__, *(getattr(formatted, "exceptions", None) or ()))
+    for other in others:
+        if other is not None:
+            _shorten(other)
 
 
 def _is_plumbing(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Python's fork server, and the encoding of a worker's call and environment."""
+"""Python's fork server, and the encoding of a worker's environment."""
 
 from __future__ import annotations
 
@@ -9,45 +9,21 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, reduction, resource_tracker, util
 from multiprocessing.context import BaseContext, get_spawning_popen
 from typing import Any
 
 from ignite_dist.errors import LaunchError
-from ignite_dist.values import serialization
-from ignite_dist.workers.cell_sources import encode_with_sources
 from ignite_dist.workers.output import is_open
+from ignite_dist.workers.sent_calls import main_is_importable
 from ignite_dist.workers.worker import apply_launch
 
 BEGIN_IMPORTS = signal.SIGURG
 """The signal that starts the imports of ``idle_imports``. Other processes ignore it by default."""
 
 _IDLE_IMPORTS = "ignite_dist.workers.idle_imports"
-
-
-def encode_call(call: Callable[..., Any]) -> bytes:
-    """``call`` as bytes. Pickled by value if the workers cannot import this process's main module."""
-    try:
-        return serialization.encode(call) if _main_is_importable() else encode_with_sources(call)
-    except TypeError as error:
-        reason = error.__cause__ or error
-        raise TypeError(
-            f"The function given to spawn, or one of its arguments, cannot be sent to a worker: {reason}"
-        ) from error
-
-
-def _main_is_importable() -> bool:
-    """True if workers import the main module. False in a notebook, with ``-c``, from a pipe.
-
-    Nor does ``multiprocessing`` import the ``__main__`` of a package (``python -m package``).
-    """
-    main = sys.modules["__main__"]
-    path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
-    if spec is not None:
-        return not str(spec.name).endswith("__main__")
-    return path is not None and os.path.exists(path)
 
 
 def exit_if_main_is_not_guarded() -> None:
@@ -67,7 +43,7 @@ def hidden_main() -> Iterator[None]:
     """Keep ``multiprocessing`` from importing a main module whose file does not exist."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
-    if path is None or _main_is_importable():
+    if path is None or main_is_importable():
         yield
         return
     del main.__file__
@@ -83,6 +59,7 @@ def context_of(start_method: str | None) -> BaseContext:
     Raises:
         ValueError: this platform has no such start method.
     """
+    vars(sys.modules["__main__"]).setdefault("__spec__", None)  # pdb removes it, and multiprocessing reads it
     allowed = multiprocessing.get_all_start_methods()
     method = start_method or ("forkserver" if "forkserver" in allowed else "spawn")
     if method not in allowed:
@@ -95,6 +72,7 @@ def context_of(start_method: str | None) -> BaseContext:
         modules = [name for name in server._preload_modules if name != "__main__"]  # type: ignore[attr-defined]
         context.set_forkserver_preload(list(dict.fromkeys([*modules, "torch", "ignite_dist", _IDLE_IMPORTS])))
         with _server_lock:
+            _forget_server_of_parent(server)
             if server._forkserver_pid is None:  # type: ignore[attr-defined]
                 with _interrupt_delayed():
                     _start_server(server)
@@ -124,6 +102,20 @@ def _interrupt_delayed() -> Iterator[None]:
         signal.signal(signal.SIGINT, action)
         if received:
             signal.raise_signal(signal.SIGINT)
+
+
+def _forget_server_of_parent(server: Any) -> None:
+    """In a forked process: forget the fork server that its parent has started. Python would wait for it.
+
+    Raises nothing, and does not reap a server that has died: Python does that.
+    """
+    if server._forkserver_pid is None:
+        return
+    try:
+        os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        os.close(server._forkserver_alive_fd)  # or the server would live as long as this process
+        server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
 
 
 def _start_server(server: Any) -> None:

@@ -76,6 +76,16 @@ class InheritedFile:
 # --- in the launcher ---------------------------------------------------------------------------------
 
 
+def fill_standard_files() -> None:
+    """Open ``/dev/null`` for each of stdin, stdout and stderr that is closed.
+
+    Otherwise sockets and pipes of a launch get these numbers, which new processes use for their streams.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)  # as the files that a process starts with
+    os.close(fd)
+
+
 def is_open(fd: int) -> bool:
     """True if the file descriptor is open."""
     try:

@@ -39,7 +39,6 @@ from ignite_dist.workers.failures import (
 from ignite_dist.workers.fork_server import (
     Launch,
     context_of,
-    encode_call,
     exit_if_main_is_not_guarded,
     hidden_main,
     import_in_idle_server,
@@ -49,6 +48,7 @@ from ignite_dist.workers.nodes import ALONE, Nodes
 from ignite_dist.workers.out_of_memory import count_oom_kills, sigkill_reason
 from ignite_dist.workers.output import ForwardedOutput, InheritedFile
 from ignite_dist.workers.running_worker import FaultOutput, RunningWorker
+from ignite_dist.workers.sent_calls import encode_call
 from ignite_dist.workers.worker import ReportPipe, SentCall, run_alone, worker_main
 
 _logger = logging.getLogger(__name__)
@@ -156,6 +156,15 @@ def _start_process(
     try:
         with hidden_main():
             process.start()
+    except RuntimeError as error:
+        if "in a fork context" not in str(error):
+            raise
+        kinds = ", ".join(type(one).__name__ for one in getattr(sent_call, "shared", ()))
+        raise TypeError(
+            f"An argument of the function contains a {kinds} that is made for forked processes, and "
+            f"start_method is {context.get_start_method()!r}. Make it with "
+            f"multiprocessing.get_context({context.get_start_method()!r}), or pass start_method='fork'."
+        ) from error
     finally:
         for file in outputs.values():
             os.close(file)

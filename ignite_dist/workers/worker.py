@@ -24,11 +24,14 @@ from ignite_dist.workers.failures import Failure, failure_of, outcome_of
 from ignite_dist.workers.interrupts import ReceivedSignals
 from ignite_dist.workers.log_settings import LogSettings
 from ignite_dist.workers.output import write_whole_lines
+from ignite_dist.workers.sent_calls import EncodedCall
 
 TERMINATE_SECONDS = 3.0
 """Time for a worker to end after SIGTERM."""
 
-SentCall = bytes | Callable[..., Any]  # a rank's call, as bytes unless the worker is a fork of the launcher
+SentCall = (
+    EncodedCall | Callable[..., Any]
+)  # a rank's call, encoded unless the worker is a fork of the launcher
 
 
 def apply_launch(

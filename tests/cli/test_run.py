@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import zipapp
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,111 @@ def test_wrong_arguments(args: list[str], text: str, capfd: pytest.CaptureFixtur
     status, output, errors = run_here(capfd, "run", *args)
     assert (status, output) == (2, "")
     assert len(errors.splitlines()) == 1 and text in errors
+
+
+# --- as `python` runs it -------------------------------------------------------------------------------
+
+SHOWS = """
+    import os, sys
+    import beside
+    name = os.path.basename(sys.path[0]), os.path.basename(__file__), os.path.isabs(__file__), sys.argv
+    os.chdir("/")
+    sys.stdout.write(f"{name} {beside.NAME} {open(__file__).read(6)!r} {__name__} {__spec__}\\n")
+"""
+
+
+@pytest.mark.parametrize("how", ["file", "link"])
+def test_a_file_is_found_where_it_really_is(how: str, tmp_path: Path) -> None:
+    real, links = tmp_path / "real", tmp_path / "links"
+    real.mkdir()
+    links.mkdir()
+    (real / "beside.py").write_text("NAME = 'beside'\n")
+    script = write_script(real, SHOWS)
+    if how == "link":
+        (links / "linked.py").symlink_to(script)
+        script = links / "linked.py"
+    name = os.path.relpath(script, tmp_path)
+    alone = run_python(name, "--lr", "1", cwd=tmp_path)
+    ended = run_python("-m", "ignite_dist", "run", "--nproc-per-node", "2", name, "--lr", "1", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stdout
+    assert ended.stdout == alone.stdout * 2
+
+
+@pytest.mark.parametrize("how", ["folder", "zip"])
+def test_a_folder_and_a_zip_file(how: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_script(
+        folder,
+        "import sys, beside\nsys.stdout.write(f'{beside.NAME} {__name__} {sys.argv[1:]}\\n')",
+        "__main__.py",
+    )
+    (folder / "beside.py").write_text("NAME = 'beside'\n")
+    if how == "zip":
+        zipapp.create_archive(folder, tmp_path / "app.pyz")
+    ended = _run("--nproc-per-node", "2", folder if how == "folder" else tmp_path / "app.pyz", "a")
+    assert ended.stdout == "beside __main__ ['a']\n" * 2
+
+
+def test_the_standard_input(tmp_path: Path) -> None:
+    text = "import sys, ignite_dist as idist\nsys.stdout.write(f'{idist.all_reduce(1)} {sys.argv}\\n')\n"
+    command = ("-m", "ignite_dist", "run", "--nproc-per-node", "2", "-", "a")
+    ended = run_python(*command, input=text, cwd=tmp_path)
+    assert ended.stdout == "2 ['-', 'a']\n" * 2
+
+
+ENDS = """
+    import os, sys
+    import ignite_dist as idist
+    how = sys.argv[1]
+    if how == "status":
+        sys.exit(7)
+    elif how == "text":
+        sys.exit("all is lost")
+    elif how == "signal":
+        os.kill(os.getpid(), 9)
+    elif how == "error":
+        raise LookupError("no data")
+    elif how == "ours":
+        idist.all_reduce(1) if idist.get_rank() else idist.barrier()
+    elif how == "zero":
+        sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "shown"),
+    [
+        ("zero", 0, ""),
+        ("status", 7, "sys.exit(7)"),
+        ("text", 1, "all is lost"),
+        ("signal", 128 + 9, "SIGKILL"),
+        ("error", 1, 'raise LookupError("no data")'),
+        ("ours", 1, "idist.all_reduce(1) if idist.get_rank() else idist.barrier()"),
+    ],
+)
+def test_the_exit_status_is_the_scripts_and_its_lines_are_shown(
+    how: str, status: int, shown: str, tmp_path: Path
+) -> None:
+    ended = _run("--nproc-per-node", "2", write_script(tmp_path, ENDS), how)
+    assert ended.returncode == status and shown in ended.stdout, ended.stdout
+    frames = [line for line in ended.stdout.splitlines() if "ignite_dist/" in line and "File" in line]
+    assert len(frames) <= 2 and (how == "ours") == bool(frames), ended.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["error", "ours", "status"])
+def test_failures_under_a_launcher_too(how: str, tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ended = _run("--backend", "gloo", write_script(tmp_path, ENDS), how, launcher=torchrun)
+    shown = {"error": 'raise LookupError("no data")', "ours": "idist.barrier()", "status": "exitcode  : 7"}
+    assert ended.returncode == 1 and shown[how] in ended.stdout, ended.stdout
+    assert "runpy" not in ended.stdout.partition("torch/distributed/run.py")[0].partition("E1")[0]
+
+
+def test_all_frames_of_this_package_with_debug(tmp_path: Path) -> None:
+    environ = plain_environ(IGNITE_DIST_DEBUG="1")
+    command = ("-m", "ignite_dist", "run", "--nproc-per-node", "2", write_script(tmp_path, ENDS), "ours")
+    ended = run_python(*command, env=environ)
+    frames = [line for line in ended.stdout.splitlines() if "ignite_dist/" in line and "File" in line]
+    assert len(frames) > 2, ended.stdout

@@ -103,3 +103,26 @@ def test_a_launcher_that_does_not_talk_to_other_nodes() -> None:
     with pytest.raises(ValueError, match="max_restarts is for one machine"):
         restarts.check_max_restarts(XlaLauncher, 1, {"nnodes": 2})
     restarts.check_max_restarts(XlaLauncher, 1, {"nnodes": 1})
+
+
+def _dies_in_the_second_context(local_rank: int, folder: Path, method: str) -> int:
+    count = _attempt(folder)
+    idist.finalize()
+    idist.initialize("gloo", init_method=method, rank=local_rank, world_size=2)
+    idist.barrier()
+    if count < 2 and local_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return idist.all_reduce(1)
+
+
+@pytest.mark.parametrize("context", ["first", "second"])
+def test_attempts_that_meet_at_a_file(context: str, tmp_path: Path) -> None:
+    folder, method = tmp_path / "attempts", f"file://{tmp_path}/meeting"
+    folder.mkdir()
+    args, function = (folder, "is killed"), _dies_twice
+    if context == "second":
+        args, function = (folder, method), _dies_in_the_second_context  # type: ignore[assignment]
+    found = idist.spawn("gloo", function, args, nproc_per_node=2, max_restarts=2, init_method=method)
+    assert found == [2 if context == "second" else (2, 2)] * 2
+    assert len(_attempts(folder)) == 6
+    assert not list(tmp_path.glob("meeting*")), "nothing that a later job would read"

@@ -23,8 +23,8 @@ from ignite_dist.errors import RankFailedError, without_link
 from ignite_dist.rendezvous import network_interfaces, stores
 from ignite_dist.values import serialization
 from ignite_dist.workers import processes
-from ignite_dist.workers.cell_sources import encode_with_sources
 from ignite_dist.workers.failures import FailedRank, Failure, error_of, outcome_of
+from ignite_dist.workers.sent_calls import EncodedCall, encode_for_machines
 
 # --- on this machine -----------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ def run_on_hosts(
     if num_proc == 1 and hosts is not None and not filter_local_addresses([hosts.partition(":")[0]]):
         return list(start_local_workers(entry, 1, start_method=None, daemon=False).join() or [])
     token = secrets.token_hex(8)
-    call = partial(_run_and_report, encode_with_sources(entry), list(sys.path), token)
+    call = partial(_run_and_report, encode_for_machines(entry), list(sys.path), token)
     options = {"hosts": hosts, **run_options}
     with tempfile.TemporaryDirectory() as folder, _restore_signals():
         if num_proc > 1:  # Horovod computes a logarithm of num_proc - 1
@@ -200,7 +200,7 @@ def run_on_hosts(
     return [serialization.decode(result) for host, result in outcomes if host == this_host]
 
 
-def _run_and_report(entry: bytes, path: list[str], token: str) -> tuple[str, bytes]:
+def _run_and_report(entry: EncodedCall, path: list[str], token: str) -> tuple[str, bytes]:
     """Run ``entry`` in a worker. Return the host name and the encoded result."""
     from horovod.runner.common.util.env import get_env_rank_and_size
 

@@ -71,6 +71,8 @@ class NativeLauncher(Launcher):
             address = master_addr or "127.0.0.1", master_port or 0
             store, job, variables = _rendezvous(hello, *address, timeout or default_pg_timeout, attempts)
             environ.update(variables)
+        elif attempts is not None and attempts.num_restarts:
+            stores.remove_files(init_method)  # they have the addresses of ranks that have ended
         environ.update(spawned.mark({**os.environ, **environ}))  # with an init_method, MASTER_* is inherited
         workers = processes.start(
             entry,

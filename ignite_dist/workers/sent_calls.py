@@ -1,0 +1,141 @@
+"""A worker's call as bytes, beside the objects that the launcher shares with its workers."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from socket import socket
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ignite_dist.values import serialization
+
+Call = Callable[..., Any]
+
+# The objects of the call that this thread decodes.
+_decoding = threading.local()
+
+
+@dataclass(frozen=True)
+class EncodedCall:
+    """A call that a worker can decode.
+
+    Attributes:
+        payload: the call as bytes.
+        shared: objects in the call that ``multiprocessing`` shares: it sends them with the process.
+        sources: lines of functions that are in no file (cells of a notebook), by the file name in their code
+            objects, for the tracebacks of workers.
+    """
+
+    payload: bytes
+    shared: tuple[Any, ...]
+    sources: dict[str, list[str]]
+
+    def decode(self) -> Call:
+        """The call."""
+        for name, lines in self.sources.items():
+            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+        _decoding.shared = self.shared
+        try:
+            call: Call = serialization.decode(self.payload)
+        finally:
+            del _decoding.shared
+        return call
+
+
+def encode_call(call: Call) -> EncodedCall:
+    """``call``, pickled by value if the workers cannot import this process's main module.
+
+    Raises:
+        TypeError: the function or an argument cannot be sent.
+    """
+    shared = _SharedObjects()
+    try:
+        if main_is_importable():
+            return EncodedCall(serialization.encode(call, shared.reduce), tuple(shared.objects), {})
+        payload = serialization.encode_by_value(call, shared.reduce)
+    except TypeError as error:
+        reason = error.__cause__ or error
+        raise TypeError(
+            f"The function given to spawn, or one of its arguments, cannot be sent to a worker: {reason}"
+        ) from error
+    return EncodedCall(payload, tuple(shared.objects), _sources_in(payload))
+
+
+def encode_for_machines(call: Call) -> EncodedCall:
+    """``call``, pickled by value, for workers that may be on other machines and share nothing.
+
+    Raises:
+        TypeError: cloudpickle cannot serialise ``call``.
+    """
+    payload = serialization.encode_by_value(call)
+    return EncodedCall(payload, (), _sources_in(payload))
+
+
+def _sources_in(payload: bytes) -> dict[str, list[str]]:
+    return {
+        name: linecache.getlines(name)
+        for name in list(linecache.cache)
+        if not os.path.exists(name) and name.encode("utf-8", "surrogatepass") in payload
+    }
+
+
+def main_is_importable() -> bool:
+    """True if workers import the main module. False in a notebook, with ``-c``, from a pipe.
+
+    Nor does ``multiprocessing`` import the ``__main__`` of a package (``python -m package``).
+    """
+    main = sys.modules["__main__"]
+    path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if spec is not None:
+        return not str(spec.name).endswith("__main__")
+    return path is not None and os.path.exists(path)
+
+
+# --- shared objects ------------------------------------------------------------------------------------
+
+
+class _SharedObjects:
+    """The shared objects in a call, each once, and the reference to each in the call's pickle."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self._indices: dict[int, int] = {}  # by id()
+
+    def reduce(self, value: Any) -> Any:
+        """The ``reducer_override`` of a pickler."""
+        if not _is_shared(value):
+            return NotImplemented
+        if id(value) not in self._indices:
+            self._indices[id(value)] = len(self.objects)
+            self.objects.append(value)
+        return _shared_object, (self._indices[id(value)],)
+
+
+def _shared_object(index: int) -> Any:
+    return _decoding.shared[index]
+
+
+def _is_shared(value: Any) -> bool:
+    """True for a tensor in shared memory and what only new processes can get: a queue, a lock, a pipe."""
+    if isinstance(value, type):
+        return False
+    if isinstance(value, Tensor):
+        is_plain = value.layout is torch.strided and value.device.type == "cpu"
+        return is_plain and value.is_shared()  # type: ignore[no-untyped-call]
+    if isinstance(value, torch.UntypedStorage):
+        return value.device.type == "cpu" and value.is_shared()
+    kinds = type(value).__mro__
+    if any(kind.__module__.startswith("multiprocessing.") for kind in kinds):
+        return not isinstance(value, BaseException)
+    # A raw value of multiprocessing is an object of ctypes.
+    reducer = ForkingPickler._extra_reducers.get(type(value))  # type: ignore[attr-defined]
+    is_raw = reducer is not None and reducer.__module__ == "multiprocessing.sharedctypes"
+    return is_raw or isinstance(value, socket)

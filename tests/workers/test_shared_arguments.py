@@ -1,0 +1,141 @@
+"""Arguments that ``torch.multiprocessing.spawn`` shares with its workers are the same object here too."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from multiprocessing import shared_memory, sharedctypes
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch.nn import Linear
+
+import ignite_dist as idist
+from spawned import spawn
+
+METHODS = ["fork", "spawn", "forkserver"]
+
+
+def _fill(rank: int, tensor: torch.Tensor) -> None:
+    tensor[rank] = rank + 1
+
+
+def _train(rank: int, models: dict[str, Linear]) -> None:
+    with torch.no_grad():
+        models["shared"].weight[rank] = rank + 1
+        models["own"].weight[rank] = rank + 1
+
+
+def _use(rank: int, parts: dict[str, Any]) -> tuple[int, float, bool]:
+    with parts["lock"], parts["value"].get_lock():
+        parts["value"].value += 1
+    parts["array"][rank] = parts["raw"][rank] = rank + 1
+    parts["listed"].append(rank)
+    parts["block"].buf[rank] = rank + 1
+    parts["out"].put(rank)
+    parts["its"].put([rank, rank])
+    if rank == 0:
+        parts["end"].send("from rank 0")
+        parts["socket"].sendall(b"x")
+        parts["event"].set()
+    else:
+        parts["event"].wait()
+    parts["barrier"].wait()
+    return parts["asked"].get(), parts["tensor"].sum().item(), parts["again"] is parts["lock"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_tensor_in_shared_memory(method: str) -> None:
+    results = torch.zeros(4).share_memory_()
+    spawn(_fill, results[1:3], start_method=method)
+    assert results.tolist() == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_in_shared_memory_and_one_that_is_not(method: str) -> None:
+    models = {"shared": Linear(1, 2), "own": Linear(1, 2)}
+    models["shared"].share_memory()
+    before = models["own"].weight.tolist()
+    spawn(_train, models, start_method=method)
+    assert models["shared"].weight.tolist() == [[1], [2]]
+    assert models["own"].weight.tolist() == before and not models["own"].weight.is_shared()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_multiprocessing_shares(method: str) -> None:
+    context = multiprocessing.get_context(method)
+    of_torch = torch.multiprocessing.get_context(method)
+    begin, end = context.Pipe(duplex=False)
+    here, there = socket.socketpair()
+    block = shared_memory.SharedMemory(create=True, size=8)
+    with context.Manager() as manager, here, there:
+        parts: dict[str, Any] = {
+            "lock": context.Lock(),
+            "value": context.Value("i", 40),
+            "array": context.Array("i", 2),
+            "raw": sharedctypes.RawArray("i", 2),
+            "listed": manager.list(),
+            "block": block,
+            "out": context.Queue(),
+            "its": of_torch.SimpleQueue(),
+            "asked": context.Queue(),
+            "end": end,
+            "socket": there,
+            "event": context.Event(),
+            "barrier": context.Barrier(2),
+            "tensor": torch.ones(3).share_memory_(),
+        }
+        parts["again"] = parts["lock"]
+        for number in (10, 10):
+            parts["asked"].put(number)
+        assert spawn(_use, parts, start_method=method) == [(10, 3, True)] * 2
+        assert parts["value"].value == 42
+        assert list(parts["array"]) == list(parts["raw"]) == list(block.buf[:2]) == [1, 2]
+        assert sorted(parts["listed"]) == [0, 1]
+        assert sorted(parts["out"].get() for _ in range(2)) == [0, 1]
+        assert sorted(parts["its"].get() for _ in range(2)) == [[0, 0], [1, 1]]
+        assert begin.recv() == "from rank 0" and here.recv(1) == b"x"
+        for name in ("out", "asked"):
+            parts[name].close()
+            parts[name].join_thread()
+    block.close()
+    block.unlink()
+
+
+def _count(rank: int, counter: Any) -> None:
+    with counter.get_lock():
+        counter.value += 1
+    idist.barrier()
+    if idist.restart_count() == 0 and rank == 1:
+        os._exit(3)
+
+
+def test_all_attempts_share_the_same() -> None:
+    counter = multiprocessing.get_context("forkserver").Value("i", 0)
+    spawn(_count, counter, max_restarts=1)
+    assert counter.value == 4
+
+
+def test_a_closure_shares_what_it_has() -> None:
+    results, queue = torch.zeros(2).share_memory_(), multiprocessing.get_context("forkserver").SimpleQueue()
+
+    def work(rank: int) -> None:
+        results[rank] = rank + 1
+        queue.put(rank)
+
+    spawn(work)
+    assert results.tolist() == [1, 2] and sorted(queue.get() for _ in range(2)) == [0, 1]
+
+
+def test_a_lock_for_forked_processes_is_named() -> None:
+    advice = r"a Queue that is made for forked processes.*get_context\('forkserver'\)"
+    with pytest.raises(TypeError, match=advice):
+        spawn(print, multiprocessing.get_context("fork").Queue())
+
+
+def test_what_nobody_can_send_is_named_before_anything_starts() -> None:
+    with pytest.raises(TypeError, match=r"one of its arguments, cannot be sent to a worker: .*generator"):
+        spawn(print, (one for one in ()))

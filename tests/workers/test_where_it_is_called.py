@@ -1,0 +1,108 @@
+"""``spawn`` where a process lacks something: its streams, its main module, its fork server."""
+
+from __future__ import annotations
+
+import os
+import zipapp
+from pathlib import Path
+
+import pytest
+
+from helpers import run_new_python, write_script
+
+SCRIPT = """
+    import ignite_dist as idist
+
+    def work(local_rank):
+        return idist.all_reduce(1)
+
+    if __name__ == "__main__":
+        print(idist.spawn("gloo", work, nproc_per_node=2), flush=True)
+"""
+
+WITHOUT_STREAMS = """
+    import os
+    import sys
+    import ignite_dist as idist
+
+    def work(local_rank):
+        print("a line of a worker", flush=True)
+        return idist.all_reduce(1)
+
+    if __name__ == "__main__":
+        kept = os.dup(1)
+        for number in sys.argv[1]:
+            os.close(int(number))
+            setattr(sys, {"0": "stdin", "1": "stdout", "2": "stderr"}[number], None)
+        for _ in range(2):
+            os.write(kept, f"{idist.spawn('gloo', work, nproc_per_node=2)}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("closed", ["012", "12", "01", "0"])
+def test_closed_streams(closed: str, tmp_path: Path) -> None:
+    ended = run_new_python(write_script(tmp_path, WITHOUT_STREAMS), closed)
+    lines = [line for line in ended.stdout.splitlines() if line != "a line of a worker"]
+    assert lines == ["[2, 2]"] * 2 and ended.returncode == 0, ended.stdout
+
+
+FORKS = """
+    import concurrent.futures
+    import multiprocessing
+    import os
+    import ignite_dist as idist
+
+    def rank(local_rank):
+        return idist.all_gather(local_rank)
+
+    def launch(number):
+        return idist.spawn("gloo", rank, nproc_per_node=2)[number % 2]
+
+    if __name__ == "__main__":
+        print(launch(0), flush=True)
+        if (pid := os.fork()) == 0:
+            print(launch(0), launch(1), flush=True)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        fork = multiprocessing.get_context("fork")
+        with concurrent.futures.ProcessPoolExecutor(2, mp_context=fork) as pool:
+            print(list(pool.map(launch, range(4))), flush=True)
+        print(launch(0), flush=True)
+"""
+
+
+def test_forked_children_of_a_process_that_has_used_it(tmp_path: Path) -> None:
+    ended = run_new_python(write_script(tmp_path, FORKS))
+    assert ended.stdout.splitlines() == ["[0, 1]", "[0, 1] [0, 1]", str([[0, 1]] * 4), "[0, 1]"], ended.stdout
+
+
+def test_under_a_debugger_without_a_spec_of_the_main_module(tmp_path: Path) -> None:
+    script = write_script(tmp_path, SCRIPT)
+    ended = run_new_python("-m", "pdb", "-c", "continue", "-c", "quit", script)
+    assert "[2, 2]" in ended.stdout and "Error" not in ended.stdout, ended.stdout
+
+
+@pytest.mark.parametrize("how", ["a thread", "a zipapp", "a folder", "no file any more", "exec", "stdin"])
+def test_other_main_modules(how: str, tmp_path: Path) -> None:
+    script, text = write_script(tmp_path, SCRIPT), ""
+    if how == "a thread":
+        lines = script.read_text().replace(
+            "print(", "import threading\n    thread = threading.Thread(target=lambda: print("
+        )
+        script.write_text(lines.rstrip() + ")\n    thread.start()\n    thread.join()\n")
+    elif how == "no file any more":
+        script.write_text(f"import os\nos.unlink(__file__)\n{script.read_text()}")
+    elif how == "exec":
+        script.write_text(f"exec({script.read_text()!r})")
+    elif how in ("a zipapp", "a folder"):
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        script = script.rename(folder / "__main__.py").parent
+        if how == "a zipapp":
+            zipapp.create_archive(folder, tmp_path / "app.pyz")
+            script = tmp_path / "app.pyz"
+    args: tuple[object, ...] = (script,)
+    if how == "stdin":
+        args, text = ("-",), script.read_text()
+    ended = run_new_python(*args, **({"input": text} if text else {}), cwd=os.fspath(tmp_path))
+    assert ended.stdout == "[2, 2]\n" and ended.returncode == 0, ended.stdout

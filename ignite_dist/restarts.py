@@ -12,6 +12,7 @@ from ignite_dist.comp_models.launcher import Launcher
 from ignite_dist.context import live
 from ignite_dist.diagnostics import announcing, watchdog
 from ignite_dist.errors import RankFailedError
+from ignite_dist.workers import process_end
 from ignite_dist.workers.attempts import JOB_ID_VARIABLE, Attempts
 from ignite_dist.workers.failures import failure_of
 from ignite_dist.workers.output import fill_standard_files
@@ -59,6 +60,7 @@ class Entry:
         os.environ[_VARIABLE] = str(self.restart_count)
         os.environ.setdefault(JOB_ID_VARIABLE, self.job_id)  # on several nodes that of node 0 is there
         announcing.set_comparison_in_new_contexts(self.comparison)
+        process_end.failure_hooks.append(live.abort)
         live.initialize(self.backend, **initialize_kwargs)
         watchdog.watch_this_rank()
         num_before = _num_collectives()

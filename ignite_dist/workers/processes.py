@@ -145,11 +145,14 @@ def _start_process(
     label = _label(environ, local_ranks)
     outputs = output.pipes_for(label, local_ranks[0])
     inherited = {fd: InheritedFile(file) for fd, file in outputs.items()}
-    launch = (complete, fault_writer, inherited) if context.get_start_method() == "fork" else None
-    default_method = _default_start_method()
+    method = str(context.get_start_method())
+    launch = (complete, fault_writer, inherited) if method == "fork" else None
     process = context.Process(  # type: ignore[attr-defined]
         target=worker_main,
-        args=(run, sent_call, reports, control_reader, launch, default_method, log_settings),
+        args=(
+            *(run, sent_call, reports, control_reader, launch),
+            *(method, _default_start_method(), log_settings),
+        ),
         name=Launch(label, complete, fault_writer, outputs),
         daemon=daemon,
     )
@@ -162,8 +165,8 @@ def _start_process(
         kinds = ", ".join(type(one).__name__ for one in getattr(sent_call, "shared", ()))
         raise TypeError(
             f"An argument of the function contains a {kinds} that is made for forked processes, and "
-            f"start_method is {context.get_start_method()!r}. Make it with "
-            f"multiprocessing.get_context({context.get_start_method()!r}), or pass start_method='fork'."
+            f"start_method is {method!r}. Make it with multiprocessing.get_context({method!r}), or pass "
+            "start_method='fork'."
         ) from error
     finally:
         for file in outputs.values():
@@ -325,6 +328,13 @@ class Workers:
                 deadline = failed_at + (_GRACE_SECONDS if self._is_cause_known() else _LONG_GRACE_SECONDS)
         return True
 
+    def _wait_for_ends(self) -> None:
+        """Wait for the end of the workers that have reported, which run handlers of ``atexit``."""
+        deadline = time.monotonic() + self._grace_seconds
+        while any(worker.has_reported for worker in self._running()):
+            if not self._read(max(0.0, deadline - time.monotonic())):
+                break
+
     def _read(self, timeout: float | None, fds: tuple[int, ...] = ()) -> bool:
         """Read what workers and nodes send, or wait for one of ``fds``. Returns False at the timeout."""
         running = self._running()
@@ -369,6 +379,7 @@ class Workers:
         if not (has_failed and self._nodes.restarts_left):
             self._nodes.close()
         if has_failed:
+            self._wait_for_ends()
             end_processes(self.processes)
             self._error = partial(self._nodes.error_of, failed, about_sigkill)
         else:

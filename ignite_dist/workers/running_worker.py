@@ -82,6 +82,11 @@ class RunningWorker:
             self.failure = silent_failure(code, fault)
 
     @property
+    def has_reported(self) -> bool:
+        """True if the user's function has ended: only the end of the process is left."""
+        return self.failure is not None or self.result is not None
+
+    @property
     def has_failed(self) -> bool:
         """True if the worker failed. ``sys.exit(0)`` does not count."""
         return self.failure is not None and not self.failure.is_exit_0

@@ -19,7 +19,7 @@ import torch
 
 from ignite_dist.devices import num_cores
 from ignite_dist.values import safe_objects
-from ignite_dist.workers import own_fork_server
+from ignite_dist.workers import own_fork_server, process_end
 from ignite_dist.workers.failures import Failure, failure_of, outcome_of
 from ignite_dist.workers.interrupts import ReceivedSignals
 from ignite_dist.workers.log_settings import LogSettings
@@ -81,6 +81,7 @@ def worker_main(
     pipes: Sequence[ReportPipe],
     control: connection.Connection,
     launch: tuple[Mapping[str, str], connection.Connection, Mapping[int, Any]] | None,
+    start_method: str,
     default_method: str | None,
     log_settings: LogSettings,
 ) -> None:
@@ -92,6 +93,7 @@ def worker_main(
         pipes: a pipe to the launcher for each rank.
         control: the numbers of the signals that the launcher passes on.
         launch: arguments of :func:`apply_launch`, if this process is a fork of the launcher.
+        start_method: how this process was started.
         default_method: the launcher's default start method.
         log_settings: the launcher's.
     """
@@ -101,6 +103,7 @@ def worker_main(
     if launch is not None:  # a fork has not decoded a Launch
         apply_launch("", *launch)
         safe_objects.forget_mode()  # the environment has changed
+        process_end.begin_in_fork()
     log_settings.apply()
     own_fork_server.begin()
     _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -113,9 +116,9 @@ def worker_main(
         failure = failure_of(error)
         for pipe in pipes:
             pipe.report(failure)
-    if failure is not None:
-        # Exit closes this process's connections, so the peers' waits end. The launcher ends other workers.
-        sys.exit(failure.exit_code or 1)
+    code = 0 if failure is None else failure.exit_code or 1
+    del sent_call, failure  # the objects in them are destroyed
+    process_end.end(code, start_method)
 
 
 def run_alone(sent_call: SentCall, pipes: Sequence[ReportPipe]) -> Failure | None:

@@ -1,0 +1,366 @@
+"""A worker ends as a Python process: what a script leaves open is not lost, with any start method."""
+
+from __future__ import annotations
+
+import atexit
+import bz2
+import concurrent.futures
+import contextlib
+import cProfile
+import csv
+import gzip
+import logging
+import logging.handlers
+import lzma
+import mmap
+import multiprocessing
+import os
+import pickle
+import shelve
+import signal
+import sqlite3
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+import weakref
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.multiprocessing
+
+import ignite_dist as idist
+from helpers import run_python, write_script
+from spawned import spawn
+
+METHODS = ["fork", "spawn", "forkserver"]
+kept: list[Any] = []  # in a global: nothing closes what is here
+
+
+class Deleted:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __del__(self) -> None:
+        self.path.write_text("done")
+
+
+def text_file(path: Path) -> None:
+    kept.append(path.open("w"))
+    kept[-1].write("done")
+
+
+def binary_file(path: Path) -> None:
+    kept.append(path.open("wb"))
+    kept[-1].write(b"done")
+
+
+def file_to_read_and_write(path: Path) -> None:
+    path.write_text("gone")
+    kept.append(path.open("r+b"))
+    kept[-1].write(b"do")
+    kept[-1].seek(2)
+    kept[-1].write(b"ne")
+
+
+def csv_log(path: Path) -> None:
+    kept.append(path.open("w", newline=""))
+    csv.writer(kept[-1]).writerow(["done"])
+
+
+def pickle_of_a_tensor(path: Path) -> None:
+    kept.append(path.open("wb"))
+    pickle.dump(torch.ones(3), kept[-1])
+
+
+def numpy_array(path: Path) -> None:
+    kept.append(path.open("wb"))
+    numpy.save(kept[-1], numpy.ones(3))
+
+
+def memory_map(path: Path) -> None:
+    path.write_bytes(b"gone")
+    with path.open("r+b") as file:
+        kept.append(mmap.mmap(file.fileno(), 4))
+    kept[-1][:] = b"done"
+
+
+def compressed(path: Path) -> None:
+    for open_, suffix in ((gzip.open, "gz"), (bz2.open, "bz2"), (lzma.open, "xz")):
+        with open_(f"{path}.{suffix}", "wt") as file:  # type: ignore[operator]
+            file.write("done")
+    path.write_text("done")
+
+
+def archive(path: Path) -> None:
+    kept.append(zipfile.ZipFile(path, "w"))
+    kept[-1].writestr("member", "done")
+    atexit.register(kept[-1].close)
+
+
+def tar(path: Path) -> None:
+    kept.append(tarfile.open(path, "w"))  # noqa: SIM115
+    kept[-1].add(__file__, "member")
+    atexit.register(kept[-1].close)
+
+
+def database(path: Path) -> None:
+    kept.append(sqlite3.connect(path))
+    kept[-1].execute("create table t (x)")
+    kept[-1].execute("insert into t values ('done')")
+    kept[-1].commit()
+
+
+def shelf(path: Path) -> None:
+    global shelved
+    shelved = shelve.open(os.fspath(path), writeback=True)  # noqa: SIM115
+    shelved["x"] = "done"
+
+
+def logger(path: Path) -> None:
+    logging.getLogger("a file").addHandler(logging.FileHandler(path))
+    logging.getLogger("a file").warning("done")
+
+
+def logger_that_waits(path: Path) -> None:
+    handler = logging.handlers.MemoryHandler(100, target=logging.FileHandler(path))
+    logging.getLogger("memory").addHandler(handler)
+    logging.getLogger("memory").warning("done")
+
+
+def atexit_handler(path: Path) -> None:
+    atexit.register(path.write_text, "done")
+
+
+def atexit_handler_that_raises(path: Path) -> None:
+    atexit.register(path.write_text, "done")
+    atexit.register(lambda: 1 / 0)
+
+
+def finalizer(path: Path) -> None:
+    kept.append(set())
+    weakref.finalize(kept[-1], path.write_text, "done")
+
+
+def destructor(path: Path) -> None:
+    global deleted
+    deleted = Deleted(path)
+
+
+def exit_stack(path: Path) -> None:
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    stack.callback(path.write_text, "done")
+
+
+def temporary_folder(path: Path) -> None:
+    kept.append(tempfile.TemporaryDirectory(dir=path.parent, prefix="temporary-"))
+    path.write_text("done")
+
+
+def thread(path: Path) -> None:
+    def write() -> None:
+        event.wait()
+        path.write_text("done")
+
+    event = threading.Event()
+    threading.Thread(target=write).start()
+    atexit_of_threads = threading.Timer(0.2, event.set)
+    atexit_of_threads.start()
+
+
+def pool_of_threads(path: Path) -> None:
+    pool = concurrent.futures.ThreadPoolExecutor()
+    pool.submit(time.sleep, 0.2)
+    kept.append(pool.submit(path.write_text, "done"))
+
+
+def pool_of_processes(path: Path) -> None:
+    pool = concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
+    kept.append(pool.submit(path.write_text, "done"))
+
+
+def child(path: Path) -> None:
+    multiprocessing.get_context("fork").Process(target=path.write_text, args=("done",)).start()
+
+
+def queue_with_a_feeder(path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    context.Process(target=_write_what_comes, args=(queue, path)).start()
+    queue.put("x" * 1_000_000)
+
+
+def _write_what_comes(queue: Any, path: Path) -> None:
+    path.write_text("done" if len(queue.get()) == 1_000_000 else "cut off")
+
+
+def program(path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; open(sys.argv[1], 'w').write(sys.stdin.read())", path],
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write("done")
+    kept.append(process)
+    atexit.register(process.communicate)
+
+
+def profile(path: Path) -> None:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    atexit.register(profiler.dump_stats, path)
+    atexit.register(profiler.disable)
+
+
+THINGS: dict[str, Callable[[Path], None]] = {
+    one.__name__: one
+    for one in (
+        *(text_file, binary_file, file_to_read_and_write, csv_log, pickle_of_a_tensor),
+        *(numpy_array, memory_map, compressed, archive, tar, database, shelf, logger, logger_that_waits),
+        *(atexit_handler, atexit_handler_that_raises, finalizer, destructor, exit_stack, temporary_folder),
+        *(thread, pool_of_threads, pool_of_processes, child, queue_with_a_feeder, program, profile),
+    )
+}
+
+
+def _leave(rank: int, folder: Path, how: str = "returns") -> None:
+    for name, leave in THINGS.items():
+        leave(folder / f"{name}-{rank}")
+    if how == "raises":
+        raise LookupError("no data")
+    if how == "exits":
+        sys.exit(3)
+
+
+def _found(folder: Path, rank: int, is_forked: bool = True) -> dict[str, Any]:
+    """What is in the files of ``rank``: None if nothing."""
+    found: dict[str, Any] = {}
+    for name in THINGS:
+        path = folder / f"{name}-{rank}"
+        found[name] = path.read_bytes().strip() if path.exists() else None
+    found["archive"] = zipfile.ZipFile(folder / f"archive-{rank}").read("member")
+    found["database"] = sqlite3.connect(folder / f"database-{rank}").execute("select x from t").fetchone()
+    with shelve.open(os.fspath(folder / f"shelf-{rank}"), "r") as shelved:
+        found["shelf"] = shelved["x"]
+    found["numpy_array"] = numpy.load(folder / f"numpy_array-{rank}").tolist()
+    found["pickle_of_a_tensor"] = pickle.loads(found["pickle_of_a_tensor"]).tolist()
+    with tarfile.open(folder / f"tar-{rank}") as archived:
+        found["tar"] = archived.getnames()
+    found["profile"] = bool(found["profile"])
+    found["folders"] = [path.name for path in folder.glob("temporary-*")]
+    if not is_forked:  # at the end of Python itself a destructor may find no open() any more
+        found["destructor"] = b"done"
+    return found
+
+
+EXPECTED = {
+    **dict.fromkeys(THINGS, b"done"),
+    **{"database": ("done",), "shelf": "done", "tar": ["member"], "profile": True, "folders": []},
+    **{"numpy_array": [1.0] * 3, "pickle_of_a_tensor": [1.0] * 3},
+}
+
+
+def test_what_torch_promises(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_leave, (tmp_path,), nprocs=1)
+    assert _found(tmp_path, 0, is_forked=False) == EXPECTED
+
+
+@pytest.mark.parametrize("how", ["returns", "raises", "exits"])
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_lost(method: str, how: str, tmp_path: Path) -> None:
+    if how == "returns":
+        spawn(_leave, tmp_path, how, start_method=method)
+    else:
+        with pytest.raises(idist.RankFailedError) as caught:
+            spawn(_leave, tmp_path, how, start_method=method)
+        assert getattr(caught.value, "exit_code", "raised") == {"raises": "raised", "exits": 3}[how]
+    for rank in range(2):
+        assert _found(tmp_path, rank, method != "spawn") == EXPECTED
+
+
+# --- after the failure of another rank --------------------------------------------------------------------
+
+
+def _write_slowly(path: Path, seconds: float) -> None:
+    time.sleep(seconds)
+    path.write_text("done")
+
+
+def _fails_or_waits(rank: int, folder: Path, seconds: float) -> None:
+    atexit.register(_write_slowly, folder / str(rank), seconds)
+    text_file(folder / f"file-{rank}")
+    if rank == 0:
+        raise LookupError("no data")
+    idist.barrier()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_others_have_time_for_their_ends(method: str, tmp_path: Path) -> None:
+    with pytest.raises(idist.RankFailedError, match="no data"):
+        spawn(_fails_or_waits, tmp_path, 3.0, start_method=method)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "file-0", "file-1"]
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"done"}
+
+
+def test_a_handler_that_waits_for_ever_does_not_hang_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IGNITE_DIST_GRACE_SECONDS", "1")
+    with pytest.raises(idist.RankFailedError, match="no data"):
+        spawn(_fails_or_waits, tmp_path, 3600.0)
+
+
+# --- a fork of the launcher --------------------------------------------------------------------------------
+
+OF_THE_LAUNCHER = """
+    import atexit
+    import os
+    import tempfile
+    import weakref
+    import ignite_dist as idist
+
+    def work(local_rank):
+        atexit.register(os.write, 1, b"the worker's handler\\n")
+        return idist.all_reduce(1)
+
+    if __name__ == "__main__":
+        atexit.register(print, "the launcher's handler")
+        file = open("file.txt", "w")
+        file.write("written once")
+        folder = tempfile.TemporaryDirectory()
+        weakref.finalize(file, print, "the launcher's finalizer")
+        idist.spawn("gloo", work, nproc_per_node=2, start_method="fork")
+        print("the folder is", os.path.isdir(folder.name), flush=True)
+"""
+
+
+def test_what_the_launcher_has_stays_with_the_launcher(tmp_path: Path) -> None:
+    ended = run_python(write_script(tmp_path, OF_THE_LAUNCHER), cwd=tmp_path)
+    assert sorted(ended.stdout.splitlines()) == [
+        "the folder is True",
+        "the launcher's finalizer",
+        "the launcher's handler",
+        "the worker's handler",
+        "the worker's handler",
+    ]
+    assert (tmp_path / "file.txt").read_text() == "written once"
+
+
+def _killed(_: int, path: Path) -> None:
+    text_file(path)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_kill_loses_what_python_has_not_written(tmp_path: Path) -> None:
+    with pytest.raises(idist.WorkerExitedError):
+        spawn(_killed, tmp_path / "file", nproc_per_node=1)
+    assert (tmp_path / "file").read_text() == ""

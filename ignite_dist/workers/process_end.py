@@ -52,7 +52,7 @@ def end(code: int, start_method: str) -> NoReturn:
         _try(hook)
     if start_method == "spawn":
         sys.exit(code)
-    _try(util._exit_function)  # joins the children
+    _try(util._exit_function)  # type: ignore[attr-defined]  # joins the children
     _try(threading._shutdown)  # type: ignore[attr-defined]  # joins the threads
     _try(atexit._run_exitfuncs)  # prints exceptions of handlers
     threading.excepthook = lambda _: None  # Python stops the daemon threads here
@@ -66,7 +66,7 @@ def _try(function: Any) -> None:
     try:
         function()
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
 
 
 def _users() -> Iterator[tuple[str, ModuleType]]:

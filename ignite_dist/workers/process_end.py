@@ -73,8 +73,8 @@ def _users() -> Iterator[tuple[str, ModuleType]]:
     """The modules that are not from a library, the main module last."""
     modules = [(name, module) for name, module in sys.modules.items() if isinstance(module, ModuleType)]
     for name, module in modules:
-        path = getattr(module, "__file__", None)
-        if path and not is_library_path(path) and f"-packages{os.sep}" not in path:
+        path = vars(module).get("__file__")  # not getattr, which imports a lazy module
+        if isinstance(path, str) and not is_library_path(path) and f"-packages{os.sep}" not in path:
             yield name, module
     for name in ("__mp_main__", "__main__"):
         if name in sys.modules:

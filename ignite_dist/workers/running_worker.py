@@ -78,8 +78,8 @@ class RunningWorker:
         self.process.join()
         self.done = True
         code, fault = self.process.exitcode or 0, self.fault.read()
-        if self.failure is None and self.result is None:
-            self.failure = silent_failure(code, fault)
+        if self.failure is None and (self.result is None or code):
+            self.failure = silent_failure(code, fault)  # perhaps at the end, after the function
 
     @property
     def has_reported(self) -> bool:

@@ -319,6 +319,19 @@ def test_a_handler_that_waits_for_ever_does_not_hang_the_job(
         spawn(_fails_or_waits, tmp_path, 3600.0)
 
 
+def _dies_at_the_end(_: int, how: str) -> int:
+    atexit.register(os._exit, 5) if how == "exit" else atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
+    return 1
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 5), ("signal", -signal.SIGSEGV)])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_death_at_the_end_is_a_failure(method: str, how: str, code: int) -> None:
+    with pytest.raises(idist.WorkerExitedError) as caught:
+        spawn(_dies_at_the_end, how, start_method=method, nproc_per_node=1)
+    assert caught.value.exit_code == code
+
+
 # --- a fork of the launcher --------------------------------------------------------------------------------
 
 OF_THE_LAUNCHER = """

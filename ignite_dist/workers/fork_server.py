@@ -74,7 +74,7 @@ def context_of(start_method: str | None) -> BaseContext:
         with _server_lock:
             _forget_server_of_parent(server)
             if server._forkserver_pid is None:  # type: ignore[attr-defined]
-                with _interrupt_delayed():
+                with interrupt_delayed():
                     _start_server(server)
     return context
 
@@ -85,10 +85,11 @@ _idle_server: tuple[int, int] | None = None
 
 
 @contextmanager
-def _interrupt_delayed() -> Iterator[None]:
-    """Delay a Ctrl-C until the end of the block.
+def interrupt_delayed() -> Iterator[None]:
+    """Delay a Ctrl-C until the end of the block. A new process must not be a fork of this one.
 
-    A blocked SIGINT is not enough: another thread may receive it, and Python runs the handler in this one.
+    The fork server of Python 3.14 dies if its client closes the connection too early. A blocked SIGINT is not
+    enough: another thread may receive it, and Python runs the handler in this one.
     """
     action = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(action):

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
@@ -42,6 +42,7 @@ from ignite_dist.workers.fork_server import (
     exit_if_main_is_not_guarded,
     hidden_main,
     import_in_idle_server,
+    interrupt_delayed,
 )
 from ignite_dist.workers.log_settings import LogSettings
 from ignite_dist.workers.nodes import ALONE, Nodes
@@ -157,7 +158,7 @@ def _start_process(
         daemon=daemon,
     )
     try:
-        with hidden_main():
+        with hidden_main(), interrupt_delayed() if method == "forkserver" else nullcontext():
             process.start()
     except RuntimeError as error:
         if "in a fork context" not in str(error):

@@ -60,7 +60,7 @@ class Entry:
         os.environ[_VARIABLE] = str(self.restart_count)
         os.environ.setdefault(JOB_ID_VARIABLE, self.job_id)  # on several nodes that of node 0 is there
         announcing.set_comparison_in_new_contexts(self.comparison)
-        process_end.failure_hooks.append(live.abort)
+        process_end.call_at_failure(live.abort)
         live.initialize(self.backend, **initialize_kwargs)
         watchdog.watch_this_rank()
         num_before = _num_collectives()

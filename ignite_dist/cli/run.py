@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pkgutil
-import runpy
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import ignite_dist as idist
@@ -45,7 +45,7 @@ def run(
     """
     if not is_module and script != _STDIN and not os.path.exists(script):
         raise ValueError(f"There is no script {script!r} in {os.getcwd()}.")
-    source = sys.stdin.read() if script == _STDIN and not is_module else None
+    source = None if is_module else _source_of_stream(script)
     keywords: Any = dict(options)
     try:
         with idist.Parallel(backend, nproc_per_node, **keywords) as parallel:
@@ -77,25 +77,65 @@ def _run_script(
     with nullcontext() if timeline is None else idist.timeline(timeline):
         if is_module:
             sys.path.insert(0, os.getcwd())
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
+            spec = _find_module(script)
+            sys.argv[0] = str(spec.origin)
+            _run_module(spec)
         elif source is not None:
             sys.path.insert(0, "")
-            _run_code(source, "<stdin>")
-        elif _is_python_file(script):
-            sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
-            _run_code(Path(script).read_bytes(), os.path.abspath(script))
+            _run_code(source, _new_main("<stdin>" if script == _STDIN else script))
+        elif not os.path.isfile(script) or pkgutil.get_importer(script):  # a folder or a zip file
+            sys.path.insert(0, script)
+            _run_module(PathFinder.find_spec("__main__", [script]))
         else:
-            runpy.run_path(script, run_name="__main__")
+            sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+            _run_file(os.path.abspath(script))
 
 
-def _is_python_file(path: str) -> bool:
-    """False for what holds a ``__main__.py``: a folder or a zip file."""
-    return os.path.isfile(path) and pkgutil.get_importer(path) is None
+def _source_of_stream(script: str) -> str | None:
+    """The source from the standard input or a pipe (``<(...)``); None for a file or a folder."""
+    if script == _STDIN:
+        return sys.stdin.read()
+    if os.path.isfile(script) or os.path.isdir(script):
+        return None
+    return Path(script).read_text(encoding="utf-8")
 
 
-def _run_code(source: str | bytes, path: str) -> None:
-    """Run ``source`` in an empty main module, which lives as long as the process, as in ``python path``."""
+def _find_module(name: str) -> ModuleSpec:
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None:
+        raise ImportError(f"There is no module {name!r} that can be run.")
+    return spec
+
+
+def _run_module(spec: ModuleSpec | None) -> None:
+    loader: Any = None if spec is None else spec.loader
+    if spec is None or loader is None:
+        raise ImportError("There is no __main__.py.")
+    main = _new_main(spec.origin)
+    main.__spec__, main.__loader__, main.__package__ = spec, loader, spec.parent
+    _run_code(loader.get_code(spec.name), main)
+
+
+def _run_file(path: str) -> None:
+    kind = SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader
+    loader, main = kind("__main__", path), _new_main(path)
+    main.__loader__ = loader
+    _run_code(loader.get_code("__main__") if path.endswith(".pyc") else loader.get_data(path), main)
+
+
+def _new_main(path: str | None) -> ModuleType:
+    """A new main module. It lives as long as the process, as the main module of ``python``."""
     main = sys.modules["__main__"] = ModuleType("__main__")
-    if isinstance(source, bytes):  # of a file
-        main.__file__, main.__loader__ = path, SourceFileLoader("__main__", path)
-    exec(compile(source, path, "exec"), vars(main))  # noqa: S102
+    if path is not None:
+        main.__file__ = path
+    return main
+
+
+def _run_code(code: Any, main: ModuleType) -> None:
+    if not isinstance(code, CodeType):
+        code = compile(code, str(main.__file__), "exec", dont_inherit=True)
+    if main.__file__ == "<stdin>":
+        del main.__file__
+    exec(code, vars(main))  # noqa: S102

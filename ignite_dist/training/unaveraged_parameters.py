@@ -122,7 +122,7 @@ class _FirstStep:
             shapes = ", ".join(str(tuple(parameter.shape)) for parameter in own[:5])
             warn_user(
                 f"This {type(optimizer).__name__} trains parameters that are in no model of auto_model, so "
-                f"each rank trains its own. Their shapes: {shapes}{', ...' if len(own) > 5 else ''}. To "
+                f"each rank may train its own. Their shapes: {shapes}{', ...' if len(own) > 5 else ''}. To "
                 "average their gradients, put their module through auto_model too, and keep what it returns "
                 "(for single parameters: shared = idist.auto_model(torch.nn.ParameterList([temperature])))."
             )
@@ -134,4 +134,4 @@ def _outside(parameters: list[Any], models: Iterable[Module]) -> list[Any]:
 
 
 def _wrapped_by_the_script() -> list[Module]:
-    return [one for one in gc.get_objects() if type(one) is DistributedDataParallel]
+    return [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]

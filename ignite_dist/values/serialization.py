@@ -22,7 +22,7 @@ from ignite_dist.values import safe_objects
 # --- pipes: between a launcher and its workers -------------------------------------------------------
 
 
-# Like ``pickle.Pickler.reducer_override``. NotImplemented stands for the usual way.
+# Like ``pickle.Pickler.reducer_override``. It returns NotImplemented for objects without a special reduction.
 Override = Callable[[Any], Any]
 
 

@@ -19,17 +19,26 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from multiprocessing import util
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 from ignite_dist.call_sites import is_library_path
 
-failure_hooks: list[Callable[[], object]] = []
-"""Functions that a failed worker calls before anything else, so that its peers need not wait for its end."""
+# A thread may hold a file's lock for ever. The end waits for such a file for this long.
+_FLUSH_SECONDS = 10.0
+_FAILED_OUTPUT = 120  # Python's exit status if stdout or stderr cannot be written
+_MAIN_NAMES = ("__mp_main__", "__main__")
 
-# What the modules of a forked launcher contained: ids by module, then by name.
-_inherited: dict[str, dict[str, int]] = {}
+_failure_hooks: list[Callable[[], object]] = []
+# What the modules of a forked launcher contained, by module.
+_inherited: dict[str, dict[str, Any]] = {}
+
+
+def call_at_failure(hook: Callable[[], object]) -> None:
+    """Let a failed worker first call ``hook``, so that its peers need not wait for the worker's end."""
+    _failure_hooks.append(hook)
 
 
 def begin_in_fork() -> None:
@@ -40,15 +49,13 @@ def begin_in_fork() -> None:
     atexit._clear()
     finalize._registered_with_atexit = False
     atexit.register(logging.shutdown)
-    _inherited.update(
-        (name, {key: id(one) for key, one in vars(module).items()}) for name, module in _users()
-    )
+    _inherited.update((name, dict(names)) for name, names in _users_globals())
     gc.freeze()  # gc.get_objects() then returns this process's objects only
 
 
 def end(code: int, start_method: str) -> NoReturn:
     """End this process with the exit status ``code``, as Python ends a process."""
-    for hook in failure_hooks if code else ():
+    for hook in _failure_hooks if code else ():
         _try(hook)
     if start_method == "spawn":
         sys.exit(code)
@@ -56,44 +63,72 @@ def end(code: int, start_method: str) -> NoReturn:
     _try(threading._shutdown)  # type: ignore[attr-defined]  # joins the threads
     _try(atexit._run_exitfuncs)  # prints exceptions of handlers
     threading.excepthook = lambda _: None  # Python stops the daemon threads here
-    _try(_destroy_objects)
+    for name, names in reversed(list(_users_globals())):
+        _try(partial(_destroy_objects, names, _inherited.get(name, {})))
     _try(gc.collect)
-    _try(_flush_files)
-    os._exit(code)
+    has_failed = any(_flush_all([stream]) for stream in (sys.stdout, sys.stderr) if stream is not None)
+    _flush_all(_open_files())
+    os._exit(code or (_FAILED_OUTPUT if has_failed else 0))
 
 
-def _try(function: Any) -> None:
+def _try(function: Callable[[], object]) -> None:
     try:
         function()
     except BaseException:
         sys.excepthook(*sys.exc_info())
 
 
-def _users() -> Iterator[tuple[str, ModuleType]]:
-    """The modules that are not from a library, the main module last."""
-    modules = [(name, module) for name, module in sys.modules.items() if isinstance(module, ModuleType)]
-    for name, module in modules:
-        path = vars(module).get("__file__")  # not getattr, which imports a lazy module
-        if isinstance(path, str) and not is_library_path(path) and f"-packages{os.sep}" not in path:
-            yield name, module
-    for name in ("__mp_main__", "__main__"):
-        if name in sys.modules:
-            yield name, sys.modules[name]
+def _users_globals() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The global variables of the modules that are not from a library, the main module's last."""
+    for name, module in list(sys.modules.items()):
+        path = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        is_users = isinstance(path, str) and not is_library_path(path) and f"-packages{os.sep}" not in path
+        if is_users and name not in _MAIN_NAMES:
+            yield name, vars(module)
+    for name in _MAIN_NAMES:
+        main = sys.modules.get(name)
+        if isinstance(main, ModuleType):
+            # multiprocessing has copied the variables. Functions of the script still use the original.
+            functions = (one for one in list(vars(main).values()) if isinstance(one, FunctionType))
+            originals = {id(one.__globals__): one.__globals__ for one in functions if one.__module__ == name}
+            originals.pop(id(vars(main)), None)
+            yield from ((name, names) for names in (*originals.values(), vars(main)))
 
 
-def _destroy_objects() -> None:
-    """Forget what the user's modules have, the main module's first. Names with an underscore go first."""
-    for name, module in reversed(list(_users())):
-        kept, names = _inherited.get(name, {}), vars(module)
-        for key in sorted(names, key=lambda key: not key.startswith("_")):
-            if not key.startswith("__") and kept.get(key) != id(names.get(key)):
-                names[key] = None
+def _destroy_objects(names: dict[str, Any], kept: dict[str, Any]) -> None:
+    """Set the variables in ``names`` to None, except ``kept`` ones. Those with an underscore come first."""
+    for key in sorted(names, key=lambda key: not str(key).startswith("_")):
+        if not str(key).startswith("__") and (key not in kept or names.get(key) is not kept[key]):
+            names[key] = None
 
 
-def _flush_files() -> None:
-    """Write the buffers of the files that are open, those of a text before those of its bytes."""
+def _open_files() -> list[Any]:
+    """Files that this process has opened. Text files come first: they write to buffers of binary files."""
     kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-    files = [one for one in gc.get_objects() if isinstance(one, kinds)]
-    for file in sorted([*files, sys.stdout, sys.stderr], key=lambda one: not isinstance(one, io.TextIOBase)):
+    files = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    return sorted(files, key=lambda one: not issubclass(type(one), io.TextIOBase))
+
+
+def _flush_all(files: list[Any]) -> bool:
+    """Write the buffers of ``files``. True if that has failed for one of them."""
+    left, failed = iter(files), []
+
+    def flush() -> None:
+        for file in left:
+            try:
+                file.flush()
+            except ValueError:  # the file is closed
+                pass
+            except Exception as error:
+                failed.append(error)
+
+    while True:  # one more thread for each file that nobody can flush
+        thread = threading.Thread(target=flush, daemon=True)
+        thread.start()
+        thread.join(_FLUSH_SECONDS)
+        if not thread.is_alive():
+            break
+    for error in failed:
         with suppress(Exception):
-            file.flush()
+            sys.excepthook(type(error), error, error.__traceback__)
+    return bool(failed)

@@ -14,10 +14,11 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from multiprocessing import connection
+from multiprocessing import connection, reduction
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -160,15 +161,8 @@ def _start_process(
     try:
         with hidden_main(), interrupt_delayed() if method == "forkserver" else nullcontext():
             process.start()
-    except RuntimeError as error:
-        if "in a fork context" not in str(error):
-            raise
-        kinds = ", ".join(type(one).__name__ for one in getattr(sent_call, "shared", ()))
-        raise TypeError(
-            f"An argument of the function contains a {kinds} that is made for forked processes, and "
-            f"start_method is {method!r}. Make it with multiprocessing.get_context({method!r}), or pass "
-            "start_method='fork'."
-        ) from error
+    except Exception as error:
+        raise _sharing_error(error, method) from error
     finally:
         for file in outputs.values():
             os.close(file)
@@ -179,6 +173,20 @@ def _start_process(
         RunningWorker(process, receiver, fault, control_writer, rank, int(environ.get("RANK", rank)))
         for rank, (receiver, _) in pipes.items()
     ]
+
+
+def _sharing_error(error: Exception, method: str) -> Exception:
+    """A TypeError if ``multiprocessing`` cannot send a shared argument to the new process; else ``error``."""
+    if "too many fds" in str(error):
+        advice = "It takes about 250 shared tensors, queues and locks. Pass start_method='spawn'."
+    elif "in a fork context" in str(error):
+        advice = f"Make it with multiprocessing.get_context({method!r}), or pass start_method='fork'."
+    elif any(frame.f_code is reduction.dump.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
+        advice = "Send the underlying data instead."
+    else:
+        return error
+    reason = f"{str(error).rstrip('.')}. {advice}"
+    return TypeError(f"An argument cannot be shared with workers of start_method {method!r}: {reason}")
 
 
 def _label(environ: Mapping[str, str], local_ranks: Sequence[int]) -> str:

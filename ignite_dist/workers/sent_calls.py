@@ -6,14 +6,15 @@ import linecache
 import os
 import sys
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from socket import socket
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ignite_dist.values import serialization
 
@@ -107,35 +108,50 @@ class _SharedObjects:
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
-        self._indices: dict[int, int] = {}  # by id()
+        self._indices: dict[Any, int] = {}
 
     def reduce(self, value: Any) -> Any:
         """The ``reducer_override`` of a pickler."""
+        if isinstance(value, torch.TypedStorage):  # tensors of all classes are pickled with one
+            with _without_deprecation():
+                storage = value.untyped()  # type: ignore[no-untyped-call]
+            return (_typed, (storage, value.dtype)) if _is_shared(storage) else NotImplemented
         if not _is_shared(value):
             return NotImplemented
-        if id(value) not in self._indices:
-            self._indices[id(value)] = len(self.objects)
+        key = value.data_ptr() if isinstance(value, torch.UntypedStorage) else f"id {id(value)}"
+        if key not in self._indices:
+            self._indices[key] = len(self.objects)
             self.objects.append(value)
-        return _shared_object, (self._indices[id(value)],)
+        return _shared_object, (self._indices[key],)
 
 
 def _shared_object(index: int) -> Any:
     return _decoding.shared[index]
 
 
+def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    with _without_deprecation():
+        return torch.TypedStorage(wrap_storage=storage, dtype=dtype)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _without_deprecation() -> Iterator[None]:
+    """Without the warning of ``TypedStorage``, which torch itself uses to pickle tensors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _is_shared(value: Any) -> bool:
-    """True for a tensor in shared memory and what only new processes can get: a queue, a lock, a pipe."""
+    """True for storage in shared memory, and for objects that only ``multiprocessing`` sends to a process."""
     if isinstance(value, type):
         return False
-    if isinstance(value, Tensor):
-        is_plain = value.layout is torch.strided and value.device.type == "cpu"
-        return is_plain and value.is_shared()  # type: ignore[no-untyped-call]
     if isinstance(value, torch.UntypedStorage):
         return value.device.type == "cpu" and value.is_shared()
-    kinds = type(value).__mro__
-    if any(kind.__module__.startswith("multiprocessing.") for kind in kinds):
+    if isinstance(value, socket):
+        return True
+    if any(kind.__module__.startswith("multiprocessing.") for kind in type(value).__mro__):
         return not isinstance(value, BaseException)
-    # A raw value of multiprocessing is an object of ctypes.
+    # Other types that are registered for processes: raw values (objects of ctypes), and the user's.
     reducer = ForkingPickler._extra_reducers.get(type(value))  # type: ignore[attr-defined]
-    is_raw = reducer is not None and reducer.__module__ == "multiprocessing.sharedctypes"
-    return is_raw or isinstance(value, socket)
+    return reducer is not None and not reducer.__module__.startswith(("torch.", "multiprocessing.reduction"))

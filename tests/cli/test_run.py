@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import py_compile
 import subprocess
 import zipapp
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from command_line import run_here
-from helpers import free_port, plain_environ, run_python, write_script
+from helpers import free_port, plain_environ, run_new_python, run_python, write_script
 
 SCRIPT = """
     import sys
@@ -183,6 +184,33 @@ def test_the_standard_input(tmp_path: Path) -> None:
     command = ("-m", "ignite_dist", "run", "--nproc-per-node", "2", "-", "a")
     ended = run_python(*command, input=text, cwd=tmp_path)
     assert ended.stdout == "2 ['-', 'a']\n" * 2
+
+
+AS_PYTHON = """
+    import atexit, pickle, sys
+    class Mine: pass
+    def annotated(x: int): pass
+    atexit.register(lambda: sys.stdout.write(f"{len(pickle.dumps(Mine())) > 0} {__name__}\\n"))
+    sys.stdout.write(f"{annotated.__annotations__} {sys.argv} {__spec__ and __spec__.name} {__package__}\\n")
+"""
+
+
+@pytest.mark.parametrize("how", ["file", "folder", "module", "package", "compiled"])
+def test_a_script_cannot_tell_it_from_python(how: str, tmp_path: Path) -> None:
+    folder = tmp_path / "pack"
+    folder.mkdir()
+    script = write_script(folder, AS_PYTHON, "__main__.py")
+    args = {
+        "file": (script,),
+        "folder": ("pack",),
+        "module": ("-m", "pack.__main__"),
+        "package": ("-m", "pack"),
+        "compiled": (py_compile.compile(os.fspath(script), cfile=os.fspath(tmp_path / "x.pyc")),),
+    }[how]
+    alone = run_new_python(*args, "a", cwd=tmp_path)
+    ended = run_python("-m", "ignite_dist", "run", "--nproc-per-node", "2", *args, "a", cwd=tmp_path)
+    assert alone.returncode == 0 and "True __main__" in alone.stdout, alone.stdout
+    assert sorted(ended.stdout.splitlines()) == sorted(alone.stdout.splitlines() * 2)
 
 
 ENDS = """

@@ -70,6 +70,10 @@ def test_its_advice_averages_the_gradient() -> None:
     on_ranks(_advice, world_size=2)
 
 
+class Own(DistributedDataParallel):
+    pass
+
+
 def _averaged(_: int, how: str) -> None:
     def loss_of(*models: Any) -> Callable[[], Tensor]:
         return lambda: sum(model(torch.ones(2, 3)).mean() for model in models)  # type: ignore[return-value]
@@ -78,7 +82,7 @@ def _averaged(_: int, how: str) -> None:
         models = [idist.auto_model(Linear(3, 1)), idist.auto_model(Linear(3, 2))]
         models.append(idist.auto_model(Linear(3, 1).requires_grad_(False)))
     elif how == "the script's wrapper":
-        models = [DistributedDataParallel(Linear(3, 1))]
+        models = [DistributedDataParallel(Linear(3, 1)), Own(Linear(3, 1))]
     elif how == "fsdp":
         models = [idist.auto_model(Linear(3, 2), strategy="fsdp")]
     else:

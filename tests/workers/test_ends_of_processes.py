@@ -319,6 +319,77 @@ def test_a_handler_that_waits_for_ever_does_not_hang_the_job(
         spawn(_fails_or_waits, tmp_path, 3600.0)
 
 
+BLOCKS = """
+    import os
+    import signal
+    import sys
+    import threading
+    import ignite_dist as idist
+    from ignite_dist.workers import process_end
+
+    class Deleted:
+        def __init__(self, name):
+            self.name = name
+
+        def __del__(self, write=os.write):
+            write(1, f"deleted {self.name}\\n".encode())
+
+    replaced = Deleted("the launcher's")
+
+    def handler(*_):
+        pass
+
+    def work(local_rank, how):
+        global replaced, one
+        if how == "destructors":
+            signal.signal(signal.SIGUSR1, handler)  # keeps the script's globals
+            replaced = None
+            replaced, one = Deleted("another"), Deleted("new")
+            sys.modules["odd"] = type(sys)("odd")
+            sys.modules["odd"].__dict__[5] = sys.modules["odd"].__dict__["__file__"] = "/odd.py"
+        elif how == "full":
+            sys.stdout = open("/dev/full", "w")
+            sys.stdout.write("lost")
+        elif how == "blocked":
+            process_end._FLUSH_SECONDS = 0.5
+            full = os.fdopen(os.pipe()[1], "wb")
+            threading.Thread(target=full.write, args=(bytes(1_000_000),), daemon=True).start()
+            kept.append(open("written.txt", "w"))
+            kept[0].write("done")
+
+    kept = []
+
+    if __name__ == "__main__":
+        idist.spawn("gloo", work, (sys.argv[1],), start_method=sys.argv[2])
+        os._exit(0)  # nothing of the launcher is deleted
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_destructors_of_the_script_run_whatever_keeps_its_globals(method: str, tmp_path: Path) -> None:
+    ended = run_python(write_script(tmp_path, BLOCKS), "destructors", method)
+    expected = [
+        "deleted another",
+        "deleted new",
+        *(["deleted the launcher's"] if method == "forkserver" else []),
+    ]
+    assert sorted(ended.stdout.splitlines()) == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_output_that_cannot_be_written_is_a_failure(method: str, tmp_path: Path) -> None:
+    ended = run_python(write_script(tmp_path, BLOCKS), "full", method)
+    assert ended.returncode == 1 and "exit code 120" in ended.stdout, ended.stdout
+    assert "No space left on device" in ended.stdout
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_file_that_a_thread_blocks_does_not_keep_the_others(method: str, tmp_path: Path) -> None:
+    ended = run_python(write_script(tmp_path, BLOCKS), "blocked", method, cwd=tmp_path, seconds=60)
+    assert ended.returncode == 0, ended.stdout
+    assert (tmp_path / "written.txt").read_text() == "done"
+
+
 def _dies_at_the_end(_: int, how: str) -> int:
     atexit.register(os._exit, 5) if how == "exit" else atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
     return 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.pool
 import os
 import socket
 from multiprocessing import shared_memory, sharedctypes
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch.multiprocessing
 from torch.nn import Linear
 
 import ignite_dist as idist
+from helpers import run_python
 from spawned import spawn
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -130,10 +133,53 @@ def test_a_closure_shares_what_it_has() -> None:
     assert results.tolist() == [1, 2] and sorted(queue.get() for _ in range(2)) == [0, 1]
 
 
-def test_a_lock_for_forked_processes_is_named() -> None:
-    advice = r"a Queue that is made for forked processes.*get_context\('forkserver'\)"
-    with pytest.raises(TypeError, match=advice):
-        spawn(print, multiprocessing.get_context("fork").Queue())
+def test_what_cannot_be_shared_is_named() -> None:
+    for value, reason in (
+        (multiprocessing.get_context("fork").Queue(), r"fork context.*get_context\('forkserver'\)"),
+        ([torch.ones(1).share_memory_() for _ in range(300)], "about 250 shared .*start_method='spawn'"),
+        (multiprocessing.pool.ThreadPool(1), "pool objects cannot be passed .*underlying data"),
+    ):
+        with pytest.raises(TypeError, match=reason):
+            spawn(print, value)
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+def _write_to_all(rank: int, tensors: dict[str, Any]) -> list[str]:
+    with torch.no_grad():
+        for one in tensors.values():
+            one[rank] = rank + 5
+    return [type(one).__name__ for one in tensors.values()]
+
+
+def test_tensors_of_all_kinds() -> None:
+    base = torch.zeros(2, 2).share_memory_()
+    tensors: dict[str, Any] = {
+        "parameter": torch.nn.Parameter(torch.zeros(2).share_memory_()),
+        "not a leaf": torch.nn.Parameter(base)[0],
+        "column": base[:, 1],
+        "subclass": torch.zeros(2).share_memory_().as_subclass(Marked),
+        "transposed": torch.zeros(2, 2).share_memory_().t(),
+        "copied": torch.zeros(2),
+    }
+    kinds = ["Parameter", "Tensor", "Tensor", "Marked", "Tensor", "Tensor"]
+    assert spawn(_write_to_all, tensors) == [kinds] * 2
+    assert base[0, 0] == 5 and base[1].tolist() == [0, 6]  # two ranks write to base[0, 1]
+    assert tensors["parameter"].tolist() == tensors["subclass"].tolist() == [5, 6]
+    assert tensors["transposed"].tolist() == [[5, 5], [6, 6]] and tensors["copied"].tolist() == [0, 0]
+
+
+def test_a_subclass_that_workers_cannot_import(tmp_path: Path) -> None:
+    code = (
+        "import torch, ignite_dist as idist\n"
+        "class Own(torch.Tensor): pass\n"
+        "def work(rank, x): x[rank] = rank + 1; return type(x).__name__\n"
+        "x = torch.zeros(2).share_memory_().as_subclass(Own)\n"
+        "print(idist.spawn('gloo', work, (x,), nproc_per_node=2), x.tolist())"
+    )
+    assert run_python("-c", code).stdout == "['Own', 'Own'] [1.0, 2.0]\n"
 
 
 def test_what_nobody_can_send_is_named_before_anything_starts() -> None:

@@ -24,10 +24,11 @@ from ignite_dist.comp_models.work import waits_for_ranks
 from ignite_dist.comp_models.xla import _torch_xla, interrupts
 from ignite_dist.devices import num_cores
 from ignite_dist.errors import CollectiveMismatchError, DistributedError, MissingRanksError, RankFailedError
-from ignite_dist.values import pytree, serialization
+from ignite_dist.values import pytree
 from ignite_dist.values.ranks import describe_ranks
 from ignite_dist.workers import processes
 from ignite_dist.workers.failures import Failure
+from ignite_dist.workers.sent_calls import EncodedCall
 from ignite_dist.workers.worker import ReportPipe
 
 _logger = logging.getLogger(__name__)
@@ -321,7 +322,7 @@ def _run_replica(sent: Any, pipe: ReportPipe, device: Any, failures: list[Failur
 
 def _result_on_cpu(sent: Any, local_rank: int) -> Any:
     """The result of the sent call, with tensors on the CPU, because the launcher has no XLA device."""
-    call = serialization.decode(sent) if isinstance(sent, bytes) else sent
+    call = sent.decode() if isinstance(sent, EncodedCall) else sent
     with interrupts.allowed():
         result = call(local_rank)
     leaves, _ = pytree.flatten(result, is_local=True)

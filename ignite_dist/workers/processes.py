@@ -338,9 +338,12 @@ class Workers:
         return True
 
     def _wait_for_ends(self) -> None:
-        """Wait for the end of the workers that have reported, which run handlers of ``atexit``."""
+        """Wait for the end of the processes whose ranks have reported. They run handlers of ``atexit``."""
         deadline = time.monotonic() + self._grace_seconds
-        while any(worker.has_reported for worker in self._running()):
+        while running := self._running():
+            busy = {worker.process for worker in running if not worker.has_reported}
+            if all(worker.process in busy for worker in running):
+                break
             if not self._read(max(0.0, deadline - time.monotonic())):
                 break
 

@@ -163,7 +163,7 @@ def test_a_file_is_found_where_it_really_is(how: str, tmp_path: Path) -> None:
     assert ended.stdout == alone.stdout * 2
 
 
-@pytest.mark.parametrize("how", ["folder", "zip"])
+@pytest.mark.parametrize("how", ["folder", pytest.param("zip", marks=pytest.mark.long)])
 def test_a_folder_and_a_zip_file(how: str, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -195,7 +195,14 @@ AS_PYTHON = """
 """
 
 
-@pytest.mark.parametrize("how", ["file", "folder", "module", "package", "compiled"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("file", "folder", "module")),
+        "package",
+        "compiled",
+    ],
+)
 def test_a_script_cannot_tell_it_from_python(how: str, tmp_path: Path) -> None:
     folder = tmp_path / "pack"
     folder.mkdir()
@@ -235,9 +242,9 @@ ENDS = """
 @pytest.mark.parametrize(
     ("how", "status", "shown"),
     [
-        ("zero", 0, ""),
+        pytest.param("zero", 0, "", marks=pytest.mark.long),
         ("status", 7, "sys.exit(7)"),
-        ("text", 1, "all is lost"),
+        pytest.param("text", 1, "all is lost", marks=pytest.mark.long),
         ("signal", 128 + 9, "SIGKILL"),
         ("error", 1, 'raise LookupError("no data")'),
         ("ours", 1, "idist.all_reduce(1) if idist.get_rank() else idist.barrier()"),

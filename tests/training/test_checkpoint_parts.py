@@ -78,7 +78,7 @@ def loaded(_: int, path: str, kind: str) -> list[Any]:
     return facts(of, more)
 
 
-@pytest.mark.parametrize("kind", ["dict", "list"])
+@pytest.mark.parametrize("kind", ["dict", pytest.param("list", marks=pytest.mark.long)])
 def test_everything_by_name_or_by_number_on_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "run.pt")
     wanted, _ = on_ranks(saved, path, kind)

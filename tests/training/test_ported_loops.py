@@ -175,7 +175,7 @@ def check(found: list[Any], wanted: list[Any]) -> None:
         torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", LOOPS)
 def test_it_ends_with_the_parameters_of_one_process(name: str, world_size: int) -> None:
     alone = LOOPS[name](0)

@@ -124,7 +124,7 @@ def _evaluated(rank: int, strategy: str) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_buffers_are_those_of_the_first_rank_of_the_group(strategy: str) -> None:
     on_ranks(_evaluated, strategy)
 

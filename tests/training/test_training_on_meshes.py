@@ -252,6 +252,7 @@ def _accumulated(rank: int) -> str:
     return "done"
 
 
+@pytest.mark.long
 def test_accumulated_gradients_are_those_of_one_process() -> None:
     assert idist.spawn("gloo", _accumulated, nproc_per_node=4) == ["done"] * 4
 
@@ -325,6 +326,7 @@ def failing(loss: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.long
 def test_a_tensor_parallel_model_averages_its_own_gradients() -> None:
     assert idist.spawn("gloo", _unwrapped, nproc_per_node=4) == ["done"] * 4
 
@@ -400,6 +402,7 @@ def _current(rank: int) -> str:
     return "done"
 
 
+@pytest.mark.long
 def test_a_current_mesh_is_the_default() -> None:
     assert idist.spawn("gloo", _current, nproc_per_node=4) == ["done"] * 4
 

@@ -40,7 +40,7 @@ import ignite_dist as idist
 from helpers import run_python, write_script
 from spawned import spawn
 
-METHODS = ["fork", "spawn", "forkserver"]
+METHODS = ["fork", pytest.param("spawn", marks=pytest.mark.long), "forkserver"]
 kept: list[Any] = []  # in a global: nothing closes what is here
 
 

@@ -127,7 +127,12 @@ SCRIPT = """
 
 @pytest.mark.parametrize(
     ("number", "ending_node"),
-    [(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGTERM, 0), (signal.SIGINT, 1)],
+    [
+        (signal.SIGKILL, 0),
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.long),
+        (signal.SIGTERM, 0),
+        pytest.param(signal.SIGINT, 1, marks=pytest.mark.long),
+    ],
 )
 def test_the_end_of_a_launcher_ends_the_job(number: signal.Signals, ending_node: int, tmp_path: Path) -> None:
     script, port = write_script(tmp_path, SCRIPT), free_port()

@@ -19,7 +19,7 @@ import ignite_dist as idist
 from helpers import run_python
 from spawned import spawn
 
-METHODS = ["fork", "spawn", "forkserver"]
+METHODS = ["fork", pytest.param("spawn", marks=pytest.mark.long), "forkserver"]
 
 
 def _fill(rank: int, tensor: torch.Tensor) -> None:

@@ -39,7 +39,9 @@ WITHOUT_STREAMS = """
 """
 
 
-@pytest.mark.parametrize("closed", ["012", "12", "01", "0"])
+@pytest.mark.parametrize(
+    "closed", ["012", *(pytest.param(one, marks=pytest.mark.long) for one in ("12", "01", "0"))]
+)
 def test_closed_streams(closed: str, tmp_path: Path) -> None:
     ended = run_new_python(write_script(tmp_path, WITHOUT_STREAMS), closed)
     lines = [line for line in ended.stdout.splitlines() if line != "a line of a worker"]
@@ -82,7 +84,13 @@ def test_under_a_debugger_without_a_spec_of_the_main_module(tmp_path: Path) -> N
     assert "[2, 2]" in ended.stdout and "Error" not in ended.stdout, ended.stdout
 
 
-@pytest.mark.parametrize("how", ["a thread", "a zipapp", "a folder", "no file any more", "exec", "stdin"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("a thread", "a folder", "exec")),
+        *("a zipapp", "no file any more", "stdin"),
+    ],
+)
 def test_other_main_modules(how: str, tmp_path: Path) -> None:
     script, text = write_script(tmp_path, SCRIPT), ""
     if how == "a thread":

@@ -20,6 +20,7 @@ from types import FrameType
 
 from ignite_dist._torch import DYNAMO
 from ignite_dist.workers.fork_server import BEGIN_IMPORTS
+from ignite_dist.workers.process_end import leave_finalizers
 
 # From the leaves up, so that each import is short: a launch waits until the import under way has ended.
 _MODULES = (
@@ -102,9 +103,13 @@ def _after_fork_in_server() -> None:
 
 
 def _after_fork_in_worker() -> None:
-    """Give a process that the server has started the actions of the signals that the server had first."""
+    """Give a process that the server has started the actions of the signals that the server had first.
+
+    The server keeps its finalizers.
+    """
     if os.getppid() != _server_pid:  # a child of a worker
         return
+    leave_finalizers()
     signal.signal(signal.SIGTERM, _sigterm_action)
     for number in (BEGIN_IMPORTS, signal.SIGALRM):
         if signal.getsignal(number) in (_begin, _import_next):

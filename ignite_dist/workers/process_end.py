@@ -41,13 +41,21 @@ def call_at_failure(hook: Callable[[], object]) -> None:
     _failure_hooks.append(hook)
 
 
-def begin_in_fork() -> None:
-    """Leave to the launcher, of which this process is a fork, its handlers, finalizers and objects."""
+def leave_finalizers() -> None:
+    """Leave to the process, of which this one is a fork, what ``weakref.finalize`` would do at the exit.
+
+    That process may have a temporary folder. In a fork server, torch's finalizers would take 50 ms.
+    """
     finalize: Any = weakref.finalize
     for entry in finalize._registry.values():
-        entry.atexit = False  # a temporary folder of the launcher, for example
+        entry.atexit = False
+
+
+def begin_in_fork() -> None:
+    """Leave to the launcher, of which this process is a fork, its handlers, finalizers and objects."""
+    leave_finalizers()
     atexit._clear()
-    finalize._registered_with_atexit = False
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     atexit.register(logging.shutdown)
     _inherited.update((name, dict(names)) for name, names in _users_globals())
     gc.freeze()  # gc.get_objects() then returns this process's objects only

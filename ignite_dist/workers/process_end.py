@@ -14,6 +14,7 @@ import gc
 import io
 import logging
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -62,14 +63,18 @@ def begin_in_fork() -> None:
 
 
 def end(code: int, start_method: str) -> NoReturn:
-    """End this process with the exit status ``code``, as Python ends a process."""
+    """End this process with the exit status ``code``, as Python ends a process.
+
+    A Ctrl-C interrupts what waits: a child, a thread or a handler of ``atexit``. The other steps ignore it.
+    """
     for hook in _failure_hooks if code else ():
         _try(hook)
     if start_method == "spawn":
         sys.exit(code)
-    _try(util._exit_function)  # type: ignore[attr-defined]  # joins the children
-    _try(threading._shutdown)  # type: ignore[attr-defined]  # joins the threads
-    _try(atexit._run_exitfuncs)  # prints exceptions of handlers
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _try(util._exit_function, on_interrupt)  # type: ignore[attr-defined]  # joins the children
+    _try(threading._shutdown, on_interrupt)  # type: ignore[attr-defined]  # joins the threads
+    _try(atexit._run_exitfuncs, on_interrupt)  # prints exceptions of handlers
     threading.excepthook = lambda _: None  # Python stops the daemon threads here
     for name, names in reversed(list(_users_globals())):
         _try(partial(_destroy_objects, names, _inherited.get(name, {})))
@@ -79,11 +84,19 @@ def end(code: int, start_method: str) -> NoReturn:
     os._exit(code or (_FAILED_OUTPUT if has_failed else 0))
 
 
-def _try(function: Callable[[], object]) -> None:
+def _try(function: Callable[[], object], on_interrupt: Any = None) -> None:
+    """Call ``function``, and print what it raises. With ``on_interrupt``, the action of SIGINT meanwhile."""
     try:
+        if on_interrupt is not None:
+            signal.signal(signal.SIGINT, on_interrupt)
         function()
+    except KeyboardInterrupt:
+        pass
     except BaseException:
         sys.excepthook(*sys.exc_info())
+    finally:
+        if on_interrupt is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _users_globals() -> Iterator[tuple[str, dict[str, Any]]]:

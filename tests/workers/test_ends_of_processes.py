@@ -390,6 +390,25 @@ def test_a_file_that_a_thread_blocks_does_not_keep_the_others(method: str, tmp_p
     assert (tmp_path / "written.txt").read_text() == "done"
 
 
+def _waits_at_the_end(_: int, folder: Path) -> None:
+    text_file(folder / f"file-{idist.get_rank()}")
+    atexit.register((folder / f"{idist.get_rank()} after it").write_text, "done")  # the last one
+    atexit.register(time.sleep, 3600)
+    atexit.register((folder / f"{idist.get_rank()} waits").write_text, "done")
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_an_interrupt_ends_a_handler_and_the_rest_goes_on(method: str, tmp_path: Path) -> None:
+    workers = spawn(_waits_at_the_end, tmp_path, start_method=method, join=False)
+    while len(list(tmp_path.glob("* waits"))) < 2:
+        time.sleep(0.01)
+    for pid in workers.pids():
+        os.kill(pid, signal.SIGINT)
+    workers.join()
+    files = ("0 after it", "1 after it", "file-0", "file-1")
+    assert [(tmp_path / name).read_text() for name in files] == ["done"] * 4
+
+
 def _dies_at_the_end(_: int, how: str) -> int:
     atexit.register(os._exit, 5) if how == "exit" else atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
     return 1

@@ -221,13 +221,15 @@ def profile(path: Path) -> None:
     atexit.register(profiler.disable)
 
 
+# Forks come before threads: a forked child may wait for a lock that a thread held.
 THINGS: dict[str, Callable[[Path], None]] = {
     one.__name__: one
     for one in (
-        *(text_file, binary_file, file_to_read_and_write, csv_log, pickle_of_a_tensor),
-        *(numpy_array, memory_map, compressed, archive, tar, database, shelf, logger, logger_that_waits),
+        *(child, queue_with_a_feeder, pool_of_processes, program, thread, pool_of_threads),
+        *(text_file, binary_file, file_to_read_and_write, csv_log, pickle_of_a_tensor, numpy_array),
+        *(memory_map, compressed, archive, tar, database, shelf, logger, logger_that_waits),
         *(atexit_handler, atexit_handler_that_raises, finalizer, destructor, exit_stack, temporary_folder),
-        *(thread, pool_of_threads, pool_of_processes, child, queue_with_a_feeder, program, profile),
+        profile,
     )
 }
 

@@ -138,7 +138,7 @@ def _flush_all(files: list[Any]) -> bool:
         for file in left:
             try:
                 file.flush()
-            except ValueError:  # the file is closed
+            except (ValueError, AttributeError):  # a closed file, or a script's own object for stdout
                 pass
             except Exception as error:
                 failed.append(error)

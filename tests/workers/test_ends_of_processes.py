@@ -352,6 +352,8 @@ BLOCKS = """
         elif how == "full":
             sys.stdout = open("/dev/full", "w")
             sys.stdout.write("lost")
+        elif how == "minimal":
+            sys.stdout = type("Minimal", (), {"write": lambda self, text: len(text)})()
         elif how == "blocked":
             process_end._FLUSH_SECONDS = 0.5
             full = os.fdopen(os.pipe()[1], "wb")
@@ -383,6 +385,12 @@ def test_output_that_cannot_be_written_is_a_failure(method: str, tmp_path: Path)
     ended = run_python(write_script(tmp_path, BLOCKS), "full", method)
     assert ended.returncode == 1 and "exit code 120" in ended.stdout, ended.stdout
     assert "No space left on device" in ended.stdout
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_stdout_without_flush(method: str, tmp_path: Path) -> None:
+    ended = run_python(write_script(tmp_path, BLOCKS), "minimal", method)
+    assert ended.returncode == 0 and "Error" not in ended.stdout, ended.stdout
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])

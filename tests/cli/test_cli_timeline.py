@@ -20,19 +20,21 @@ PAGE = (ROOT / "docs" / "timeline.md").read_text(encoding="utf-8")
 @pytest.mark.long
 def test_the_example_of_the_page(tmp_path: Path) -> None:
     (script,) = (block.text for block in blocks(PAGE) if block.title == "train.py")
-    (tmp_path / "train.py").write_text(script)
+    folder = tmp_path / "code"  # a line has the name of its file's folder
+    folder.mkdir()
+    (folder / "train.py").write_text(script)
     command = documented("ignite-dist run --nproc-per-node 3 --timeline trace.json train.py")
-    ended = at_a_shell(command, tmp_path, OMP_NUM_THREADS="1")
+    ended = at_a_shell(command, folder, OMP_NUM_THREADS="1")
     assert ended.returncode == 0, ended.errors
-    ended = at_a_shell(documented("ignite-dist timeline trace.json --save picture.png"), tmp_path)
+    ended = at_a_shell(documented("ignite-dist timeline trace.json --save picture.png"), folder)
     assert ended.returncode == 0, ended.errors
     for rank in (0, 1):
         assert re.search(rf"rank {rank} \(\S+\) +13 .* rank 2: ", ended.output), ended.output
     assert re.search(r"rank 2 \(\S+\) +7 ", ended.output), ended.output
     longest = next(line for line in ended.output.splitlines() if "train.py" in line)
-    assert re.search(r"train.py:12 all_reduce +18 .* rank 2: ", longest), ended.output
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    labels = re.findall(r"train\.py:\d+ \w+", ended.output)
+    assert re.search(r"code/train.py:12 all_reduce +18 .* rank 2: ", longest), ended.output
+    assert (folder / "picture.png").read_bytes().startswith(b"\x89PNG")
+    labels = re.findall(r"code/train\.py:\d+ \w+", ended.output)
     assert len(labels) == 3 and all(label in PAGE for label in labels)  # the page shows the same lines
 
 

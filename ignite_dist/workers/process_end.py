@@ -50,14 +50,13 @@ def leave_finalizers() -> None:
     finalize: Any = weakref.finalize
     for entry in finalize._registry.values():
         entry.atexit = False
+    finalize._registered_with_atexit = False  # Python 3.14 clears the handlers of a fork
 
 
 def begin_in_fork() -> None:
     """Leave to the launcher, of which this process is a fork, its handlers, finalizers and objects."""
     leave_finalizers()
     atexit._clear()
-    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
-    atexit.register(logging.shutdown)
     _inherited.update((name, dict(names)) for name, names in _users_globals())
     gc.freeze()  # gc.get_objects() then returns this process's objects only
 
@@ -75,6 +74,7 @@ def end(code: int, start_method: str) -> NoReturn:
     _try(util._exit_function, on_interrupt)  # type: ignore[attr-defined]  # joins the children
     _try(threading._shutdown, on_interrupt)  # type: ignore[attr-defined]  # joins the threads
     _try(atexit._run_exitfuncs, on_interrupt)  # prints exceptions of handlers
+    _try(logging.shutdown)  # a handler that a fork may not have any more
     threading.excepthook = lambda _: None  # Python stops the daemon threads here
     for name, names in reversed(list(_users_globals())):
         _try(partial(_destroy_objects, names, _inherited.get(name, {})))

@@ -357,7 +357,7 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
 
     If the model's wrapper averages gradients, the optimizer does not: put each trained module through
     :func:`auto_model`, also a learned temperature or the proxies of a metric loss. The first step warns of
-    parameters that are in no such module, because each rank trains its own. With XLA, and with a backend
+    parameters that are in no such module: each rank may train its own. With XLA, and with a backend
     without a wrapper, a step hook averages gradients before the step, or after each call of a closure. A
     parameter that this rank has not used counts with a zero gradient. The gradient stays None if no rank has
     used it (except with one process per replica of XLA).

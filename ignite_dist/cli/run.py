@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -82,10 +83,11 @@ def _run_script(
             _run_module(spec)
         elif source is not None:
             sys.path.insert(0, "")
-            _run_code(source, _new_main("<stdin>" if script == _STDIN else script))
+            names = {} if script == _STDIN else {"__file__": script}
+            _run_code(InspectLoader.source_to_code(source, names.get("__file__", "<stdin>")), names)
         elif not os.path.isfile(script) or pkgutil.get_importer(script):  # a folder or a zip file
             sys.path.insert(0, script)
-            _run_module(PathFinder.find_spec("__main__", [script]))
+            _run_module(_find_main(script))
         else:
             sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
             _run_file(os.path.abspath(script))
@@ -101,6 +103,7 @@ def _source_of_stream(script: str) -> str | None:
 
 
 def _find_module(name: str) -> ModuleSpec:
+    """The spec of a module, or of the ``__main__`` of a package."""
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
@@ -109,33 +112,33 @@ def _find_module(name: str) -> ModuleSpec:
     return spec
 
 
-def _run_module(spec: ModuleSpec | None) -> None:
-    loader: Any = None if spec is None else spec.loader
-    if spec is None or loader is None:
-        raise ImportError("There is no __main__.py.")
-    main = _new_main(spec.origin)
-    main.__spec__, main.__loader__, main.__package__ = spec, loader, spec.parent
-    _run_code(loader.get_code(spec.name), main)
+def _find_main(path: str) -> ModuleSpec:
+    """The spec of the ``__main__`` in a folder or zip file."""
+    spec = PathFinder.find_spec("__main__", [path])
+    if spec is None:
+        raise ImportError(f"There is no __main__.py in {path!r}.")
+    return spec
+
+
+def _run_module(spec: ModuleSpec) -> None:
+    loader: Any = spec.loader
+    names = {"__file__": spec.origin, "__spec__": spec, "__package__": spec.parent, "__loader__": loader}
+    _run_code(loader.get_code(spec.name), names)
 
 
 def _run_file(path: str) -> None:
-    kind = SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader
-    loader, main = kind("__main__", path), _new_main(path)
-    main.__loader__ = loader
-    _run_code(loader.get_code("__main__") if path.endswith(".pyc") else loader.get_data(path), main)
+    loader: Any
+    if path.endswith(".pyc"):
+        loader = SourcelessFileLoader("__main__", path)
+        code = loader.get_code("__main__")
+    else:
+        loader = SourceFileLoader("__main__", path)
+        code = loader.source_to_code(loader.get_data(path), path)
+    _run_code(code, {"__file__": path, "__loader__": loader})
 
 
-def _new_main(path: str | None) -> ModuleType:
-    """A new main module. It lives as long as the process, as the main module of ``python``."""
+def _run_code(code: CodeType, names: Mapping[str, Any]) -> None:
+    """Run ``code`` in a new main module with these variables. The module lives as long as the process."""
     main = sys.modules["__main__"] = ModuleType("__main__")
-    if path is not None:
-        main.__file__ = path
-    return main
-
-
-def _run_code(code: Any, main: ModuleType) -> None:
-    if not isinstance(code, CodeType):
-        code = compile(code, str(main.__file__), "exec", dont_inherit=True)
-    if main.__file__ == "<stdin>":
-        del main.__file__
+    vars(main).update(names)
     exec(code, vars(main))  # noqa: S102

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -218,9 +219,10 @@ def remove_files(init_method: str | None) -> None:
     """Remove the files that ranks have left at a ``file://``. No rank may run."""
     parts = urlsplit(init_method or "")
     if parts.scheme == "file":
-        for path in (parts.path, *glob.glob(f"{glob.escape(parts.path)}.[0-9]*")):
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+        file = Path(parts.path)
+        for path in (file, *file.parent.glob(f"{glob.escape(file.name)}.*")):
+            if path == file or path.suffix[1:].isdecimal():  # of a later context
+                path.unlink(missing_ok=True)
 
 
 def _connect(place: Environment, init_method: str, seconds: float) -> Store:

@@ -60,6 +60,8 @@ def encode_by_value(value: Any, override: Override | None = None) -> bytes:
 
 
 def _pickled(base: Any, value: Any, override: Override | None) -> bytes:
+    """The pickle of ``value`` by ``base``, or by a pickler that first asks ``override``."""
+
     class Pickler(base):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             found = override(obj)  # type: ignore[misc]

@@ -152,14 +152,14 @@ def _text_of(error: BaseException, trace: TracebackType | None) -> str:
 def _shorten(formatted: traceback.TracebackException) -> None:
     """Keep the first and the last frame of this package below each frame of the user."""
     kept: list[traceback.FrameSummary] = []
-    num_own = 0  # since the last frame of the user
+    own: list[int] = []  # where those of this package are, since the last frame of the user
     for frame in formatted.stack:
-        if not is_package_path(frame.filename):
-            num_own = num_own if is_library_path(frame.filename) else 0
-        else:
-            num_own += 1
-            if num_own > 2:
-                del kept[max(i for i, one in enumerate(kept) if is_package_path(one.filename))]
+        if is_package_path(frame.filename):
+            if len(own) == 2:
+                del kept[own.pop()]
+            own.append(len(kept))
+        elif not is_library_path(frame.filename):
+            own = []
         kept.append(frame)
     formatted.stack[:] = kept
     others = (formatted.__cause__, formatted.__context__, *(getattr(formatted, "exceptions", None) or ()))

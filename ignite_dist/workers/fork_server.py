@@ -59,7 +59,7 @@ def context_of(start_method: str | None) -> BaseContext:
     Raises:
         ValueError: this platform has no such start method.
     """
-    vars(sys.modules["__main__"]).setdefault("__spec__", None)  # pdb removes it, and multiprocessing reads it
+    vars(sys.modules["__main__"]).setdefault("__spec__", None)  # multiprocessing reads it; pdb removes it
     allowed = multiprocessing.get_all_start_methods()
     method = start_method or ("forkserver" if "forkserver" in allowed else "spawn")
     if method not in allowed:

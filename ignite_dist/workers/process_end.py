@@ -38,8 +38,9 @@ _inherited: dict[str, dict[str, Any]] = {}
 
 
 def call_at_failure(hook: Callable[[], object]) -> None:
-    """Let a failed worker first call ``hook``, so that its peers need not wait for the worker's end."""
-    _failure_hooks.append(hook)
+    """Let a failed worker call ``hook`` first, so that its peers need not wait for the worker's end."""
+    if hook not in _failure_hooks:  # each replica of XLA makes this call
+        _failure_hooks.append(hook)
 
 
 def leave_finalizers() -> None:
@@ -54,7 +55,7 @@ def leave_finalizers() -> None:
 
 
 def begin_in_fork() -> None:
-    """Leave to the launcher, of which this process is a fork, its handlers, finalizers and objects."""
+    """Begin in a fork of the launcher: the launcher's handlers and finalizers run in the launcher only."""
     leave_finalizers()
     atexit._clear()
     _inherited.update((name, dict(names)) for name, names in _users_globals())
@@ -74,12 +75,12 @@ def end(code: int, start_method: str) -> NoReturn:
     _try(util._exit_function, on_interrupt)  # type: ignore[attr-defined]  # joins the children
     _try(threading._shutdown, on_interrupt)  # type: ignore[attr-defined]  # joins the threads
     _try(atexit._run_exitfuncs, on_interrupt)  # prints exceptions of handlers
-    _try(logging.shutdown)  # a handler that a fork may not have any more
+    _try(logging.shutdown)  # Python 3.14 has removed this handler from a fork
     threading.excepthook = lambda _: None  # Python stops the daemon threads here
     for name, names in reversed(list(_users_globals())):
         _try(partial(_destroy_objects, names, _inherited.get(name, {})))
     _try(gc.collect)
-    has_failed = any(_flush_all([stream]) for stream in (sys.stdout, sys.stderr) if stream is not None)
+    has_failed = _flush_all([stream for stream in (sys.stdout, sys.stderr) if stream is not None])
     _flush_all(_open_files())
     os._exit(code or (_FAILED_OUTPUT if has_failed else 0))
 

@@ -162,7 +162,10 @@ def _start_process(
         with hidden_main(), interrupt_delayed() if method == "forkserver" else nullcontext():
             process.start()
     except Exception as error:
-        raise _sharing_error(error, method) from error
+        better = _sharing_error(error, method)
+        if better is None:
+            raise
+        raise better from error
     finally:
         for file in outputs.values():
             os.close(file)
@@ -175,8 +178,8 @@ def _start_process(
     ]
 
 
-def _sharing_error(error: Exception, method: str) -> Exception:
-    """A TypeError if ``multiprocessing`` cannot send a shared argument to the new process; else ``error``."""
+def _sharing_error(error: Exception, method: str) -> TypeError | None:
+    """The error if ``multiprocessing`` cannot send a shared argument to the new process; else None."""
     if "too many fds" in str(error):
         advice = "It takes about 250 shared tensors, queues and locks. Pass start_method='spawn'."
     elif "in a fork context" in str(error):
@@ -184,7 +187,7 @@ def _sharing_error(error: Exception, method: str) -> Exception:
     elif any(frame.f_code is reduction.dump.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
         advice = "Send the underlying data instead."
     else:
-        return error
+        return None
     reason = f"{str(error).rstrip('.')}. {advice}"
     return TypeError(f"An argument cannot be shared with workers of start_method {method!r}: {reason}")
 
@@ -342,9 +345,8 @@ class Workers:
         deadline = time.monotonic() + self._grace_seconds
         while running := self._running():
             busy = {worker.process for worker in running if not worker.has_reported}
-            if all(worker.process in busy for worker in running):
-                break
-            if not self._read(max(0.0, deadline - time.monotonic())):
+            are_ending = any(worker.process not in busy for worker in running)
+            if not are_ending or not self._read(max(0.0, deadline - time.monotonic())):
                 break
 
     def _read(self, timeout: float | None, fds: tuple[int, ...] = ()) -> bool:

@@ -29,9 +29,8 @@ from ignite_dist.workers.sent_calls import EncodedCall
 TERMINATE_SECONDS = 3.0
 """Time for a worker to end after SIGTERM."""
 
-SentCall = (
-    EncodedCall | Callable[..., Any]
-)  # a rank's call, encoded unless the worker is a fork of the launcher
+# A rank's call, encoded unless the worker is a fork of the launcher.
+SentCall = EncodedCall | Callable[..., Any]
 
 
 def apply_launch(

@@ -1,4 +1,4 @@
-"""A worker ends as a Python process: what a script leaves open is not lost, with any start method."""
+"""A worker ends as a Python process does: nothing that a script leaves open is lost."""
 
 from __future__ import annotations
 

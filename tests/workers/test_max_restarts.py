@@ -119,10 +119,13 @@ def _dies_in_the_second_context(local_rank: int, folder: Path, method: str) -> i
 def test_attempts_that_meet_at_a_file(context: str, tmp_path: Path) -> None:
     folder, method = tmp_path / "attempts", f"file://{tmp_path}/meeting"
     folder.mkdir()
+    for name in ("meeting.2026-notes", "meeting.txt"):  # the user's own files
+        (tmp_path / name).touch()
     args, function = (folder, "is killed"), _dies_twice
     if context == "second":
         args, function = (folder, method), _dies_in_the_second_context  # type: ignore[assignment]
     found = idist.spawn("gloo", function, args, nproc_per_node=2, max_restarts=2, init_method=method)
     assert found == [2 if context == "second" else (2, 2)] * 2
     assert len(_attempts(folder)) == 6
-    assert not list(tmp_path.glob("meeting*")), "nothing that a later job would read"
+    left = sorted(path.name for path in tmp_path.glob("meeting*"))
+    assert left == ["meeting.2026-notes", "meeting.txt"], "nothing that a later job would read"

@@ -60,7 +60,7 @@ def run(
 
 
 def _is_raised_by_script(error: BaseException) -> bool:
-    """True if the script was running, in this process."""
+    """True if the script ran in this process when ``error`` was raised."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code is _run_script.__code__ for frame, _ in frames)
 

@@ -1,7 +1,7 @@
 """Detect parameters whose gradients no rank averages.
 
-A parameter that is unfrozen after ``auto_model`` raises. A parameter in no model of ``auto_model`` is the
-subject of a warning: a program may train it apart on each rank, as an expert or a pipeline stage.
+A parameter that is unfrozen after ``auto_model`` is an error. A parameter in no model of ``auto_model`` is a
+warning only: an expert or a pipeline stage is trained on each rank for itself.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class RunningWorker:
         self.done = True
         code, fault = self.process.exitcode or 0, self.fault.read()
         if self.failure is None and (self.result is None or code):
-            self.failure = silent_failure(code, fault)  # perhaps at the end, after the function
+            self.failure = silent_failure(code, fault)  # it may have died after the function
 
     @property
     def has_reported(self) -> bool:

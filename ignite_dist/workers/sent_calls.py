@@ -71,7 +71,7 @@ def encode_call(call: Call) -> EncodedCall:
 
 
 def encode_for_machines(call: Call) -> EncodedCall:
-    """``call``, pickled by value, for workers that may be on other machines and share nothing.
+    """``call``, pickled by value, for workers on other machines. They share no objects with the launcher.
 
     Raises:
         TypeError: cloudpickle cannot serialise ``call``.

@@ -116,7 +116,7 @@ def worker_main(
         for pipe in pipes:
             pipe.report(failure)
     code = 0 if failure is None else failure.exit_code or 1
-    del sent_call, failure  # the objects in them are destroyed
+    del sent_call, failure  # so that their objects are destroyed
     process_end.end(code, start_method)
 
 

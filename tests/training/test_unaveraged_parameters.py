@@ -88,7 +88,7 @@ def _averaged(_: int, how: str) -> None:
     else:
         models = [Linear(3, 1)]
     optimizer = idist.auto_optim(SGD([one for model in models for one in model.parameters()], lr=0.1))
-    optimizer = idist.auto_optim(optimizer)  # again
+    optimizer = idist.auto_optim(optimizer)  # a second call changes nothing
     steps = train(optimizer, loss_of(*models))
     if how == "no gradient":
         steps = train(idist.auto_optim(SGD(Linear(3, 1).parameters(), lr=0.1)), loss_of(*models), 1)

@@ -365,7 +365,7 @@ BLOCKS = """
 
     if __name__ == "__main__":
         idist.spawn("gloo", work, (sys.argv[1],), start_method=sys.argv[2])
-        os._exit(0)  # nothing of the launcher is deleted
+        os._exit(0)  # without the destructors of the launcher
 """
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing.forkserver
 import os
-import re
 import tempfile
 import time
 import weakref
@@ -102,17 +101,30 @@ def _temporary(folder: str) -> set[str]:
 def _shared_memory() -> set[str]:
     """The names in shared memory that this process and its children hold, or nobody at all any more.
 
-    What other processes of this machine hold is their own.
+    What other processes of this machine hold is their own. They may see the same files under other paths.
     """
-    names = {path.name for path in SHARED_MEMORY.iterdir()}
+    inodes = {entry.inode(): entry.name for entry in os.scandir(SHARED_MEMORY)}
     own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
-    for pid in psutil.pids() if names else ():
-        if pid not in own:
-            with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-                mapped = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
-                opened = "\n".join(helpers.open_files(pid))
-                names -= set(re.findall(rf"{SHARED_MEMORY}/(\S+)", mapped + opened))
-    return names.intersection(path.name for path in SHARED_MEMORY.iterdir())  # others may have removed theirs
+    for pid in set(psutil.pids()) - own if inodes else ():
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            for inode in _inodes_of(pid):
+                inodes.pop(inode, None)
+    return set(inodes.values()).intersection(path.name for path in SHARED_MEMORY.iterdir())
+
+
+def _inodes_of(pid: int) -> Iterator[int]:
+    """The inodes of files in shared memory that a process has mapped or opened."""
+    device = SHARED_MEMORY.stat().st_dev
+    number = f"{os.major(device):02x}:{os.minor(device):02x}"
+    for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        _, _, _, device_of_file, inode, *_ = line.split(maxsplit=5)
+        if device_of_file == number:
+            yield int(inode)
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            status = fd.stat()
+            if status.st_dev == device:
+                yield status.st_ino
 
 
 @pytest.fixture

@@ -2,15 +2,20 @@
 
 At Ctrl-C a terminal sends SIGINT to the launcher and to the workers. Other senders reach the launcher only,
 which then tells the workers. A worker must not get a second KeyboardInterrupt while it saves after the first.
+
+After a failure, the launcher interrupts the ranks that still run the user's function.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from contextlib import suppress
 
 _PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM})
+OTHER_RANK_FAILED = 0
+"""What the launcher sends in place of a signal's number."""
 
 
 class ReceivedSignals:
@@ -21,6 +26,8 @@ class ReceivedSignals:
 
     def __init__(self) -> None:
         self._received: set[int] = set()
+        self._lock = threading.Lock()
+        self._is_function_over = False
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
@@ -38,9 +45,23 @@ class ReceivedSignals:
         signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
 
     def raise_once(self, number: int) -> None:
-        """Send a signal to this process, unless the process has received it already."""
-        with suppress(BlockingIOError):
-            self._received.update(os.read(self._reader, 65_536))
-        # A signal is pending until the main thread runs. It is seen here because this thread blocks it.
-        if number not in self._received | signal.sigpending():
-            os.kill(os.getpid(), number)
+        """Send a signal to this process, unless the process has received it already.
+
+        Args:
+            number: of the signal. ``OTHER_RANK_FAILED`` is SIGINT, unless :meth:`end_function` was called.
+        """
+        with self._lock:
+            if number == OTHER_RANK_FAILED:
+                if self._is_function_over:
+                    return
+                number = signal.SIGINT
+            with suppress(BlockingIOError):
+                self._received.update(os.read(self._reader, 65_536))
+            # A signal is pending until the main thread runs. It is seen here because this thread blocks it.
+            if number not in self._received | signal.sigpending():
+                os.kill(os.getpid(), number)
+
+    def end_function(self) -> None:
+        """From now on a failure of another rank does not interrupt this process, which is about to end."""
+        with self._lock:
+            self._is_function_over = True

@@ -45,13 +45,14 @@ from ignite_dist.workers.fork_server import (
     import_in_idle_server,
     interrupt_delayed,
 )
+from ignite_dist.workers.interrupts import OTHER_RANK_FAILED
 from ignite_dist.workers.log_settings import LogSettings
 from ignite_dist.workers.nodes import ALONE, Nodes
 from ignite_dist.workers.out_of_memory import count_oom_kills, sigkill_reason
 from ignite_dist.workers.output import ForwardedOutput, InheritedFile
 from ignite_dist.workers.running_worker import FaultOutput, RunningWorker
 from ignite_dist.workers.sent_calls import encode_call
-from ignite_dist.workers.worker import ReportPipe, SentCall, run_alone, worker_main
+from ignite_dist.workers.worker import TERMINATE_SECONDS, ReportPipe, SentCall, run_alone, worker_main
 
 _logger = logging.getLogger(__name__)
 
@@ -302,9 +303,7 @@ class Workers:
         deadline = time.monotonic() + self._grace_seconds
         self._was_terminated = True
         try:
-            for control in {worker.control for worker in self._running()}:
-                with suppress(OSError):  # the process has ended
-                    control.send_bytes(bytes([number]))
+            self._send(number, self._running())
             if self._running():
                 text = "%s: the workers have %d s to save and to end (%s). Ctrl-C ends them now."
                 _logger.warning(text, reason, self._grace_seconds, GRACE_VARIABLE)
@@ -341,13 +340,23 @@ class Workers:
         return True
 
     def _wait_for_ends(self) -> None:
-        """Wait for the end of the processes whose ranks have reported. They run handlers of ``atexit``."""
-        deadline = time.monotonic() + self._grace_seconds
-        while running := self._running():
-            busy = {worker.process for worker in running if not worker.has_reported}
-            are_ending = any(worker.process not in busy for worker in running)
-            if not are_ending or not self._read(max(0.0, deadline - time.monotonic())):
+        """Interrupt the ranks that still run their function, and give all processes time to end.
+
+        Those whose ranks have reported may run handlers of ``atexit``.
+        """
+        self._send(OTHER_RANK_FAILED, self._busy())
+        start = time.monotonic()
+        while self._running():
+            are_ending = len(self._busy()) < len(self._running())
+            seconds = self._grace_seconds if are_ending else min(TERMINATE_SECONDS, self._grace_seconds)
+            if not self._read(max(0.0, start + seconds - time.monotonic())):
                 break
+
+    @staticmethod
+    def _send(number: int, workers: list[RunningWorker]) -> None:
+        for control in {worker.control for worker in workers}:
+            with suppress(OSError):  # the process has ended
+                control.send_bytes(bytes([number]))
 
     def _read(self, timeout: float | None, fds: tuple[int, ...] = ()) -> bool:
         """Read what workers and nodes send, or wait for one of ``fds``. Returns False at the timeout."""
@@ -369,6 +378,11 @@ class Workers:
 
     def _running(self) -> list[RunningWorker]:
         return [worker for worker in self._workers if not worker.done]
+
+    def _busy(self) -> list[RunningWorker]:
+        """The workers in whose process a rank still runs its function."""
+        processes = {worker.process for worker in self._running() if not worker.has_reported}
+        return [worker for worker in self._running() if worker.process in processes]
 
     def _local_failures(self) -> list[FailedRank]:
         return [failed for worker in self._workers if (failed := worker.failed_rank()) is not None]

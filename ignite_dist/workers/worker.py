@@ -71,7 +71,7 @@ class ReportPipe:
         try:
             self.sender.send_bytes(pickle.dumps(message))
         except BrokenPipeError:
-            sys.exit(1)  # the launcher is gone
+            pass  # the launcher is gone, and this process gets SIGTERM
 
 
 def worker_main(
@@ -111,6 +111,7 @@ def worker_main(
     threading.Thread(target=_follow_launcher, args=(control, received), daemon=True).start()
     try:
         failure = run(sent_call, pipes)
+        received.end_function()
     except BaseException as error:  # no rank has started
         failure = failure_of(error)
         for pipe in pipes:

@@ -237,6 +237,8 @@ THINGS: dict[str, Callable[[Path], None]] = {
 def _leave(rank: int, folder: Path, how: str = "returns") -> None:
     for name, leave in THINGS.items():
         leave(folder / f"{name}-{rank}")
+    if how != "returns":  # a failure interrupts a rank that has not left everything
+        idist.barrier()
     if how == "raises":
         raise LookupError("no data")
     if how == "exits":
@@ -311,6 +313,35 @@ def test_the_others_have_time_for_their_ends(method: str, tmp_path: Path) -> Non
         spawn(_fails_or_waits, tmp_path, 3.0, start_method=method)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "file-0", "file-1"]
     assert {path.read_text() for path in tmp_path.iterdir()} == {"done"}
+
+
+def _fails_or_works(rank: int, folder: Path, how: str) -> None:
+    text_file(folder / f"file-{rank}")
+    temporary_folder(folder / f"folder-{rank}")
+    idist.barrier()
+    if rank == 0:
+        raise LookupError("no data")
+    if how == "ignores":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        time.sleep(3600)
+    finally:
+        (folder / "finally").write_text("done")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rank_that_still_works_ends_as_python_does(method: str, tmp_path: Path) -> None:
+    with pytest.raises(idist.RankFailedError, match="no data") as caught:
+        spawn(_fails_or_works, tmp_path, "waits", start_method=method)
+    assert "KeyboardInterrupt" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file-0", "file-1", "finally", "folder-0", "folder-1"]
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"done"}
+
+
+def test_a_rank_that_ignores_the_interrupt_does_not_hang_the_job(tmp_path: Path) -> None:
+    with pytest.raises(idist.RankFailedError, match="no data"):
+        spawn(_fails_or_works, tmp_path, "ignores")
+    assert not (tmp_path / "finally").exists()
 
 
 def test_a_handler_that_waits_for_ever_does_not_hang_the_job(

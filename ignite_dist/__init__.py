@@ -69,6 +69,7 @@ from ignite_dist.tracing import untrace_package
 from ignite_dist.training.accumulation import accumulate
 from ignite_dist.training.checkpoints import latest, load_checkpoint, save_checkpoint
 from ignite_dist.training.gradient_sync import DDPSyncStrategy, clip_grad_norm, grad_sync, no_sync
+from ignite_dist.training.interruption import interrupted
 from ignite_dist.training.parameter_averaging import average_parameters
 from ignite_dist.training.seeding import seed_everything, shared_seed
 from ignite_dist.training.state_dicts import (
@@ -136,6 +137,7 @@ __all__ = [
     "has_xla_support",
     "hostname",
     "initialize",
+    "interrupted",
     "is_global_zero",
     "is_local_zero",
     "join",

@@ -29,7 +29,7 @@ FACADE = names("""
     DDPSyncStrategy no_sync grad_sync accumulate clip_grad_norm join
     debug watch timeline raise_together safe_objects environment
     node_group print progress average_parameters
-    save_checkpoint load_checkpoint latest
+    save_checkpoint load_checkpoint latest interrupted
 """)
 ERRORS = names("""
     DistributedError RankFailedError CollectiveMismatchError EnvironmentVariablesError LaunchError

@@ -93,7 +93,7 @@ SENDS = """\
 WAITS = """\
             if steps == 25:
                 open(f"waits.{idist.get_rank()}", "w").close()
-                while not received:
+                while not idist.interrupted():
                     __import__("time").sleep(0.05)
 """
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ignite_dist.call_sites import is_library_path, is_package_path
 from ignite_dist.errors import (
+    CollectiveMismatchError,
     HostLostError,
     LaunchError,
     MissingRanksError,
@@ -36,6 +37,7 @@ from ignite_dist.workers.sent_exceptions import decode_exception, encode_excepti
 _LONGEST_TEXT = 100_000
 # The launcher may detect a worker's death this much later, because the fork server reports the death.
 _DETECTION_SECONDS = 1.0
+_OUT_OF_STEP = (CollectiveMismatchError.__name__, MissingRanksError.__name__)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,18 @@ class Failure:
     def is_exit_0(self) -> bool:
         """True after ``sys.exit(0)``. This is a failure only if other ranks failed because of it."""
         return self.exit_code == 0 and bool(self.error_type)
+
+    @property
+    def is_end_by_signal(self) -> bool:
+        """True if the worker ended as one does after Ctrl-C or SIGTERM. Other errors are of its clean-up."""
+        if self.error_type:
+            return self.error_type in (KeyboardInterrupt.__name__, SystemExit.__name__)
+        return self.exit_code in (-signal.SIGINT, -signal.SIGTERM)
+
+    @property
+    def is_out_of_step(self) -> bool:
+        """True if the worker failed in a call that the other ranks did not make."""
+        return self.is_consequence or self.error_type in _OUT_OF_STEP
 
 
 class FailedRank(NamedTuple):

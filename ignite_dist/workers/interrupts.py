@@ -11,11 +11,43 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from queue import SimpleQueue
 
 _PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM})
 OTHER_RANK_FAILED = 0
 """What the launcher sends in place of a signal's number."""
+
+
+# The main thread makes these calls while it waits for replicas of XLA, which are threads.
+main_thread_calls: SimpleQueue[Callable[[], object]] | None = None
+
+
+def call_in_main_thread(function: Callable[[], object]) -> None:
+    """Call ``function`` in the main thread, where Python sets handlers of signals. It must not raise.
+
+    Raises:
+        RuntimeError: the caller is another thread than the main thread and no replica.
+    """
+    if threading.current_thread() is threading.main_thread():
+        function()
+        return
+    if main_thread_calls is None:
+        raise RuntimeError(
+            "Python sets handlers of signals in the main thread only, and this is another thread."
+        )
+    done = threading.Event()
+
+    def call() -> None:
+        try:
+            function()
+        finally:
+            done.set()
+
+    main_thread_calls.put(call)
+    while not done.wait(0.1):  # in Python code, so that this thread can be interrupted
+        pass
 
 
 class ReceivedSignals:

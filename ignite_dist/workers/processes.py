@@ -35,6 +35,7 @@ from ignite_dist.workers.ending import (
 from ignite_dist.workers.failures import (
     FailedRank,
     Failure,
+    error_of,
     is_cause_known,
 )
 from ignite_dist.workers.fork_server import (
@@ -60,6 +61,9 @@ _logger = logging.getLogger(__name__)
 _GRACE_SECONDS = 1.0
 # Longer while every reported failure is a consequence: the root cause may still be cleaning up.
 _LONG_GRACE_SECONDS = 4.0
+_OUT_OF_STEP_HINT = (
+    "The ranks were interrupted in different calls: idist.interrupted() ends all in the same step. "
+)
 
 
 # --- starting ----------------------------------------------------------------------------------------
@@ -309,6 +313,9 @@ class Workers:
                 _logger.warning(text, reason, self._grace_seconds, GRACE_VARIABLE)
             while self._running() and (left := deadline - time.monotonic()) > 0:
                 self._read(left)
+            if failed := [rank for rank in self._local_failures() if not rank.failure.is_end_by_signal]:
+                hint = _OUT_OF_STEP_HINT if any(rank.failure.is_out_of_step for rank in failed) else ""
+                _logger.error("A worker failed after the %s. %s%s", reason, hint, error_of(failed))
         except KeyboardInterrupt:
             pass  # the second one: do not wait
         finally:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
@@ -68,10 +69,8 @@ class ReportPipe:
 
     def report(self, message: int | bytes | Failure) -> None:
         """Send the global rank at the start, or the outcome at the end."""
-        try:
+        with suppress(BrokenPipeError):  # the launcher is gone, and this process gets SIGTERM
             self.sender.send_bytes(pickle.dumps(message))
-        except BrokenPipeError:
-            pass  # the launcher is gone, and this process gets SIGTERM
 
 
 def worker_main(
@@ -108,8 +107,8 @@ def worker_main(
     _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     _seed()
     received = ReceivedSignals()
-    threading.Thread(target=_follow_launcher, args=(control, received), daemon=True).start()
     try:
+        threading.Thread(target=_follow_launcher, args=(control, received), daemon=True).start()
         failure = run(sent_call, pipes)
         received.end_function()
     except BaseException as error:  # no rank has started

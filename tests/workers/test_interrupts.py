@@ -161,6 +161,64 @@ def test_an_interrupt_while_nobody_waits_for_the_workers(tmp_path: Path) -> None
         assert (code, saved) == (-signal.SIGINT, [SAVED, SAVED])
 
 
+# --- errors while they clean up ----------------------------------------------------------------------------
+
+CLEANS_UP = """
+    import os, signal, sys, threading
+    import torch
+    import ignite_dist as idist
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    def train(local_rank, how, folder):
+        idist.barrier()
+        try:
+            if how == "handler":
+                signal.signal(signal.SIGTERM, fail)
+            os.write(1, f"worker {os.getpid()}\\n".encode())
+            if how == "out of step" and local_rank == 0:
+                idist.all_reduce(torch.ones(2))
+            while True:
+                threading.Event().wait(60)
+        except KeyboardInterrupt:
+            if how == "exits":
+                sys.exit(3)
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if how == "out of step":
+                idist.save_checkpoint(f"{folder}/checkpoint", step=1)
+            fail()
+
+    if __name__ == "__main__":
+        idist.spawn("gloo", train, sys.argv[1:], nproc_per_node=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "expected"),
+    [
+        ("raises", signal.SIGINT, "OSError: disk full"),
+        ("handler", signal.SIGTERM, "OSError: disk full"),
+        ("dies", signal.SIGINT, "was ended by SIGSEGV"),
+        ("out of step", signal.SIGINT, "idist.interrupted() ends all in the same step"),
+        ("exits", signal.SIGINT, None),
+    ],
+)
+def test_what_goes_wrong_after_a_signal_is_shown(
+    how: str, number: signal.Signals, expected: str | None, tmp_path: Path
+) -> None:
+    with interrupted_jobs.job(CLEANS_UP, how, folder=tmp_path, seconds=60) as found:
+        found.launcher.send_signal(number)
+        _, err = found.launcher.communicate(timeout=280)
+    name = {signal.SIGINT: "KeyboardInterrupt", signal.SIGTERM: "SigtermReceived"}[number]
+    assert found.launcher.returncode == -number
+    if expected is None:
+        assert "A worker failed" not in err
+    else:
+        assert f"A worker failed after the {name}. " in err and expected in err, err
+
+
 @pytest.mark.parametrize("value", ["soon", "-1", "1.5"])
 def test_a_grace_period_that_is_no_number(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IGNITE_DIST_GRACE_SECONDS", value)

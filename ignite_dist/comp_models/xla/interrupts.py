@@ -10,7 +10,10 @@ import ctypes
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from queue import SimpleQueue
 from types import TracebackType
+
+from ignite_dist.workers import interrupts as main_thread
 
 _lock = threading.Lock()  # guards the attributes of every Interrupt
 
@@ -22,21 +25,27 @@ def run_in_threads(
 
     To be called in the main thread. Its KeyboardInterrupt or SystemExit is raised in the :func:`allowed`
     block of each thread instead. A second one is raised by this function. ``sending`` is a context manager
-    in which the threads are interrupted.
+    in which the threads are interrupted. Meanwhile the main thread serves ``call_in_main_thread``.
 
     A thread raises the exception when it next runs Python code. So one call that blocks without running
     Python code, for example ``time.sleep(100)``, is not interrupted.
     """
     interrupts = {name: Interrupt() for name in functions}
+    main_thread.main_thread_calls = calls = SimpleQueue()
+
+    def wait() -> None:
+        # Not join(): bpo-45274, an interrupted join() marks the thread as ended.
+        while not all(interrupt.ended.is_set() for interrupt in interrupts.values()):
+            calls.get()()
+
     threads = [
-        threading.Thread(target=interrupts[name].run, args=(function,), name=name)
+        threading.Thread(target=interrupts[name].run, args=(function, calls), name=name)
         for name, function in functions.items()
     ]
     try:
         for thread in threads:
             thread.start()
-        for interrupt in interrupts.values():
-            interrupt.ended.wait()  # not join(): bpo-45274, an interrupted join() marks the thread as ended
+        wait()
     except (KeyboardInterrupt, SystemExit) as error:
         kind = _class_of(error)
         with sending, _lock:
@@ -44,8 +53,9 @@ def run_in_threads(
                 interrupt.send(kind)
         if not all(thread.ident for thread in threads):  # not all threads have started
             raise
-        for interrupt in interrupts.values():
-            interrupt.ended.wait()
+        wait()
+    finally:
+        main_thread.main_thread_calls = None
 
 
 def _class_of(error: BaseException) -> type[BaseException]:
@@ -68,13 +78,14 @@ class Interrupt:
         self._delayed: type[BaseException] | None = None
         self._thread: int | None = None  # the thread's id, while Python may raise the exception there
 
-    def run(self, function: Callable[[], None]) -> None:
-        """Call ``function`` in this thread, which is to raise the exception."""
+    def run(self, function: Callable[[], None], calls: SimpleQueue[Callable[[], object]]) -> None:
+        """Call ``function`` in this thread, which is to raise the exception. ``calls``: of the main one."""
         _own.interrupt = self
         try:
             function()
         finally:
             self.ended.set()
+            calls.put(lambda: None)  # so that the main thread sees the end
 
     def send(self, kind: type[BaseException]) -> None:
         """Raise an exception of class ``kind`` in the thread. The caller holds the lock."""

@@ -95,9 +95,25 @@ def _shared_outcome(model: ComputationModel, group: Group) -> Iterator[None]:
             exchange_outcomes(model, group, error)
         except RuntimeError as exchange_error:  # the user must see the first error
             kind = type(error).__name__
-            _logger.warning("Could not report a %s to the other ranks: %s", kind, exchange_error)
+            if not isinstance(error, KeyboardInterrupt):  # the launcher interrupts ranks after a failure
+                _logger.warning("Could not report a %s to the other ranks: %s", kind, exchange_error)
         raise
     exchange_outcomes(model, group, None)
+
+
+@contextmanager
+def _block(model: ComputationModel, name: str) -> Iterator[None]:
+    """While this rank runs the block, for which the other ranks wait, their wait is no hang."""
+    recorder = recorder_of(model)
+    if recorder is None:
+        yield
+        return
+    log = recorder.log_of(model.get_rank())
+    before, log.block = log.block, name
+    try:
+        yield
+    finally:
+        log.block = before
 
 
 def same_outcome(model: ComputationModel, function: Callable[[], Any]) -> list[Any]:
@@ -232,7 +248,7 @@ def one_rank_only(
 
     def decorate(function: _Function) -> _Function:
         @wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def one_rank_only(*args: Any, **kwargs: Any) -> Any:  # reports of hangs show this name
             model = current_model()
             needs_others = with_barrier or broadcast
             members = model.groups.resolve(group if needs_others else None)  # makes no group to skip a call
@@ -242,7 +258,7 @@ def one_rank_only(
             one = _one_of(members.ranks, rank)
             return _run_on_one(model, members, one, lambda: function(*args, **kwargs), broadcast)
 
-        return untraced(wrapper)  # type: ignore[return-value]
+        return untraced(one_rank_only)  # type: ignore[return-value]
 
     return decorate
 
@@ -278,7 +294,8 @@ def _run_on_one(
     result: Any = None
     with _shared_outcome(model, group):
         if model.get_rank() == rank:
-            result = function()
+            with _block(model, "the function of one_rank_only"):
+                result = function()
             if share_result:  # raise an error in this block, so that the other ranks get it
                 result = _sendable(result)
     if not share_result:
@@ -350,5 +367,5 @@ def one_rank_first(rank: int = 0, local: bool = False, group: Any = None) -> Ite
         exchange_outcomes(model, members, None)
         yield
         return
-    with _shared_outcome(model, members):
+    with _shared_outcome(model, members), _block(model, "the block of one_rank_first"):
         yield

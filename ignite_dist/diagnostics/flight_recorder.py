@@ -89,6 +89,7 @@ class Log:
         last_thread: identity of the thread that made the rank's last call.
         comparison: the parts that the rank compares before each call; None if the rank compares nothing.
         error: the exception that the rank is reporting to the other ranks; empty if none.
+        block: the code for which the other ranks wait on purpose, while this rank runs it; empty if none.
         num_calls: number of calls that the rank has made.
         calls: the last calls, oldest first.
         num_by_group: number of calls in each group, by :attr:`Call.key`.
@@ -98,6 +99,7 @@ class Log:
     last_thread: int
     comparison: Comparison | None = None
     error: str = ""
+    block: str = ""
     num_calls: int = 0
     calls: deque[Call] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
     num_by_group: dict[str, int] = field(default_factory=dict)
@@ -105,9 +107,6 @@ class Log:
 
 class Watchdog(Protocol):
     """The part of :class:`ignite_dist.diagnostics.watchdog.Watchdog` that a recorder calls."""
-
-    def raise_if_ranks_missing(self, error: RuntimeError, call: Call, ranks: Sequence[int]) -> None:
-        """Raise ``MissingRanksError`` if ``error`` of ``call`` is a timeout because ranks are missing."""
 
     def meet_at_end(self, rank: int) -> None:
         """Report the end of ``rank``. Return when all ranks have ended their contexts, or one rank is lost.
@@ -201,17 +200,11 @@ class Recorder:
 
         Raises:
             CollectiveMismatchError: the calls differ; raised on all ranks of the group, with a table.
-            MissingRanksError: the backend's timeout has passed, and the watchdog has found missing ranks.
         """
         comparison = self.logs[rank].comparison
         assert comparison is not None
         message = (_TAG, *call.row())
-        try:
-            messages = gather(message)
-        except RuntimeError as error:
-            if self.watchdog is not None:
-                self.watchdog.raise_if_ranks_missing(error, call, ranks)
-            raise
+        messages = gather(message)
         rows = [_fields(message) for message in messages]
         if len({row if comparison.call_sites else row[:-1] for row in rows}) > 1:
             raise CollectiveMismatchError(_mismatch_message(call, ranks, rows, comparison))

@@ -34,6 +34,7 @@ def report_of(
         "stack": _stack(frame) if frame is not None else "",
         "last": str(log.calls[-1]) if log.calls else "",
         "error": log.error,
+        "block": log.block,
         "compares": log.comparison is not None,
         "numbers": dict(log.num_by_group),
         "calls": [call.row() for call in list(log.calls)],
@@ -103,6 +104,10 @@ _WAITING_MODULES = frozenset(
 )
 
 
+WAITS_ON_PURPOSE = frozenset({"one_rank_first", "one_rank_only"})
+"""Functions in which ranks wait until another rank has run its block."""
+
+
 def innermost_frames(log: flight_recorder.Log, is_only_rank: bool) -> dict[int, FrameType]:
     """Innermost frames of the rank's threads, by thread identity. The thread of the last call comes first.
 
@@ -140,12 +145,22 @@ def _waiting_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
-    """Text that says where each rank is. Ranks with the same stack share a paragraph, most ranks first."""
+    """Text that says where each rank is. Ranks with the same stack share a paragraph, most ranks first.
+
+    One line if the ranks wait on purpose for a rank in its block of ``one_rank_first`` or ``one_rank_only``.
+    """
     places: dict[str, list[int]] = {}
     for rank, report in reports.items():
         places.setdefault(report["stack"], []).append(rank)
     by_size = sorted(places.items(), key=lambda place: (-len(place[1]), place[1]))
     longest = max(report["seconds"] for report in reports.values())
+    others = {report["waits_in"] for report in reports.values() if report["waits_in"]}
+    for rank, report in reports.items():
+        if report["block"] and not report["waits_in"] and others <= WAITS_ON_PURPOSE:
+            return (
+                f"Rank {rank} is in {report['block']}, now at {report['site']}, and the other ranks have "
+                f"waited for it for {longest:.0f} s."
+            )
     parts = [
         f"A collective has waited for {longest:.0f} s and still waits. Where the {world_size} ranks are:"
     ]

@@ -10,9 +10,10 @@ import atexit
 import json
 import logging
 import os
+import re
 import threading
 import time
-from collections.abc import Sequence
+import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,6 +23,7 @@ from weakref import WeakSet
 
 from torch.distributed import DistError, Store
 
+from ignite_dist.call_sites import users_frame
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.transport import Wait
 from ignite_dist.comp_models.work import Completed
@@ -34,7 +36,7 @@ from ignite_dist.diagnostics.announcing import (
     recorder_of,
 )
 from ignite_dist.diagnostics.context_end import Endings
-from ignite_dist.diagnostics.flight_recorder import END_OF_CONTEXT, Call, Recorder
+from ignite_dist.diagnostics.flight_recorder import END_OF_CONTEXT, Recorder
 from ignite_dist.diagnostics.out_of_band import (
     OutOfBandStore,
     collect_reports,
@@ -45,6 +47,7 @@ from ignite_dist.diagnostics.out_of_band import (
 from ignite_dist.diagnostics.reports import explanation, innermost_frames, place_of, report_of, waiting_frames
 from ignite_dist.errors import DistributedError, RankFailedError
 from ignite_dist.rendezvous import connections
+from ignite_dist.values.ranks import describe_ranks
 
 _logger = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ _DEBUG_THRESHOLD = timedelta(seconds=30)  # while debug() is on
 # The polling interval grows with the number of ranks, because all ranks share one store.
 _POLL_SECONDS = 1.0
 _RANKS_PER_SECOND = 1000
+# The backends have no exception class for a timeout: "Timed out waiting 5000ms", "Timeout(ms)=5000".
+_TIMEOUT = re.compile(r"(?:timed out waiting |timeout\(ms\)=)(\d+)", re.IGNORECASE)
 # How long the end of a context waits for the watchdog's thread, which may be answering another rank.
 _STOP_SECONDS = 6.0
 
@@ -103,8 +108,34 @@ class Watchdog:
         self._endings.meet(rank)
 
     def find_cause(self, error: RuntimeError) -> BaseException | None:
-        """The error that names the ended rank that caused ``error``; None if no rank has ended."""
-        return self._endings.find_cause(error)
+        """The error that names the ended or late ranks that caused ``error``; None if there are none."""
+        waited = _TIMEOUT.search(str(error))
+        return (
+            self._endings.find_cause(error) if waited is None else self._timeout_error(error, int(waited[1]))
+        )
+
+    def _timeout_error(self, error: RuntimeError, milliseconds: int) -> BaseException | None:
+        """The error that says where the late ranks are; None if the store is lost."""
+        assert error.__traceback__ is not None
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        own = self._recorder.logs
+        if users_frame(frame) is None:  # in a thread of this package, for which the user's thread waits
+            waiting = (waiting_frames(log, self._has_one_rank()) for log in own.values())
+            frame = next((inner for frames in waiting for inner, _ in frames.values()), frame)
+        others = [rank for rank in range(self._world_size) if rank not in own]
+        try:
+            reports = collect_reports(self._oob_store.connection(), others)
+        except DistError:
+            return None
+        late = [rank for rank in others if rank not in reports or not reports[rank]["waits_in"]]
+        what = (
+            f"did not come to {place_of(frame)}, where {describe_ranks(sorted(own))} has waited for "
+            f"{milliseconds / 1000:g} s, the timeout of the context. If this may take longer, pass "
+            "timeout= to initialize, spawn or Parallel"
+        )
+        late_error = missing_ranks_error(late or others, what, reports)
+        late_error.__cause__ = error
+        return late_error
 
     def stop_at_exit(self) -> None:
         """Stop the thread because the process exits. The thread first reports the exit to the other ranks."""
@@ -116,22 +147,6 @@ class Watchdog:
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_STOP_SECONDS)
-
-    def raise_if_ranks_missing(self, error: RuntimeError, call: Call, ranks: Sequence[int]) -> None:
-        """Raise if ``error`` of ``call`` is a timeout and some of ``ranks`` have not made the call.
-
-        Raises:
-            MissingRanksError: names the ranks that have not made the call.
-        """
-        # The backends have no exception class for a timeout.
-        if not any(words in str(error).lower() for words in ("timeout", "timed out")):
-            return
-        others = [rank for rank in ranks if rank not in self._recorder.logs]
-        reports = collect_reports(self._oob_store.connection(), others)
-        num_calls = {rank: report["numbers"].get(call.key, 0) for rank, report in reports.items()}
-        behind = [rank for rank in others if num_calls.get(rank, 0) < call.number]
-        if behind:
-            raise missing_ranks_error(behind, f"did not come to {call}", reports) from error
 
     def _run(self) -> None:
         period = max(_POLL_SECONDS, self._world_size / _RANKS_PER_SECOND)

@@ -326,4 +326,4 @@ def _late(_: int) -> str:
 
 def test_a_rank_that_never_comes_is_waited_for_until_the_timeout() -> None:
     late, _ = on_ranks(_late)
-    assert late.startswith("RuntimeError: Timed out waiting 1000ms for rank 1 ")
+    assert late.startswith("MissingRanksError: Rank 1 did not come to all_reduce at ")

@@ -119,6 +119,29 @@ def test_a_wait_that_is_too_long_is_explained_once(
     assert "ignite_dist/launcher.py" not in message  # nor what else has started the process
 
 
+def in_a_block(local_rank: int, folder: Path, how: str) -> list[str]:
+    heard = Teller(folder)
+    heard.about = "one_rank"
+    idist.watch(SHORT)
+    if how == "first":
+        with idist.one_rank_first(rank=1):
+            if idist.get_rank() == 1:
+                busy_elsewhere(heard, folder)
+    else:
+        idist.one_rank_only(rank=1, with_barrier=True)(busy_elsewhere)(heard, folder)
+    idist.barrier()
+    return heard.messages
+
+
+@pytest.mark.parametrize(
+    ("how", "what"), [("first", "block of one_rank_first"), ("only", "function of one_rank_only")]
+)
+def test_ranks_that_wait_for_a_block_on_purpose_are_no_hang(how: str, what: str, tmp_path: Path) -> None:
+    message = only(idist.spawn("gloo", in_a_block, (tmp_path, how), nproc_per_node=2))
+    assert message.startswith(f"Rank 1 is in the {what}, now at diagnostics/test_watchdog.py:")
+    assert "the other ranks have waited for it for " in message and "\n" not in message
+
+
 def late_for_torch(local_rank: int, folder: Path) -> list[str]:
     heard = Teller(folder)
     idist.watch(SHORT)

@@ -31,7 +31,8 @@ def run_in_threads(
     Python code, for example ``time.sleep(100)``, is not interrupted.
     """
     interrupts = {name: Interrupt() for name in functions}
-    main_thread.main_thread_calls = calls = SimpleQueue()
+    calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
+    main_thread.main_thread_calls = calls
 
     def wait() -> None:
         # Not join(): bpo-45274, an interrupted join() marks the thread as ended.

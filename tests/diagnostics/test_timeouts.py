@@ -1,0 +1,93 @@
+"""What a rank says when the timeout passes: the call, the time, where the late ranks are, and the keyword."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import helpers
+import ignite_dist as idist
+
+SECONDS = 120.0
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _first() -> None:
+    with idist.one_rank_first(rank=1):
+        pass
+
+
+CALLS: dict[str, Callable[[], object]] = {
+    "all_reduce": lambda: idist.all_reduce(torch.ones(2)),
+    "all_gather": lambda: idist.all_gather({"of any": "kind"}),
+    "barrier": idist.barrier,
+    "one_rank_first": _first,
+    "begun": lambda: idist.all_reduce(torch.ones(2), async_op=True).wait(),
+}
+
+
+def _is_late(folder: Path, name: str, is_first: bool) -> str:
+    idist.initialize("gloo", timeout=timedelta(seconds=2))
+    if not is_first:
+        idist.barrier()
+    if idist.get_rank() == 1:
+        _wait_for(folder / "given up")  # the late rank is here
+        return ""
+    try:
+        CALLS[name]()
+    except idist.MissingRanksError as error:
+        assert error.ranks == [1]
+        return str(error)
+    finally:
+        (folder / "given up").touch()
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_reduce",
+        "one_rank_first",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("all_gather", "barrier", "begun")),
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False], ids=["first call", "later call"])
+def test_it_names_the_call_the_late_rank_and_the_keyword(name: str, is_first: bool, tmp_path: Path) -> None:
+    said = helpers.end_of_ranks(_is_late, tmp_path, name, is_first)[0]
+    assert said.error == ""
+    text, call = str(said.result), "all_reduce begun" if name == "begun" else name
+    assert text.startswith(f"Rank 1 did not come to {call} at diagnostics/test_timeouts.py:"), said
+    assert ", where rank 0 has waited for 2 s, the timeout of the context. " in text
+    assert (
+        "pass timeout= to initialize, spawn or Parallel.\nRank 1 is at diagnostics/test_timeouts.py:" in text
+    )
+    assert "in _wait_for\n" in text
+
+
+def _in_torchs_own_call(local_rank: int, folder: Path) -> None:
+    idist.barrier()
+    if idist.get_rank() == 1:
+        _wait_for(folder / "given up")
+    else:
+        try:
+            dist.all_reduce(torch.ones(2))
+        finally:
+            (folder / "given up").touch()
+
+
+def test_a_worker_that_waits_in_torchs_own_call_says_it_too(tmp_path: Path) -> None:
+    with pytest.raises(idist.RankFailedError) as caught:
+        idist.spawn("gloo", _in_torchs_own_call, (tmp_path,), nproc_per_node=2, timeout=timedelta(seconds=2))
+    assert "Rank 1 did not come to all_reduce at diagnostics/test_timeouts.py:" in str(caught.value)
+    assert "pass timeout= to initialize, spawn or Parallel" in str(caught.value)

@@ -107,6 +107,20 @@ def _is_generated(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith("<eval_with_key>") or module.startswith("torch._inductor.")
 
 
+# Modules of functions that wrap the functions that users call.
+_WRAPPER_MODULES = ("torch.distributed.c10d_logger", "contextlib")
+
+
+def function_called(frame: FrameType | None) -> str:
+    """Name of the library function that the user's code has called, for example ``"all_reduce"``."""
+    name = "?"
+    while frame is not None and is_library(frame):
+        if frame.f_globals.get("__name__") not in _WRAPPER_MODULES:
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return name
+
+
 def site_of(frame: FrameType | None) -> str:
     """``"folder/file.py:12"``. It is the same on machines that have the code in different folders."""
     return "?" if frame is None else site_of_place(frame.f_code.co_filename, frame.f_lineno)

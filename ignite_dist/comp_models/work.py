@@ -8,6 +8,8 @@ from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
+from ignite_dist.call_sites import function_called, is_library, site_of, users_frame
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -166,3 +168,22 @@ def work_of(frame: FrameType) -> Work | None:
     """The work whose method, for example ``wait()``, runs in ``frame``."""
     found = frame.f_locals.get("self")
     return found if isinstance(found, Work) else None
+
+
+def begun_call(frame: FrameType | None) -> str:
+    """``call`` of the asynchronous collective that a thread waits for or runs; ``""`` if there is none."""
+    while frame is not None and is_library(frame):
+        call: str = getattr(work_of(frame), "call", "")
+        if call:
+            return call
+        frame = frame.f_back
+    return ""
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The call that a thread waits in, for example ``"all_reduce at folder/file.py:12"``.
+
+    For an asynchronous collective, the place where the collective began, for example
+    ``"all_reduce begun at folder/file.py:12"``.
+    """
+    return begun_call(frame) or f"{function_called(frame)} at {site_of(users_frame(frame))}"

@@ -13,8 +13,8 @@ from types import FrameType
 from typing import Any
 
 from ignite_dist import _torch
-from ignite_dist.call_sites import is_library, site_of, users_frame
-from ignite_dist.comp_models.work import is_marked_as_waiting, work_of
+from ignite_dist.call_sites import function_called, is_library, site_of, users_frame
+from ignite_dist.comp_models.work import begun_call, is_marked_as_waiting
 from ignite_dist.diagnostics import flight_recorder
 from ignite_dist.diagnostics.flight_recorder import table
 from ignite_dist.diagnostics.out_of_band import SILENT
@@ -28,7 +28,7 @@ def report_of(
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "waits_in": (_begun_call(frame) or _function_called(frame)) if is_waiting else "",
+        "waits_in": (begun_call(frame) or function_called(frame)) if is_waiting else "",
         "seconds": seconds,
         "site": _site(frame),
         "stack": _stack(frame) if frame is not None else "",
@@ -39,15 +39,6 @@ def report_of(
         "numbers": dict(log.num_by_group),
         "calls": [call.row() for call in list(log.calls)],
     }
-
-
-def place_of(frame: FrameType | None) -> str:
-    """The call that a thread waits in, for example ``"all_reduce at folder/file.py:12"``.
-
-    For an asynchronous collective, the place where the collective began, for example
-    ``"all_reduce begun at folder/file.py:12"``.
-    """
-    return _begun_call(frame) or f"{_function_called(frame)} at {_site(frame)}"
 
 
 def _site(frame: FrameType | None) -> str:
@@ -67,29 +58,6 @@ def _starts_a_process(frame: FrameType) -> bool:
     """True if ``frame`` is the ``python -c`` command of multiprocessing."""
     return frame.f_code.co_filename == "<string>" and frame.f_back is None
 
-
-def _begun_call(frame: FrameType | None) -> str:
-    """``call`` of the asynchronous collective that a thread waits for or runs; ``""`` if there is none."""
-    while frame is not None and is_library(frame):
-        call: str = getattr(work_of(frame), "call", "")
-        if call:
-            return call
-        frame = frame.f_back
-    return ""
-
-
-def _function_called(frame: FrameType | None) -> str:
-    """Name of the library function that the user's code has called, for example ``"all_reduce"``."""
-    name = "?"
-    while frame is not None and is_library(frame):
-        if frame.f_globals.get("__name__") not in _WRAPPER_MODULES:
-            name = frame.f_code.co_name
-        frame = frame.f_back
-    return name
-
-
-# Modules of functions that wrap the functions that users call.
-_WRAPPER_MODULES = ("torch.distributed.c10d_logger", "contextlib")
 
 # A rank waits for other ranks in functions marked by `waits_for_ranks` and in these modules: the collectives
 # of torch and Horovod, and DDP, whose backward pass waits inside torch.autograd.

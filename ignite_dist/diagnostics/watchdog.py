@@ -26,7 +26,7 @@ from torch.distributed import DistError, Store
 from ignite_dist.call_sites import users_frame
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.transport import Wait
-from ignite_dist.comp_models.work import Completed
+from ignite_dist.comp_models.work import Completed, place_of
 from ignite_dist.context.live import abort, before_end_hooks, begin_hooks, current_model, end_hooks
 from ignite_dist.diagnostics import flight_recorder
 from ignite_dist.diagnostics.announcing import (
@@ -44,7 +44,7 @@ from ignite_dist.diagnostics.out_of_band import (
     oob_store_of,
     oob_stores_lock,
 )
-from ignite_dist.diagnostics.reports import explanation, innermost_frames, place_of, report_of, waiting_frames
+from ignite_dist.diagnostics.reports import explanation, innermost_frames, report_of, waiting_frames
 from ignite_dist.errors import DistributedError, RankFailedError
 from ignite_dist.rendezvous import connections
 from ignite_dist.values.ranks import describe_ranks

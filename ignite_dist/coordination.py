@@ -124,14 +124,22 @@ def same_outcome(model: ComputationModel, function: Callable[[], Any]) -> list[A
             row = "", function(), "", ""
         except tuple(_KINDS.values()) as error:
             own, kind = error, next(name for name, kind in _KINDS.items() if isinstance(error, kind))
-            row = kind, message_of(error), type(error).__name__, text_of(error, error.__traceback__)
+            row = kind, _arguments(error), type(error).__name__, text_of(error, error.__traceback__)
     rows = exchange_outcomes(model, world, None, row)
     if own is not None:
         raise own
     for rank, (kind, value, error_type, trace) in enumerate(rows):
         if kind:
-            raise _KINDS[kind](value) from RankFailedError(rank, error_type, trace)
+            raise _KINDS[kind](*value) from RankFailedError(rank, error_type, trace)
     return [value for _, value, *_ in rows]
+
+
+def _arguments(error: Exception) -> tuple[Any, ...]:
+    """Arguments for an error of the same text, and of the same ``errno``."""
+    text, number = message_of(error), getattr(error, "errno", None)
+    prefix = f"[Errno {number}] "
+    is_numbered = isinstance(error, OSError) and type(number) is int and text.startswith(prefix)
+    return (number, text.removeprefix(prefix)) if is_numbered else (text,)
 
 
 _KINDS: dict[str, type[Exception]] = {

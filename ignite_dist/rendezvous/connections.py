@@ -118,7 +118,7 @@ def _socket_object(fd: int) -> Iterator[socket.socket]:
 def wait_for_end(socks: Sequence[socket.socket], seconds: float) -> None:
     """Wait until a peer closes one of the connections, at most for ``seconds``. Closes ``socks``."""
     if socks:
-        connection.wait(socks, seconds)  # type: ignore[arg-type]
+        connection.wait(socks, seconds)
     for sock in socks:
         sock.close()
 

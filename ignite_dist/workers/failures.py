@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ignite_dist import limits
 from ignite_dist.call_sites import is_library_path, is_package_path
 from ignite_dist.errors import (
     HostLostError,
@@ -136,16 +137,21 @@ def failure_of(error: BaseException, exit_code: int | None = None, is_permanent:
 
 
 def text_of(error: BaseException, trace: TracebackType | None) -> str:
-    """The traceback as Python prints it, with fewer frames of this package, and shortened. Never raises."""
+    """The traceback as Python prints it, shortened, with fewer frames of this package. Never raises.
+
+    A sentence about the limit of this process follows, if the error is about one.
+    """
     trace = user_traceback(trace)
     try:
         formatted = traceback.TracebackException(type(error), error, trace, compact=True)
         if os.environ.get("IGNITE_DIST_DEBUG") != "1":
             _shorten(formatted)
-        return _cut("".join(formatted.format()))
+        text = "".join(formatted.format())
     except Exception:  # raised by code of this exception, or of its cause
         where = "".join(traceback.format_tb(trace))
-        return _cut(f"Traceback (most recent call last):\n{where}{connections.last_lines(error)}")
+        text = f"Traceback (most recent call last):\n{where}{connections.last_lines(error)}"
+    limit = limits.sentences_about(connections.last_lines(error))
+    return _cut(text) + (f"{limit}\n" if limit and limit not in text else "")
 
 
 def _shorten(formatted: traceback.TracebackException) -> None:

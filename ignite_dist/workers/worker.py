@@ -108,8 +108,8 @@ def worker_main(
     _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     _seed()
     received = ReceivedSignals()
-    threading.Thread(target=_follow_launcher, args=(control, received), daemon=True).start()
     try:
+        threading.Thread(target=_follow_launcher, args=(control, received), daemon=True).start()
         failure = run(sent_call, pipes)
     except BaseException as error:  # no rank has started
         failure = failure_of(error)

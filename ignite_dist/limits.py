@@ -13,17 +13,17 @@ from ignite_dist.errors import LaunchError
 
 # The text of an error, the limit behind it, and a sentence about the limit.
 _LIMITS = (
-    ("Too many open files", "NOFILE", "A process may open {:,} files here (ulimit -n)."),
+    ("Too many open files", "NOFILE", "A process may open {limit} files here (ulimit -n)."),
     (
         "Resource temporarily unavailable|can't start new thread",
         "NPROC",
-        "This user may run {:,} processes and threads here (ulimit -u).",
+        "This user may run {limit} processes and threads here (ulimit -u).",
     ),
-    ("File too large", "FSIZE", "A file may have {:,} bytes here (ulimit -f)."),
+    ("File too large", "FSIZE", "A file may have {limit} bytes here (ulimit -f)."),
     (
         "[Cc]annot allocate memory|MemoryError|can't allocate memory|can't start new thread",
         "AS",
-        "A process may map {:,} bytes of memory here (ulimit -v).",
+        "A process may map {limit} bytes of memory here (ulimit -v).",
     ),
 )
 _MAX_LINKS = 20  # of a chain of exceptions, which may be a circle
@@ -36,7 +36,7 @@ def sentences_about(text: str) -> str:
     for pattern, name, sentence in _LIMITS:
         limit, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
         if limit != resource.RLIM_INFINITY and re.search(pattern, text):
-            found.append(sentence.format(limit))
+            found.append(sentence.format(limit=f"{limit:,}"))
     return " ".join(found)
 
 
@@ -81,6 +81,8 @@ def error_of_write(what: str, folder: Path, error: BaseException, num_bytes: int
     reason = (found.strerror if isinstance(found, OSError) else None) or str(found)
     if not isinstance(found, OSError) or found.errno is None:
         return OSError(f"{what} cannot be written: {reason}")
+    if found.filename is not None:
+        reason = f"{reason}: {found.filename}"
     if found.errno in _NO_ROOM:
         room = f"It needs {num_bytes:,} bytes. {room_in(folder)}"
         reason = " ".join(filter(None, (f"{reason}.", room, sentences_about(reason))))

@@ -168,12 +168,14 @@ def _ensure_running(server: Any) -> None:
         raise
     except OSError as error:
         if "AF_UNIX path too long" in str(error):
-            reason = f"the path of the temporary folder {util.get_temp_dir()} is too long for its socket. "
-        else:
-            room = limits.room_in(os.environ.get("TMPDIR", "/tmp"))
-            reason = f"{error}. {room} {limits.sentences_about('File too large')}".strip()
+            raise LaunchError(
+                f"The path of the temporary folder {util.get_temp_dir()} is too long for the socket of the "
+                "fork server. Set TMPDIR to a short path."
+            ) from error
+        room = limits.room_in(os.environ.get("TMPDIR", "/tmp"))
+        about = " ".join(filter(None, (f"{error}.", room, limits.sentences_about("File too large"))))
         raise LaunchError(
-            f"The fork server cannot be started: {reason} Set TMPDIR to a folder with a short path and room."
+            f"The fork server cannot be started: {about} Set TMPDIR to a folder that can be written."
         ) from error
 
 

@@ -129,5 +129,6 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
         timeout=SECONDS,
         check=True,
     )
-    text = f"[Errno 30] The checkpoint {disk / 'checkpoint.pt'} cannot be written: Read-only file system\n"
-    assert ended.stdout == text
+    path = disk / "checkpoint.pt"
+    reason = f"Read-only file system: {path}.tmp"
+    assert ended.stdout == f"[Errno 30] The checkpoint {path} cannot be written: {reason}\n"

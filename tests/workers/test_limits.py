@@ -93,7 +93,7 @@ def test_files_without_bytes(tmp_path: Path) -> None:
     assert re.fullmatch(
         r"LaunchError: The fork server cannot be started: .*No usable temporary directory found in \['/tmp'.*"
         r"\]. [\d,]+ bytes are free in /tmp. A file may have 0 bytes here \(ulimit -f\). "
-        "Set TMPDIR to a folder with a short path and room.",
+        "Set TMPDIR to a folder that can be written.",
         found,
     ), found
 
@@ -133,7 +133,7 @@ def test_no_folder_for_temporary_files(options: str, tmp_path: Path) -> None:
     found = run(tmp_path, *moved, *disks, seen_as="/mnt")
     assert re.fullmatch(
         r"LaunchError: The fork server cannot be started: .*No usable temporary directory found in \['/tmp'.*"
-        r"\]. [\d,]+ bytes are free in /tmp. Set TMPDIR to a folder with a short path and room.",
+        r"\]. [\d,]+ bytes are free in /tmp. Set TMPDIR to a folder that can be written.",
         found,
     ), found
 

@@ -37,10 +37,11 @@ class LeftOut:
         return self.text
 
 
-def encode_exception(error: BaseException) -> bytes:
-    """``error`` as bytes, with its chain and its group, without tracebacks."""
+def encode_exception(error: BaseException) -> bytes | None:
+    """``error`` as bytes, with its chain and its group, without tracebacks. None if its class is too odd."""
     sent = _SentErrors([error])
-    return serialization.encode([sent.parts_of(one) for one in sent.errors])  # the list grows meanwhile
+    encoded: bytes | None = _try(lambda: serialization.encode([*map(sent.parts_of, sent.errors)]))
+    return encoded
 
 
 def decode_exception(encoded: bytes | None) -> BaseException | None:
@@ -48,9 +49,12 @@ def decode_exception(encoded: bytes | None) -> BaseException | None:
 
     If this process cannot make its class, a class of the same name, derived from the same built-in class.
     """
-    if encoded is None:
-        return None
-    parts: list[_Parts] = serialization.decode(encoded)
+    error: BaseException | None = None if encoded is None else _try(_rebuilt, serialization.decode(encoded))
+    return error
+
+
+def _rebuilt(parts: list[_Parts]) -> BaseException:
+    """The first exception."""
     made: dict[int, BaseException] = {}
 
     def make(position: int) -> BaseException:
@@ -61,8 +65,8 @@ def decode_exception(encoded: bytes | None) -> BaseException | None:
     for position, one in enumerate(parts):
         error = make(position)
         for name, other in one.links.items():
-            setattr(error, name, make(other))
-        error.__suppress_context__ = one.is_context_hidden
+            object.__setattr__(error, name, make(other))
+        object.__setattr__(error, "__suppress_context__", one.is_context_hidden)
     return made[0]
 
 
@@ -132,7 +136,9 @@ class _Parts:
     def rebuild(self, members: list[BaseException]) -> BaseException:
         """The exception without links. ``members`` are those of the group."""
         args = [*map(_decode, self.args), *([members] if members else [])]
-        error = _try(_new, _decode(self.kind), self.base, args) or _decode(self.whole)
+        error = _try(_new, _decode(self.kind), self.base, args)
+        if error is None and self.whole:
+            error = _decode(self.whole)
         if not isinstance(error, BaseException):
             error = self._stand_in(args)
         for name, value in self.attributes.items():

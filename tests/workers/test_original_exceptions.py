@@ -78,6 +78,18 @@ class Slots(Exception):
     __slots__ = ("code",)
 
 
+class Frozen(Exception):
+    """No attribute can be set, and it is false."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("__"):  # contextlib sets __traceback__
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
 class TwoBases(KeyError, AttributeError):
     pass
 
@@ -160,6 +172,7 @@ EXCEPTIONS: dict[str, Callable[[], BaseException]] = {
     "SyntaxError": lambda: SyntaxError("invalid syntax", ("f.py", 1, 3, "a b\n", 1, 4)),
     "ImportError": missing_module,
     "slots": with_slot,
+    "no attribute can be set": lambda: with_attributes(Frozen("x"), code=3),
     "two built-in bases": lambda: with_attributes(TwoBases("x"), code=4),
     "out of memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
     "CalledProcessError": lambda: subprocess.CalledProcessError(2, "make", b"output"),

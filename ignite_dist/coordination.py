@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -22,9 +21,11 @@ from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics.announcing import recorder_of
 from ignite_dist.errors import CollectiveMismatchError, RankFailedError, without_link
+from ignite_dist.rendezvous.connections import last_lines
 from ignite_dist.tracing import untraced
 from ignite_dist.values import serialization
-from ignite_dist.workers.failures import user_traceback
+from ignite_dist.workers.failures import text_of
+from ignite_dist.workers.sent_exceptions import message_of
 
 _logger = logging.getLogger(__name__)
 
@@ -51,8 +52,7 @@ _KIND = "ignite_dist.outcome"
 def _outcome(rank: int, error: BaseException | None, value: Any) -> _Outcome:
     if error is None:
         return _Outcome(_KIND, rank, time.time(), value=value)
-    text = "".join(traceback.format_exception(type(error), error, user_traceback(error.__traceback__)))
-    return _Outcome(_KIND, rank, time.time(), type(error).__name__, text)
+    return _Outcome(_KIND, rank, time.time(), type(error).__name__, text_of(error, error.__traceback__))
 
 
 def exchange_outcomes(
@@ -70,8 +70,7 @@ def exchange_outcomes(
     def gather() -> list[Any]:
         recorder = recorder_of(model)
         if error is not None and recorder is not None:  # for the reports of ranks that wait in another call
-            text = without_link("".join(traceback.format_exception_only(error)))
-            recorder.log_of(model.get_rank()).error = text[:200]
+            recorder.log_of(model.get_rank()).error = without_link(last_lines(error))[:200]
         return model.objects.gather(tuple(_outcome(model.get_rank(), error, value)), group)
 
     rows = perform(model, "agreement", group, lambda _: Steps(gather), outside=[])
@@ -88,6 +87,14 @@ def exchange_outcomes(
 @contextmanager
 def _shared_outcome(model: ComputationModel, group: Group) -> Iterator[None]:
     """If the block raises on one rank, the other ranks raise at the end of their blocks."""
+    with _reported_errors(model, group):
+        yield
+    exchange_outcomes(model, group, None)
+
+
+@contextmanager
+def _reported_errors(model: ComputationModel, group: Group) -> Iterator[None]:
+    """If the block raises, report the error to the other ranks, which call :func:`exchange_outcomes`."""
     try:
         yield
     except BaseException as error:
@@ -98,7 +105,6 @@ def _shared_outcome(model: ComputationModel, group: Group) -> Iterator[None]:
             if not isinstance(error, KeyboardInterrupt):  # the launcher interrupts ranks after a failure
                 _logger.warning("Could not report a %s to the other ranks: %s", kind, exchange_error)
         raise
-    exchange_outcomes(model, group, None)
 
 
 @contextmanager
@@ -123,22 +129,33 @@ def same_outcome(model: ComputationModel, function: Callable[[], Any]) -> list[A
 
     Raises:
         ValueError, TypeError, OSError, RuntimeError: a function raised it. Every rank raises such an error,
-            with the same text where only one function raised.
+            with the same text where only one function raised. On a rank whose function did not raise, its
+            ``__cause__`` is a :class:`RankFailedError` with the traceback.
         RankFailedError: another rank's function raised any other error.
     """
-    world, error, sent, result = model.groups.resolve(None), None, None, None
-    try:
-        result = function()
-    except Exception as caught:
-        error = caught
-        sent = next((name for name, kind in _KINDS.items() if isinstance(caught, kind)), None)
-    rows = exchange_outcomes(model, world, None if sent else error, (sent, str(error) if sent else result))
-    if error is not None:
-        raise error
-    for name, value in rows:
-        if name is not None:
-            raise _KINDS[name](value)
-    return [value for _, value in rows]
+    world, own = model.groups.resolve(None), None
+    row: tuple[str, Any, str, str]
+    with _reported_errors(model, world):
+        try:
+            row = "", function(), "", ""
+        except tuple(_KINDS.values()) as error:
+            own, kind = error, next(name for name, kind in _KINDS.items() if isinstance(error, kind))
+            row = kind, _arguments(error), type(error).__name__, text_of(error, error.__traceback__)
+    rows = exchange_outcomes(model, world, None, row)
+    if own is not None:
+        raise own
+    for rank, (kind, value, error_type, trace) in enumerate(rows):
+        if kind:
+            raise _KINDS[kind](*value) from RankFailedError(rank, error_type, trace)
+    return [value for _, value, *_ in rows]
+
+
+def _arguments(error: Exception) -> tuple[Any, ...]:
+    """Arguments for an error of the same text, and of the same ``errno``."""
+    text, number = message_of(error), getattr(error, "errno", None)
+    prefix = f"[Errno {number}] "
+    is_numbered = isinstance(error, OSError) and type(number) is int and text.startswith(prefix)
+    return (number, text.removeprefix(prefix)) if is_numbered else (text,)
 
 
 _KINDS: dict[str, type[Exception]] = {

@@ -37,8 +37,13 @@ _LINKS = re.compile(r"\n[ |]*" + re.escape(_LINK).replace(re.escape("{anchor}"),
 def original(error: BaseException) -> BaseException:
     """The exception that a worker of :func:`spawn` raised, of its own class; else ``error``.
 
-    The exception is also the ``__cause__`` of the error that ``spawn`` raises. It has no traceback: that is a
-    text in the message of ``error``. If the exception cannot be pickled, ``error`` itself is returned.
+    The exception is also the ``__cause__`` of the error that ``spawn`` raises. It has its notes, its cause,
+    its context and its group. It has no traceback: that is a text in the message of ``error``.
+
+    Arguments and attributes that cannot be pickled, or that exceed 1 MB together, are replaced by objects
+    with the same ``repr()``. If this process cannot import the exception's class, it makes a class of the
+    same name, derived from the same built-in class. A worker that a signal has ended has no exception, and
+    a worker on another machine does not send its own: ``error`` itself is returned.
 
     Example::
 

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,23 @@ needs_namespaces = pytest.mark.skipif(
     not sys.platform.startswith("linux") or os.geteuid() != 0 or shutil.which("ip") is None,
     reason="needs root and iproute2, for network namespaces",
 )
+
+
+def on_a_disk(folder: Path | str, options: str) -> tuple[str, ...]:
+    """The beginning of a command that sees a disk of its own in ``folder``, with options of ``mount``."""
+    mount = f'mount -t tmpfs -o {options} none {folder} && exec "$@"'
+    return ("unshare", "--mount", "sh", "-c", mount, "sh")
+
+
+@cache
+def _can_mount() -> bool:
+    with tempfile.TemporaryDirectory() as folder, suppress(OSError):
+        command = [*on_a_disk(folder, "size=16k"), "true"]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    return False
+
+
+needs_mounts = pytest.mark.skipif(not _can_mount(), reason="may not mount a file system of its own")
 
 _LINK = "eth0"
 

@@ -14,8 +14,9 @@ import socket
 import stat
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import connection
 from typing import NoReturn
 
 from torch.distributed import Work
@@ -114,6 +115,14 @@ def _socket_object(fd: int) -> Iterator[socket.socket]:
         sock.detach()
 
 
+def wait_for_end(socks: Sequence[socket.socket], seconds: float) -> None:
+    """Wait until a peer closes one of the connections, at most for ``seconds``. Closes ``socks``."""
+    if socks:
+        connection.wait(socks, seconds)
+    for sock in socks:
+        sock.close()
+
+
 class Connections:
     """The connections that a library opened: those that are open after a block but not before."""
 
@@ -129,6 +138,14 @@ class Connections:
             with suppress(OSError), _socket_object(fd) as sock:
                 sock.getpeername()  # raises OSError unless connected
                 self._found.add((fd, inode))
+
+    def duplicates(self) -> list[socket.socket]:
+        """The open connections, as sockets that stay open when the library closes its own."""
+        found = []
+        for fd, _ in self._found & _open_sockets():
+            with suppress(OSError):
+                found.append(socket.socket(fileno=os.dup(fd)))
+        return found
 
     def has_closed(self) -> bool:
         """True if a recorded connection is closed. The library closes a connection when its peer is gone."""

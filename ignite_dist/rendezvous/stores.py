@@ -27,6 +27,11 @@ from ignite_dist.rendezvous import connections, network_interfaces, roll_call
 # Number of contexts made at each rendezvous address or file, equal on all ranks of the rendezvous.
 _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
 
+# Connections to the stores of rank 0, which outlive the contexts of this rank.
+_to_rank_0: dict[tuple[str, str | None, int | None], list[socket.socket]] = {}
+# Rank 0 may never close a store: a model may hold it.
+_CLOSE_SECONDS = 1.0
+
 _SECOND = timedelta(seconds=1)
 
 
@@ -107,7 +112,10 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
         return HashStore()  # one rank needs no port
     timeout = timeout or default_pg_timeout
     init_method = init_method or "env://"
-    num_contexts = _num_contexts[_rendezvous_key(place, init_method)]
+    key = _rendezvous_key(place, init_method)
+    num_contexts = _num_contexts[key]
+    # A rank that joined the store of the last context would see its end, and torch would log an error.
+    connections.wait_for_end(_to_rank_0.pop(key, ()), _CLOSE_SECONDS)
     init_method = _with_own_file(init_method, num_contexts)
     has_agents = place.launcher == "torchrun" and (place.nnodes or 1) > 1
     start = "agents" if has_agents else os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
@@ -115,7 +123,8 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            with _logging_wait(place, f"{_store_server(place)} at {where}"):
+            opened = connections.Connections()
+            with _logging_wait(place, f"{_store_server(place)} at {where}"), opened.recording():
                 root = _connect(place, init_method, max(deadline - time.monotonic(), 1.0))
             root.set_timeout(timeout)
             store: Store = PrefixStore(prefix, root)
@@ -123,6 +132,8 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
                 with _logging_wait(place, f"all others at {where}"):
                     return _store_of_this_start(store, place, deadline)
             roll_call.call(store, place, where, deadline, _loopback_hint(place, init_method))
+            if place.rank > 0 and not _is_served_by_agent():
+                _to_rank_0[key] = opened.duplicates()
             return store
         except DistNetworkError as error:
             if place.rank > 0 and time.monotonic() < deadline:

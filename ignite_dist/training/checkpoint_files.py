@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import io
 import os
 import pickle
 import re
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from ignite_dist import limits
 
 _FORMAT = "ignite_dist.checkpoint"
 _VERSION = 2  # the newest
@@ -60,19 +63,40 @@ def write(path: Path, content: dict[str, Any], shards: Path | None) -> None:
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         with temporary.open("wb") as file:
-            try:
-                torch.save(content, file)
-            except Exception as error:  # torch hides the cause behind a RuntimeError
-                cause = error.__context__ or error
-                raise OSError(f"The checkpoint {path} cannot be written: {cause}") from error
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if isinstance(error, Exception):
+            raise limits.error_of_write(
+                f"The checkpoint {path}", path.parent, error, _size(content)
+            ) from error
         raise
     sync_folder(path.parent)
+
+
+class _Counter(io.RawIOBase):
+    """A file that counts its bytes and drops them."""
+
+    size = 0
+
+    def write(self, data: Any) -> int:
+        """See ``io.RawIOBase``."""
+        num_bytes = memoryview(data).nbytes
+        self.size += num_bytes
+        return num_bytes
+
+
+def _size(content: dict[str, Any]) -> int:
+    """The size of a file with ``content``; 0 if it has none, because it cannot be pickled."""
+    counter = _Counter()
+    with suppress(Exception):
+        torch.save(content, counter)  # type: ignore[arg-type]  # it needs write() only
+        return counter.size
+    return 0
 
 
 def sync_folder(folder: Path) -> None:

@@ -88,7 +88,9 @@ def save_checkpoint(
             another type; or a name is not a str.
         ValueError: ``keep`` is less than 1, ``path`` is a folder, the ranks are at different batches, or a
             name is empty. The name of a model must have no dot.
-        OSError, RuntimeError: the file cannot be written, or the previous asynchronous write has failed.
+        OSError: the file cannot be written, or the previous asynchronous write has failed. If the disk is
+            full, the text has the bytes that are needed and free.
+        RuntimeError: the state of an object cannot be taken.
             Every rank raises each of these errors, and the previous file is unchanged.
 
     Example::

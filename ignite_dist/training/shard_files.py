@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
+from ignite_dist import limits
+
 _METADATA = ".metadata"
 
 
@@ -33,9 +35,9 @@ def writer(folder: Path, shards: Mapping[str, Any], group: Any = None) -> Callab
             ranks for collectives of CPU tensors, which nothing else uses.
 
     Raises:
-        RuntimeError: a rank cannot write. Raised on every rank by the returned function.
+        OSError: a rank cannot write. Raised on every rank by the returned function.
     """
-    files = FileSystemWriter(folder)
+    files, num_bytes = _Writer(folder), sum(one.numel() * one.element_size() for one in shards.values())
     begun = None if group is None else dcp.async_save(dict(shards), storage_writer=files, process_group=group)
 
     def write() -> None:
@@ -45,7 +47,9 @@ def writer(folder: Path, shards: Mapping[str, Any], group: Any = None) -> Callab
             else:
                 dcp.save(dict(shards), storage_writer=files)
         except CheckpointException as error:  # not an Exception
-            raise RuntimeError(f"The sharded tensors cannot be written to {folder}: {error}") from error
+            cause = next(iter(error.failures.values()))[0]
+            what = f"The folder {folder} of sharded tensors"
+            raise limits.error_of_write(what, folder.parent, cause, num_bytes) from cause
 
     return write
 
@@ -82,6 +86,17 @@ def check(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"The checkpoint is torn: {folder} has no {name} of shape {tuple(tensor.shape)}."
             )
+
+
+class _Writer(FileSystemWriter):
+    """A writer that tells the other ranks why it cannot write: torch sends them only the last error."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``FileSystemWriter``."""
+        try:
+            return super().write_data(*args, **kwargs)
+        except Exception as error:
+            raise limits.cause_of_write(error) from error
 
 
 class _Reader(FileSystemReader):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ignite_dist import limits
 from ignite_dist.call_sites import is_library_path, is_package_path
 from ignite_dist.errors import (
     CollectiveMismatchError,
@@ -52,7 +53,7 @@ class Failure:
         exit_code: the process's exit code; None if the worker raised an exception other than SystemExit.
         is_consequence: True if the exception says that another rank failed or is gone.
         is_permanent: True if another attempt would fail in the same way.
-        exception: the pickled exception for the launcher on this machine; None if it cannot be sent.
+        exception: the encoded exception; None if the worker died without a report, or on another machine.
     """
 
     time: float
@@ -137,17 +138,11 @@ def failure_of(error: BaseException, exit_code: int | None = None, is_permanent:
     trace, error = error.__traceback__, connections.with_cause(error)
     if error.__cause__ is not None:  # the cause has the traceback
         trace = error.__traceback__
-    summary = connections.last_lines(error).strip()
-    try:
-        text = _text_of(error, user_traceback(trace))
-    except Exception:  # raised by code of this exception, or of its cause
-        where = "".join(traceback.format_tb(user_traceback(trace)))
-        text = f"Traceback (most recent call last):\n{where}{summary}\n"
     return Failure(
         now,
         type(error).__name__,
-        _cut(summary),
-        _cut(text),
+        _cut(connections.last_lines(error).strip()),
+        text_of(error, trace),
         exit_code,
         is_consequence(error),
         is_permanent,
@@ -155,12 +150,22 @@ def failure_of(error: BaseException, exit_code: int | None = None, is_permanent:
     )
 
 
-def _text_of(error: BaseException, trace: TracebackType | None) -> str:
-    """The traceback as Python prints it, with fewer frames of this package."""
-    formatted = traceback.TracebackException(type(error), error, trace, compact=True)
-    if os.environ.get("IGNITE_DIST_DEBUG") != "1":
-        _shorten(formatted)
-    return "".join(formatted.format())
+def text_of(error: BaseException, trace: TracebackType | None) -> str:
+    """The traceback as Python prints it, shortened, with fewer frames of this package. Never raises.
+
+    A sentence about the limit of this process follows, if the error is about one.
+    """
+    trace = user_traceback(trace)
+    try:
+        formatted = traceback.TracebackException(type(error), error, trace, compact=True)
+        if os.environ.get("IGNITE_DIST_DEBUG") != "1":
+            _shorten(formatted)
+        text = "".join(formatted.format())
+    except Exception:  # raised by code of this exception, or of its cause
+        where = "".join(traceback.format_tb(trace))
+        text = f"Traceback (most recent call last):\n{where}{connections.last_lines(error)}"
+    limit = limits.sentences_about(connections.last_lines(error))
+    return _cut(text) + (f"{limit}\n" if limit and limit not in text else "")
 
 
 def _shorten(formatted: traceback.TracebackException) -> None:
@@ -342,6 +347,7 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = SIGKILL_HINT) ->
         first.host,
     )
     ended.is_permanent = is_permanent
+    ended.__cause__ = decode_exception(failure.exception)
     return ended
 
 

@@ -15,6 +15,7 @@ from multiprocessing import connection, reduction, resource_tracker, util
 from multiprocessing.context import BaseContext, get_spawning_popen
 from typing import Any
 
+from ignite_dist import limits
 from ignite_dist.errors import LaunchError
 from ignite_dist.workers.output import is_open
 from ignite_dist.workers.sent_calls import main_is_importable
@@ -152,23 +153,29 @@ def _ensure_running(server: Any) -> None:
     """Start the fork server, whose socket is in ``multiprocessing``'s temporary folder.
 
     Raises:
-        LaunchError: the folder's path is too long for a socket.
+        LaunchError: the folder's path is too long for a socket, or no folder can be written.
     """
-    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:
-        configured, tempfile.tempdir = tempfile.tempdir, "/tmp"
-        try:
-            with suppress(OSError):
-                util.get_temp_dir()  # makes the folder, unless this process has one already
-        finally:
-            tempfile.tempdir = configured
     try:
+        if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:
+            configured, tempfile.tempdir = tempfile.tempdir, "/tmp"
+            try:
+                with suppress(OSError):
+                    util.get_temp_dir()  # makes the folder, unless this process has one already
+            finally:
+                tempfile.tempdir = configured
         server.ensure_running()
+    except BlockingIOError:  # no more processes
+        raise
     except OSError as error:
-        if "AF_UNIX path too long" not in str(error):
-            raise
+        if "AF_UNIX path too long" in str(error):
+            raise LaunchError(
+                f"The path of the temporary folder {util.get_temp_dir()} is too long for the socket of the "
+                "fork server. Set TMPDIR to a short path."
+            ) from error
+        room = limits.room_in(os.environ.get("TMPDIR", "/tmp"))
+        about = " ".join(filter(None, (f"{error}.", room, limits.sentences_about("File too large"))))
         raise LaunchError(
-            f"The path of the temporary folder {util.get_temp_dir()} is too long for the socket of the fork "
-            "server. Set TMPDIR to a short path."
+            f"The fork server cannot be started: {about} Set TMPDIR to a folder that can be written."
         ) from error
 
 

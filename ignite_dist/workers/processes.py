@@ -7,6 +7,7 @@ receives the environment and the output files of its launch before it imports th
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import multiprocessing
 import multiprocessing.forkserver
@@ -23,7 +24,8 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from ignite_dist.errors import RankFailedError
+from ignite_dist import limits
+from ignite_dist.errors import LaunchError, RankFailedError
 from ignite_dist.workers.attempts import JOB_ID_VARIABLE
 from ignite_dist.workers.ending import (
     GRACE_VARIABLE,
@@ -100,8 +102,10 @@ def start(
     Raises:
         TypeError: ``entry`` cannot be encoded. No process was started.
         EnvironmentVariablesError: ``IGNITE_DIST_GRACE_SECONDS`` is not a number. No process was started.
+        LaunchError: a limit of the system, or of this process, does not allow the processes.
     """
     exit_if_main_is_not_guarded()
+    _check_files(environs, store, has_pipes=prefix_output)
     workers: list[RunningWorker] = []
     output = ForwardedOutput(has_prefix=prefix_output)
     try:
@@ -116,15 +120,31 @@ def start(
             workers += _start_process(
                 context, run or run_alone, sent_call, ranks, environ, daemon, output, log_settings
             )
-    except BaseException:
+    except BaseException as error:
         end_processes(list(dict.fromkeys(worker.process for worker in workers)))
         nodes.close()  # a stored traceback would keep the connections open
         output.close()
+        if isinstance(error, (BlockingIOError, EOFError)):  # no more processes here, or in the fork server
+            reason = "the fork server has ended" if isinstance(error, EOFError) else str(error)
+            limit = limits.sentences_about(os.strerror(errno.EAGAIN))
+            raise LaunchError(f"The workers cannot be started: {reason}. {limit}".strip()) from error
         raise
     output.start()
     _launches[:] = [launch for launch in _launches if launch.may_run()]
     _launches.append(Workers(workers, store, oom_kills, nodes, output, grace))
     return _launches[-1]
+
+
+# Files of this process: for a launch, for each worker, for its output, and for each rank in the store.
+_NUM_FILES, _PER_PROCESS, _PER_OUTPUT, _PER_RANK = 6, 5, 4, 3
+
+
+def _check_files(environs: Sequence[Mapping[str, str]], store: object, has_pipes: bool) -> None:
+    """Raise if this process may not open enough files. The store would not answer, and workers would hang."""
+    num_ranks = int(environs[0].get("WORLD_SIZE", len(environs))) if environs and store is not None else 0
+    per_process = _PER_PROCESS + has_pipes * _PER_OUTPUT
+    num_needed = _NUM_FILES + per_process * len(environs) + _PER_RANK * num_ranks
+    limits.check_files(num_needed, f"a launch of {len(environs)} workers")
 
 
 # Variables of the job to which this process belongs itself.

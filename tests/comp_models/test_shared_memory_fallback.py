@@ -78,6 +78,14 @@ def _no_small_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+def _no_more_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def _allow_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)[1:] * 2)
+
+
 def _switch_off() -> None:
     os.environ[VARIABLE] = "0"
 
@@ -91,6 +99,7 @@ LIMITS: dict[str, tuple[Callable[[], None], int, int]] = {
     "the variable on the first rank": (_switch_off, 0, 0),
     "the variable on the last rank": (_switch_off, 2, 0),
     "ulimit -f on the first rank": (_no_small_files, 0, 0),
+    "ulimit -n on the last rank": (_no_more_files, 2, 0),
     "ulimit -l": (_no_locked_memory, 1, 1),
 }
 
@@ -106,6 +115,7 @@ def _with_limit(_: int, name: str) -> int:
         assert idist.all_gather(torch.full((numel,), rank))[:: max(numel, 1)].tolist() == list(range(size))
     assert idist.all_gather("x" * rank) == ["x" * other for other in range(size)]
     idist.barrier()
+    _allow_files()
     return mapped()
 
 

@@ -306,6 +306,54 @@ def _files_of_contexts(folder: str) -> list[list[str]]:
     return seen
 
 
+def test_many_contexts_at_one_address_print_nothing(tmp_path: Path) -> None:
+    """A rank may begin the next context before rank 0 has closed the store of the last one."""
+    script = helpers.write_script(
+        tmp_path,
+        """
+        import ignite_dist as idist
+
+        for _ in range(20):
+            with idist.Parallel("gloo") as parallel:
+                assert parallel.run(lambda _: idist.all_gather(idist.get_rank())) == [0, 1]
+        """,
+    )
+    environs = helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env=helpers.plain_environ(**environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for environ in environs
+    ]
+    try:
+        outputs = [helpers.without_gloos(rank.communicate(timeout=120)[0]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert ([rank.returncode for rank in ranks], outputs) == ([0, 0], ["", ""])
+
+
+def test_contexts_while_models_hold_the_stores_of_earlier_ones() -> None:
+    """Rank 0 serves the next context over the store of the last one."""
+    environs = helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
+    assert helpers.run_ranks(_contexts_with_models, environs=environs) == [[[0, 1]] * 3] * 2
+
+
+def _contexts_with_models() -> list[list[int]]:
+    models, found = [], []
+    for _ in range(3):
+        idist.initialize("gloo", timeout=SHORT)
+        models.append(idist.auto_model(torch.nn.Linear(2, 2)))
+        found.append(idist.all_gather(idist.get_rank()))
+        idist.finalize()
+    return found
+
+
 def test_no_file_is_deleted_while_somebody_enters_the_next_context_over_it(tmp_path: Path) -> None:
     """torch's FileStore deletes its file when its last user leaves, but not under the file's lock.
 

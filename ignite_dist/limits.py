@@ -1,0 +1,99 @@
+"""The limits of processes and disks, for the errors of those who meet them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import shutil
+from pathlib import Path
+
+from ignite_dist.errors import LaunchError
+
+# The text of an error, the limit behind it, and a sentence about the limit.
+_LIMITS = (
+    ("Too many open files", "NOFILE", "A process may open {limit} files here (ulimit -n)."),
+    (
+        "Resource temporarily unavailable|can't start new thread",
+        "NPROC",
+        "This user may run {limit} processes and threads here (ulimit -u).",
+    ),
+    ("File too large", "FSIZE", "A file may have {limit} bytes here (ulimit -f)."),
+    (
+        "[Cc]annot allocate memory|MemoryError|can't allocate memory|can't start new thread",
+        "AS",
+        "A process may map {limit} bytes of memory here (ulimit -v).",
+    ),
+)
+_MAX_LINKS = 20  # of a chain of exceptions, which may be a circle
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def sentences_about(text: str) -> str:
+    """A sentence for each limit of this process that the error text ``text`` may be about."""
+    found = []
+    for pattern, name, sentence in _LIMITS:
+        limit, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+        if limit != resource.RLIM_INFINITY and re.search(pattern, text):
+            found.append(sentence.format(limit=f"{limit:,}"))
+    return " ".join(found)
+
+
+def check_files(num_needed: int, purpose: str) -> None:
+    """Raise if this process cannot open ``num_needed`` more files.
+
+    Raises:
+        LaunchError: it cannot.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        num_open = len(os.listdir("/dev/fd"))
+    except OSError as error:
+        if error.errno != errno.EMFILE:  # a sandbox without /proc
+            return
+        num_open = limit
+    if limit != resource.RLIM_INFINITY and num_open + num_needed > limit:
+        raise LaunchError(
+            f"Too many open files: {num_open:,} are open, {purpose} needs {num_needed:,} more, and this "
+            f"process may open {limit:,} (ulimit -n). Raise the limit, or start fewer workers."
+        )
+
+
+def room_in(folder: str | Path) -> str:
+    """A sentence with the free bytes in ``folder``; empty if there is no such folder."""
+    try:
+        return f"{shutil.disk_usage(folder).free:,} bytes are free in {folder}."
+    except OSError:
+        return ""
+
+
+def error_of_write(what: str, folder: Path, error: BaseException, num_bytes: int) -> OSError:
+    """The error after ``error``: ``what`` cannot be written to ``folder``.
+
+    Args:
+        what: a file or a folder.
+        folder: the folder that contains it.
+        error: its chain has the reason.
+        num_bytes: the size of ``what``.
+    """
+    found = cause_of_write(error)
+    reason = (found.strerror if isinstance(found, OSError) else None) or str(found)
+    if not isinstance(found, OSError) or found.errno is None:
+        return OSError(f"{what} cannot be written: {reason}")
+    if found.filename is not None:
+        reason = f"{reason}: {found.filename}"
+    if found.errno in _NO_ROOM:
+        room = f"It needs {num_bytes:,} bytes. {room_in(folder)}"
+        reason = " ".join(filter(None, (f"{reason}.", room, sentences_about(reason))))
+    return OSError(found.errno, f"{what} cannot be written: {reason}")
+
+
+def cause_of_write(error: BaseException) -> BaseException:
+    """The ``OSError`` in the chain of ``error``, behind which torch hides it; else ``error``'s own cause."""
+    link: BaseException | None = error
+    for _ in range(_MAX_LINKS):
+        if link is None or isinstance(link, OSError):
+            break
+        link = link.__cause__ or link.__context__
+    return link if isinstance(link, OSError) else error.__context__ or error

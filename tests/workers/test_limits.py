@@ -1,0 +1,154 @@
+"""``spawn`` under limits of processes and disks: it works, or one sentence tells the limit and its number."""
+
+from __future__ import annotations
+
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT, plain_environ, write_script
+from machines import needs_mounts, on_a_disk
+
+SECONDS = 120
+SCRIPT = """
+    import sys
+    import ignite_dist as idist
+
+    def work(local_rank):
+        return idist.all_reduce(1)
+
+    if __name__ == "__main__":
+        try:
+            print(idist.spawn("gloo", work, nproc_per_node=int(sys.argv[1])))
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
+"""
+# Another user than root, for whom the limit of processes holds, who may still read the files of root.
+AS_NOBODY = (
+    *("setpriv", "--reuid=65534", "--clear-groups"),
+    *("--inh-caps=-all,+dac_override", "--ambient-caps=+dac_override"),
+)
+needs_another_user = pytest.mark.skipif(
+    shutil.which("setpriv") is None or subprocess.run([*AS_NOBODY, "true"], check=False).returncode != 0,
+    reason="may not become another user, and root has no limit of processes",
+)
+
+
+def run(
+    folder: Path,
+    *prefix: str,
+    num_workers: int = 2,
+    limits: Mapping[int, int] | None = None,
+    environ: Mapping[str, str] | None = None,
+    without: Sequence[str] = (),
+    seen_as: str | None = None,
+) -> str:
+    """What the script writes, of which ``prefix`` begins the command. That may see ``folder`` elsewhere."""
+    script = Path(seen_as or folder, write_script(folder, SCRIPT).name)
+    complete = {**plain_environ(OMP_NUM_THREADS="1"), **(environ or {})}
+    ended = subprocess.run(
+        [*prefix, sys.executable, script, str(num_workers)],
+        env={name: value for name, value in complete.items() if name not in without},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        preexec_fn=partial(_set, limits or {}),
+    )
+    return re.sub(r"\nSee ignite_dist's docs/\S+", "", ended.stdout).strip()
+
+
+def _set(limits: Mapping[int, int]) -> None:
+    for kind, number in limits.items():
+        resource.setrlimit(kind, (number, number))
+
+
+def test_too_few_files_are_told_before_the_start(tmp_path: Path) -> None:
+    """Otherwise the store could not accept the connections of workers, which would wait for 30 minutes."""
+    found = run(tmp_path, num_workers=8, limits={resource.RLIMIT_NOFILE: 64})
+    assert re.fullmatch(
+        r"LaunchError: Too many open files: \d+ are open, a launch of 8 workers needs 70 more, and this "
+        r"process may open 64 \(ulimit -n\). Raise the limit, or start fewer workers.",
+        found,
+    ), found
+
+
+def test_as_many_files_as_a_launch_needs(tmp_path: Path) -> None:
+    found = run(tmp_path, num_workers=8, limits={resource.RLIMIT_NOFILE: 100})
+    assert found == "[8, 8, 8, 8, 8, 8, 8, 8]"
+
+
+def test_files_without_bytes(tmp_path: Path) -> None:
+    """The fork server needs a folder for its socket; its output goes to a pipe."""
+    found = run(tmp_path, limits={resource.RLIMIT_FSIZE: 0})
+    assert re.fullmatch(
+        r"LaunchError: The fork server cannot be started: .*No usable temporary directory found in \['/tmp'.*"
+        r"\]. [\d,]+ bytes are free in /tmp. A file may have 0 bytes here \(ulimit -f\). "
+        "Set TMPDIR to a folder that can be written.",
+        found,
+    ), found
+
+
+@needs_another_user
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(3, "LaunchError: The workers cannot be started"), (12, "WorkerRaisedError"), (64, "[2, 2]")],
+)
+def test_few_processes(number: int, error: str, tmp_path: Path) -> None:
+    found = run(tmp_path, *AS_NOBODY, limits={resource.RLIMIT_NPROC: number})
+    assert error in found
+    sentence = f"This user may run {number} processes and threads here (ulimit -u)."
+    assert (sentence in found) == (number < 64), found
+
+
+# --- disks -------------------------------------------------------------------------------------------
+
+
+@needs_mounts
+def test_a_full_folder_for_temporary_files(tmp_path: Path) -> None:
+    """Python then takes another one."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    fill = ("sh", "-c", f'cat /dev/zero > {folder}/fill 2> /dev/null; exec "$@"', "sh")
+    assert run(tmp_path, *on_a_disk(folder, "size=16k"), *fill, environ={"TMPDIR": str(folder)}) == "[2, 2]"
+
+
+@needs_mounts
+@pytest.mark.parametrize("options", ["size=16k,nr_inodes=1", "ro"], ids=["full", "read-only"])
+def test_no_folder_for_temporary_files(options: str, tmp_path: Path) -> None:
+    """Neither does the working directory serve as one."""
+    if ROOT.is_relative_to("/tmp"):
+        pytest.skip("the package is in a folder for temporary files")
+    moved = ("unshare", "--mount", "sh", "-c", f'mount --bind {tmp_path} /mnt && exec "$@"', "sh")
+    disks = (*on_a_disk("/tmp", options), *on_a_disk("/var/tmp", options), "env", "--chdir=/proc")
+    found = run(tmp_path, *moved, *disks, seen_as="/mnt")
+    assert re.fullmatch(
+        r"LaunchError: The fork server cannot be started: .*No usable temporary directory found in \['/tmp'.*"
+        r"\]. [\d,]+ bytes are free in /tmp. Set TMPDIR to a folder that can be written.",
+        found,
+    ), found
+
+
+@needs_mounts
+def test_a_small_dev_shm(tmp_path: Path) -> None:
+    assert run(tmp_path, *on_a_disk("/dev/shm", "size=4k")) == "[2, 2]"
+
+
+@needs_mounts
+def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    assert run(tmp_path, *on_a_disk(home, "ro"), environ={"HOME": str(home)}) == "[2, 2]"
+
+
+def test_no_home(tmp_path: Path) -> None:
+    assert run(tmp_path, without=["HOME"]) == "[2, 2]"

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -188,7 +189,7 @@ def test_a_collective_that_all_have_reached_is_completed() -> None:
 
 def _run(interrupt: interrupts.Interrupt, function: Callable[[], None]) -> None:
     """Run the function in the thread of the interrupt."""
-    thread = threading.Thread(target=interrupt.run, args=(function,))
+    thread = threading.Thread(target=interrupt.run, args=(function, SimpleQueue()))
     thread.start()
     thread.join()
 

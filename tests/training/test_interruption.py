@@ -50,14 +50,16 @@ def test_all_ranks_stop_after_the_same_step(number: int, receiver: int, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("backend", "kwargs"),
+    "backend",
     [
-        pytest.param("horovod", {}, marks=pytest.mark.horovod),
-        pytest.param("xla-tpu", {}, marks=pytest.mark.xla),
+        pytest.param("horovod", marks=pytest.mark.horovod),
+        pytest.param("xla-tpu", marks=pytest.mark.xla),  # replicas are threads
     ],
 )
-def test_other_backends(backend: str, kwargs: dict[str, Any]) -> None:
-    assert len(set(idist.spawn(backend, _is_told, nproc_per_node=2, **kwargs))) == 1
+def test_other_backends(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setenv("CPU_NUM_DEVICES", "2")
+    assert len(set(idist.spawn(backend, _is_told, nproc_per_node=2))) == 1
 
 
 def _is_told(_: int) -> int:

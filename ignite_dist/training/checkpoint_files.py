@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from ignite_dist.values import views
+
 _FORMAT = "ignite_dist.checkpoint"
 _VERSION = 2  # the newest
 TEMPORARY = ".tmp"
@@ -61,7 +63,7 @@ def write(path: Path, content: dict[str, Any], shards: Path | None) -> None:
     try:
         with temporary.open("wb") as file:
             try:
-                torch.save(content, file)
+                views.save(content, file)
             except Exception as error:  # torch hides the cause behind a RuntimeError
                 cause = error.__context__ or error
                 raise OSError(f"The checkpoint {path} cannot be written: {cause}") from error

@@ -28,7 +28,7 @@ def encode_exception(error: BaseException) -> bytes | None:
     """``error`` as bytes, without its traceback. None if it is too large or cannot be pickled."""
     for value in (error, _Parts(type(error), error.args, vars(error))):
         try:
-            encoded = serialization.encode(value)
+            encoded = bytes(serialization.encode(value))
             if len(encoded) <= _MAX_BYTES:
                 serialization.decode(encoded)  # its class may need other arguments
                 return encoded

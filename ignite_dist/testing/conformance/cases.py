@@ -85,7 +85,7 @@ class count_collectives(AbstractContextManager["count_collectives"]):
 
     _primitives = (
         *("all_reduce", "reduce_narrow", "all_gather", "gather_bytes", "broadcast", "barrier", "all_to_all"),
-        "reduce_scatter",
+        *("fill_rows", "reduce_scatter"),
     )
     _lock = threading.RLock()
     _counting: ClassVar[dict[int, count_collectives]] = {}

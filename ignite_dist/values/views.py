@@ -202,7 +202,7 @@ def pickler_class(base: Any) -> type[Any]:
     return type(base.__name__, (base,), {"reducer_override": reducer_override})
 
 
-def save(value: Any, file: IO[bytes], base: type[Any] = pickle.Pickler) -> None:
+def save(value: Any, file: IO[bytes], base: Any = pickle.Pickler) -> None:
     """``torch.save`` without the parts of storages that no tensor of ``value`` uses.
 
     Args:

@@ -18,7 +18,8 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, _utils
+from torch import _tensor as torch_tensor
 from torch._C._dynamo import eval_frame
 from torch.distributed import DeviceMesh, ProcessGroup, device_mesh, distributed_c10d
 from torch.distributed.distributed_c10d import default_pg_timeout
@@ -131,6 +132,28 @@ _NAMES = (
         "For a small object, torch.save() writes a zip archive of 1,260 bytes. The older format needs 150 "
         "bytes, which fit in the header of a message.",
         "none: sending objects after safe_objects() raises TypeError",
+    ),
+    *(
+        (
+            name,
+            "torch pickles a tensor with its whole storage. A smaller pickle needs the function that torch "
+            "chose for a tensor, and the place of the storage in its arguments.",
+            _NO_IMPORT,
+        )
+        for name in (
+            "torch._utils._rebuild_tensor_v2",
+            "torch._utils._rebuild_tensor_v3",
+            "torch._utils._rebuild_qtensor",
+            "torch._tensor._rebuild_from_type_v2",
+        )
+    ),
+    *(
+        (
+            name,
+            "torch pickles tensors with a TypedStorage. Its public methods warn that it is deprecated.",
+            "none: sending an object with tensors raises an error",
+        )
+        for name in ("torch.TypedStorage._untyped_storage", "torch.TypedStorage.__new__._internal")
     ),
     (
         "torch.nn.modules.batchnorm._BatchNorm",
@@ -343,9 +366,23 @@ is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 """True if a tensor is a view of another tensor."""
 
 
-def save(value: Any, file: IO[bytes], pickle_module: Any, protocol: int, *, as_zip: bool) -> None:
-    """``torch.save`` as a zip archive (torch's default), or in the older and shorter format."""
-    torch.save(value, file, pickle_module, protocol, _use_new_zipfile_serialization=as_zip)
+def save_short(value: Any, file: IO[bytes], pickle_module: Any) -> None:
+    """``torch.save`` in the older and shorter format."""
+    torch.save(value, file, pickle_module, _use_new_zipfile_serialization=False)
+
+
+# The functions with which torch pickles a view: storage, offset, size, stride and more.
+REBUILDS_OF_VIEWS = (_utils._rebuild_tensor_v2, _utils._rebuild_tensor_v3, _utils._rebuild_qtensor)
+# For a subclass, or a tensor with attributes: one of these functions, the type, its arguments.
+rebuild_with_type = torch_tensor._rebuild_from_type_v2
+
+untyped: Callable[[torch.TypedStorage], torch.UntypedStorage] = attrgetter("_untyped_storage")
+"""The storage in a ``TypedStorage``, without the warning of ``untyped()``."""
+
+
+def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """A ``TypedStorage``, which torch needs to unpickle a tensor, without its warning."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

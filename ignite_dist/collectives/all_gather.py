@@ -81,6 +81,7 @@ def all_gather(
     Returns:
         For a tensor: ``(*S) -> (group_size * S[0], *S[1:])``, or ``() -> (group_size,)``, in rank order. For
         an object: a list with one entry per rank. A small object takes one collective, a large object two.
+        The large tensors and arrays of an object share one block of memory: ``clone()`` one to keep it alone.
 
     Raises:
         TypeError: the object cannot be pickled, or ``sync_grads`` got no floating-point tensor. Nothing was

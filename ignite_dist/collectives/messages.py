@@ -76,7 +76,7 @@ def encode(model: ComputationModel, function: str, value: Any) -> Message:
         layout = f"{str(value.dtype).removeprefix('torch.')} {value.device.type} {shape}".encode()
         if len(layout) < _INLINE_BYTES:  # else the tensor has dozens of dimensions
             return Message(_TENSOR, layout, _bytes_of(plain(value)))
-    return Message(_OBJECT, b"", serialization.as_tensor(bytearray(serialization.pack(value))))
+    return Message(_OBJECT, b"", serialization.as_tensor(serialization.writable(serialization.pack(value))))
 
 
 _EMPTY = Message(_NO_MESSAGE, b"", torch.empty(0, dtype=torch.uint8, device=_CPU))
@@ -183,7 +183,11 @@ def _exchange_larger(
         for part, header in zip(torch.split(received, received_sizes), headers, strict=True)
     ]
     if sum(data is not None for data in larger) > 1:  # views would keep the whole buffer in memory
-        larger = [None if data is None else data.clone() for data in larger]
+        is_tensor = [header.kind == _TENSOR for header in headers]  # an object is copied by _decode
+        larger = [
+            data.clone() if data is not None and is_view else data
+            for data, is_view in zip(larger, is_tensor, strict=True)
+        ]
     return larger
 
 
@@ -196,9 +200,9 @@ def _decode(model: ComputationModel, header: _Header, data: Tensor | None, rank:
         return NOTHING
     assert data is not None
     if header.kind == _OBJECT:
-        payload = bytearray(len(data))
+        payload = serialization.new_buffer(len(data))
         serialization.as_tensor(payload).copy_(data)
-        return serialization.unpack(memoryview(payload), rank)
+        return serialization.unpack(payload, rank)
     dtype_name, device_type, shape = header.layout.decode().split(" ")
     dtype: torch.dtype = getattr(torch, dtype_name)
     sizes = tuple(map(int, shape.split(","))) if shape else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,15 +63,28 @@ class Objects:
                 for (_, inline), rank in zip(headers, group.ranks, strict=True)
                 if inline is not None
             ]
-        width = max(size for size, _ in headers)
+        rows = self._gather_large(payload, [size for size, _ in headers], group)
+        return [serialization.unpack(row, rank) for row, rank in zip(rows, group.ranks, strict=True)]
+
+    def _gather_large(
+        self, payload: serialization.Payload, sizes: Sequence[int], group: Group
+    ) -> Sequence[bytearray | memoryview]:
+        """The payloads of all ranks, of these sizes."""
+        position = group.position(self._rank())
+        if position is not None and self.device.type == "cpu":
+            rows = [
+                serialization.writable(payload) if row == position else serialization.new_buffer(size)
+                for row, size in enumerate(sizes)
+            ]
+            if self._transport.fill_rows(list(map(serialization.as_tensor, rows)), group):
+                return rows
+        width = max(sizes)
         padded = bytearray(width)
         sent = payload[:width]  # a rank outside of the group may have more bytes, which no rank reads
         padded[: len(sent)] = sent
-        rows = memoryview(self.gather_bytes(padded, group))
-        return [
-            serialization.unpack(rows[width * row : width * row + size], rank)
-            for row, ((size, _), rank) in enumerate(zip(headers, group.ranks, strict=True))
-        ]
+        gathered = memoryview(self.gather_bytes(padded, group))
+        # Copies: objects share the memory of large tensors with their row.
+        return [bytearray(gathered[width * row : width * row + size]) for row, size in enumerate(sizes)]
 
     def broadcast(self, value: Any, src: int, group: Group) -> Any:
         """``value`` of the global rank ``src``, on every rank of the group. One or two collectives.
@@ -87,14 +100,17 @@ class Objects:
         """See :meth:`broadcast`."""
         return serialization.unpack(self.broadcast_bytes(payload, src, group), src)
 
-    def broadcast_bytes(self, payload: bytes, src: int, group: Group) -> bytes | memoryview:
+    def broadcast_bytes(
+        self, payload: serialization.Payload, src: int, group: Group
+    ) -> serialization.Payload:
         """``payload`` of the global rank ``src``. The payloads of other ranks are ignored."""
         is_src = self._rank() == src
         header = message_header.write_header(payload) if is_src else bytearray(message_header.HEADER_BYTES)
         size, inline = message_header.read_header(memoryview(self._broadcast(header, src, group)), src)
         if inline is not None:
             return inline
-        return memoryview(self._broadcast(bytearray(payload) if is_src else bytearray(size), src, group))
+        buffer = serialization.writable(payload) if is_src else serialization.new_buffer(size)
+        return memoryview(self._broadcast(buffer, src, group))
 
     def gather_bytes(self, buffer: bytearray, group: Group) -> bytearray:
         """The buffers of all ranks, concatenated in the group's order. All buffers have the same length."""
@@ -107,7 +123,7 @@ class Objects:
         serialization.as_tensor(gathered).view(rows.shape).copy_(rows)
         return gathered
 
-    def _broadcast(self, buffer: bytearray, src: int, group: Group) -> bytearray:
+    def _broadcast(self, buffer: bytearray | memoryview, src: int, group: Group) -> bytearray | memoryview:
         device = self.device
         tensor = serialization.as_tensor(buffer)
         if device.type == "cpu":
@@ -136,5 +152,8 @@ class LocalObjects(Objects):
     def broadcast_packed(self, payload: Any, src: int, group: Group) -> Any:  # noqa: D102
         return payload
 
-    def broadcast_bytes(self, payload: bytes, src: int, group: Group) -> bytes | memoryview:  # noqa: D102
+    def broadcast_bytes(
+        self, payload: serialization.Payload, src: int, group: Group
+    ) -> serialization.Payload:
+        """See :meth:`Objects.broadcast_bytes`."""
         return payload

@@ -158,6 +158,14 @@ class Transport(ABC):
         self.all_gather(serialization.as_tensor(buffer), group, out=rows).wait()
         return gathered
 
+    def fill_rows(self, rows: Sequence[Tensor], group: Group) -> bool:
+        """Fill each 1-d row of ``uint8`` on the CPU with the row of its rank. The caller's is filled already.
+
+        The rows have different sizes. Optional: returns False on all ranks if not supported. Then nothing was
+        sent, and "all_gather" sends padded rows.
+        """
+        return False
+
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
         """Copy the values from the global rank ``src`` into ``tensor``; the result is ``tensor``."""

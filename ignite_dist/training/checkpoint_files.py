@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ignite_dist import limits
+from ignite_dist.values import views
 
 _FORMAT = "ignite_dist.checkpoint"
 _VERSION = 2  # the newest
@@ -63,7 +64,7 @@ def write(path: Path, content: dict[str, Any], shards: Path | None) -> None:
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         with temporary.open("wb") as file:
-            torch.save(content, file)
+            views.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -94,7 +95,7 @@ def _size(content: dict[str, Any]) -> int:
     """The size of a file with ``content``; 0 if it has none, because it cannot be pickled."""
     counter = _Counter()
     with suppress(Exception):
-        torch.save(content, counter)  # type: ignore[arg-type]  # it needs write() only
+        views.save(content, counter)  # type: ignore[arg-type]  # it needs write() only
         return counter.size
     return 0
 

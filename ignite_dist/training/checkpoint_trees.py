@@ -36,7 +36,7 @@ def plain(value: Any, name: str, copies: bool = True) -> Any:
     if kind in _LEAVES:
         return value
     if isinstance(value, Tensor) and not is_sharded(value):
-        tensor = value.detach().to("cpu", copy=copies or _is_part_of_storage(value))
+        tensor = value.detach().to("cpu", copy=copies)
         if type(tensor) is Tensor:
             return tensor
     if isinstance(value, dict):
@@ -58,13 +58,6 @@ def plain(value: Any, name: str, copies: bool = True) -> Any:
         f"{name} is a {kind.__module__}.{kind.__qualname__}. A checkpoint holds tensors, numbers, strings, "
         f"None, and dicts, lists and tuples of these: reading it runs no code. {_advice(value)}"
     )
-
-
-def _is_part_of_storage(tensor: Tensor) -> bool:
-    """True if ``torch.save`` would write more than the elements of ``tensor``."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        return False
-    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _plain_key(key: Any, name: str) -> Any:

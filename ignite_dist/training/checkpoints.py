@@ -112,8 +112,10 @@ def save_checkpoint(
         for part in parts.values():
             part.check()
         states = {name: one.state_dict() for name, one in parts["scheduler"].objects.items()}
-        content["scheduler"] = plain(parts["scheduler"].entry(states), "scheduler")
-        content["values"] = {name: plain(state_of(name, value), name) for name, value in values.items()}
+        content["scheduler"] = plain(parts["scheduler"].entry(states), "scheduler", asynchronous)
+        content["values"] = {
+            name: plain(state_of(name, value), name, asynchronous) for name, value in values.items()
+        }
         return _part_of_rank(live, path, parts["loader"])
 
     ranks = same_outcome(live, prepare)

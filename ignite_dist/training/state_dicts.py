@@ -26,6 +26,7 @@ from ignite_dist.training.unwrapped_states import (
 )
 from ignite_dist.training.wrapped_models import unwrap_model
 from ignite_dist.values import pytree, safe_objects
+from ignite_dist.values.serialization import Payload
 
 
 def model_state(model: Module) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def consolidated_state(optimizer: Optimizer) -> dict[str, Any]:
     return optimizer.state_dict()
 
 
-def _load(saved: bytes | memoryview) -> Any:
+def _load(saved: Payload) -> Any:
     return torch.load(io.BytesIO(saved), weights_only=False, mmap=False)
 
 

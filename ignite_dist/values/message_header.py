@@ -22,7 +22,7 @@ _CHECKED_FROM = 8
 INLINE_BYTES = HEADER_BYTES - _START.size
 
 
-def write_header(payload: bytes) -> bytearray:
+def write_header(payload: bytes | bytearray | memoryview) -> bytearray:
     """A header of :data:`HEADER_BYTES`: the length of ``payload``, and ``payload`` itself if it fits."""
     header = bytearray(HEADER_BYTES)
     size = len(payload)

@@ -17,7 +17,6 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from ignite_dist import _torch
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError
+from ignite_dist.values import views
 
 _Type = TypeVar("_Type", bound=type)
 
@@ -140,21 +140,21 @@ def register_safe(one: _Type) -> _Type:
 
 
 def _save(value: Any, pickler: type[Any]) -> bytes:
-    for takes_tensors in (False, True):
+    file = io.BytesIO()
+    try:
+        _torch.save_short(value, file, _PICKLE_MODULES[pickler])
+    except _TensorFound:
         file = io.BytesIO()
-        module = _PICKLE_MODULES[pickler, takes_tensors]
-        with suppress(_TensorFound):
-            _torch.save(value, file, module, _PROTOCOL, as_zip=takes_tensors)
-            break
+        views.save(value, file, pickler)
     return file.getvalue()
 
 
-def is_message(payload: bytes | memoryview) -> bool:
+def is_message(payload: bytes | bytearray | memoryview) -> bool:
     """True if :func:`save` may have made ``payload``."""
     return bytes(payload[:4]) in _STARTS
 
 
-def load(payload: bytes | memoryview, rank: int) -> Any:
+def load(payload: bytes | bytearray | memoryview, rank: int) -> Any:
     """The value that the global ``rank`` passed to :func:`save`.
 
     Raises:
@@ -259,14 +259,12 @@ class _Converting:
     numpy values become bytes or tensors. That is fast, and numpy's constructors need not be registered.
     """
 
-    takes_tensors = True
-
     def __init__(self, file: Any, protocol: int | None = None) -> None:
         super().__init__(file, protocol, fix_imports=False)  # type: ignore[call-arg]  # keeps Python 3 names
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
-        if isinstance(value, Tensor) and not self.takes_tensors:
+        if isinstance(value, Tensor):  # not called for those that ``views.save`` reduces
             raise _TensorFound
         if kind is collections.defaultdict:
             return _defaultdict, (value.default_factory, dict(value))
@@ -315,18 +313,12 @@ class _TextIntPickler(_Converting, pickle._Pickler):
             super().save(value, save_persistent_id)  # type: ignore[misc]
 
 
-def _pickle_module(pickler: type[Any], takes_tensors: bool) -> SimpleNamespace:
-    """A replacement for the ``pickle`` module. torch.save derives its own pickler from ``Pickler``."""
-    kind = type(pickler.__name__, (pickler,), {"takes_tensors": takes_tensors})
-    return SimpleNamespace(__name__="pickle", Pickler=kind, dump=pickle.dump)
-
-
+# Replacements for the ``pickle`` module. torch.save derives its own pickler from ``Pickler``.
 _PICKLE_MODULES = {
-    (pickler, takes_tensors): _pickle_module(pickler, takes_tensors)
+    pickler: SimpleNamespace(__name__="pickle", Pickler=pickler, dump=pickle.dump)
     for pickler in (_Pickler, _TextIntPickler)
-    for takes_tensors in (False, True)
 }
-_PROTOCOL = 2  # the protocol that weights_only reads
+_PROTOCOL = 2  # the protocol of torch.save
 _LARGE_BITS = 255 * 8  # weights_only reads ints with fewer bits
 # No name of these modules may be registered. With getattr alone, a message could call any function.
 _UNSAFE_MODULES = ("__builtin__", "builtins", "ctypes", "importlib", "nt", "os", "posix", "subprocess", "sys")

@@ -8,26 +8,34 @@ without running unregistered code.
 
 from __future__ import annotations
 
+import ctypes
 import io
+import mmap
 import pickle
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
+from ignite_dist import _torch
 from ignite_dist.errors import UnsafeObjectError
 from ignite_dist.values import safe_objects
+from ignite_dist.values.views import Views, pickler_class
 
 # --- pipes: between a launcher and its workers -------------------------------------------------------
 
 
+# Bytes without large tensors and arrays, else memory that can be written to.
+Payload = bytes | bytearray | memoryview
 # Like ``pickle.Pickler.reducer_override``. It returns NotImplemented for objects without a special reduction.
 Override = Callable[[Any], Any]
 
 
-def encode(value: Any, override: Override | None = None) -> bytes:
-    """``value`` as bytes.
+def encode(value: Any, override: Override | None = None) -> Payload:
+    """``value`` as bytes. A tensor is sent with the part of its storage that it uses; see :class:`Views`.
 
     Plain pickle sends functions and classes by reference; scripts rely on this. cloudpickle handles objects
     that pickle refuses: lambdas, closures, notebook cells.
@@ -41,7 +49,7 @@ def encode(value: Any, override: Override | None = None) -> bytes:
         return encode_by_value(value, override)
 
 
-def encode_by_value(value: Any, override: Override | None = None) -> bytes:
+def encode_by_value(value: Any, override: Override | None = None) -> Payload:
     """``value`` as bytes that can be decoded without this process's main module.
 
     Raises:
@@ -59,32 +67,130 @@ def encode_by_value(value: Any, override: Override | None = None) -> bytes:
         ) from error
 
 
-def _pickled(base: Any, value: Any, override: Override | None) -> bytes:
+def _pickled(base: Any, value: Any, override: Override | None) -> Payload:
     """The pickle of ``value`` by ``base``, or by a pickler that first asks ``override``."""
+    views = Views(lambda storage: override is not None and override(storage) is not NotImplemented)
 
-    class Pickler(base):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            found = override(obj)  # type: ignore[misc]
-            return (
-                found
-                if found is not NotImplemented or base is pickle.Pickler
-                else super().reducer_override(obj)
-            )
+    def reduce(obj: Any) -> Any:
+        found = NotImplemented if override is None else override(obj)
+        if found is not NotImplemented:
+            return found
+        return views.reduce(obj) if isinstance(obj, Tensor) else _reduce_storage(obj)
 
-    file = io.BytesIO()
-    (base if override is None else Pickler)(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getvalue()
+    for is_cut in (False, True):
+        file, buffers = io.BytesIO(), _LargeBuffers()
+        pickler = pickler_class(base)(file, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.add)
+        pickler.reduce = reduce
+        pickler.dump(value)
+        if is_cut or not views.cut():
+            break
+    return buffers.framed(file) if buffers.found else file.getvalue()
 
 
-def decode(payload: bytes | memoryview) -> Any:
-    """The value that was passed to :func:`encode`. Use this only for data from processes of this job."""
-    return pickle.loads(payload)
+def _reduce_storage(obj: Any) -> Any:
+    if isinstance(obj, torch.TypedStorage):
+        return _torch.typed, (_torch.untyped(obj), obj.dtype)
+    if not isinstance(obj, UntypedStorage) or obj.device.type == "meta":
+        return NotImplemented
+    on_cpu: UntypedStorage = obj.cpu()  # type: ignore[no-untyped-call]  # no copy if it is there
+    size = on_cpu.nbytes()
+    memory: Any
+    if size < _LARGE_BYTES:
+        memory = bytearray(ctypes.string_at(on_cpu.data_ptr(), size)) if size else b""
+    else:
+        memory = (ctypes.c_ubyte * size).from_address(on_cpu.data_ptr())
+        memory.owner = on_cpu
+        memory = pickle.PickleBuffer(memory)
+    return _storage, (memory, str(obj.device))
+
+
+def _storage(memory: Any, device: str) -> UntypedStorage:
+    """A storage with the bytes of ``memory``. It shares the memory of a large buffer."""
+    tensor = as_tensor(memory)
+    storage = (tensor if len(memory) >= _LARGE_BYTES else tensor.clone()).untyped_storage()
+    return storage if device == "cpu" else storage.to(device=torch.device(device))
+
+
+# --- large buffers: beside the pickle, which has only references to them ----------------------------------
+
+_LARGE_BYTES = 1 << 14
+_MAPPED_BYTES = 1 << 20
+_MAGIC = b"\x00idp"  # no pickle starts with it
+_FRAME = struct.Struct("<4sqq")  # _MAGIC, number of buffers, length of the pickle
+_ALIGNMENT = 64
+
+
+class _LargeBuffers:
+    """The large buffers of a pickle: memory of storages, numpy arrays and other objects."""
+
+    def __init__(self) -> None:
+        self.found: list[memoryview] = []
+
+    def add(self, buffer: pickle.PickleBuffer) -> bool:
+        """The ``buffer_callback`` of a pickler. True if ``buffer`` is small: the pickle contains it."""
+        raw = buffer.raw()
+        if raw.nbytes < _LARGE_BYTES:
+            return True
+        self.found.append(raw)
+        return False
+
+    def framed(self, file: io.BytesIO) -> memoryview:
+        """The pickle in ``file`` and the buffers, each of which is copied once."""
+        sizes = [buffer.nbytes for buffer in self.found]
+        pickled = file.getbuffer()
+        extents = _extents(sizes, len(pickled))
+        payload = memoryview(new_buffer(extents[-1][1]))
+        _FRAME.pack_into(payload, 0, _MAGIC, len(sizes), len(pickled))
+        struct.pack_into(f"<{len(sizes)}q", payload, _FRAME.size, *sizes)
+        for (start, end), part in zip(extents, [pickled, *self.found], strict=True):
+            payload[start:end] = part
+        return payload
+
+
+def _extents(sizes: Sequence[int], pickle_size: int) -> list[tuple[int, int]]:
+    """Start and end of the pickle, and of the buffers of these sizes."""
+    end = _FRAME.size + 8 * len(sizes)
+    extents = [(end, end := end + pickle_size)]
+    for size in sizes:
+        start = end + -end % _ALIGNMENT
+        extents.append((start, end := start + size))
+    return extents
+
+
+def _unframed(payload: memoryview) -> tuple[memoryview, list[memoryview]]:
+    """The pickle in ``payload`` and its buffers.
+
+    Raises:
+        UnpicklingError: ``payload`` is not complete.
+    """
+    try:
+        _, num_buffers, pickle_size = _FRAME.unpack_from(payload)
+        sizes = struct.unpack_from(f"<{num_buffers}q", payload, _FRAME.size)
+    except struct.error as error:
+        raise pickle.UnpicklingError(f"its table is not complete: {error}") from error
+    extents = _extents(sizes, pickle_size)
+    if min(pickle_size, *sizes) < 0 or extents[-1][1] != len(payload):
+        raise pickle.UnpicklingError("its buffers are not complete")
+    pickled, *buffers = (payload[start:end] for start, end in extents)
+    return pickled, buffers
+
+
+def decode(payload: Payload) -> Any:
+    """The value that was passed to :func:`encode`. Use this only for data from processes of this job.
+
+    Large tensors and arrays share the memory of ``payload`` if it can be written to. So do not use it again.
+    """
+    if bytes(payload[: len(_MAGIC)]) != _MAGIC:
+        return pickle.loads(payload)
+    view = memoryview(payload)
+    pickled, buffers = _unframed(memoryview(bytearray(view)) if view.readonly else view)
+    return pickle.loads(pickled, buffers=buffers)
 
 
 # --- messages: between the ranks of a collective -----------------------------------------------------
 
 
-def pack(value: Any) -> bytes:
+def pack(value: Any) -> Payload:
     """``value`` as the payload of a message: a pickle, or the format of ``torch.save`` in safe mode.
 
     Raises:
@@ -93,7 +199,7 @@ def pack(value: Any) -> bytes:
     return safe_objects.save(value) if safe_objects.is_safe() else encode(value)
 
 
-def unpack(payload: bytes | memoryview, rank: int) -> Any:
+def unpack(payload: Payload, rank: int) -> Any:
     """The value that the global ``rank`` passed to :func:`pack`.
 
     Raises:
@@ -122,6 +228,21 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def as_tensor(buffer: bytearray) -> Tensor:
+def new_buffer(size: int) -> bytearray | memoryview:
+    """Memory for a message. A large one has huge pages where the system allows it: a third of the time."""
+    if size < _MAPPED_BYTES:
+        return bytearray(size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # not Linux, or a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
+def writable(payload: Payload) -> bytearray | memoryview:
+    """``payload`` itself, or a copy of ``bytes``."""
+    return bytearray(payload) if isinstance(payload, bytes) else payload
+
+
+def as_tensor(buffer: bytearray | memoryview) -> Tensor:
     """A uint8 tensor that shares the memory of ``buffer``."""
     return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)

@@ -30,6 +30,7 @@ from ignite_dist.errors import (
 )
 from ignite_dist.rendezvous import connections
 from ignite_dist.values import serialization
+from ignite_dist.values.serialization import Payload
 from ignite_dist.workers.out_of_memory import SIGKILL_HINT
 from ignite_dist.workers.sent_calls import EncodedCall
 from ignite_dist.workers.sent_exceptions import decode_exception, encode_exception
@@ -97,7 +98,7 @@ class FailedRank(NamedTuple):
 # --- in the worker -----------------------------------------------------------------------------------
 
 
-def outcome_of(sent_call: EncodedCall | Callable[..., Any], local_rank: int) -> bytes | Failure:
+def outcome_of(sent_call: EncodedCall | Callable[..., Any], local_rank: int) -> Payload | Failure:
     """Decode ``sent_call`` and make the call. Returns the encoded result, or the failure."""
     try:
         try:
@@ -113,7 +114,7 @@ def outcome_of(sent_call: EncodedCall | Callable[..., Any], local_rank: int) -> 
         return failure_of(error)
 
 
-def _encode_result(result: Any) -> bytes | Failure:
+def _encode_result(result: Any) -> Payload | Failure:
     try:
         return serialization.encode(result)
     except TypeError as error:

@@ -78,9 +78,9 @@ class _FileOfLauncher(WatchedFileHandler):
 
 def _encoded(formatter: logging.Formatter | None, filters: Sequence[Any]) -> bytes:
     try:
-        return serialization.encode((formatter, tuple(filters)))
+        return bytes(serialization.encode((formatter, tuple(filters))))
     except TypeError:
-        return serialization.encode((None, ()))
+        return bytes(serialization.encode((None, ())))
 
 
 def _decoded(parts: bytes) -> tuple[logging.Formatter | None, Sequence[Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ignite_dist.values import serialization
 from ignite_dist.workers.failures import FailedRank, Failure, failure_of, silent_failure
+from ignite_dist.workers.sent_results import receive_result
 
 _NONE = serialization.encode(None)
 
@@ -45,7 +46,7 @@ class RunningWorker:
     rank: int
     started: bool = False
     done: bool = False
-    result: bytes | None = None
+    result: serialization.Payload | None = None
     failure: Failure | None = None
 
     def read(self) -> None:
@@ -59,7 +60,7 @@ class RunningWorker:
                     self.failure = message
                     self.result = _NONE if message.is_exit_0 else None
                 else:
-                    self.result = message
+                    self.result = receive_result(self.receiver, message)
         except (EOFError, OSError):
             pass  # the worker has closed the pipe; the exit code gives the reason
 

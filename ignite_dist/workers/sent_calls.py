@@ -6,9 +6,7 @@ import linecache
 import os
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from socket import socket
@@ -60,8 +58,9 @@ def encode_call(call: Call) -> EncodedCall:
     shared = _SharedObjects()
     try:
         if main_is_importable():
-            return EncodedCall(serialization.encode(call, shared.reduce), tuple(shared.objects), {})
-        payload = serialization.encode_by_value(call, shared.reduce)
+            payload = bytes(serialization.encode(call, shared.reduce))
+            return EncodedCall(payload, tuple(shared.objects), {})
+        payload = bytes(serialization.encode_by_value(call, shared.reduce))
     except TypeError as error:
         reason = error.__cause__ or error
         raise TypeError(
@@ -76,7 +75,7 @@ def encode_for_machines(call: Call) -> EncodedCall:
     Raises:
         TypeError: cloudpickle cannot serialise ``call``.
     """
-    payload = serialization.encode_by_value(call)
+    payload = bytes(serialization.encode_by_value(call))
     return EncodedCall(payload, (), _sources_in(payload))
 
 
@@ -112,10 +111,6 @@ class _SharedObjects:
 
     def reduce(self, value: Any) -> Any:
         """The ``reducer_override`` of a pickler."""
-        if isinstance(value, torch.TypedStorage):  # tensors of all classes are pickled with one
-            with _without_deprecation():
-                storage = value.untyped()  # type: ignore[no-untyped-call]
-            return (_typed, (storage, value.dtype)) if _is_shared(storage) else NotImplemented
         if not _is_shared(value):
             return NotImplemented
         key = value.data_ptr() if isinstance(value, torch.UntypedStorage) else f"id {id(value)}"
@@ -127,19 +122,6 @@ class _SharedObjects:
 
 def _shared_object(index: int) -> Any:
     return _decoding.shared[index]
-
-
-def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    with _without_deprecation():
-        return torch.TypedStorage(wrap_storage=storage, dtype=dtype)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _without_deprecation() -> Iterator[None]:
-    """Without the warning of ``TypedStorage``, which torch itself uses to pickle tensors."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _is_shared(value: Any) -> bool:

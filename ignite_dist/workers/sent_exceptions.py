@@ -40,7 +40,7 @@ class LeftOut:
 def encode_exception(error: BaseException) -> bytes | None:
     """``error`` as bytes, with its chain and its group, without tracebacks. None if its class is too odd."""
     sent = _SentErrors([error])
-    encoded: bytes | None = _try(lambda: serialization.encode([*map(sent.parts_of, sent.errors)]))
+    encoded: bytes | None = _try(lambda: _encoded([*map(sent.parts_of, sent.errors)]))
     return encoded
 
 
@@ -91,6 +91,10 @@ def _slots_of(error: BaseException) -> dict[str, Any]:
         key for one in classes for key, value in vars(one).items() if type(value) is MemberDescriptorType
     )
     return {name: getattr(error, name) for name in names if hasattr(error, name)}
+
+
+def _encoded(value: Any) -> bytes:
+    return bytes(serialization.encode(value))
 
 
 def _decode(encoded: bytes) -> Any:
@@ -200,8 +204,8 @@ class _SentErrors:
         return self._positions[id(error)]
 
     def _encode(self, value: Any) -> bytes:
-        encoded: bytes | None = _try(serialization.encode, [value])
+        encoded: bytes | None = _try(_encoded, [value])
         if encoded is None or len(encoded) > self._bytes_left or not _try(serialization.decode, encoded):
-            encoded = serialization.encode([LeftOut(str(_try(_repr.repr, value)))])
+            encoded = _encoded([LeftOut(str(_try(_repr.repr, value)))])
         self._bytes_left -= len(encoded)
         return encoded

@@ -20,12 +20,14 @@ import torch
 
 from ignite_dist.devices import num_cores
 from ignite_dist.values import safe_objects
+from ignite_dist.values.serialization import Payload
 from ignite_dist.workers import own_fork_server, process_end
 from ignite_dist.workers.failures import Failure, failure_of, outcome_of
 from ignite_dist.workers.interrupts import ReceivedSignals
 from ignite_dist.workers.log_settings import LogSettings
 from ignite_dist.workers.output import write_whole_lines
 from ignite_dist.workers.sent_calls import EncodedCall
+from ignite_dist.workers.sent_results import send_result
 
 TERMINATE_SECONDS = 3.0
 """Time for a worker to end after SIGTERM."""
@@ -67,10 +69,13 @@ class ReportPipe:
         self.report(outcome)
         return outcome if isinstance(outcome, Failure) and not outcome.is_exit_0 else None
 
-    def report(self, message: int | bytes | Failure) -> None:
+    def report(self, message: int | Payload | Failure) -> None:
         """Send the global rank at the start, or the outcome at the end."""
         with suppress(BrokenPipeError):  # the launcher is gone, and this process gets SIGTERM
-            self.sender.send_bytes(pickle.dumps(message))
+            if isinstance(message, (int, Failure)):
+                self.sender.send_bytes(pickle.dumps(message))
+            else:
+                send_result(self.sender, message)
 
 
 def worker_main(

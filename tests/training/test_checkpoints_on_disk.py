@@ -393,6 +393,28 @@ def test_a_part_of_a_large_tensor_is_saved_alone(tmp_path: Path) -> None:
     assert (tmp_path / "run.pt").stat().st_size < 50_000
 
 
+def test_rows_and_columns_are_saved_alone(tmp_path: Path) -> None:
+    batch = torch.arange(1_000_000.0).view(1000, 1000)
+    parts = {"rows": list(batch[:9]), "column": batch[:, 3], "row": batch[500]}
+    for asynchronous in (False, True):
+        idist.save_checkpoint(tmp_path / "run.pt", **parts, asynchronous=asynchronous).wait()
+        assert (tmp_path / "run.pt").stat().st_size < 80_000
+        found = idist.load_checkpoint(tmp_path / "run.pt")
+        assert all(map(torch.equal, found["rows"], parts["rows"]))
+        assert torch.equal(found["column"], batch[:, 3]) and torch.equal(found["row"], batch[500])
+
+
+def test_what_shares_memory_is_saved_once(tmp_path: Path) -> None:
+    model = Sequential(Linear(500, 500, bias=False), Linear(500, 500, bias=False))
+    model[1].weight = model[0].weight
+    halves = torch.arange(500_000.0).chunk(2)
+    idist.save_checkpoint(tmp_path / "run.pt", model=model, halves=halves)
+    assert (tmp_path / "run.pt").stat().st_size < 3_050_000
+    first, second = idist.load_checkpoint(tmp_path / "run.pt")["halves"]
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert torch.equal(torch.cat([first, second]), torch.cat(halves))
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

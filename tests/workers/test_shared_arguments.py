@@ -185,3 +185,32 @@ def test_a_subclass_that_workers_cannot_import(tmp_path: Path) -> None:
 def test_what_nobody_can_send_is_named_before_anything_starts() -> None:
     with pytest.raises(TypeError, match=r"one of its arguments, cannot be sent to a worker: .*generator"):
         spawn(print, (one for one in ()))
+
+
+def _rows_of(rank: int, rows: list[torch.Tensor], shared: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+    shared[rank] += rows[rank][0]
+    own = torch.arange(1_000_000.0).view(1000, 1000)
+    return rows[0].untyped_storage().nbytes(), [own[3 * rank + 1], own[500]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_of_a_batch_and_of_a_shared_tensor(method: str) -> None:
+    batch = torch.arange(400_000.0).view(100, 4000)
+    shared = torch.zeros(100, 4).share_memory_()
+    results = spawn(_rows_of, [batch[3], batch[50]], shared[7], start_method=method)
+    assert shared[7].tolist() == [12_000, 200_000, 0, 0] and shared.sum() == 212_000
+    own = torch.arange(1_000_000.0).view(1000, 1000)
+    for rank, (num_bytes, rows) in enumerate(results):
+        assert num_bytes == (batch.nbytes if method == "fork" else batch[3].nbytes)
+        assert torch.equal(rows[0], own[3 * rank + 1]) and torch.equal(rows[1], own[500])
+        assert rows[0].untyped_storage().nbytes() == rows[0].nbytes
+
+
+def _large_result(rank: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((700_000,), float(rank)), "y": torch.arange(3)}
+
+
+def test_large_results_can_be_changed() -> None:
+    for rank, result in enumerate(idist.spawn("gloo", _large_result, nproc_per_node=2)):
+        assert torch.equal(result["x"].add_(1), torch.full((700_000,), rank + 1.0))
+        assert result["y"].tolist() == [0, 1, 2]

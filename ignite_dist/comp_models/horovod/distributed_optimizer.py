@@ -23,6 +23,8 @@ from ignite_dist.comp_models.horovod.averaging import Gradients
 from ignite_dist.comp_models.horovod.reduction import Carried, Reduction
 from ignite_dist.comp_models.horovod.rounds import Exchange
 from ignite_dist.gradients import parameters_of, take_mark
+from ignite_dist.values import views
+from ignite_dist.values.serialization import Payload
 
 _NEVER = 1 << 60  # more backward passes than any training makes
 
@@ -321,11 +323,11 @@ def _mean(loss: Any, name: str, gradients: Gradients) -> Any:
 def state_as_bytes(optimizer: Optimizer) -> bytes:
     """Serialize the optimizer's state for :func:`load_state`."""
     buffer = io.BytesIO()
-    torch.save(optimizer.state_dict(), buffer)
+    views.save(optimizer.state_dict(), buffer)
     return buffer.getvalue()
 
 
-def load_state(optimizer: Optimizer, state: bytes | memoryview, device: torch.device) -> None:
+def load_state(optimizer: Optimizer, state: Payload, device: torch.device) -> None:
     """Replace the state of ``optimizer`` with the state of an optimizer of the same model.
 
     Unlike ``load_state_dict``, this function keeps all dtypes. Group and state dicts are changed in place.

@@ -209,10 +209,10 @@ def _run_and_report(entry: EncodedCall, path: list[str], token: str) -> tuple[st
     local_rank = next(int(os.environ[name]) for name in names if name in os.environ)
     host = socket.gethostname()
     outcome = outcome_of(entry, local_rank)
-    if isinstance(outcome, bytes):
-        return host, outcome
+    if not isinstance(outcome, Failure):
+        return host, bytes(outcome)
     if outcome.is_exit_0:
-        return host, serialization.encode(None)
+        return host, bytes(serialization.encode(None))
     rank, _ = get_env_rank_and_size()
     place = {"rank": rank, "local_rank": local_rank, "pid": os.getpid(), "host": host, "token": token}
     place["consequence"] = ", a consequence" if outcome.is_consequence else ""

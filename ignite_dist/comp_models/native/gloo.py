@@ -104,13 +104,12 @@ def exchange(
     return group.alltoall_base(lend(received), lend(sent), list(received_sizes), list(sent_sizes), _EXCHANGE)
 
 
-def begin_broadcasts(group: ProcessGroup, rows: Tensor) -> list[Work] | None:
-    """Broadcast row ``i`` of ``rows`` from rank ``i``, all rows at once; None if there are too many ranks."""
+def begin_broadcasts(group: ProcessGroup, rows: Sequence[Tensor]) -> list[Work] | None:
+    """Broadcast ``rows[i]`` from rank ``i``, all rows at once; None if there are too many ranks."""
     if len(rows) > _MAX_BROADCASTS:
         return None
     return [
-        group.broadcast([lend(row)], broadcast_options(root, is_async=True))
-        for root, row in enumerate(rows.unbind())
+        group.broadcast([lend(row)], broadcast_options(root, is_async=True)) for root, row in enumerate(rows)
     ]
 
 

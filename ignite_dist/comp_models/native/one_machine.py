@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -95,6 +95,13 @@ class OneMachineTransport(NativeTransport):
             _CPU, group, lambda memory: memory.gather_bytes(buffer), lambda: Steps(over_gloo)
         ).wait()
         return gathered
+
+    def fill_rows(self, rows: Sequence[Tensor], group: Group) -> bool:
+        over_gloo = partial(super().fill_rows, rows, group)
+        is_filled: bool = self._work(
+            _CPU, group, lambda memory: memory.fill_rows(rows), lambda: Steps(over_gloo)
+        ).wait()
+        return is_filled
 
     def _work(
         self,

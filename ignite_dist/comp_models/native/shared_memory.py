@@ -166,6 +166,21 @@ class SharedMemory:
         self._meet(number, _call("numbers or objects", size, "bytes"))
         return bytearray().join([part[:size] for part in parts])
 
+    def fill_rows(self, rows: Sequence[Tensor]) -> bool:
+        """Fill the 1-d rows of the other ranks, in bytes. The sizes may differ. Always True."""
+        part_bytes, largest = self.segment.part_bytes, max(map(len, rows))
+        for start in range(0, largest, part_bytes):
+            number = self.segment.begin()
+            pieces = [row[start : start + part_bytes] for row in rows]
+            parts = [self.segment.tensor_of(place, number % 2) for place in self._positions]
+            own = pieces[self._position]
+            parts[self._position][: len(own)].copy_(own)
+            name = f"objects of at most {largest} bytes: {'next' if start else 'first'} piece"
+            self._meet(number, _described(name))
+            for place in self.segment.others:
+                pieces[place].copy_(parts[place][: len(pieces[place])])
+        return True
+
     # --- one step ----------------------------------------------------------------------------------------
 
     def _share(self, name: str, tensor: Tensor) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -247,7 +247,7 @@ class NativeTransport(Transport):
                 sent = tensor.expand(out.shape).contiguous()
                 return TorchWork(lambda _: gloo.exchange(handle, sent, out), out, handle, group.ranks)
             out[group.position(self._rank)].copy_(tensor)
-            works = gloo.begin_broadcasts(handle, out)
+            works = gloo.begin_broadcasts(handle, out.unbind())
             if works is not None:
                 return TorchWorks(works, out, handle, group.ranks)
         lent_out, lent = gloo.lend(out.view(-1)), gloo.lend(tensor.view(-1))
@@ -267,6 +267,15 @@ class NativeTransport(Transport):
         sent, received = as_tensor(buffer * group_size), as_tensor(gathered)
         TorchWork(lambda _: gloo.exchange(handle, sent, received), None, handle, group.ranks).wait()
         return gathered
+
+    def fill_rows(self, rows: Sequence[Tensor], group: Group) -> bool:
+        if self._backends.get("cpu") != "gloo":
+            return False
+        handle = self.handle_of(group)
+        works = gloo.begin_broadcasts(handle, rows)
+        if works is not None:
+            TorchWorks(works, None, handle, group.ranks).wait()
+        return works is not None
 
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
         root = group.position(src)

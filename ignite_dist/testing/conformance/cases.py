@@ -85,7 +85,7 @@ class count_collectives(AbstractContextManager["count_collectives"]):
 
     _primitives = (
         *("all_reduce", "reduce_narrow", "all_gather", "gather_bytes", "broadcast", "barrier", "all_to_all"),
-        "reduce_scatter",
+        *("fill_rows", "reduce_scatter"),
     )
     _lock = threading.RLock()
     _counting: ClassVar[dict[int, count_collectives]] = {}
@@ -112,6 +112,8 @@ class count_collectives(AbstractContextManager["count_collectives"]):
             own._depth += 1
             try:
                 work = primitive(*args, **kwargs)
+                if work is False and own._depth == 1:  # fill_rows is not supported, and sent nothing
+                    own.count -= 1
                 return Completed(work.wait()) if isinstance(work, Steps) else work
             finally:
                 own._depth -= 1

@@ -122,6 +122,10 @@ def test_objects_of_very_different_sizes() -> None:
     world_size, last = idist.get_world_size(), idist.get_world_size() - 1
     value = "y" * 3_000_000 if idist.get_rank() == last else idist.get_rank()
     assert idist.all_gather(value) == [*range(last), "y" * 3_000_000]
+    rank = idist.get_rank()
+    batch = torch.arange(300_000.0 * (1 + rank)).view(-1, 1000)
+    for number, rows in enumerate(idist.all_gather(list(batch[::2]))):
+        assert torch.equal(torch.stack(rows), torch.arange(300_000.0 * (1 + number)).view(-1, 1000)[::2])
     overhead = len(serialization.encode("x" * 100)) - 100
     for extra in (-1, 0, 1):
         text = "x" * (message_header.INLINE_BYTES - overhead + extra)

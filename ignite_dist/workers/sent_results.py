@@ -1,0 +1,40 @@
+"""A rank's result in its pipe to the launcher: the size, then the bytes in pieces.
+
+``multiprocessing`` reads a message as a whole, and copies it. In pieces the launcher needs no second copy.
+"""
+
+from __future__ import annotations
+
+import pickle
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from ignite_dist.values.serialization import Payload, new_buffer
+
+_PIECE_BYTES = 1 << 20
+
+
+class ResultSize(NamedTuple):
+    """The message before the bytes of a result."""
+
+    nbytes: int
+
+
+def send_result(sender: Connection, payload: Payload) -> None:
+    """Send an encoded result."""
+    sender.send_bytes(pickle.dumps(ResultSize(len(payload))))
+    view = memoryview(payload)
+    for start in range(0, len(view), _PIECE_BYTES):
+        sender.send_bytes(view[start : start + _PIECE_BYTES])
+
+
+def receive_result(receiver: Connection, size: ResultSize) -> Payload:
+    """The bytes after ``size``. Waits for them.
+
+    Raises:
+        EOFError: the worker ended before it had sent all.
+    """
+    payload, start = new_buffer(size.nbytes), 0
+    while start < len(payload):
+        start += receiver.recv_bytes_into(payload, start)
+    return payload

@@ -302,6 +302,7 @@ def _write_slowly(path: Path, seconds: float) -> None:
 def _fails_or_waits(rank: int, folder: Path, seconds: float) -> None:
     atexit.register(_write_slowly, folder / str(rank), seconds)
     text_file(folder / f"file-{rank}")
+    idist.barrier()  # a failure interrupts a rank that has not come as far as this
     if rank == 0:
         raise LookupError("no data")
     idist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import shutil
@@ -30,13 +31,14 @@ SCRIPT = """
         except Exception as error:
             print(f"{type(error).__name__}: {error}")
 """
-# Another user than root, for whom the limit of processes holds, who may still read the files of root.
-AS_NOBODY = (
-    *("setpriv", "--reuid=65534", "--clear-groups"),
+# Another user than root, for whom the limit of processes holds, who may still read the files of root. Nobody
+# else has the number: the limit counts all processes of a user.
+AS_A_USER = (
+    *("setpriv", f"--reuid={1_000_000 + os.getpid()}", "--clear-groups"),
     *("--inh-caps=-all,+dac_override", "--ambient-caps=+dac_override"),
 )
 needs_another_user = pytest.mark.skipif(
-    shutil.which("setpriv") is None or subprocess.run([*AS_NOBODY, "true"], check=False).returncode != 0,
+    shutil.which("setpriv") is None or subprocess.run([*AS_A_USER, "true"], check=False).returncode != 0,
     reason="may not become another user, and root has no limit of processes",
 )
 
@@ -104,7 +106,7 @@ def test_files_without_bytes(tmp_path: Path) -> None:
     [(3, "LaunchError: The workers cannot be started"), (12, "WorkerRaisedError"), (64, "[2, 2]")],
 )
 def test_few_processes(number: int, error: str, tmp_path: Path) -> None:
-    found = run(tmp_path, *AS_NOBODY, limits={resource.RLIMIT_NPROC: number})
+    found = run(tmp_path, *AS_A_USER, limits={resource.RLIMIT_NPROC: number})
     assert error in found
     sentence = f"This user may run {number} processes and threads here (ulimit -u)."
     assert (sentence in found) == (number < 64), found

@@ -1,4 +1,4 @@
-"""The limits of processes and disks, for the errors of those who meet them."""
+"""The limits of processes and disks, for the texts of errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ignite_dist.errors import LaunchError
 
 # The text of an error, the limit behind it, and a sentence about the limit.
 _LIMITS = (
-    ("Too many open files", "NOFILE", "A process may open {limit} files here (ulimit -n)."),
+    ("Too many open files(?! in system)", "NOFILE", "A process may open {limit} files here (ulimit -n)."),
     (
         "Resource temporarily unavailable|can't start new thread",
         "NPROC",

@@ -99,11 +99,11 @@ def waiting_frames(log: flight_recorder.Log, is_only_rank: bool) -> dict[int, tu
         because the thread may continue at any time.
     """
     frames = innermost_frames(log, is_only_rank)
-    pairs = {thread: (frame, _waiting_frame(frame)) for thread, frame in frames.items()}
+    pairs = {thread: (frame, waiting_frame(frame)) for thread, frame in frames.items()}
     return {thread: (frame, waits_in) for thread, (frame, waits_in) in pairs.items() if waits_in is not None}
 
 
-def _waiting_frame(frame: FrameType | None) -> FrameType | None:
+def waiting_frame(frame: FrameType | None) -> FrameType | None:
     """The frame in which the thread of ``frame`` waits for other ranks; None if the thread does not wait."""
     while frame is not None and is_library(frame):
         if is_marked_as_waiting(frame) or frame.f_globals.get("__name__") in _WAITING_MODULES:

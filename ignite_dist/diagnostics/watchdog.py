@@ -44,7 +44,13 @@ from ignite_dist.diagnostics.out_of_band import (
     oob_store_of,
     oob_stores_lock,
 )
-from ignite_dist.diagnostics.reports import explanation, innermost_frames, report_of, waiting_frames
+from ignite_dist.diagnostics.reports import (
+    explanation,
+    innermost_frames,
+    report_of,
+    waiting_frame,
+    waiting_frames,
+)
 from ignite_dist.errors import DistributedError, RankFailedError
 from ignite_dist.rendezvous import connections
 from ignite_dist.values.ranks import describe_ranks
@@ -59,7 +65,7 @@ _DEBUG_THRESHOLD = timedelta(seconds=30)  # while debug() is on
 _POLL_SECONDS = 1.0
 _RANKS_PER_SECOND = 1000
 # The backends have no exception class for a timeout: "Timed out waiting 5000ms", "Timeout(ms)=5000".
-_TIMEOUT = re.compile(r"(?:timed out waiting |timeout\(ms\)=)(\d+)", re.IGNORECASE)
+_TIMEOUT = re.compile(r"(?:timed out waiting (?=\d+ms)|timeout\(ms\)=)(\d+)", re.IGNORECASE)
 # How long the end of a context waits for the watchdog's thread, which may be answering another rank.
 _STOP_SECONDS = 6.0
 
@@ -122,7 +128,9 @@ class Watchdog:
         if users_frame(frame) is None:  # in a thread of this package, for which the user's thread waits
             waiting = (waiting_frames(log, self._has_one_rank()) for log in own.values())
             frame = next((inner for frames in waiting for inner, _ in frames.values()), frame)
-        others = [rank for rank in range(self._world_size) if rank not in own]
+        waits_in = waiting_frame(frame)
+        members = () if waits_in is None else self._model.transport.find_wait(waits_in).ranks
+        others = [rank for rank in members or range(self._world_size) if rank not in own]
         try:
             reports = collect_reports(self._oob_store.connection(), others)
         except DistError:
@@ -130,7 +138,7 @@ class Watchdog:
         late = [rank for rank in others if rank not in reports or not reports[rank]["waits_in"]]
         what = (
             f"did not come to {place_of(frame)}, where {describe_ranks(sorted(own))} has waited for "
-            f"{milliseconds / 1000:g} s, the timeout of the context. If this may take longer, pass "
+            f"{milliseconds / 1000:g} s, its timeout. If this may take longer, pass "
             "timeout= to initialize, spawn or Parallel"
         )
         late_error = missing_ranks_error(late or others, what, reports)

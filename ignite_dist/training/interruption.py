@@ -30,11 +30,18 @@ class _Handler:
 
     def add(self, numbers: set[int]) -> None:
         """Handle these signals from now on. To be called in the main thread."""
-        for number in numbers - self.numbers:
-            self._previous[number] = signal.getsignal(number) or signal.SIG_DFL
-            signal.signal(number, self._receive)
-        self.numbers |= numbers
         self._pid = os.getpid()
+        for number in numbers - self.numbers:
+            previous = signal.getsignal(number)
+            if previous != self._receive:  # else this process is a fork of one that has set it
+                self._previous[number] = previous or signal.SIG_DFL
+            signal.signal(number, self._receive)
+            self.numbers.add(number)
+
+    def begin_in_fork(self) -> None:
+        """Forget the signals of the process, of which this one is a fork."""
+        if os.getpid() != self._pid:
+            self.numbers, self.received_at = set(), None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked child
@@ -60,7 +67,7 @@ _handler = _Handler()
 
 
 def interrupted(signals: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) -> bool:
-    """True on every rank from the step on in which any rank has received one of ``signals``.
+    """True on every rank from the step on in which any rank has received one of the signals.
 
     Call it on every rank, after a step. All ranks then leave the loop after the same step, and can save a
     checkpoint together. A handler or an ``except KeyboardInterrupt`` cannot do that: the signal comes at
@@ -88,6 +95,7 @@ def interrupted(signals: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) -> boo
     """
     current_model()  # the handlers belong to this context, not to an earlier one
     numbers = set(signals)
+    _handler.begin_in_fork()
     if not numbers <= _handler.numbers:
         for number in numbers:
             if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
@@ -99,7 +107,7 @@ def interrupted(signals: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) -> boo
 
 
 def _end(model: ComputationModel) -> None:
-    if _handler.numbers:
+    if _handler.numbers and model.ranks_in_process() == 1:  # replicas may end at different times
         with suppress(RuntimeError):  # in another thread than the one that has set the handlers
             call_in_main_thread(_handler.end)
 

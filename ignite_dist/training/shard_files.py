@@ -96,7 +96,7 @@ class _Writer(FileSystemWriter):
         try:
             return super().write_data(*args, **kwargs)
         except Exception as error:
-            raise limits.cause_of_write(error) from error
+            raise limits.cause_of_write(error) from None
 
 
 class _Reader(FileSystemReader):

@@ -71,10 +71,16 @@ def _pickled(base: Any, value: Any, override: Override | None) -> Payload:
     """The pickle of ``value`` by ``base``, or by a pickler that first asks ``override``."""
     views = Views(lambda storage: override is not None and override(storage) is not NotImplemented)
 
+    needs_copies = False
+
     def reduce(obj: Any) -> Any:
+        nonlocal needs_copies
         found = NotImplemented if override is None else override(obj)
         if found is not NotImplemented:
             return found
+        if not is_cut and isinstance(obj, UntypedStorage) and obj.device.type not in ("cpu", "meta"):
+            needs_copies = True
+            return UntypedStorage, ()  # not copied before its parts are known
         return views.reduce(obj) if isinstance(obj, Tensor) else _reduce_storage(obj)
 
     for is_cut in (False, True):
@@ -82,7 +88,7 @@ def _pickled(base: Any, value: Any, override: Override | None) -> Payload:
         pickler = pickler_class(base)(file, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.add)
         pickler.reduce = reduce
         pickler.dump(value)
-        if is_cut or not views.cut():
+        if is_cut or not (views.cut() or needs_copies):
             break
     return buffers.framed(file) if buffers.found else file.getvalue()
 
@@ -245,4 +251,8 @@ def writable(payload: Payload) -> bytearray | memoryview:
 
 def as_tensor(buffer: bytearray | memoryview) -> Tensor:
     """A uint8 tensor that shares the memory of ``buffer``."""
-    return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(buffer, dtype=torch.uint8)
+        if buffer
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )

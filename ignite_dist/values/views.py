@@ -213,7 +213,7 @@ def save(value: Any, file: IO[bytes], base: Any = pickle.Pickler) -> None:
     views = Views()
     with suppress(Exception):  # torch.save raises what is wrong with the value
         _scan(value, views)
-    views.cut()
+        views.cut()
 
     def reduce(obj: Any) -> Any:
         return views.reduce(obj) if isinstance(obj, Tensor) else NotImplemented

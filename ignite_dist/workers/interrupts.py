@@ -33,7 +33,8 @@ def call_in_main_thread(function: Callable[[], object]) -> None:
     if threading.current_thread() is threading.main_thread():
         function()
         return
-    if main_thread_calls is None:
+    calls = main_thread_calls
+    if calls is None:
         raise RuntimeError(
             "Python sets handlers of signals in the main thread only, and this is another thread."
         )
@@ -45,8 +46,8 @@ def call_in_main_thread(function: Callable[[], object]) -> None:
         finally:
             done.set()
 
-    main_thread_calls.put(call)
-    while not done.wait(0.1):  # in Python code, so that this thread can be interrupted
+    calls.put(call)
+    while not done.wait(0.1) and main_thread_calls is calls:  # Python code, which can be interrupted
         pass
 
 

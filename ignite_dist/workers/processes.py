@@ -105,10 +105,10 @@ def start(
         LaunchError: a limit of the system, or of this process, does not allow the processes.
     """
     exit_if_main_is_not_guarded()
-    _check_files(environs, store, has_pipes=prefix_output)
     workers: list[RunningWorker] = []
     output = ForwardedOutput(has_prefix=prefix_output)
     try:
+        _check_files(environs, store, has_pipes=prefix_output)
         grace = grace_seconds()
         context = context_of(start_method)
         call = partial(entry, **entry_kwargs)
@@ -376,8 +376,9 @@ class Workers:
         while self._running():
             are_ending = len(self._busy()) < len(self._running())
             seconds = self._grace_seconds if are_ending else min(TERMINATE_SECONDS, self._grace_seconds)
-            if not self._read(max(0.0, start + seconds - time.monotonic())):
+            if (left := start + seconds - time.monotonic()) <= 0:
                 break
+            self._read(left)
 
     @staticmethod
     def _send(number: int, workers: list[RunningWorker]) -> None:
@@ -389,9 +390,7 @@ class Workers:
         """Read what workers and nodes send, or wait for one of ``fds``. Returns False at the timeout."""
         running = self._running()
         waited_for: set[Any] = {worker.process.sentinel for worker in running}
-        waited_for |= {
-            worker.receiver for worker in running if worker.result is None and worker.failure is None
-        }
+        waited_for |= {worker.receiver for worker in running if not (worker.has_reported or worker.is_torn)}
         ready = set(connection.wait([*waited_for, *fds, *self._nodes.waited_for()], timeout))
         for worker in running:
             if worker.receiver in ready:

@@ -6,13 +6,13 @@ import os
 import pickle
 import socket
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import BufferTooShort, connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ignite_dist.values import serialization
 from ignite_dist.workers.failures import FailedRank, Failure, failure_of, silent_failure
-from ignite_dist.workers.sent_results import receive_result
+from ignite_dist.workers.sent_results import ResultSize, receive_result
 
 _NONE = serialization.encode(None)
 
@@ -48,11 +48,12 @@ class RunningWorker:
     done: bool = False
     result: serialization.Payload | None = None
     failure: Failure | None = None
+    is_torn: bool = False  # a part of a result was read, and what follows is no message
 
     def read(self) -> None:
         """Read the messages that the worker has sent, without waiting."""
         try:
-            while self.receiver.poll():
+            while not self.is_torn and self.receiver.poll():
                 message = pickle.loads(self.receiver.recv_bytes())
                 if isinstance(message, int):
                     self.rank, self.started = message, True
@@ -60,9 +61,20 @@ class RunningWorker:
                     self.failure = message
                     self.result = _NONE if message.is_exit_0 else None
                 else:
-                    self.result = receive_result(self.receiver, message)
-        except (EOFError, OSError):
-            pass  # the worker has closed the pipe; the exit code gives the reason
+                    self._read_result(message)
+        except (EOFError, OSError, BufferTooShort):
+            pass  # the worker has closed the pipe, or was interrupted; the exit code gives the reason
+
+    def _read_result(self, size: ResultSize) -> None:
+        try:
+            buffer = serialization.new_buffer(size.nbytes)
+        except (MemoryError, OSError) as error:
+            self.failure = failure_of(error)
+            self.receiver.close()  # the worker need not send the rest
+            return
+        self.is_torn = True
+        self.result = receive_result(self.receiver, buffer)
+        self.is_torn = False
 
     def take_result(self) -> Any:
         """Decode the worker's result and free its bytes. A decoding error is a failure."""

@@ -9,7 +9,7 @@ import pickle
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from ignite_dist.values.serialization import Payload, new_buffer
+from ignite_dist.values.serialization import Payload
 
 _PIECE_BYTES = 1 << 20
 
@@ -28,13 +28,14 @@ def send_result(sender: Connection, payload: Payload) -> None:
         sender.send_bytes(view[start : start + _PIECE_BYTES])
 
 
-def receive_result(receiver: Connection, size: ResultSize) -> Payload:
-    """The bytes after ``size``. Waits for them.
+def receive_result(receiver: Connection, buffer: bytearray | memoryview) -> Payload:
+    """``buffer``, filled with the bytes that follow a :class:`ResultSize`. Waits for them.
 
     Raises:
         EOFError: the worker ended before it had sent all.
+        BufferTooShort: the worker was interrupted, and has sent something else.
     """
-    payload, start = new_buffer(size.nbytes), 0
-    while start < len(payload):
-        start += receiver.recv_bytes_into(payload, start)
-    return payload
+    start = 0
+    while start < len(buffer):
+        start += receiver.recv_bytes_into(buffer, start)
+    return buffer

@@ -68,7 +68,7 @@ def test_it_names_the_call_the_late_rank_and_the_keyword(name: str, is_first: bo
     assert said.error == ""
     text, call = str(said.result), "all_reduce begun" if name == "begun" else name
     assert text.startswith(f"Rank 1 did not come to {call} at diagnostics/test_timeouts.py:"), said
-    assert ", where rank 0 has waited for 2 s, the timeout of the context. " in text
+    assert ", where rank 0 has waited for 2 s, its timeout. " in text
     assert (
         "pass timeout= to initialize, spawn or Parallel.\nRank 1 is at diagnostics/test_timeouts.py:" in text
     )

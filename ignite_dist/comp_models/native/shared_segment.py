@@ -252,7 +252,8 @@ class Segment:
         )
         areas[self.position][:8] = expected
         deadline = time.monotonic() + _PLACE_SECONDS
-        while not all(area[:8] == expected for area in areas) and time.monotonic() < deadline:
+        there = [place for place in range(len(areas)) if self._words[place * _WORDS_PER_RANK] >= number]
+        while not all(areas[place][:8] == expected for place in there) and time.monotonic() < deadline:
             time.sleep(0.005)
         return [
             bytes(area[8:]).rstrip().decode(errors="replace") if area[:8] == expected else ""

@@ -80,7 +80,12 @@ class Interrupt:
         self._thread: int | None = None  # the thread's id, while Python may raise the exception there
 
     def run(self, function: Callable[[], None], calls: SimpleQueue[Callable[[], object]]) -> None:
-        """Call ``function`` in this thread, which is to raise the exception. ``calls``: of the main one."""
+        """Call ``function`` in this thread, which is to raise the exception.
+
+        Args:
+            function: the function.
+            calls: wakes the main thread at the end.
+        """
         _own.interrupt = self
         try:
             function()

@@ -186,8 +186,10 @@ def _start_process(
     try:
         with hidden_main(), interrupt_delayed() if method == "forkserver" else nullcontext():
             process.start()
-    except Exception as error:
-        better = _sharing_error(error, method)
+    except BaseException as error:
+        if process.pid is not None:  # a delayed Ctrl-C: the process runs, and nobody else knows it
+            end_processes([process])
+        better = _sharing_error(error, method) if isinstance(error, Exception) else None
         if better is None:
             raise
         raise better from error

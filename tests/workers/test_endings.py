@@ -235,3 +235,28 @@ def test_an_impatient_second_interrupt_leaves_nothing_either(tmp_path: Path) -> 
             continue
         found.launcher.send_signal(signal.SIGINT)
         _is_over(found)
+
+
+INTERRUPTED = """
+    import signal
+    import sys
+    import ignite_dist as idist
+
+    def interrupt(frame, event, arg):
+        if event == "return" and frame.f_code.co_name == "_launch":  # multiprocessing has started a process
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    if __name__ == "__main__":
+        sys.setprofile(interrupt)
+        try:
+            idist.spawn("gloo", idist.barrier, nproc_per_node=2)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+"""
+
+
+def test_an_interrupt_while_a_process_starts_leaves_no_process(tmp_path: Path) -> None:
+    """Python would wait for it at the exit of the launcher."""
+    ended = helpers.run_python(helpers.write_script(tmp_path, INTERRUPTED), seconds=100)
+    assert (ended.returncode, ended.stdout) == (0, "interrupted\n"), ended

@@ -136,11 +136,14 @@ class Watchdog:
         except DistError:
             return None
         late = [rank for rank in others if rank not in reports or not reports[rank]["waits_in"]]
+        waited = f"{describe_ranks(sorted(own))} has waited for {milliseconds / 1000:g} s, its timeout"
+        blocks = [report["block"] for rank in late if (report := reports.get(rank)) and report["block"]]
         what = (
-            f"did not come to {place_of(frame)}, where {describe_ranks(sorted(own))} has waited for "
-            f"{milliseconds / 1000:g} s, its timeout. If this may take longer, pass "
-            "timeout= to initialize, spawn or Parallel"
+            f"is still in {blocks[0]}, for which {waited}, at {place_of(frame)}"
+            if blocks
+            else f"did not come to {place_of(frame)}, where {waited}"
         )
+        what += ". If this may take longer, pass timeout= to initialize, spawn or Parallel"
         late_error = missing_ranks_error(late or others, what, reports)
         late_error.__cause__ = error
         return late_error

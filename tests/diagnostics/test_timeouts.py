@@ -75,6 +75,24 @@ def test_it_names_the_call_the_late_rank_and_the_keyword(name: str, is_first: bo
     assert "in _wait_for\n" in text
 
 
+def _gives_up(local_rank: int, folder: Path) -> None:
+    idist.barrier()
+    try:
+        with idist.one_rank_first():
+            _wait_for(folder / "given up")
+    finally:
+        (folder / "given up").touch()
+
+
+def test_a_rank_in_its_block_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(idist.RankFailedError) as caught:
+        idist.spawn("gloo", _gives_up, (tmp_path,), nproc_per_node=2, timeout=timedelta(seconds=2))
+    text = (
+        "Rank 0 is still in the block of one_rank_first, for which rank 1 has waited for 2 s, its timeout, "
+    )
+    assert text + "at one_rank_first at diagnostics/test_timeouts.py:" in str(caught.value)
+
+
 def _in_torchs_own_call(local_rank: int, folder: Path) -> None:
     idist.barrier()
     if idist.get_rank() == 1:

@@ -115,12 +115,12 @@ def _socket_object(fd: int) -> Iterator[socket.socket]:
         sock.detach()
 
 
-def wait_for_end(socks: Sequence[socket.socket], seconds: float) -> None:
-    """Wait until a peer closes one of the connections, at most for ``seconds``. Closes ``socks``."""
-    if socks:
-        connection.wait(socks, seconds)
-    for sock in socks:
-        sock.close()
+def wait_for_end(fds: Sequence[int], seconds: float) -> None:
+    """Wait until a peer closes one of the connections, at most for ``seconds``. Closes ``fds``."""
+    if fds:
+        connection.wait(fds, seconds)
+    for fd in fds:
+        os.close(fd)
 
 
 class Connections:
@@ -139,12 +139,14 @@ class Connections:
                 sock.getpeername()  # raises OSError unless connected
                 self._found.add((fd, inode))
 
-    def duplicates(self) -> list[socket.socket]:
-        """The open connections, as sockets that stay open when the library closes its own."""
+    def duplicates(self, port: int | None) -> list[int]:
+        """Descriptors of the connections to ``port``, which stay open when the library closes its own."""
         found = []
         for fd, _ in self._found & _open_sockets():
-            with suppress(OSError):
-                found.append(socket.socket(fileno=os.dup(fd)))
+            with suppress(OSError), _socket_object(fd) as sock:
+                # Another thread may have opened another connection meanwhile.
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
+                    found.append(os.dup(fd))
         return found
 
     def has_closed(self) -> bool:

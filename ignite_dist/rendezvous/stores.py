@@ -28,7 +28,7 @@ from ignite_dist.rendezvous import connections, network_interfaces, roll_call
 _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
 
 # Connections to the stores of rank 0, which outlive the contexts of this rank.
-_to_rank_0: dict[tuple[str, str | None, int | None], list[socket.socket]] = {}
+_to_rank_0: dict[tuple[str, str | None, int | None], list[int]] = {}
 # Rank 0 may never close a store: a model may hold it.
 _CLOSE_SECONDS = 1.0
 
@@ -133,7 +133,7 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
                     return _store_of_this_start(store, place, deadline)
             roll_call.call(store, place, where, deadline, _loopback_hint(place, init_method))
             if place.rank > 0 and not _is_served_by_agent():
-                _to_rank_0[key] = opened.duplicates()
+                _to_rank_0[key] = opened.duplicates(_main_address(place, init_method)[1])
             return store
         except DistNetworkError as error:
             if place.rank > 0 and time.monotonic() < deadline:

@@ -87,7 +87,7 @@ def interrupted(signals: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) -> boo
 
     Example::
 
-        for step, batch in enumerate(loader):
+        for batch in loader:
             train_step(batch)
             if idist.interrupted():
                 idist.save_checkpoint("run/last.pt", model=model, optimizer=optimizer, loader=loader)

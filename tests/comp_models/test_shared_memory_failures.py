@@ -287,7 +287,8 @@ def test_an_interrupt_before_a_call_has_sent_anything_raises_on_the_others() -> 
     (first, gathered), (message, others) = idist.spawn("gloo", _interrupted_before, nproc_per_node=2)
     assert (first, gathered, others) == ("", [0, 1], [0, 1])
     assert "rank 0: a call that ended before it sent data" in message
-    assert "rank 1: broadcast from 0 of 3 torch.float32" in message
+    assert "rank 1: broadcast at comp_models/test_shared_memory_failures.py:" in message
+    assert "(broadcast from 0 of 3 torch.float32)" in message
 
 
 def _interrupted_often(_: int, num_interrupts: int) -> list[float]:

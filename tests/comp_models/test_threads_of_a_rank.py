@@ -188,7 +188,7 @@ def _one_fails(_: int) -> tuple[str, int]:
 
 
 def test_a_timeout_in_one_thread_is_not_another_threads() -> None:
-    assert spawn("gloo", _one_fails, nproc_per_node=2) == [("RuntimeError", 100), ("not called", 100)]
+    assert spawn("gloo", _one_fails, nproc_per_node=2) == [("MissingRanksError", 100), ("not called", 100)]
 
 
 def _refused_while_under_way(_: int) -> tuple[str, list[float]]:

@@ -230,7 +230,9 @@ def test_another_call_on_another_rank() -> None:
         on_ranks(_other_call)
     text = str(caught.value)
     assert "CollectiveMismatchError: The ranks made different calls (" in text
-    assert "rank 0: all_reduce SUM of 300000" in text and "rank 1: all_reduce SUM of 3 " in text
+    place = "at training/test_ddp_in_memory.py:"
+    assert f"rank 0: backward {place}" in text and "(all_reduce SUM of 300000" in text
+    assert f"rank 1: all_reduce {place}" in text and "(all_reduce SUM of 3 " in text
 
 
 def _interrupted(_: int) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -152,15 +151,12 @@ def test_a_forked_child_has_its_own_handlers(own_handlers: None) -> None:
 
 def test_an_interrupt_by_a_terminal_leaves_the_workers_of_a_loader_alone(own_handlers: None) -> None:
     """The terminal interrupts them too."""
-    loader, seen = (
-        DataLoader(torch.arange(8), batch_size=1, num_workers=1, multiprocessing_context="fork"),
-        [],
-    )
+    loader = DataLoader(torch.arange(8), batch_size=1, num_workers=1, multiprocessing_context="fork")
     idist.interrupted()
-    for batch in loader:
-        for worker in psutil.Process().children() if not seen else ():
-            worker.send_signal(signal.SIGINT)
-        seen.append(int(batch))
+    batches: Any = iter(loader)
+    for worker in batches._workers:
+        os.kill(worker.pid, signal.SIGINT)
+    seen = [int(batch) for batch in batches]
     assert seen == list(range(8)) and not idist.interrupted()
 
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import util
 from types import FunctionType, ModuleType
@@ -35,6 +35,23 @@ _MAIN_NAMES = ("__mp_main__", "__main__")
 _failure_hooks: list[Callable[[], object]] = []
 # What the modules of a forked launcher contained, by module.
 _inherited: dict[str, dict[str, Any]] = {}
+_collects_garbage = True
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Context manager: keep garbage in the block, and in a fork of it until :func:`begin_in_fork`.
+
+    The launcher's garbage may have a TCPStore. Its destructor waits for a thread, which a fork does not have.
+    """
+    global _collects_garbage
+    _collects_garbage = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if _collects_garbage:
+            gc.enable()
 
 
 def call_at_failure(hook: Callable[[], object]) -> None:
@@ -60,6 +77,8 @@ def begin_in_fork() -> None:
     atexit._clear()
     _inherited.update((name, dict(names)) for name, names in _users_globals())
     gc.freeze()  # gc.get_objects() then returns this process's objects only
+    if _collects_garbage:
+        gc.enable()
 
 
 def end(code: int, start_method: str) -> NoReturn:

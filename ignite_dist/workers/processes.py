@@ -26,6 +26,7 @@ from typing import Any
 
 from ignite_dist import limits
 from ignite_dist.errors import LaunchError, RankFailedError
+from ignite_dist.workers import process_end
 from ignite_dist.workers.attempts import JOB_ID_VARIABLE
 from ignite_dist.workers.ending import (
     GRACE_VARIABLE,
@@ -184,7 +185,8 @@ def _start_process(
         daemon=daemon,
     )
     try:
-        with hidden_main(), interrupt_delayed() if method == "forkserver" else nullcontext():
+        careful = {"forkserver": interrupt_delayed, "fork": process_end.garbage_kept}.get(method, nullcontext)
+        with hidden_main(), careful():
             process.start()
     except BaseException as error:
         if process.pid is not None:  # a delayed Ctrl-C: the process runs, and nobody else knows it

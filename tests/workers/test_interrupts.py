@@ -177,8 +177,6 @@ CLEANS_UP = """
             if how == "handler":
                 signal.signal(signal.SIGTERM, fail)
             os.write(1, f"worker {os.getpid()}\\n".encode())
-            if how == "out of step" and local_rank == 0:
-                idist.all_reduce(torch.ones(2))
             while True:
                 threading.Event().wait(60)
         except KeyboardInterrupt:
@@ -186,6 +184,8 @@ CLEANS_UP = """
                 sys.exit(3)
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGSEGV)
+            if how == "out of step" and local_rank == 0:
+                idist.all_reduce(torch.ones(2))  # as if it had been in this call
             if how == "out of step":
                 idist.save_checkpoint(f"{folder}/checkpoint", step=1)
             fail()

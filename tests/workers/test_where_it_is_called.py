@@ -114,3 +114,30 @@ def test_other_main_modules(how: str, tmp_path: Path) -> None:
         args, text = ("-",), script.read_text()
     ended = run_new_python(*args, **({"input": text} if text else {}), cwd=os.fspath(tmp_path))
     assert ended.stdout == "[2, 2]\n" and ended.returncode == 0, ended.stdout
+
+
+GARBAGE = """
+    import gc
+    import os
+    import torch.distributed as dist
+    import ignite_dist as idist
+
+    def work(local_rank):
+        assert gc.isenabled() and gc.get_threshold()[0] == 1
+        return idist.all_reduce(1)
+
+    if __name__ == "__main__":
+        gc.set_threshold(1_000_000)
+        cycle = [dist.TCPStore("127.0.0.1", 0, is_master=True)]
+        cycle.append(cycle)
+        del cycle
+        os.register_at_fork(after_in_child=lambda: gc.set_threshold(1))
+        print(idist.spawn("gloo", work, nproc_per_node=2, start_method="fork"))
+        assert gc.isenabled()
+"""
+
+
+def test_a_fork_does_not_destroy_the_garbage_of_the_launcher(tmp_path: Path) -> None:
+    """The destructor of a TCPStore would wait for a thread that the fork does not have."""
+    ended = run_new_python(write_script(tmp_path, GARBAGE), seconds=100)
+    assert (ended.returncode, ended.stdout) == (0, "[2, 2]\n"), ended

@@ -115,6 +115,7 @@ def test_few_processes(number: int, error: str, tmp_path: Path) -> None:
 # --- disks -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @needs_mounts
 def test_a_full_folder_for_temporary_files(tmp_path: Path) -> None:
     """Python then takes another one."""
@@ -124,6 +125,7 @@ def test_a_full_folder_for_temporary_files(tmp_path: Path) -> None:
     assert run(tmp_path, *on_a_disk(folder, "size=16k"), *fill, environ={"TMPDIR": str(folder)}) == "[2, 2]"
 
 
+@pytest.mark.long
 @needs_mounts
 @pytest.mark.parametrize("options", ["size=16k,nr_inodes=1", "ro"], ids=["full", "read-only"])
 def test_no_folder_for_temporary_files(options: str, tmp_path: Path) -> None:
@@ -140,11 +142,13 @@ def test_no_folder_for_temporary_files(options: str, tmp_path: Path) -> None:
     ), found
 
 
+@pytest.mark.long
 @needs_mounts
 def test_a_small_dev_shm(tmp_path: Path) -> None:
     assert run(tmp_path, *on_a_disk("/dev/shm", "size=4k")) == "[2, 2]"
 
 
+@pytest.mark.long
 @needs_mounts
 def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
     home = tmp_path / "home"

@@ -219,7 +219,7 @@ def save(value: Any, file: IO[bytes], base: Any = pickle.Pickler) -> None:
         return views.reduce(obj) if isinstance(obj, Tensor) else NotImplemented
 
     kind = type(base.__name__, (pickler_class(base),), {"reduce": staticmethod(reduce)})
-    torch.save(value, file, SimpleNamespace(__name__="pickle", Pickler=kind, dump=pickle.dump))
+    torch.save(value, file, pickle_module=SimpleNamespace(__name__="pickle", Pickler=kind, dump=pickle.dump))
 
 
 def _scan(value: Any, views: Views) -> None:

@@ -36,6 +36,7 @@ _failure_hooks: list[Callable[[], object]] = []
 # What the modules of a forked launcher contained, by module.
 _inherited: dict[str, dict[str, Any]] = {}
 _collects_garbage = True
+_fork_lock = threading.Lock()  # the garbage collector has one setting for all threads
 
 
 @contextmanager
@@ -45,13 +46,14 @@ def garbage_kept() -> Iterator[None]:
     The launcher's garbage may have a TCPStore. Its destructor waits for a thread, which a fork does not have.
     """
     global _collects_garbage
-    _collects_garbage = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if _collects_garbage:
-            gc.enable()
+    with _fork_lock:
+        _collects_garbage = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if _collects_garbage:
+                gc.enable()
 
 
 def call_at_failure(hook: Callable[[], object]) -> None:
@@ -73,6 +75,8 @@ def leave_finalizers() -> None:
 
 def begin_in_fork() -> None:
     """Begin in a fork of the launcher: the launcher's handlers and finalizers run in the launcher only."""
+    global _fork_lock
+    _fork_lock = threading.Lock()  # the launcher's is held
     leave_finalizers()
     atexit._clear()
     _inherited.update((name, dict(names)) for name, names in _users_globals())

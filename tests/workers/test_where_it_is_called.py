@@ -141,3 +141,34 @@ def test_a_fork_does_not_destroy_the_garbage_of_the_launcher(tmp_path: Path) -> 
     """The destructor of a TCPStore would wait for a thread that the fork does not have."""
     ended = run_new_python(write_script(tmp_path, GARBAGE), seconds=100)
     assert (ended.returncode, ended.stdout) == (0, "[2, 2]\n"), ended
+
+
+THREADS = """
+    import gc
+    import threading
+    import ignite_dist as idist
+
+    def inner(local_rank):
+        return idist.get_world_size()
+
+    def work(local_rank):
+        idist.finalize()  # a fork of a rank cannot begin a context
+        return idist.spawn("gloo", inner, nproc_per_node=1, start_method="fork")
+
+    def launch():
+        results.append(idist.spawn("gloo", work, nproc_per_node=2, start_method="fork"))
+
+    if __name__ == "__main__":
+        results = []
+        threads = [threading.Thread(target=launch) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        print(results == [[[1], [1]]] * 4, gc.isenabled())
+"""
+
+
+def test_forks_in_several_threads_and_in_a_fork(tmp_path: Path) -> None:
+    ended = run_new_python(write_script(tmp_path, THREADS), seconds=200)
+    assert (ended.returncode, ended.stdout) == (0, "True True\n"), ended

@@ -23,12 +23,12 @@ from torch import Tensor, UntypedStorage
 from ignite_dist import _torch
 from ignite_dist.errors import UnsafeObjectError
 from ignite_dist.values import safe_objects
-from ignite_dist.values.views import Views, pickler_class
+from ignite_dist.values.views import Views, pickler_of
 
 # --- pipes: between a launcher and its workers -------------------------------------------------------
 
 
-# Bytes without large tensors and arrays, else memory that can be written to.
+# ``bytes`` if the value has no large tensor or array; else memory that can be written to.
 Payload = bytes | bytearray | memoryview
 # Like ``pickle.Pickler.reducer_override``. It returns NotImplemented for objects without a special reduction.
 Override = Callable[[Any], Any]
@@ -70,33 +70,33 @@ def encode_by_value(value: Any, override: Override | None = None) -> Payload:
 def _pickled(base: Any, value: Any, override: Override | None) -> Payload:
     """The pickle of ``value`` by ``base``, or by a pickler that first asks ``override``."""
     views = Views(lambda storage: override is not None and override(storage) is not NotImplemented)
-
     needs_copies = False
 
     def reduce(obj: Any) -> Any:
         nonlocal needs_copies
-        found = NotImplemented if override is None else override(obj)
-        if found is not NotImplemented:
+        if override is not None and (found := override(obj)) is not NotImplemented:
             return found
+        if isinstance(obj, Tensor):
+            return views.reduce(obj)
+        if not isinstance(obj, (UntypedStorage, torch.TypedStorage)):
+            return NotImplemented
         if not is_cut and isinstance(obj, UntypedStorage) and obj.device.type not in ("cpu", "meta"):
             needs_copies = True
             return UntypedStorage, ()  # not copied before its parts are known
-        return views.reduce(obj) if isinstance(obj, Tensor) else _reduce_storage(obj)
+        return _reduce_storage(obj)
 
     for is_cut in (False, True):
         file, buffers = io.BytesIO(), _LargeBuffers()
-        pickler = pickler_class(base)(file, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.add)
-        pickler.reduce = reduce
-        pickler.dump(value)
+        pickler_of(base, reduce, file, buffers.add).dump(value)
         if is_cut or not (views.cut() or needs_copies):
             break
     return buffers.framed(file) if buffers.found else file.getvalue()
 
 
-def _reduce_storage(obj: Any) -> Any:
+def _reduce_storage(obj: torch.TypedStorage | UntypedStorage) -> Any:
     if isinstance(obj, torch.TypedStorage):
         return _torch.typed, (_torch.untyped(obj), obj.dtype)
-    if not isinstance(obj, UntypedStorage) or obj.device.type == "meta":
+    if obj.device.type == "meta":
         return NotImplemented
     on_cpu: UntypedStorage = obj.cpu()  # type: ignore[no-untyped-call]  # no copy if it is there
     size = on_cpu.nbytes()

@@ -191,15 +191,25 @@ def _ranges(views: Iterable[_View]) -> list[_Range]:
 
 
 @cache
-def pickler_class(base: Any) -> type[Any]:
-    """A subclass of ``base`` that first calls its attribute ``reduce`` as a ``reducer_override``."""
-    inherited = getattr(base, "reducer_override", None)
+def _subclass(base: Any) -> type[Any]:
+    """A subclass of ``base`` whose instances may have other attributes."""
+    return type(base.__name__, (base,), {})
 
-    def reducer_override(self: Any, obj: Any) -> Any:
-        found = self.reduce(obj)
-        return found if found is not NotImplemented or inherited is None else inherited(self, obj)
 
-    return type(base.__name__, (base,), {"reducer_override": reducer_override})
+def pickler_of(base: Any, reduce: Callable[[Any], Any], file: Any, buffer_callback: Any) -> Any:
+    """A pickler of the class ``base`` that first calls ``reduce``, as a ``reducer_override``."""
+    pickler = _subclass(base)(file, pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback)
+    inherited = getattr(pickler, "reducer_override", None)
+    pickler.reducer_override = reduce if inherited is None else _first(reduce, inherited)
+    return pickler
+
+
+def _first(reduce: Callable[[Any], Any], inherited: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def reducer_override(obj: Any) -> Any:
+        found = reduce(obj)
+        return inherited(obj) if found is NotImplemented else found
+
+    return reducer_override
 
 
 def save(value: Any, file: IO[bytes], base: Any = pickle.Pickler) -> None:
@@ -218,7 +228,11 @@ def save(value: Any, file: IO[bytes], base: Any = pickle.Pickler) -> None:
     def reduce(obj: Any) -> Any:
         return views.reduce(obj) if isinstance(obj, Tensor) else NotImplemented
 
-    kind = type(base.__name__, (pickler_class(base),), {"reduce": staticmethod(reduce)})
+    def reducer_override(self: Any, obj: Any) -> Any:
+        inherited = getattr(super(kind, self), "reducer_override", lambda _: NotImplemented)
+        return _first(reduce, inherited)(obj)
+
+    kind = type(base.__name__, (base,), {"reducer_override": reducer_override})
     torch.save(value, file, pickle_module=SimpleNamespace(__name__="pickle", Pickler=kind, dump=pickle.dump))
 
 
@@ -230,8 +244,4 @@ def _scan(value: Any, views: Views) -> None:
             return UntypedStorage, ()
         return views.reduce(obj) if isinstance(obj, Tensor) else NotImplemented
 
-    scanner = pickler_class(pickle.Pickler)(
-        SimpleNamespace(write=len), pickle.HIGHEST_PROTOCOL, buffer_callback=lambda _: None
-    )
-    scanner.reduce = reduce
-    scanner.dump(value)
+    pickler_of(pickle.Pickler, reduce, SimpleNamespace(write=len), lambda _: None).dump(value)

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from ignite_dist.errors import LaunchError
@@ -68,14 +69,14 @@ def room_in(folder: str | Path) -> str:
         return ""
 
 
-def error_of_write(what: str, folder: Path, error: BaseException, num_bytes: int) -> OSError:
+def error_of_write(what: str, folder: Path, error: BaseException, num_bytes: Callable[[], int]) -> OSError:
     """The error after ``error``: ``what`` cannot be written to ``folder``.
 
     Args:
         what: a file or a folder.
         folder: the folder that contains it.
         error: its chain has the reason.
-        num_bytes: the size of ``what``.
+        num_bytes: returns the size of ``what``. Called if there is no room for it.
     """
     found = cause_of_write(error)
     reason = (found.strerror if isinstance(found, OSError) else None) or str(found)
@@ -84,7 +85,7 @@ def error_of_write(what: str, folder: Path, error: BaseException, num_bytes: int
     if found.filename is not None:
         reason = f"{reason}: {found.filename}"
     if found.errno in _NO_ROOM:
-        room = f"It needs {num_bytes:,} bytes. {room_in(folder)}"
+        room = f"It needs {num_bytes():,} bytes. {room_in(folder)}"
         reason = " ".join(filter(None, (f"{reason}.", room, sentences_about(reason))))
     return OSError(found.errno, f"{what} cannot be written: {reason}")
 

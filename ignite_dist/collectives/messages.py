@@ -183,10 +183,9 @@ def _exchange_larger(
         for part, header in zip(torch.split(received, received_sizes), headers, strict=True)
     ]
     if sum(data is not None for data in larger) > 1:  # views would keep the whole buffer in memory
-        is_tensor = [header.kind == _TENSOR for header in headers]  # an object is copied by _decode
-        larger = [
-            data.clone() if data is not None and is_view else data
-            for data, is_view in zip(larger, is_tensor, strict=True)
+        larger = [  # _decode copies objects
+            data.clone() if data is not None and header.kind == _TENSOR else data
+            for data, header in zip(larger, headers, strict=True)
         ]
     return larger
 

@@ -76,8 +76,8 @@ class Objects:
                 serialization.writable(payload) if row == position else serialization.new_buffer(size)
                 for row, size in enumerate(sizes)
             ]
-            if self._transport.fill_rows(list(map(serialization.as_tensor, rows)), group):
-                return rows
+            self._transport.fill_rows(list(map(serialization.as_tensor, rows)), position, group)
+            return rows
         width = max(sizes)
         padded = bytearray(width)
         sent = payload[:width]  # a rank outside of the group may have more bytes, which no rank reads

@@ -158,13 +158,17 @@ class Transport(ABC):
         self.all_gather(serialization.as_tensor(buffer), group, out=rows).wait()
         return gathered
 
-    def fill_rows(self, rows: Sequence[Tensor], group: Group) -> bool:
-        """Fill each 1-d row of ``uint8`` on the CPU with the row of its rank. The caller's is filled already.
+    def fill_rows(self, rows: Sequence[Tensor], position: int, group: Group) -> None:
+        """Fill each 1-d row of ``uint8`` on the CPU with the row of its rank; ``position`` is the caller's.
 
-        The rows have different sizes. Optional: returns False on all ranks if not supported. Then nothing was
-        sent, and "all_gather" sends padded rows.
+        The sizes of the rows differ. Called only if "all_gather" supports ``uint8`` on the CPU. Override this
+        method if the library needs no padding.
         """
-        return False
+        padded = bytearray(max(map(len, rows)))
+        serialization.as_tensor(padded)[: len(rows[position])] = rows[position]
+        gathered = serialization.as_tensor(self.gather_bytes(padded, group)).view(len(rows), len(padded))
+        for row, received in zip(rows, gathered, strict=True):
+            row.copy_(received[: len(row)])
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:

@@ -72,8 +72,8 @@ _WAITING_MODULES = frozenset(
 )
 
 
-WAITS_ON_PURPOSE = frozenset({"one_rank_first", "one_rank_only"})
-"""Functions in which ranks wait until another rank has run its block."""
+# Functions in which ranks wait until another rank has run its block.
+_WAITS_ON_PURPOSE = frozenset({"one_rank_first", "one_rank_only"})
 
 
 def innermost_frames(log: flight_recorder.Log, is_only_rank: bool) -> dict[int, FrameType]:
@@ -117,18 +117,18 @@ def explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
 
     One line if the ranks wait on purpose for a rank in its block of ``one_rank_first`` or ``one_rank_only``.
     """
-    places: dict[str, list[int]] = {}
-    for rank, report in reports.items():
-        places.setdefault(report["stack"], []).append(rank)
-    by_size = sorted(places.items(), key=lambda place: (-len(place[1]), place[1]))
     longest = max(report["seconds"] for report in reports.values())
     others = {report["waits_in"] for report in reports.values() if report["waits_in"]}
     for rank, report in reports.items():
-        if report["block"] and not report["waits_in"] and others <= WAITS_ON_PURPOSE:
+        if report["block"] and not report["waits_in"] and others <= _WAITS_ON_PURPOSE:
             return (
                 f"Rank {rank} is in {report['block']}, now at {report['site']}, and the other ranks have "
                 f"waited for it for {longest:.0f} s."
             )
+    places: dict[str, list[int]] = {}
+    for rank, report in reports.items():
+        places.setdefault(report["stack"], []).append(rank)
+    by_size = sorted(places.items(), key=lambda place: (-len(place[1]), place[1]))
     parts = [
         f"A collective has waited for {longest:.0f} s and still waits. Where the {world_size} ranks are:"
     ]

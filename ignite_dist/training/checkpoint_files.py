@@ -73,7 +73,7 @@ def write(path: Path, content: dict[str, Any], shards: Path | None) -> None:
             temporary.unlink(missing_ok=True)
         if isinstance(error, Exception):
             raise limits.error_of_write(
-                f"The checkpoint {path}", path.parent, error, _size(content)
+                f"The checkpoint {path}", path.parent, error, functools.partial(_size, content)
             ) from error
         raise
     sync_folder(path.parent)

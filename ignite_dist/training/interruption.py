@@ -23,28 +23,23 @@ class _Handler:
     """Notes the signals of this process in place of their own handlers."""
 
     def __init__(self) -> None:
-        self.numbers: set[int] = set()
         self.received_at: float | None = None
-        self._previous: dict[int, Any] = {}
+        self.previous: dict[int, Any] = {}  # the handlers of the signals, by number
         self._pid = os.getpid()
 
     def add(self, numbers: set[int]) -> None:
         """Handle these signals from now on. To be called in the main thread."""
-        self._pid = os.getpid()
-        for number in numbers - self.numbers:
-            previous = signal.getsignal(number)
-            if previous != self._receive:  # else this process is a fork of one that has set it
-                self._previous[number] = previous or signal.SIG_DFL
+        for number in numbers - self.previous.keys():
+            self.previous[number] = signal.getsignal(number) or signal.SIG_DFL
             signal.signal(number, self._receive)
-            self.numbers.add(number)
 
     def begin_in_fork(self) -> None:
-        """Forget the signals of the process, of which this one is a fork."""
+        """A fork has the handlers of its parent, but has received nothing."""
         if os.getpid() != self._pid:
-            self.numbers, self.received_at = set(), None
+            self._pid, self.received_at = os.getpid(), None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked child
+        if os.getpid() != self._pid:  # a fork that has not called interrupted()
             # A terminal interrupts the workers of a data loader too. The last step needs them.
             is_handled = number == signal.SIGINT
         else:
@@ -52,15 +47,15 @@ class _Handler:
             self.received_at = self.received_at or now
             is_handled = now < self.received_at + _REPEAT_SECONDS
         if not is_handled:
-            signal.signal(number, self._previous[number])
+            signal.signal(number, self.previous[number])
             signal.raise_signal(number)
 
     def end(self) -> None:
         """Give the signals their own handlers again. To be called in the main thread."""
-        for number in self.numbers:
+        for number, previous in self.previous.items():
             if signal.getsignal(number) == self._receive:
-                signal.signal(number, self._previous[number])
-        self.numbers, self.received_at = set(), None
+                signal.signal(number, previous)
+        self.previous, self.received_at = {}, None
 
 
 _handler = _Handler()
@@ -96,7 +91,7 @@ def interrupted(signals: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) -> boo
     current_model()  # the handlers belong to this context, not to an earlier one
     numbers = set(signals)
     _handler.begin_in_fork()
-    if not numbers <= _handler.numbers:
+    if not numbers <= _handler.previous.keys():
         for number in numbers:
             if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
                 raise ValueError(
@@ -107,7 +102,7 @@ def interrupted(signals: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) -> boo
 
 
 def _end(model: ComputationModel) -> None:
-    if _handler.numbers and model.ranks_in_process() == 1:  # replicas may end at different times
+    if _handler.previous and model.ranks_in_process() == 1:  # replicas may end at different times
         with suppress(RuntimeError):  # in another thread than the one that has set the handlers
             call_in_main_thread(_handler.end)
 

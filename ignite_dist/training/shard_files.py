@@ -11,6 +11,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def writer(folder: Path, shards: Mapping[str, Any], group: Any = None) -> Callab
     Raises:
         OSError: a rank cannot write. Raised on every rank by the returned function.
     """
-    files, num_bytes = _Writer(folder), sum(one.numel() * one.element_size() for one in shards.values())
+    files = _Writer(folder)
     begun = None if group is None else dcp.async_save(dict(shards), storage_writer=files, process_group=group)
 
     def write() -> None:
@@ -48,6 +49,7 @@ def writer(folder: Path, shards: Mapping[str, Any], group: Any = None) -> Callab
                 dcp.save(dict(shards), storage_writer=files)
         except CheckpointException as error:  # not an Exception
             cause = next(iter(error.failures.values()))[0]
+            num_bytes = partial(sum, (one.numel() * one.element_size() for one in shards.values()))
             what = f"The folder {folder} of sharded tensors"
             raise limits.error_of_write(what, folder.parent, cause, num_bytes) from cause
 

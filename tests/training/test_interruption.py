@@ -149,6 +149,19 @@ def test_a_forked_child_has_its_own_handlers(own_handlers: None) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
+def _after_a_fork(_: int) -> list[bool]:
+    before = idist.interrupted()
+    signal.raise_signal(signal.SIGTERM)
+    return [before, idist.interrupted()]
+
+
+def test_a_worker_that_is_a_fork_has_signals_of_its_own(own_handlers: None) -> None:
+    assert not idist.interrupted()
+    signal.raise_signal(signal.SIGTERM)
+    assert spawn(_after_a_fork, start_method="fork") == [[False, True]] * 2
+    assert idist.interrupted()
+
+
 def test_an_interrupt_by_a_terminal_leaves_the_workers_of_a_loader_alone(own_handlers: None) -> None:
     """The terminal interrupts them too."""
     loader = DataLoader(torch.arange(8), batch_size=1, num_workers=1, multiprocessing_context="fork")

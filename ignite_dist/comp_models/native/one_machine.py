@@ -96,12 +96,9 @@ class OneMachineTransport(NativeTransport):
         ).wait()
         return gathered
 
-    def fill_rows(self, rows: Sequence[Tensor], group: Group) -> bool:
-        over_gloo = partial(super().fill_rows, rows, group)
-        is_filled: bool = self._work(
-            _CPU, group, lambda memory: memory.fill_rows(rows), lambda: Steps(over_gloo)
-        ).wait()
-        return is_filled
+    def fill_rows(self, rows: Sequence[Tensor], position: int, group: Group) -> None:
+        over_gloo = partial(super().fill_rows, rows, position, group)
+        self._work(_CPU, group, lambda memory: memory.fill_rows(rows), lambda: Steps(over_gloo)).wait()
 
     def _work(
         self,

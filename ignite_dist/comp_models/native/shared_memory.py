@@ -166,8 +166,8 @@ class SharedMemory:
         self._meet(number, _call("numbers or objects", size, "bytes"))
         return bytearray().join([part[:size] for part in parts])
 
-    def fill_rows(self, rows: Sequence[Tensor]) -> bool:
-        """Fill the 1-d rows of the other ranks, in bytes. The sizes may differ. Always True."""
+    def fill_rows(self, rows: Sequence[Tensor]) -> None:
+        """Fill the 1-d rows of the other ranks, in bytes. The sizes may differ."""
         part_bytes, largest = self.segment.part_bytes, max(map(len, rows))
         for start in range(0, largest, part_bytes):
             number = self.segment.begin()
@@ -179,7 +179,6 @@ class SharedMemory:
             self._meet(number, _described(name))
             for place in self.segment.others:
                 pieces[place].copy_(parts[place][: len(pieces[place])])
-        return True
 
     # --- one step ----------------------------------------------------------------------------------------
 

@@ -268,14 +268,13 @@ class NativeTransport(Transport):
         TorchWork(lambda _: gloo.exchange(handle, sent, received), None, handle, group.ranks).wait()
         return gathered
 
-    def fill_rows(self, rows: Sequence[Tensor], group: Group) -> bool:
-        if self._backends.get("cpu") != "gloo":
-            return False
+    def fill_rows(self, rows: Sequence[Tensor], position: int, group: Group) -> None:
         handle = self.handle_of(group)
-        works = gloo.begin_broadcasts(handle, rows)
-        if works is not None:
+        works = gloo.begin_broadcasts(handle, rows) if self._backends.get("cpu") == "gloo" else None
+        if works is None:
+            super().fill_rows(rows, position, group)
+        else:
             TorchWorks(works, None, handle, group.ranks).wait()
-        return works is not None
 
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
         root = group.position(src)

@@ -112,8 +112,6 @@ class count_collectives(AbstractContextManager["count_collectives"]):
             own._depth += 1
             try:
                 work = primitive(*args, **kwargs)
-                if work is False and own._depth == 1:  # fill_rows is not supported, and sent nothing
-                    own.count -= 1
                 return Completed(work.wait()) if isinstance(work, Steps) else work
             finally:
                 own._depth -= 1

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from ignite_dist.comp_models import ComputationModel
+from ignite_dist.comp_models.serial import SerialModel
 from ignite_dist.context.live import current_model, end_hooks
 from ignite_dist.coordination import any_true
 from ignite_dist.workers.interrupts import call_in_main_thread
@@ -68,9 +69,10 @@ def interrupted(signals: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) -> boo
     checkpoint together. A handler or an ``except KeyboardInterrupt`` cannot do that: the signal comes at
     another moment on each rank.
 
-    The first call sets handlers. So call it once before a long first step. They stay until the context ends:
-    until then a Ctrl-C is no KeyboardInterrupt. A second one, 3 s later or more, is. The call costs one small
-    collective. With short steps, or on a GPU, which it waits for, call it in every tenth step.
+    The first call sets handlers. So call it once before a long first step. They stay until the context ends, or
+    the process if it has no context. Until then a Ctrl-C is no KeyboardInterrupt. A second one, 3 s later or
+    more, is. The call costs one small collective. With short steps, or on a GPU, which it waits for, call it in
+    every tenth step.
 
     Args:
         signals: numbers of signals. Slurm sends those of ``--signal``.
@@ -102,7 +104,9 @@ def interrupted(signals: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) -> boo
 
 
 def _end(model: ComputationModel) -> None:
-    if _handler.previous and model.ranks_in_process() == 1:  # replicas may end at different times
+    # A serial model is replaced after each import. Replicas may end at different times.
+    has_ended = not isinstance(model, SerialModel) and model.ranks_in_process() == 1
+    if _handler.previous and has_ended:
         with suppress(RuntimeError):  # in another thread than the one that has set the handlers
             call_in_main_thread(_handler.end)
 

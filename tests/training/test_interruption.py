@@ -76,6 +76,7 @@ def _is_told(_: int) -> int:
 @pytest.fixture
 def own_handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    idist.initialize("gloo")
     yield
     idist.finalize()
     assert {number: signal.getsignal(number) for number in SIGNALS} == before
@@ -149,17 +150,35 @@ def test_a_forked_child_has_its_own_handlers(own_handlers: None) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
-def _after_a_fork(_: int) -> list[bool]:
-    before = idist.interrupted()
-    signal.raise_signal(signal.SIGTERM)
-    return [before, idist.interrupted()]
+# Without a context. The handlers stay, so these scripts have a process of their own.
+SERIAL = """
+    import importlib
+    import signal
+    import ignite_dist as idist
+
+    def work(local_rank):
+        before = idist.interrupted()
+        signal.raise_signal(signal.SIGTERM)
+        return before, idist.interrupted()
+
+    if __name__ == "__main__":
+        print(idist.interrupted())
+        signal.raise_signal(signal.SIGTERM)
+        import wave  # any import ends the serial model
+        print(idist.interrupted())
+        print(idist.spawn("gloo", work, nproc_per_node=2, start_method="fork"))
+        print(idist.interrupted())
+        idist.initialize("gloo")
+        print(idist.interrupted())
+        idist.finalize()
+        print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, idist.interrupted())
+"""
 
 
-def test_a_worker_that_is_a_fork_has_signals_of_its_own(own_handlers: None) -> None:
-    assert not idist.interrupted()
-    signal.raise_signal(signal.SIGTERM)
-    assert spawn(_after_a_fork, start_method="fork") == [[False, True]] * 2
-    assert idist.interrupted()
+def test_a_signal_before_an_import_a_fork_and_a_context(tmp_path: Path) -> None:
+    ended = helpers.run_python(helpers.write_script(tmp_path, SERIAL))
+    workers = [(False, True)] * 2
+    assert ended.stdout.splitlines() == ["False", "True", str(workers), "True", "True", "True False"], ended
 
 
 def test_an_interrupt_by_a_terminal_leaves_the_workers_of_a_loader_alone(own_handlers: None) -> None:

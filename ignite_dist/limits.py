@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ignite_dist.errors import LaunchError
 
-# The text of an error, the limit behind it, and a sentence about the limit.
+# For each limit: the texts of errors that it causes, its name, and a sentence about it.
 _LIMITS = (
     ("Too many open files(?! in system)", "NOFILE", "A process may open {limit} files here (ulimit -n)."),
     (

@@ -91,12 +91,17 @@ def run_python(
     return ended
 
 
-def run_new_python(*args: Any, seconds: float = 280, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """``python *args``; its output is text. What is still running after ``seconds`` is ended."""
+def run_new_python(
+    *args: Any, seconds: float = 280, prefix: Sequence[str] = (), **kwargs: Any
+) -> subprocess.CompletedProcess[str]:
+    """``python *args``; its output is text. What is still running after ``seconds`` is ended.
+
+    ``prefix`` begins the command: a launcher, for example.
+    """
     kwargs.setdefault("env", plain_environ())
     if "input" not in kwargs:
         kwargs.setdefault("stdin", subprocess.DEVNULL)
-    command = [sys.executable, *map(str, args)]
+    command = [*prefix, sys.executable, *map(str, args)]
     ended = subprocess.run(
         command,
         stdout=subprocess.PIPE,

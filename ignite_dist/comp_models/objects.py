@@ -83,7 +83,7 @@ class Objects:
         sent = payload[:width]  # a rank outside of the group may have more bytes, which no rank reads
         padded[: len(sent)] = sent
         gathered = memoryview(self.gather_bytes(padded, group))
-        # Copies: objects share the memory of large tensors with their row.
+        # Each row is a copy, because the large tensors of an object stay in the memory of its row.
         return [bytearray(gathered[width * row : width * row + size]) for row, size in enumerate(sizes)]
 
     def broadcast(self, value: Any, src: int, group: Group) -> Any:

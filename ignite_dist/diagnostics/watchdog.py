@@ -114,7 +114,7 @@ class Watchdog:
         self._endings.meet(rank)
 
     def find_cause(self, error: RuntimeError) -> BaseException | None:
-        """The error that names the ended or late ranks that caused ``error``; None if there are none."""
+        """An error that names the ranks that have ended or are late; None if ``error`` has another cause."""
         waited = _TIMEOUT.search(str(error))
         return (
             self._endings.find_cause(error) if waited is None else self._timeout_error(error, int(waited[1]))
@@ -125,7 +125,7 @@ class Watchdog:
         assert error.__traceback__ is not None
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         own = self._recorder.logs
-        if users_frame(frame) is None:  # in a thread of this package, for which the user's thread waits
+        if users_frame(frame) is None:  # this package's thread; the user's thread waits for it
             waiting = (waiting_frames(log, self._has_one_rank()) for log in own.values())
             frame = next((inner for frames in waiting for inner, _ in frames.values()), frame)
         waits_in = waiting_frame(frame)

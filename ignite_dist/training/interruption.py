@@ -69,10 +69,12 @@ def interrupted(signals: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) -> boo
     checkpoint together. A handler or an ``except KeyboardInterrupt`` cannot do that: the signal comes at
     another moment on each rank.
 
-    The first call sets handlers. So call it once before a long first step. They stay until the context ends, or
-    the process if it has no context. Until then a Ctrl-C is no KeyboardInterrupt. A second one, 3 s later or
-    more, is. The call costs one small collective. With short steps, or on a GPU, which it waits for, call it in
-    every tenth step.
+    The first call sets handlers. So call it once before a long first step. The handlers stay until the
+    context ends; without a context, until the process ends. Until then a Ctrl-C is no KeyboardInterrupt. A
+    second one, 3 s later or more, is.
+
+    The call costs one small collective. With short steps, or on a GPU, which it waits for, call it in every
+    tenth step.
 
     Args:
         signals: numbers of signals. Slurm sends those of ``--signal``.

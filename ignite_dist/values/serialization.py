@@ -127,7 +127,7 @@ _ALIGNMENT = 64
 
 
 class _LargeBuffers:
-    """The large buffers of a pickle: memory of storages, numpy arrays and other objects."""
+    """The large buffers of one pickle: the bytes of storages, numpy arrays and other objects."""
 
     def __init__(self) -> None:
         self.found: list[memoryview] = []

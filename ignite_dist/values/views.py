@@ -27,7 +27,7 @@ from ignite_dist import _torch
 
 # A range of which a larger share is used is sent as it is.
 _FULL = 0.9
-# Dtypes in which the elements of any dtype are copied, by size in bytes.
+# By the size of an element in bytes: the dtype with which such elements are copied.
 _COPIED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 # Several elements in a byte: offsets and sizes do not count bytes.
 _PACKED = (torch.quint4x2, torch.quint2x4)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers import ROOT, plain_environ, run_python, write_script
+from helpers import ROOT, plain_environ, run_new_python, run_python, write_script
 
 MPIRUN = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
 EXAMPLES = ROOT / "examples"
@@ -19,16 +18,7 @@ def mpirun(script: Path, *arguments: Any, seconds: float = 280) -> subprocess.Co
     """How two ranks of ``script`` have ended."""
     environ = plain_environ(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     environ["PYTHONPATH"] = f"{EXAMPLES}:{environ['PYTHONPATH']}"
-    return subprocess.run(
-        [*MPIRUN, sys.executable, *map(str, (script, *arguments))],
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    return run_new_python(script, *arguments, seconds=seconds, prefix=MPIRUN, env=environ)
 
 
 def test_it_can_be_read_in_one_sitting() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import plain_environ, write_script
+from helpers import plain_environ, run_new_python, write_script
 from machines import needs_mounts, on_a_disk
 
 SECONDS = 200
@@ -52,15 +52,13 @@ def run(folder: Path, target: Path, kind: str, *prefix: str, num_bytes: int | No
         if num_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
-    ended = subprocess.run(
-        [*prefix, sys.executable, write_script(folder, SCRIPT), target / "checkpoint.pt", kind],
+    ended = run_new_python(
+        write_script(folder, SCRIPT),
+        target / "checkpoint.pt",
+        kind,
+        seconds=SECONDS,
+        prefix=prefix,
         env=plain_environ(OMP_NUM_THREADS="1"),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-        check=False,
         preexec_fn=limit,
     )
     return [line for line in ended.stdout.splitlines() if line.startswith("(") or "Traceback" in line]

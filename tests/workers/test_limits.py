@@ -7,14 +7,13 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, plain_environ, write_script
+from helpers import ROOT, plain_environ, run_new_python, write_script
 from machines import needs_mounts, on_a_disk
 
 SECONDS = 120
@@ -55,15 +54,12 @@ def run(
     """What the script writes, of which ``prefix`` begins the command. That may see ``folder`` elsewhere."""
     script = Path(seen_as or folder, write_script(folder, SCRIPT).name)
     complete = {**plain_environ(OMP_NUM_THREADS="1"), **(environ or {})}
-    ended = subprocess.run(
-        [*prefix, sys.executable, script, str(num_workers)],
+    ended = run_new_python(
+        script,
+        num_workers,
+        seconds=SECONDS,
+        prefix=prefix,
         env={name: value for name, value in complete.items() if name not in without},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-        check=False,
         preexec_fn=partial(_set, limits or {}),
     )
     return re.sub(r"\nSee ignite_dist's docs/\S+", "", ended.stdout).strip()

@@ -224,7 +224,7 @@ def failures() -> dict[str, Failure]:
 
 
 def described(error: Any, seen: tuple[BaseException, ...] = ()) -> Any:
-    """Everything in an exception that is to arrive, but addresses of objects."""
+    """What must arrive of an exception, without the addresses of objects."""
     if not isinstance(error, BaseException):
         return re.sub(" at 0x[0-9a-f]+", "", repr(error))
     if any(error is one for one in seen):

@@ -373,6 +373,8 @@ def save_short(value: Any, file: IO[bytes], pickle_module: Any) -> None:
 
 # The functions with which torch pickles a view: storage, offset, size, stride and more.
 REBUILDS_OF_VIEWS = (_utils._rebuild_tensor_v2, _utils._rebuild_tensor_v3, _utils._rebuild_qtensor)
+# The one for dtypes without a class of storages: uint16 to uint64, float8.
+rebuild_newer_dtype = _utils._rebuild_tensor_v3
 # For a subclass, or a tensor with attributes: one of these functions, the type, its arguments.
 rebuild_with_type = torch_tensor._rebuild_from_type_v2
 

@@ -69,7 +69,11 @@ def encode_by_value(value: Any, override: Override | None = None) -> Payload:
 
 def _pickled(base: Any, value: Any, override: Override | None) -> Payload:
     """The pickle of ``value`` by ``base``, or by a pickler that first asks ``override``."""
-    views = Views(lambda storage: override is not None and override(storage) is not NotImplemented)
+
+    def stays_whole(storage: UntypedStorage) -> bool:
+        return override is not None and override(storage) is not NotImplemented
+
+    views = Views(stays_whole, for_pickle=True)
     needs_copies = False
 
     def reduce(obj: Any) -> Any:

@@ -92,10 +92,14 @@ class Views:
 
     Args:
         stays_whole: True for a storage that must not be cut.
+        for_pickle: True for pickle, False for ``torch.save``.
     """
 
-    def __init__(self, stays_whole: Callable[[UntypedStorage], bool] = lambda _: False) -> None:
+    def __init__(
+        self, stays_whole: Callable[[UntypedStorage], bool] = lambda _: False, for_pickle: bool = False
+    ) -> None:
         self._stays_whole = stays_whole
+        self._for_pickle = for_pickle
         # By place, not by object: two tensors may give two objects for one storage.
         self._storages: dict[Any, UntypedStorage] = {}
         self._views: dict[Any, dict[_View, _Part]] = {}
@@ -121,7 +125,12 @@ class Views:
         is_typed = isinstance(storage, torch.TypedStorage)
         view = _View(dtype.itemsize, offset, tuple(size), tuple(stride))
         part = self._part_of(_torch.untyped(storage) if is_typed else storage, view)
-        sent = self._typed_storage(part.storage, dtype) if is_typed else part.storage
+        sent: Any = part.storage
+        if is_typed:
+            sent = self._typed_storage(part.storage, dtype)
+        elif self._for_pickle and rebuild is _torch.rebuild_newer_dtype:
+            # torch cannot load its own reduction. torch.load makes such a storage too.
+            sent = self._typed_storage(part.storage, torch.uint8)
         return rebuild, (sent, part.offset, size, part.stride, *rest), *others
 
     def _part_of(self, storage: UntypedStorage, view: _View) -> _Part:

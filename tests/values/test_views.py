@@ -196,6 +196,20 @@ def test_kinds_of_tensors_are_kept(send: Send) -> None:
     assert copies[4].is_leaf and copies[5].requires_grad
 
 
+@all_ways
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e8m0fnu])
+def test_dtypes_that_plain_pickle_cannot_load(send: Send, dtype: torch.dtype) -> None:
+    x = batch().view(torch.uint8).view(dtype)
+    annotated = x[8]
+    annotated.note = [1]  # type: ignore[attr-defined]
+    sent = [x[3, 4:], x[3, :9], x[:, 1], annotated, x[:0]]
+    copies, size = send(sent)
+    assert size < x.nbytes // 20 + OVERHEAD
+    for copy, one in zip(copies, sent, strict=True):
+        assert copy.dtype is dtype and copy.shape == one.shape
+        assert torch.equal(copy.contiguous().view(torch.uint8), one.contiguous().view(torch.uint8))
+
+
 @pytest.mark.parametrize("send", [by_pickle, by_torch_save])
 def test_meta_tensors_have_no_data(send: Send) -> None:
     copy, size = send(torch.empty(10**6, device="meta")[3:7])

@@ -67,8 +67,10 @@ test-mpi4py: $(call needs,test examples mpi4py)  ## run the conformance suite on
 	.ci/install-launchers
 	$(PY) -m pytest -m mpi4py $(ARGS)
 
-test-gpu: $(call needs,test examples)  ## run the tests that need a CUDA device, one at a time
-	$(PY) -m pytest -m gpu $(ARGS)
+# The cases run after failed tests too. The status is 1 if either fails.
+test-gpu: $(call needs,test examples)  ## run the tests that need a CUDA device, one at a time, and tests/gpu_cases.py
+	status=0; $(PY) -m pytest -m gpu $(ARGS) || status=1; \
+	    $(PY) tests/gpu_cases.py || status=1; exit $$status
 
 stress: $(call needs,test examples horovod)  ## repeat failures, launches and contexts until one of them goes wrong (35 minutes)
 	$(PY) -m pytest -m "stress and not gpu and not mpi4py and not xla" --stress $(ARGS)

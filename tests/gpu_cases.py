@@ -254,7 +254,7 @@ def _waits(call: Callable[[], Any]) -> bool:
     return False
 
 
-@case("3")
+@case("3", alone=True)
 def streams() -> str:
     """Behind a busy GPU: calls of a tensor return at once, their results wait in the stream. An asynchronous
     result is right in the stream that waits for it. A dropped Work keeps its memory until it has ended."""
@@ -335,10 +335,10 @@ class _Asks:
         return _getters()
 
 
-@case("5", seconds=120)
+@case("5", seconds=120, alone=True)
 def hang() -> str:
-    """A collective that hangs ends the rank after the timeout (5 s) and the time of torch's own report (1 s
-    is asked for), within 15 s. The error names the signal, not gloo. A restart works."""
+    """A collective that hangs ends the rank after the timeout (5 s) and torch's own report (1 s is asked
+    for), within 20 s of the start. The error names the signal and NCCL's timeout. A restart works."""
     os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
     ranks = 1 if ON_GPU else 2
     options: dict[str, Any] = {"timeout": timedelta(seconds=5), "nproc_per_node": ranks}
@@ -349,12 +349,12 @@ def hang() -> str:
         message, took = str(error), time.monotonic() - start
     else:
         raise AssertionError("nothing was raised")
+    text = f"{took:.1f} s: {' '.join(message.split())[:400]}"
+    assert took < 20, text
+    assert not ON_GPU or ("SIGABRT" in message and "NCCL aborts after the timeout" in message), text
+    start = time.monotonic()
     assert idist.spawn(BACKEND, _hangs, max_restarts=1, **options) == [1] * ranks
-    text = " ".join(message.split())
-    assert took < 15, f"{took:.1f} s"
-    if ON_GPU:
-        assert "SIGABRT" in message and "gloo" not in message, text
-    return f"{took:.1f} s: {text[:300]}"
+    return f"{text}; with a restart {time.monotonic() - start:.1f} s"
 
 
 def _hangs(local_rank: int) -> int:
@@ -365,14 +365,15 @@ def _hangs(local_rank: int) -> int:
     _keep_busy(40)
     if not ON_GPU and local_rank:
         time.sleep(9)
-    idist.all_reduce(x).sum().item()
+    idist.all_reduce(x)
+    idist.all_reduce(1.5)  # waits for the GPU
     return 0
 
 
-@case("6")
+@case("6", seconds=90, alone=True)
 def failure() -> str:
-    """An exception while a collective waits behind 20 s of work: it is the error of the launch, within 10 s.
-    The process has gone."""
+    """An exception while a collective waits behind 20 s of work is the error of the launch, at the latest
+    when the grace period (10 s) is over, within 18 s of the start. The process has gone."""
     start = time.monotonic()
     try:
         idist.spawn(BACKEND, _fails)
@@ -382,10 +383,12 @@ def failure() -> str:
         pid = error.error_pid
     else:
         raise AssertionError("nothing was raised")
-    left = [process for process in psutil.process_iter() if process.pid == pid]
-    assert not left, left
-    assert took < 10, f"{took:.1f} s"
-    return f"{took:.1f} s, with the start of the process"
+    assert not [process for process in psutil.process_iter() if process.pid == pid], "the process is there"
+    start = time.monotonic()
+    alone = _last_line(_python("-c", _ABORTS, str(Path(__file__).parent), seconds=60).stdout)
+    seen = f"{took:.1f} s; abort() alone: {alone}, its process {time.monotonic() - start:.1f} s"
+    assert took < 18, seen
+    return seen
 
 
 def _fails(local_rank: int) -> None:
@@ -394,6 +397,21 @@ def _fails(local_rank: int) -> None:
     _keep_busy(20)
     idist.all_reduce(x)
     raise ValueError("on purpose")
+
+
+_ABORTS = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import gpu_cases
+from ignite_dist.context import live
+live.initialize(gpu_cases.BACKEND)
+try:
+    gpu_cases._fails(0)
+except ValueError:
+    start = time.perf_counter()
+    live.abort()
+    print(f"{time.perf_counter() - start:.1f} s", flush=True)
+"""
 
 
 @case("7")
@@ -428,7 +446,8 @@ def _processes_on_gpu() -> set[int]:
 
 @case("8", alone=True)
 def gigabyte() -> str:
-    """Reductions of 1 GB in bfloat16 need at most 0.5 GB beside their argument and their result."""
+    """Reductions of 1 GB in bfloat16 need at most 0.2 GB beside their argument and their result. That is
+    1.2 GB for reduce_scatter, which receives the rows of all ranks first."""
     numel = (1 << 29) if ON_GPU else (1 << 20)
     seen, wrong = [], []
     with _context() as device:
@@ -448,7 +467,7 @@ def gigabyte() -> str:
             milliseconds, kernels, peak = _measured(call)
             more = max(0, peak - result_bytes) / x.nbytes
             seen.append(f"{name} {milliseconds:.1f} ms, {kernels} kernels, {more:.2f} more")
-            if more > 0.5:
+            if more > (1.2 if "scatter" in name else 0.2):
                 wrong.append(name)
         assert x.eq(1).all()
     assert not wrong, "; ".join(seen)

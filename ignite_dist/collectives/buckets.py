@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ignite_dist.collectives.checks import check_dense, check_writable
 from ignite_dist.collectives.path import perform
-from ignite_dist.collectives.sending import carrying_device, plain
+from ignite_dist.collectives.sending import carrying_device, plain, shares_memory
 from ignite_dist.collectives.tensors import PIECE_BYTES, plan_reduction, reduce_tensor
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps, Work
@@ -56,12 +56,14 @@ def average_tensors(model: ComputationModel, tensors: Iterable[Tensor], group: G
     """
     for bucket in _buckets(_checked("average", tensors), lambda tensor: (tensor.dtype, tensor.device)):
         with torch.no_grad():
-            flat = torch.cat([plain(tensor).view(-1) for tensor in bucket])
+            values = [plain(tensor).view(-1) for tensor in bucket]
+            flat = torch.cat(values) if len(values) > 1 else values[0]
             plan = plan_reduction(model, "AVERAGE", flat)
             reduce_tensor(model, flat, "AVERAGE", plan, group).wait()
             parts = torch.split(flat, [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
-                fill(tensor, part)
+                if not shares_memory(part, tensor):  # else it was averaged in place
+                    fill(tensor, part)
 
 
 def fill(tensor: Tensor, values: Tensor) -> None:

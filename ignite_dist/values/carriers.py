@@ -186,15 +186,30 @@ _COMPUTED_DTYPES = {
 }
 
 
+# Values are converted in pieces of so many bytes: all of them may need several times the memory of the rows.
+_PIECE_BYTES = 16 << 20
+
+
 def reduce_gathered(rows: Tensor, op: str) -> Tensor:
     """``(group_size, *S) -> (*S)``: a reduction that the backend does not support, computed locally."""
 
     def computes(sent_op: str, dtype: torch.dtype) -> bool:
         return dtype in _COMPUTED_DTYPES or (dtype is torch.bool and sent_op in BITWISE)
 
+    carrier = find_carrier(op, rows.dtype, computes) or as_itself(op, rows.dtype)
+    width = max(1, _PIECE_BYTES // (carrier.dtype.itemsize * len(rows)))
+    if carrier.dtype is rows.dtype or rows[0].numel() <= width:
+        return _reduce_encoded(rows, op, carrier)
+    total = torch.empty_like(rows[0])
+    columns = rows.view(len(rows), -1).split(width, dim=1)
+    for piece, part in zip(columns, total.view(-1).split(width), strict=True):
+        part.copy_(_reduce_encoded(piece, op, carrier))
+    return total
+
+
+def _reduce_encoded(rows: Tensor, op: str, carrier: Carrier) -> Tensor:
     if rows.dtype is torch.complex32 and op == "PRODUCT":
         return _product_of_complex_halves(rows)
-    carrier = find_carrier(op, rows.dtype, computes) or as_itself(op, rows.dtype)
     encoded = carrier.encode(rows)
     total = reduce_rows(encoded.unbind(), carrier.op, torch.empty_like(encoded[0]))
     if op == "AVERAGE":

@@ -381,7 +381,10 @@ def _describe_end(rank: FailedRank, about_sigkill: str) -> str:
             "script, so the script must start its work under if __name__ == '__main__'"
         )
     if failure.exit_code == -signal.SIGABRT and _is_in_package(failure.traceback):
-        text += " (gloo aborts if the ranks call different collectives: idist.debug() names them)"
+        text += (
+            " (gloo aborts if the ranks call different collectives: idist.debug() names them. "
+            "NCCL aborts after the timeout of a collective; its message is in the output)"
+        )
     return text + (about_sigkill if failure.exit_code == -signal.SIGKILL else "")
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ignite_dist.values import carriers, number_ops, reduce_ops
 
@@ -412,3 +414,44 @@ def test_a_dtype_that_is_carried_goes_as_it_is(dtype: torch.dtype) -> None:
     assert (carrier.op, carrier.dtype) == ("SUM", dtype)
     assert carrier.encode(tensor) is tensor
     assert carrier.decode(tensor) is tensor
+
+
+# --- what is gathered first ----------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest storage that an operation has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.nbytes = max(self.nbytes, made.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize("op", [*ARITHMETIC, "AVERAGE"])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e5m2, torch.uint16, torch.uint64, torch.complex64])
+def test_gathered_rows_are_reduced_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: str
+) -> None:
+    with contextlib.suppress(TypeError):
+        reduce_ops.check_op(op, dtype)
+        rows = (torch.arange(3 * 1000) % 11 - 4).abs().to(dtype).view(3, 50, 20)
+        whole = carriers.reduce_gathered(rows, op)
+        monkeypatch.setattr(carriers, "_PIECE_BYTES", 1000)
+        result = carriers.reduce_gathered(rows, op)
+        assert result.dtype is dtype and result.shape == whole.shape
+        assert torch.equal(result.view(torch.uint8), whole.view(torch.uint8))
+
+
+def test_gathered_rows_need_little_more_memory_than_they_have() -> None:
+    rows = torch.ones(2, 20 << 20, dtype=torch.bfloat16)
+    with Largest() as largest:
+        carriers.reduce_gathered(rows, "SUM")
+    assert (
+        largest.nbytes == rows.nbytes
+    )  # the views of the rows; all of them in float64 are four times as much

@@ -446,8 +446,8 @@ def _processes_on_gpu() -> set[int]:
 
 @case("8", alone=True)
 def gigabyte() -> str:
-    """Reductions of 1 GB in bfloat16 need at most 0.2 GB beside their argument and their result. That is
-    1.2 GB for reduce_scatter, which receives the rows of all ranks first."""
+    """Reductions of 1 GB in bfloat16 need at most 0.25 GB beside their argument and their result. That is
+    1.25 GB for reduce_scatter, which receives the rows of all ranks first."""
     numel = (1 << 29) if ON_GPU else (1 << 20)
     seen, wrong = [], []
     with _context() as device:
@@ -467,7 +467,7 @@ def gigabyte() -> str:
             milliseconds, kernels, peak = _measured(call)
             more = max(0, peak - result_bytes) / x.nbytes
             seen.append(f"{name} {milliseconds:.1f} ms, {kernels} kernels, {more:.2f} more")
-            if more > (1.2 if "scatter" in name else 0.2):
+            if more > (1.25 if "scatter" in name else 0.25):
                 wrong.append(name)
         assert x.eq(1).all()
     assert not wrong, "; ".join(seen)

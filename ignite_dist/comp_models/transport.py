@@ -103,6 +103,9 @@ class Transport(ABC):
     collective. If False, a thread of this package waits for each collective, so that it makes progress.
     """
 
+    piece_bytes: int = 16 << 20
+    """Bytes in a collective when a large tensor is reduced as a wider dtype. The same on every rank."""
+
     is_synchronous: ClassVar[bool] = False
     """True if every primitive returns only when the collective is complete."""
 

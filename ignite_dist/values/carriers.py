@@ -187,7 +187,8 @@ _COMPUTED_DTYPES = {
 
 
 # Values are converted in pieces of so many bytes: all of them may need several times the memory of the rows.
-_PIECE_BYTES = 16 << 20
+# A GPU has finished a small piece before the CPU has begun the next one.
+_PIECE_BYTES, _PIECE_BYTES_ON_A_GPU = 16 << 20, 64 << 20
 
 
 def reduce_gathered(rows: Tensor, op: str) -> Tensor:
@@ -197,7 +198,8 @@ def reduce_gathered(rows: Tensor, op: str) -> Tensor:
         return dtype in _COMPUTED_DTYPES or (dtype is torch.bool and sent_op in BITWISE)
 
     carrier = find_carrier(op, rows.dtype, computes) or as_itself(op, rows.dtype)
-    width = max(1, _PIECE_BYTES // (carrier.dtype.itemsize * len(rows)))
+    piece_bytes = _PIECE_BYTES_ON_A_GPU if rows.is_cuda else _PIECE_BYTES
+    width = max(1, piece_bytes // (carrier.dtype.itemsize * len(rows)))
     if carrier.dtype is rows.dtype or rows[0].numel() <= width:
         return _reduce_encoded(rows, op, carrier)
     total = torch.empty_like(rows[0])

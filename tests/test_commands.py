@@ -62,7 +62,15 @@ NOT_RUN = {
     **dict.fromkeys(
         (*PREPARE_HOROVOD, BUILD), "needs the network and 3 minutes; .ci/build-horovod does the same"
     ),
-    "make test-gpu": "needs a CUDA device",
+    **dict.fromkeys(
+        (
+            "make test-gpu",
+            "python tests/gpu_cases.py --json cases.json",
+            "python tests/gpu_cases.py streams objects",
+        ),
+        "needs a CUDA device",
+    ),
+    "python tests/gpu_cases.py --device cpu": "takes 4 minutes; tests/test_gpu_cases.py runs a case of it",
     "make stress": "takes 35 minutes; `make test` has the short forms of its tests",
     "make conformance": "an hour; .ci/run runs the same tests, writes the same table and compares it",
     "make test-all": "it is .ci/run",

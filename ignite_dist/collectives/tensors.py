@@ -294,6 +294,10 @@ def reduce_scatter_tensor(
         reduced = work.then(lambda part: part.div_(group_size) if op == "AVERAGE" else part)
         return reduced if out is None else reduced.then(lambda part: _mark_changed(out))
     parts = exchange_tensor(model, rows, group)
+    if out is not None and out.device == rows.device and is_plain(out):
+        target = out.detach().view(rows.shape[1:])
+        part = parts.then(lambda received: carriers.reduce_gathered(received.view(rows.shape), op, target))
+        return part.then(lambda _: _mark_changed(out))
     part = parts.then(lambda received: carriers.reduce_gathered(received.view(rows.shape), op))
     return part if out is None else part.then(lambda reduced: fill_from(out, reduced.view(out.shape)))
 

@@ -188,11 +188,14 @@ _COMPUTED_DTYPES = {
 
 # Values are converted in pieces of so many bytes: all of them may need several times the memory of the rows.
 # A GPU has finished a small piece before the CPU has begun the next one.
-_PIECE_BYTES, _PIECE_BYTES_ON_A_GPU = 16 << 20, 64 << 20
+_PIECE_BYTES, _PIECE_BYTES_ON_A_GPU = 16 << 20, 32 << 20
 
 
-def reduce_gathered(rows: Tensor, op: str) -> Tensor:
-    """``(group_size, *S) -> (*S)``: a reduction that the backend does not support, computed locally."""
+def reduce_gathered(rows: Tensor, op: str, out: Tensor | None = None) -> Tensor:
+    """``(group_size, *S) -> (*S)``: a reduction that the backend does not support, computed locally.
+
+    The result is the contiguous ``out``, if given.
+    """
 
     def computes(sent_op: str, dtype: torch.dtype) -> bool:
         return dtype in _COMPUTED_DTYPES or (dtype is torch.bool and sent_op in BITWISE)
@@ -201,8 +204,9 @@ def reduce_gathered(rows: Tensor, op: str) -> Tensor:
     piece_bytes = _PIECE_BYTES_ON_A_GPU if rows.is_cuda else _PIECE_BYTES
     width = max(1, piece_bytes // (carrier.dtype.itemsize * len(rows)))
     if carrier.dtype is rows.dtype or rows[0].numel() <= width:
-        return _reduce_encoded(rows, op, carrier)
-    total = torch.empty_like(rows[0])
+        reduced = _reduce_encoded(rows, op, carrier)
+        return reduced if out is None else out.copy_(reduced)
+    total = torch.empty_like(rows[0]) if out is None else out
     columns = rows.view(len(rows), -1).split(width, dim=1)
     for piece, part in zip(columns, total.view(-1).split(width), strict=True):
         part.copy_(_reduce_encoded(piece, op, carrier))

@@ -384,6 +384,18 @@ def test_plain_values_are_copies_that_weights_only_reads(tmp_path: Path) -> None
     assert copied["a"].sum() == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float8_e4m3fn, torch.complex128])
+def test_a_large_tensor_is_copied_with_its_values_and_its_layout(dtype: torch.dtype) -> None:
+    whole = (torch.arange(3 << 20) % 2).to(dtype).view(3, 4, 512, 512)
+    for tensor in (whole, whole.to(memory_format=torch.channels_last), whole[1:, :, ::2], whole[1:].conj()):
+        copied = plain(tensor, "x")
+        assert copied.dtype is dtype and copied.stride() == tensor.clone().stride()
+        assert torch.equal(copied.double(), tensor.double()) if not dtype.is_complex else copied.equal(tensor)
+        assert copied.untyped_storage().nbytes() == tensor.nbytes
+        copied.zero_()
+    assert whole.double().sum() if not dtype.is_complex else whole.abs().sum()
+
+
 def test_a_part_of_a_large_tensor_is_saved_alone(tmp_path: Path) -> None:
     model = Linear(2, 2)
     model.weight = torch.nn.Parameter(torch.ones(1_000_000)[:4].view(2, 2))

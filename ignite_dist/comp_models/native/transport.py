@@ -101,7 +101,7 @@ class NativeTransport(Transport):
         self._own_store = own_store
         self.overlap = backends.get("cpu", "gloo") == "gloo"  # the only one on CPUs with separate_group()
         if "cpu" not in backends:  # on GPUs the calls of small pieces take longer than their kernels
-            self.piece_bytes = 64 << 20
+            self.piece_bytes = 32 << 20
         self._world_ranks = tuple(range(world.size()))
         self._scratch = gloo.ScratchBuffers()
         self._groups = GroupFactory(world, rank, device, connecting)

@@ -65,7 +65,7 @@ def plain(value: Any, name: str, copies: bool = True) -> Any:
 def _on_cpu(tensor: Tensor, copies: bool) -> Tensor:
     if not (copies or tensor.device.type != "cpu") or not _is_large(tensor):
         return tensor.to("cpu", copy=copies)
-    # torch's own copy takes two to three times as long: most of its time are the page faults of new memory.
+    # torch's own copy takes two to three times as long, because of the page faults of new memory.
     memory = serialization.as_tensor(serialization.new_buffer(tensor.nbytes))
     return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 

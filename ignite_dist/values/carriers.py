@@ -207,8 +207,8 @@ def reduce_gathered(rows: Tensor, op: str, out: Tensor | None = None) -> Tensor:
         reduced = _reduce_encoded(rows, op, carrier)
         return reduced if out is None else out.copy_(reduced)
     total = torch.empty_like(rows[0]) if out is None else out
-    columns = rows.view(len(rows), -1).split(width, dim=1)
-    for piece, part in zip(columns, total.view(-1).split(width), strict=True):
+    pieces = torch.split(rows.view(len(rows), -1), width, dim=1)
+    for piece, part in zip(pieces, torch.split(total.view(-1), width), strict=True):
         part.copy_(_reduce_encoded(piece, op, carrier))
     return total
 

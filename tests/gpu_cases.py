@@ -10,26 +10,19 @@ The exit status is 1 if a case is not as expected.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import inspect
-import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -37,49 +30,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import ignite_dist as idist
-from helpers import ROOT, free_port, plain_environ
+from case_runner import case, main
+from helpers import ROOT, free_port, plain_environ, run_new_python
 from ignite_dist.values import serialization
 
-AT_ONCE = 4
 # The children of this script see no GPU with --device cpu.
 ON_GPU = torch.cuda.device_count() > 0
 BACKEND = "nccl" if ON_GPU else "gloo"
 _MB = 1 << 20
-
-
-class Case(NamedTuple):
-    """A question to the GPU.
-
-    Attributes:
-        number: in the order of what was asked first.
-        ask: the function.
-        seconds: after these the process of the case is ended.
-        alone: True if the case measures time or memory: no other case runs meanwhile.
-    """
-
-    number: str
-    ask: Callable[[], str]
-    seconds: float
-    alone: bool
-
-    @property
-    def name(self) -> str:
-        return self.ask.__name__
-
-    @property
-    def expected(self) -> str:
-        return " ".join((inspect.getdoc(self.ask) or "").split())
-
-
-CASES: dict[str, Case] = {}
-
-
-def case(number: str, seconds: float = 60, alone: bool = False) -> Callable[[Callable[[], str]], Any]:
-    def register(ask: Callable[[], str]) -> Callable[[], str]:
-        CASES[ask.__name__] = Case(number, ask, seconds, alone)
-        return ask
-
-    return register
 
 
 # --- what several cases need ---------------------------------------------------------------------------
@@ -138,20 +96,6 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
-def _python(*args: str, seconds: float = 50, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *args],
-        env=plain_environ(**environ),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
 
 
 def _two_ranks(code: str, seconds: float) -> list[tuple[int, float, str]]:
@@ -269,7 +213,7 @@ def streams() -> str:
                 start = time.perf_counter()
                 result = call()
                 took = time.perf_counter() - start
-                if took > 0.15:
+                if ON_GPU and took > 0.15:
                     late.append(f"{name} of {dtype}: {took:.2f} s")
                 assert _same_bytes(result, x.to(dtype)), name
         for name, call in _OBJECT_CALLS.items():
@@ -306,7 +250,7 @@ def _check_dropped_work(device: torch.device) -> None:
         _synchronize()
         time.sleep(0.01)
         _synchronize()
-        assert ON_GPU is False or out.eq(1).all(), "the memory of a dropped Work was given away"
+        assert out.eq(1).all(), "the memory of a dropped Work was given away"
         del filled
 
 
@@ -386,7 +330,7 @@ def failure() -> str:
         raise AssertionError("nothing was raised")
     assert not [process for process in psutil.process_iter() if process.pid == pid], "the process is there"
     start = time.monotonic()
-    alone = _last_line(_python("-c", _ABORTS, str(Path(__file__).parent), seconds=60).stdout)
+    alone = _last_line(run_new_python("-c", _ABORTS, str(Path(__file__).parent), seconds=60).stdout)
     seen = f"{took:.1f} s; abort() alone: {alone}, its process {time.monotonic() - start:.1f} s"
     assert took < 13, seen
     return seen
@@ -507,7 +451,7 @@ def _suite(world: str, *files: str) -> str:
     marks = ["-m", "gpu"] if ON_GPU else []
     plugins = ["-p", "pytest_ignite_dist", "-p", "no:benchmark", "-p", "no:cacheprovider"]
     paths = [str(folder / name) for name in files]
-    ended = _python("-m", "pytest", "-q", *plugins, *marks, "-k", world, *paths, seconds=145)
+    ended = run_new_python("-m", "pytest", "-q", *plugins, *marks, "-k", world, *paths, seconds=145)
     summary = _last_line(ended.stdout)
     assert ended.returncode == 0 and re.search(r"\b\d+ passed", summary), ended.stdout[-1500:]
     return summary
@@ -762,127 +706,15 @@ def commands() -> str:
     options = ("--backend", BACKEND, "--nproc-per-node", "1")
     sizes = ("--sizes", "4,1M", "--collectives", "all_reduce,barrier")
     for command in (("env",), ("check", *options), ("bench", *options, *sizes)):
-        ended = _python("-m", "ignite_dist", *command)
+        ended = run_new_python("-m", "ignite_dist", *command)
         assert ended.returncode == 0, f"{command}: {ended.stdout[-1000:]}"
         seen.append(f"{command[0]}: {_last_line(ended.stdout).strip()[:80]}")
     tests = ("tests/test_passes.py", "tests/values/test_views.py", "tests/values/test_wire.py")
     plugins = ("-p", "pytest_ignite_dist", "-p", "no:benchmark", "-p", "no:cacheprovider")
-    ended = _python("-m", "pytest", "-q", *plugins, "-m", "not gpu and not long", *tests, seconds=120)
+    ended = run_new_python("-m", "pytest", "-q", *plugins, "-m", "not gpu and not long", *tests, seconds=120)
     assert ended.returncode == 0, ended.stdout[-1500:]
     return "; ".join([*seen, _last_line(ended.stdout)])
 
 
-# --- running them ----------------------------------------------------------------------------------------
-
-
-class Answer(NamedTuple):
-    """What a case has seen."""
-
-    name: str
-    as_expected: bool
-    seen: str
-    seconds: float
-
-
-def _run(one: Case, device: str, seconds: float | None) -> Answer:
-    limit = seconds or one.seconds
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        environ = {"TMPDIR": folder, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
-        path, log = Path(folder, "answer.json"), Path(folder, "log")
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, __file__, one.name, "--answer", str(path)],
-                env=plain_environ(**environ),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # so that its children end with it
-            )
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(limit)
-        ended = process.poll()
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        took = time.monotonic() - start
-        text = log.read_text(encoding="utf-8", errors="replace").strip()
-        tail = " | ".join(text.splitlines()[-12:])[-1500:]
-        if not path.exists():
-            how = f"no end within {limit:.0f} s" if ended is None else f"ended with status {ended}"
-            return Answer(one.name, False, f"{how}: {tail}", took)
-        as_expected, seen = json.loads(path.read_text(encoding="utf-8"))
-        if ended != 0:
-            as_expected, seen = False, f"{seen}; then it ended with status {ended}: {tail}"
-        return Answer(one.name, as_expected, seen, took)
-
-
-def _answer(one: Case, path: Path) -> None:
-    """Run the case in this process and write what it has seen."""
-    try:
-        answer = [True, one.ask()]
-    except AssertionError as error:
-        answer = [False, f"{error} ({traceback.extract_tb(error.__traceback__)[-1].lineno})"]
-    except BaseException as error:
-        traceback.print_exc()
-        where = traceback.extract_tb(error.__traceback__)
-        line = next((frame.lineno for frame in reversed(where) if frame.filename == __file__), 0)
-        answer = [False, f"{type(error).__name__} at line {line}: {str(error)[:1500]}"]
-    path.write_text(json.dumps(answer), encoding="utf-8")
-
-
-def _show(one: Case, answer: Answer, lock: AbstractContextManager[Any]) -> None:
-    mark = "as expected" if answer.as_expected else "NOT AS EXPECTED"
-    with lock:
-        print(f"\n{one.number:>4}  {one.name}  {answer.seconds:.1f} s  {mark}")
-        for label, text in (("expected", one.expected), ("seen", answer.seen)):
-            print(textwrap.fill(f"{label:>8}: {text}", 110, initial_indent="  ", subsequent_indent=" " * 12))
-        sys.stdout.flush()
-
-
-def main() -> int:
-    about = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=about)
-    parser.add_argument("names", nargs="*", metavar="case", help=", ".join(CASES))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, help="for each case, instead of its own limit")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    unknown = set(options.names) - CASES.keys()
-    if unknown:
-        parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    chosen = [CASES[name] for name in options.names] or list(CASES.values())
-    if options.answer is not None:
-        _answer(chosen[0], options.answer)
-        return 0
-    if options.device == "cuda" and not ON_GPU:
-        parser.error("this machine has no GPU; --device cpu is a dry run")
-    found: dict[str, Answer] = {}
-    lock = threading.Lock()
-
-    def run(one: Case) -> None:
-        found[one.name] = _run(one, options.device, options.seconds)
-        _show(one, found[one.name], lock)
-
-    with ThreadPoolExecutor(AT_ONCE if options.device == "cuda" else 1) as pool:
-        list(pool.map(run, [one for one in chosen if not one.alone]))
-    for one in chosen:
-        if one.alone:
-            run(one)
-    name = torch.cuda.get_device_name() if options.device == "cuda" else "the CPU"
-    failed = [answer.name for answer in found.values() if not answer.as_expected]
-    print(
-        f"\n{len(found) - len(failed)} of {len(found)} cases as expected on {name}, torch {torch.__version__}"
-    )
-    if failed:
-        print(f"not as expected: {', '.join(failed)}")
-    if options.json is not None:
-        rows = [{"case": one.number, "expected": one.expected, **found[one.name]._asdict()} for one in chosen]
-        about_run = {"device": name, "torch": torch.__version__, "cases": rows}
-        options.json.write_text(json.dumps(about_run, indent=2) + "\n", encoding="utf-8")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__file__, __doc__))

@@ -448,6 +448,14 @@ def test_gathered_rows_are_reduced_in_pieces(
         assert torch.equal(result.view(torch.uint8), whole.view(torch.uint8))
 
 
+@pytest.mark.parametrize("numel", [10, 20 << 20])
+def test_gathered_rows_are_reduced_into_a_buffer(numel: int) -> None:
+    rows, out = torch.ones(2, numel, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
+    with Largest() as largest:
+        carriers.reduce_gathered(rows, "SUM", out)
+    assert out.eq(2).all() and largest.nbytes <= max(rows.nbytes, 1000)
+
+
 def test_gathered_rows_need_little_more_memory_than_they_have() -> None:
     rows = torch.ones(2, 20 << 20, dtype=torch.bfloat16)
     with Largest() as largest:

@@ -39,6 +39,7 @@ from ignite_dist.workers.sent_exceptions import decode_exception, encode_excepti
 _LONGEST_TEXT = 100_000
 # The launcher may detect a worker's death this much later, because the fork server reports the death.
 _DETECTION_SECONDS = 1.0
+_LONG_BITS = 64  # of a long in C, to which Python converts an exit status
 _OUT_OF_STEP = (CollectiveMismatchError.__name__, MissingRanksError.__name__)
 
 
@@ -108,10 +109,16 @@ def outcome_of(sent_call: EncodedCall | Callable[..., Any], local_rank: int) -> 
         result = call(local_rank)
         return result if isinstance(result, Failure) else _encode_result(result)
     except SystemExit as exit_:
-        code = exit_.code & 0xFF if isinstance(exit_.code, int) else int(exit_.code is not None)
-        return failure_of(exit_, exit_code=code)
+        return failure_of(exit_, exit_code=_status_of(exit_.code))
     except BaseException as error:
         return failure_of(error)
+
+
+def _status_of(code: Any) -> int:
+    """The exit status that Python makes of ``sys.exit(code)``."""
+    if not isinstance(code, int):
+        return int(code is not None)
+    return code & 0xFF if code.bit_length() < _LONG_BITS else 0xFF
 
 
 def _encode_result(result: Any) -> Payload | Failure:

@@ -292,7 +292,7 @@ def test_an_interrupt_under_a_launcher(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
     script = write_script(tmp_path, AS_SEEN_BY_A_SHELL["interrupt"])
     ended = _run("--backend", "gloo", script, launcher=torchrun)
-    assert "exitcode  : 130" in ended.stdout and "script.py\", line 1" in ended.stdout, ended.stdout
+    assert "exitcode  : 130" in ended.stdout and 'script.py", line 1' in ended.stdout, ended.stdout
 
 
 @pytest.mark.long

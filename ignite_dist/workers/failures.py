@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ignite_dist import limits
-from ignite_dist.call_sites import is_library_path, is_package_path
+from ignite_dist.call_sites import is_library_path, is_package_path, site_of_place
 from ignite_dist.errors import (
     CollectiveMismatchError,
     HostLostError,
@@ -56,6 +56,7 @@ class Failure:
         is_consequence: True if the exception says that another rank failed or is gone.
         is_permanent: True if another attempt would fail in the same way.
         exception: the encoded exception; None if the worker died without a report, or on another machine.
+        site: where the user's code was, for example ``"folder/train.py:12"``; empty if unknown.
     """
 
     time: float
@@ -66,6 +67,7 @@ class Failure:
     is_consequence: bool = False
     is_permanent: bool = False
     exception: bytes | None = None
+    site: str = ""
 
     @property
     def is_exit_0(self) -> bool:
@@ -78,6 +80,13 @@ class Failure:
         if self.error_type:
             return self.error_type in (KeyboardInterrupt.__name__, SystemExit.__name__)
         return self.exit_code in (-signal.SIGINT, -signal.SIGTERM)
+
+    def is_same_error(self, other: Failure) -> bool:
+        """True if both workers raised an error of their own, with the same class and text."""
+        is_own = self.exit_code is other.exit_code is None and not (
+            self.is_consequence or other.is_consequence
+        )
+        return is_own and (self.error_type, self.summary) == (other.error_type, other.summary)
 
     @property
     def is_out_of_step(self) -> bool:
@@ -155,7 +164,15 @@ def failure_of(error: BaseException, exit_code: int | None = None, is_permanent:
         is_consequence(error),
         is_permanent,
         encode_exception(error),
+        _users_site(trace),
     )
+
+
+def _users_site(trace: TracebackType | None) -> str:
+    """The innermost line of the user's code in a traceback; empty if there is none."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
+    places = [(path, line) for path, line in places if not (_is_plumbing(path) or is_library_path(path))]
+    return site_of_place(*places[-1]) if places else ""
 
 
 def text_of(error: BaseException, trace: TracebackType | None) -> str:
@@ -326,10 +343,16 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = SIGKILL_HINT) ->
         names = " or ".join(str(other.rank) for other in failed if other.pid == first.pid)
         others = [other for other in others if other.pid != first.pid]
     place = f"Rank {names}" + (f" (pid {first.pid} on {first.host})" if first.pid else "")
-    after = "".join(f"\nRank {other.rank} failed after it: {summary_line(other.failure)}" for other in others)
+    same = [other.rank for other in others if other.failure.is_same_error(failure)]
+    after = lines_after([other for other in others if other.rank not in same])
     if failure.exit_code is None:
-        hint = "; its error says that another rank failed or is gone" if failure.is_consequence else ""
-        message = f"{place} failed first{hint}. Its traceback:\n\n{failure.traceback}{after}"
+        start = f"{place} failed first"
+        if same:
+            ranks = _names_of([first.rank, *same])
+            start = f"{ranks} raised the same {failure.error_type}. {place} was the first"
+        elif failure.is_consequence:
+            start += "; its error says that another rank failed or is gone"
+        message = f"{start}. Its traceback:\n\n{failure.traceback}{after}"
         error = WorkerRaisedError(
             first.rank,
             failure.error_type,
@@ -357,6 +380,19 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = SIGKILL_HINT) ->
     ended.is_permanent = is_permanent
     ended.__cause__ = decode_exception(failure.exception)
     return ended
+
+
+def lines_after(failed: Sequence[FailedRank]) -> str:
+    """A line for each failure after the first one. Ranks with the same failure share a line."""
+    ranks: dict[str, list[int]] = {}
+    for other in failed:
+        site = f"at {other.failure.site}: " if other.failure.site else ""
+        ranks.setdefault(site + summary_line(other.failure), []).append(other.rank)
+    return "".join(f"\n{_names_of(some)} failed after it: {line}" for line, some in ranks.items())
+
+
+def _names_of(ranks: Sequence[int]) -> str:
+    return f"Rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _order(rank: FailedRank) -> tuple[bool, float]:

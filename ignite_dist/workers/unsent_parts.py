@@ -42,7 +42,7 @@ def error_of_sending(
     Its ``__cause__`` is the exception of the user's code (``__reduce__``), if that has raised one.
     """
     entry = call.func if isinstance(call, partial) else call
-    parts = entry.parts() if isinstance(entry, UserCall) else {}
+    parts: dict[str, Any] = entry.parts() if isinstance(entry, UserCall) else {}
     for name, value in parts.items():
         found = _error_of(value, encode)
         if found is not None:

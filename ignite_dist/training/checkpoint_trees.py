@@ -20,14 +20,14 @@ _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 _MARK = "ignite_dist.shard"
 
 
-def plain(value: Any, name: str, copies: bool = True) -> Any:
+def plain(value: Any, name: str, on_cpu: Callable[[Tensor], Tensor] | None = None) -> Any:
     """``value`` with tensors on the CPU, without classes that ``weights_only`` refuses.
 
     Args:
         value: None, a bool, number, str, bytes, dtype or device; a tensor; a numpy scalar, which becomes a
             number; or a dict, list or tuple of these.
         name: for the error message.
-        copies: False keeps tensors that are on the CPU already.
+        on_cpu: returns a tensor on the CPU for each tensor. By default, a copy.
 
     Raises:
         TypeError: another type. The message gives its place in ``value``.
@@ -36,12 +36,13 @@ def plain(value: Any, name: str, copies: bool = True) -> Any:
     if kind in _LEAVES:
         return value
     if isinstance(value, Tensor) and not is_sharded(value):
-        tensor = value.detach().to("cpu", copy=copies)
+        detached = value.detach()
+        tensor = detached.to("cpu", copy=True) if on_cpu is None else on_cpu(detached)
         if type(tensor) is Tensor:
             return tensor
     if isinstance(value, dict):
         children = {
-            _plain_key(key, name): plain(child, f"{name}[{key!r}]", copies) for key, child in value.items()
+            _plain_key(key, name): plain(child, f"{name}[{key!r}]", on_cpu) for key, child in value.items()
         }
         if kind is not OrderedDict:
             return Counter(children) if kind is Counter else children
@@ -50,7 +51,7 @@ def plain(value: Any, name: str, copies: bool = True) -> Any:
         ordered.update(children)
         return ordered
     if kind in (list, tuple):
-        return kind(plain(child, f"{name}[{number}]", copies) for number, child in enumerate(value))
+        return kind(plain(child, f"{name}[{number}]", on_cpu) for number, child in enumerate(value))
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         return plain(value.item(), name)

@@ -1,4 +1,4 @@
-"""The parts of storages that the tensors of an object use, so that pickles contain no more.
+"""The parts of storages that the tensors of an object use, so that pickles and copies contain no more.
 
 torch pickles a tensor with its whole storage: a row of a batch with the batch. A pickler that asks
 :class:`Views` for the reduction of each tensor writes these parts instead:
@@ -124,6 +124,12 @@ class Views:
         sent = self._typed_storage(part.storage, dtype) if is_typed else part.storage
         return rebuild, (sent, part.offset, size, part.stride, *rest), *others
 
+    def part_of(self, tensor: Tensor) -> _Part:
+        """The part for ``tensor``, which has a storage with whole elements."""
+        size, stride = tuple(tensor.size()), tensor.stride()
+        view = _View(tensor.itemsize, int(tensor.storage_offset()), size, stride)
+        return self._part_of(tensor.untyped_storage(), view)
+
     def _part_of(self, storage: UntypedStorage, view: _View) -> _Part:
         place = storage.device, storage.data_ptr(), storage.nbytes()
         storage = self._storages.setdefault(place, storage)
@@ -185,6 +191,57 @@ def _ranges(views: Iterable[_View]) -> list[_Range]:
         ranges[-1].views.append(view)
         ranges[-1] = _Range(start, end, ranges[-1].views)
     return ranges
+
+
+# --- copies ------------------------------------------------------------------------------------------
+
+
+class Copies:
+    """Copies of tensors on the CPU that share memory as in a file of :func:`save`.
+
+    Args:
+        of_cpu: True to copy tensors on the CPU too. False keeps them.
+    """
+
+    def __init__(self, of_cpu: bool = True) -> None:
+        self._of_cpu = of_cpu
+        self._views = Views()
+        self._promised: list[tuple[Tensor, Tensor]] = []
+
+    def promise(self, tensor: Tensor) -> Tensor:
+        """The copy of ``tensor``, which is empty until :meth:`make`."""
+        if not self._of_cpu and tensor.device.type == "cpu":
+            return tensor
+        if not _has_simple_storage(tensor):
+            return tensor.to("cpu", copy=True)
+        self._views.part_of(tensor)
+        self._promised.append((tensor, torch.empty(0, dtype=tensor.dtype, device="cpu")))
+        return self._promised[-1][1]
+
+    def make(self) -> None:
+        """Copy what was promised."""
+        self._views.cut()
+        # Tensors of different dtypes share nothing: torch.save would refuse them.
+        copies: dict[tuple[int, torch.dtype], UntypedStorage] = {}
+        promised, self._promised = self._promised, []
+        for tensor, copy in promised:
+            part = self._views.part_of(tensor)
+            storage: Any = part.storage
+            key = id(storage), tensor.dtype
+            if key not in copies:
+                copies[key] = storage.clone() if storage.device.type == "cpu" else storage.cpu()
+            copy.set_(copies[key], part.offset, tensor.size(), part.stride)
+        self._views = Views()
+
+
+def _has_simple_storage(tensor: Tensor) -> bool:
+    """True if a storage, an offset, sizes and strides are all that ``tensor`` has."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
 
 
 # --- picklers ----------------------------------------------------------------------------------------

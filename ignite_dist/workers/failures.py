@@ -189,7 +189,7 @@ def text_of(error: BaseException, trace: TracebackType | None) -> str:
     except Exception:  # raised by code of this exception, or of its cause
         where = "".join(traceback.format_tb(trace))
         text = f"Traceback (most recent call last):\n{where}{connections.last_lines(error)}"
-    limit = limits.sentences_about(connections.last_lines(error))
+    limit = limits.sentences_about_error(error, connections.last_lines(error))
     return _cut(text) + (f"{limit}\n" if limit and limit not in text else "")
 
 

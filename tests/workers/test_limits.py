@@ -30,6 +30,43 @@ SCRIPT = """
         except Exception as error:
             print(f"{type(error).__name__}: {error}")
 """
+REFUSED = """
+    import fcntl, os, resource, subprocess, sys
+    import ignite_dist as idist
+
+    def lock(local_rank):
+        with open(__file__) as first, open(__file__) as second:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if local_rank:
+                    raise RuntimeError(f"the file is locked: {error}") from error
+                raise
+
+    def fork(local_rank):
+        os.fork()
+
+    def run(local_rank):
+        try:
+            subprocess.run(["true"])
+        except OSError as error:
+            raise RuntimeError(f"true cannot be run: {error}")
+
+    def child(local_rank):
+        import multiprocessing
+        multiprocessing.get_context("spawn").Process(target=print).start()
+
+    def refuse(local_rank, name):
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        globals()[name](local_rank)
+
+    if __name__ == "__main__":
+        try:
+            idist.spawn("gloo", refuse, (sys.argv[1],), nproc_per_node=int(sys.argv[2]))
+        except idist.WorkerRaisedError as error:
+            print(error)
+"""
 # Another user than root, for whom the limit of processes holds, who may still read the files of root. Nobody
 # else has the number: the limit counts all processes of a user.
 AS_A_USER = (
@@ -106,6 +143,22 @@ def test_few_processes(number: int, error: str, tmp_path: Path) -> None:
     assert error in found
     sentence = f"This user may run {number} processes and threads here (ulimit -u)."
     assert (sentence in found) == (number < 64), found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_lock_that_is_held_is_no_limit(num_ranks: int, tmp_path: Path) -> None:
+    ended = run_new_python(write_script(tmp_path, REFUSED), "lock", num_ranks, seconds=SECONDS)
+    assert "Resource temporarily unavailable" in ended.stdout and "ulimit" not in ended.stdout, ended.stdout
+
+
+@needs_another_user
+@pytest.mark.parametrize(
+    "how", ["fork", *(pytest.param(one, marks=pytest.mark.long) for one in ("run", "child"))]
+)
+def test_a_process_that_cannot_be_started_is_about_the_limit(how: str, tmp_path: Path) -> None:
+    script = write_script(tmp_path, REFUSED)
+    ended = run_new_python(script, how, 1, seconds=SECONDS, prefix=AS_A_USER)
+    assert "This user may run 1 processes and threads here (ulimit -u)." in ended.stdout, ended.stdout
 
 
 # --- disks -------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ _LIMITS = (
     ),
     ("File too large", "FSIZE", "A file may have {limit} bytes here (ulimit -f)."),
     (
-        "[Cc]annot allocate memory|MemoryError|can't allocate memory|can't start new thread",
+        "[Cc]annot allocate memory|MemoryError|can't allocate memory|bad_alloc|failed to map"
+        "|can't start new thread|Resource temporarily unavailable",  # there is no room for a thread's stack
         "AS",
         "A process may map {limit} bytes of memory here (ulimit -v).",
     ),
@@ -81,6 +82,32 @@ def check_files(num_needed: int, purpose: str) -> None:
         raise LaunchError(
             f"Too many open files: {num_open:,} are open, {purpose} needs {num_needed:,} more, and this "
             f"process may open {limit:,} (ulimit -n). Raise the limit, or start fewer workers."
+        )
+
+
+# Threads of a worker: of gloo, of the store, of this package.
+_NUM_THREADS = 8
+
+
+def check_memory() -> None:
+    """Raise if this worker cannot map the stacks of its threads. gloo may then abort, or wait for ever.
+
+    Raises:
+        LaunchError: it cannot.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    if limit == resource.RLIM_INFINITY or stack == resource.RLIM_INFINITY:
+        return
+    try:
+        num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except OSError:  # not Linux
+        return
+    num_mapped, num_needed = num_pages * resource.getpagesize(), _NUM_THREADS * stack
+    if num_mapped + num_needed > limit:
+        raise LaunchError(
+            f"Too little memory: {num_mapped:,} bytes are mapped, the threads of a worker need "
+            f"{num_needed:,} more, and this process may map {limit:,} (ulimit -v). Raise the limit."
         )
 
 

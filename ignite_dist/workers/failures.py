@@ -290,7 +290,10 @@ def silent_failure(exit_code: int, fault: str) -> Failure:
     if exit_code < 0 and exit_code != -signal.SIGABRT:
         # A fatal signal is never a reaction to a peer's failure, but peers may report first.
         now -= _DETECTION_SECONDS
-    return Failure(now, "", "", _without_library_frames(fault), exit_code)
+    text = _without_library_frames(fault)
+    if exit_code == -signal.SIGABRT and (limit := limits.sentences_about("bad_alloc")):
+        text = f"{text}\n\n{limit}".strip()  # C++ ends a process that has no memory
+    return Failure(now, "", "", text, exit_code)
 
 
 # One frame in the fault handler's output.

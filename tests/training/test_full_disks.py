@@ -139,7 +139,9 @@ def test_a_failure_before_the_write_is_not_its_cause(tmp_path: Path) -> None:
     """The script saves in an ``except`` block. torch refuses two dtypes of one memory."""
     floats = torch.ones(2)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError, match=r"run.pt cannot be written: .*the same data as different types") as info:
+    with pytest.raises(
+        OSError, match=r"run.pt cannot be written: .*the same data as different types"
+    ) as info:
         try:
             (tmp_path / "missing").read_text()
         except FileNotFoundError:

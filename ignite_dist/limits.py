@@ -29,8 +29,8 @@ _LIMITS = (
         "A process may map {limit} bytes of memory here (ulimit -v).",
     ),
 )
-# The names by which Python's library and its users call functions that start a process.
-_STARTS = {"fork", "forkpty", "fork_exec", "_fork_exec", "posix_spawn", "_posix_spawn", "posix_spawnp"}
+# The functions that start a process. Python's library calls some by names with an underscore in front.
+_STARTS = {"fork", "forkpty", "fork_exec", "posix_spawn", "posix_spawnp"}
 _MAX_LINKS = 20  # of a chain of exceptions, which may be a circle
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -62,7 +62,7 @@ def _has_started_process(error: BaseException) -> bool:
     names: tuple[str, ...] = ()
     for frame, _ in traceback.walk_tb(error.__traceback__):
         names = frame.f_code.co_names
-    return not _STARTS.isdisjoint(names)
+    return not _STARTS.isdisjoint(name.lstrip("_") for name in names)
 
 
 def check_files(num_needed: int, purpose: str) -> None:

@@ -7,7 +7,8 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ignite_dist.errors import LaunchError
@@ -22,11 +23,14 @@ _LIMITS = (
     ),
     ("File too large", "FSIZE", "A file may have {limit} bytes here (ulimit -f)."),
     (
-        "[Cc]annot allocate memory|MemoryError|can't allocate memory|can't start new thread",
+        "[Cc]annot allocate memory|MemoryError|can't allocate memory|bad_alloc|failed to map"
+        "|can't start new thread|Resource temporarily unavailable",  # there is no room for a thread's stack
         "AS",
         "A process may map {limit} bytes of memory here (ulimit -v).",
     ),
 )
+# The functions that start a process. Python's library calls some by names with an underscore in front.
+_STARTS = {"fork", "forkpty", "fork_exec", "posix_spawn", "posix_spawnp"}
 _MAX_LINKS = 20  # of a chain of exceptions, which may be a circle
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -39,6 +43,26 @@ def sentences_about(text: str) -> str:
         if limit != resource.RLIM_INFINITY and re.search(pattern, text):
             found.append(sentence.format(limit=f"{limit:,}"))
     return " ".join(found)
+
+
+def sentences_about_error(error: BaseException, text: str) -> str:
+    """The sentences about ``text``, which is the text of ``error``.
+
+    A system call fails with "Resource temporarily unavailable" for other reasons too: a lock that is held
+    (``flock``), or a socket without data. Only a call that starts a process is about the limit of processes.
+    """
+    refused = next((one for one in _chain(error) if getattr(one, "errno", None) == errno.EAGAIN), None)
+    if isinstance(refused, OSError) and not _has_started_process(refused):
+        text = text.replace(os.strerror(errno.EAGAIN), "")
+    return sentences_about(text)
+
+
+def _has_started_process(error: BaseException) -> bool:
+    """True if the function that has raised ``error`` starts a process."""
+    names: tuple[str, ...] = ()
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        names = frame.f_code.co_names
+    return not _STARTS.isdisjoint(name.lstrip("_") for name in names)
 
 
 def check_files(num_needed: int, purpose: str) -> None:
@@ -61,6 +85,32 @@ def check_files(num_needed: int, purpose: str) -> None:
         )
 
 
+# Threads of a worker: of gloo, of the store, of this package.
+_NUM_THREADS = 8
+
+
+def check_memory() -> None:
+    """Raise if this worker cannot map the stacks of its threads. gloo may then abort, or wait for ever.
+
+    Raises:
+        LaunchError: it cannot.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    if limit == resource.RLIM_INFINITY or stack == resource.RLIM_INFINITY:
+        return
+    try:
+        num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except OSError:  # not Linux
+        return
+    num_mapped, num_needed = num_pages * resource.getpagesize(), _NUM_THREADS * stack
+    if num_mapped + num_needed > limit:
+        raise LaunchError(
+            f"Too little memory: {num_mapped:,} bytes are mapped, the threads of a worker need "
+            f"{num_needed:,} more, and this process may map {limit:,} (ulimit -v). Raise the limit."
+        )
+
+
 def room_in(folder: str | Path) -> str:
     """A sentence with the free bytes in ``folder``; empty if there is no such folder."""
     try:
@@ -69,7 +119,13 @@ def room_in(folder: str | Path) -> str:
         return ""
 
 
-def error_of_write(what: str, folder: Path, error: BaseException, num_bytes: Callable[[], int]) -> OSError:
+def error_of_write(
+    what: str,
+    folder: Path,
+    error: BaseException,
+    num_bytes: Callable[[], int],
+    handled: BaseException | None,
+) -> OSError:
     """The error after ``error``: ``what`` cannot be written to ``folder``.
 
     Args:
@@ -77,8 +133,9 @@ def error_of_write(what: str, folder: Path, error: BaseException, num_bytes: Cal
         folder: the folder that contains it.
         error: its chain has the reason.
         num_bytes: returns the size of ``what``. Called if there is no room for it.
+        handled: see :func:`cause_of_write`.
     """
-    found = cause_of_write(error)
+    found = cause_of_write(error, handled)
     reason = (found.strerror if isinstance(found, OSError) else None) or str(found)
     if not isinstance(found, OSError) or found.errno is None:
         return OSError(f"{what} cannot be written: {reason}")
@@ -90,11 +147,24 @@ def error_of_write(what: str, folder: Path, error: BaseException, num_bytes: Cal
     return OSError(found.errno, f"{what} cannot be written: {reason}")
 
 
-def cause_of_write(error: BaseException) -> BaseException:
-    """The ``OSError`` in the chain of ``error``, behind which torch hides it; else ``error``'s own cause."""
+def cause_of_write(error: BaseException, handled: BaseException | None) -> BaseException:
+    """The ``OSError`` in the chain of ``error``, behind which torch hides it; else ``error``'s own cause.
+
+    Args:
+        error: the exception of a write.
+        handled: the exception that was being handled when the write began (``sys.exc_info()[1]``). Python
+            appends it to the chain of ``error``, but it is none of the write's causes.
+    """
+    chain = list(_chain(error, handled))
+    found = next((link for link in chain if isinstance(link, OSError)), None)
+    return found or chain[min(1, len(chain) - 1)]
+
+
+def _chain(error: BaseException, end: BaseException | None = None) -> Iterator[BaseException]:
+    """``error``, its cause or context, and so on, without ``end`` and what comes after it."""
     link: BaseException | None = error
     for _ in range(_MAX_LINKS):
-        if link is None or isinstance(link, OSError):
-            break
+        if link is None or link is end:
+            return
+        yield link
         link = link.__cause__ or link.__context__
-    return link if isinstance(link, OSError) else error.__context__ or error

@@ -16,6 +16,7 @@ from ignite_dist.workers import process_end
 from ignite_dist.workers.attempts import JOB_ID_VARIABLE, Attempts
 from ignite_dist.workers.failures import failure_of
 from ignite_dist.workers.output import fill_standard_files
+from ignite_dist.workers.unsent_parts import UserCall
 
 _logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def restart_count() -> int:
     return int(os.environ.get(_VARIABLE) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
-class Entry:
+class Entry(UserCall):
     """The entry point of a worker: make the context, call the user's function, end the context.
 
     Attributes:
@@ -48,10 +49,8 @@ class Entry:
     def __init__(
         self, backend: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        super().__init__(function, args, kwargs)
         self.backend = backend
-        self.function = function
-        self.args = args
-        self.kwargs = kwargs
         self.restart_count = 0
         self.job_id = ""
         self.comparison = announcing.comparison_in_new_contexts()  # set by debug() in the launcher

@@ -59,6 +59,8 @@ def _status_and_message(error: BaseException, runs_script: bool) -> tuple[int, s
 def _status_of_script(error: idist.RankFailedError) -> int:
     """The exit status of the rank that failed first. After a signal that of a shell: 128 and the number."""
     code: int | None = getattr(error, "exit_code", None)
+    if error.error_type == KeyboardInterrupt.__name__:  # Python then ends itself by SIGINT
+        return _INTERRUPTED
     if not code:
         return _FAILED
     return code if code > 0 else 128 - code

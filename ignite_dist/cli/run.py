@@ -38,7 +38,8 @@ def run(
     file that gets a trace of the script's collectives.
 
     Returns:
-        The exit status: 1 after an exception of the script in this process, whose traceback is printed.
+        The exit status. After an exception of the script in this process, whose traceback is printed, it is
+        1, or 130 after a KeyboardInterrupt.
 
     Raises:
         ValueError: there is no such file, or the arguments are incompatible. Nothing was started.
@@ -51,11 +52,11 @@ def run(
     try:
         with idist.Parallel(backend, nproc_per_node, **keywords) as parallel:
             parallel.run(_run_script, script, list(arguments), is_module, source, timeline)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if not _is_raised_by_script(error):
             raise
         traceback.print_exception(type(error), error, user_traceback(error.__traceback__))
-        return 1
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from ignite_dist import environments
+from ignite_dist import environments, limits
 from ignite_dist.environments import Environment, variables
 from ignite_dist.environments.base import read_int, read_port
 from ignite_dist.errors import EnvironmentVariablesError, LaunchError, MissingRanksError
@@ -306,7 +306,8 @@ def serve_store(address: str, port: int = 0) -> tuple[Store, int]:
     """A store served by this process, and its port. Port 0 stands for a free port.
 
     Raises:
-        LaunchError: the port is in use, or the address is not one of this machine.
+        LaunchError: the port is in use, the address is not one of this machine, or a limit of this process
+            does not allow the store's thread.
     """
     try:
         listener = connections.listen(address, port)
@@ -317,14 +318,18 @@ def serve_store(address: str, port: int = 0) -> tuple[Store, int]:
         ) from None
     port = listener.getsockname()[1]
     # The store takes over the listening socket, so no other process can take the port.
-    store = TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        use_libuv=True,  # the server without libuv polls its sockets every 200 ms
-    )
+    try:
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            use_libuv=True,  # the server without libuv polls its sockets every 200 ms
+        )
+    except RuntimeError as error:
+        about = limits.sentences_about(str(error))
+        raise LaunchError(f"The store of the job cannot be started: {error}. {about}".strip()) from None
     return store, port
 
 

@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ def write(path: Path, content: dict[str, Any], shards: Path | None) -> None:
     if shards is not None:
         sync_folder(shards)
         sync_folder(shards.parent)
-    temporary = path.with_name(path.name + TEMPORARY)
+    temporary, handled = path.with_name(path.name + TEMPORARY), sys.exc_info()[1]
     try:
         with temporary.open("wb") as file:
             views.save(content, file)
@@ -72,9 +73,9 @@ def write(path: Path, content: dict[str, Any], shards: Path | None) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, Exception):
-            raise limits.error_of_write(
-                f"The checkpoint {path}", path.parent, error, functools.partial(_size, content)
-            ) from error
+            num_bytes = functools.partial(_size, content)
+            what = f"The checkpoint {path}"
+            raise limits.error_of_write(what, path.parent, error, num_bytes, handled) from error
         raise
     sync_folder(path.parent)
 

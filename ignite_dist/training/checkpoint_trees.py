@@ -15,21 +15,19 @@ import torch
 from torch import Tensor
 
 from ignite_dist.collectives.checks import is_sharded
-from ignite_dist.values import serialization
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
 _MARK = "ignite_dist.shard"
-_LARGE_BYTES = 1 << 20
 
 
-def plain(value: Any, name: str, copies: bool = True) -> Any:
+def plain(value: Any, name: str, on_cpu: Callable[[Tensor], Tensor] | None = None) -> Any:
     """``value`` with tensors on the CPU, without classes that ``weights_only`` refuses.
 
     Args:
         value: None, a bool, number, str, bytes, dtype or device; a tensor; a numpy scalar, which becomes a
             number; or a dict, list or tuple of these.
         name: for the error message.
-        copies: False keeps tensors that are on the CPU already.
+        on_cpu: returns a tensor on the CPU for each tensor. By default, a copy.
 
     Raises:
         TypeError: another type. The message gives its place in ``value``.
@@ -38,12 +36,13 @@ def plain(value: Any, name: str, copies: bool = True) -> Any:
     if kind in _LEAVES:
         return value
     if isinstance(value, Tensor) and not is_sharded(value):
-        tensor = _on_cpu(value.detach(), copies)
+        detached = value.detach()
+        tensor = detached.to("cpu", copy=True) if on_cpu is None else on_cpu(detached)
         if type(tensor) is Tensor:
             return tensor
     if isinstance(value, dict):
         children = {
-            _plain_key(key, name): plain(child, f"{name}[{key!r}]", copies) for key, child in value.items()
+            _plain_key(key, name): plain(child, f"{name}[{key!r}]", on_cpu) for key, child in value.items()
         }
         if kind is not OrderedDict:
             return Counter(children) if kind is Counter else children
@@ -52,7 +51,7 @@ def plain(value: Any, name: str, copies: bool = True) -> Any:
         ordered.update(children)
         return ordered
     if kind in (list, tuple):
-        return kind(plain(child, f"{name}[{number}]", copies) for number, child in enumerate(value))
+        return kind(plain(child, f"{name}[{number}]", on_cpu) for number, child in enumerate(value))
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         return plain(value.item(), name)
@@ -60,20 +59,6 @@ def plain(value: Any, name: str, copies: bool = True) -> Any:
         f"{name} is a {kind.__module__}.{kind.__qualname__}. A checkpoint holds tensors, numbers, strings, "
         f"None, and dicts, lists and tuples of these: reading it runs no code. {_advice(value)}"
     )
-
-
-def _on_cpu(tensor: Tensor, copies: bool) -> Tensor:
-    if not (copies or tensor.device.type != "cpu") or not _is_large(tensor):
-        return tensor.to("cpu", copy=copies)
-    # torch's own copy takes two to three times as long, because of the page faults of new memory.
-    memory = serialization.as_tensor(serialization.new_buffer(tensor.nbytes))
-    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
-def _is_large(tensor: Tensor) -> bool:
-    """True for a tensor of many pages and of no special layout."""
-    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-    return is_plain and tensor.nbytes >= _LARGE_BYTES and tensor.is_contiguous()
 
 
 def _plain_key(key: Any, name: str) -> Any:

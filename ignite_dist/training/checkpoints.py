@@ -31,6 +31,7 @@ from ignite_dist.training.checkpoint_trees import plain, split_shards
 from ignite_dist.training.loaded_states import LoadedStates, share
 from ignite_dist.training.pending_saves import PendingSave, wait_for_pending
 from ignite_dist.training.unwrapped_states import unwrapped_state
+from ignite_dist.values.copies import Copies
 from ignite_dist.values.random_states import RandomStates
 
 _Part = TypeVar("_Part")
@@ -106,22 +107,23 @@ def save_checkpoint(
     given, path = Path(path), Path(os.path.abspath(path))  # a thread may write after os.chdir
     parts = parts_of(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
     content: dict[str, Any] = {}
+    copies = Copies(of_cpu=asynchronous)
 
     def prepare() -> dict[str, Any]:
         _check_target(path, keep)
         for part in parts.values():
             part.check()
         states = {name: one.state_dict() for name, one in parts["scheduler"].objects.items()}
-        content["scheduler"] = plain(parts["scheduler"].entry(states), "scheduler", asynchronous)
+        content["scheduler"] = plain(parts["scheduler"].entry(states), "scheduler", copies.promise)
         content["values"] = {
-            name: plain(state_of(name, value), name, asynchronous) for name, value in values.items()
+            name: plain(state_of(name, value), name, copies.promise) for name, value in values.items()
         }
         return _part_of_rank(live, path, parts["loader"])
 
     ranks = same_outcome(live, prepare)
     _check_positions(ranks)
     number = ranks[0]["number"]
-    shards = _take_states(live, parts, content, asynchronous)
+    shards = _take_states(live, parts, content, copies)
     folder = checkpoint_files.shards_folder(path, number) if shards else None
     content.update(
         checkpoint_files.header(number, names_of_several(parts), bool(shards)),
@@ -177,7 +179,7 @@ def _check_positions(ranks: list[dict[str, Any]]) -> None:
 
 
 def _take_states(
-    live: ComputationModel, parts: dict[str, Part], content: dict[str, Any], copies: bool
+    live: ComputationModel, parts: dict[str, Part], content: dict[str, Any], copies: Copies
 ) -> dict[str, Any]:
     """Put the states of models and optimizers into ``content``, on rank 0. Every rank calls this.
 
@@ -203,7 +205,8 @@ def _take_states(
         }
         states = {kind: split_shards(state, kind, shards) for kind, state in states.items()}
         if live.get_rank() == 0:
-            content.update({kind: plain(state, kind, copies) for kind, state in states.items()})
+            content.update({kind: plain(state, kind, copies.promise) for kind, state in states.items()})
+            copies.make()
 
     same_outcome(live, take)
     return shards

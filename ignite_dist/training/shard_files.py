@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -42,6 +43,7 @@ def writer(folder: Path, shards: Mapping[str, Any], group: Any = None) -> Callab
     begun = None if group is None else dcp.async_save(dict(shards), storage_writer=files, process_group=group)
 
     def write() -> None:
+        handled = sys.exc_info()[1]
         try:
             if isinstance(begun, Future):
                 begun.result()
@@ -51,7 +53,7 @@ def writer(folder: Path, shards: Mapping[str, Any], group: Any = None) -> Callab
             cause = next(iter(error.failures.values()))[0]
             num_bytes = partial(sum, (one.numel() * one.element_size() for one in shards.values()))
             what = f"The folder {folder} of sharded tensors"
-            raise limits.error_of_write(what, folder.parent, cause, num_bytes) from cause
+            raise limits.error_of_write(what, folder.parent, cause, num_bytes, handled) from cause
 
     return write
 
@@ -95,10 +97,11 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         """See ``FileSystemWriter``."""
+        handled = sys.exc_info()[1]
         try:
             return super().write_data(*args, **kwargs)
         except Exception as error:
-            raise limits.cause_of_write(error) from None
+            raise limits.cause_of_write(error, handled) from None
 
 
 class _Reader(FileSystemReader):

@@ -43,10 +43,9 @@ def encode(value: Any, override: Override | None = None) -> Payload:
     Raises:
         TypeError: neither library can serialise ``value``. Nothing has been sent.
     """
-    try:
+    with suppress(Exception):  # a __reduce__ may raise anything
         return _pickled(pickle.Pickler, value, override)
-    except Exception:  # a __reduce__ may raise anything
-        return encode_by_value(value, override)
+    return encode_by_value(value, override)
 
 
 def encode_by_value(value: Any, override: Override | None = None) -> Payload:

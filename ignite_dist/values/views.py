@@ -1,4 +1,4 @@
-"""The parts of storages that the tensors of an object use, so that pickles contain no more.
+"""The parts of storages that the tensors of an object use, so that pickles and copies contain no more.
 
 torch pickles a tensor with its whole storage: a row of a batch with the batch. A pickler that asks
 :class:`Views` for the reduction of each tensor writes these parts instead:
@@ -132,6 +132,12 @@ class Views:
             # torch cannot load its own reduction. torch.load makes such a storage too.
             sent = self._typed_storage(part.storage, torch.uint8)
         return rebuild, (sent, part.offset, size, part.stride, *rest), *others
+
+    def part_of(self, tensor: Tensor) -> _Part:
+        """The part for ``tensor``, which has a storage with whole elements."""
+        size, stride = tuple(tensor.size()), tensor.stride()
+        view = _View(tensor.itemsize, int(tensor.storage_offset()), size, stride)
+        return self._part_of(tensor.untyped_storage(), view)
 
     def _part_of(self, storage: UntypedStorage, view: _View) -> _Part:
         place = storage.device, storage.data_ptr(), storage.nbytes()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ignite_dist import limits
-from ignite_dist.call_sites import is_library_path, is_package_path
+from ignite_dist.call_sites import is_library_path, is_package_path, site_of_place
 from ignite_dist.errors import (
     CollectiveMismatchError,
     HostLostError,
@@ -39,6 +39,7 @@ from ignite_dist.workers.sent_exceptions import decode_exception, encode_excepti
 _LONGEST_TEXT = 100_000
 # The launcher may detect a worker's death this much later, because the fork server reports the death.
 _DETECTION_SECONDS = 1.0
+_LONG_BITS = 64  # of a long in C, to which Python converts an exit status
 _OUT_OF_STEP = (CollectiveMismatchError.__name__, MissingRanksError.__name__)
 
 
@@ -55,6 +56,7 @@ class Failure:
         is_consequence: True if the exception says that another rank failed or is gone.
         is_permanent: True if another attempt would fail in the same way.
         exception: the encoded exception; None if the worker died without a report, or on another machine.
+        site: where the user's code was, for example ``"folder/train.py:12"``; empty if unknown.
     """
 
     time: float
@@ -65,6 +67,7 @@ class Failure:
     is_consequence: bool = False
     is_permanent: bool = False
     exception: bytes | None = None
+    site: str = ""
 
     @property
     def is_exit_0(self) -> bool:
@@ -77,6 +80,13 @@ class Failure:
         if self.error_type:
             return self.error_type in (KeyboardInterrupt.__name__, SystemExit.__name__)
         return self.exit_code in (-signal.SIGINT, -signal.SIGTERM)
+
+    def is_same_error(self, other: Failure) -> bool:
+        """True if both workers raised an error of their own, with the same class and text."""
+        is_own = self.exit_code is other.exit_code is None and not (
+            self.is_consequence or other.is_consequence
+        )
+        return is_own and (self.error_type, self.summary) == (other.error_type, other.summary)
 
     @property
     def is_out_of_step(self) -> bool:
@@ -108,10 +118,16 @@ def outcome_of(sent_call: EncodedCall | Callable[..., Any], local_rank: int) -> 
         result = call(local_rank)
         return result if isinstance(result, Failure) else _encode_result(result)
     except SystemExit as exit_:
-        code = exit_.code & 0xFF if isinstance(exit_.code, int) else int(exit_.code is not None)
-        return failure_of(exit_, exit_code=code)
+        return failure_of(exit_, exit_code=_status_of(exit_.code))
     except BaseException as error:
         return failure_of(error)
+
+
+def _status_of(code: Any) -> int:
+    """The exit status that Python makes of ``sys.exit(code)``."""
+    if not isinstance(code, int):
+        return int(code is not None)
+    return code & 0xFF if code.bit_length() < _LONG_BITS else 0xFF
 
 
 def _encode_result(result: Any) -> Payload | Failure:
@@ -148,7 +164,15 @@ def failure_of(error: BaseException, exit_code: int | None = None, is_permanent:
         is_consequence(error),
         is_permanent,
         encode_exception(error),
+        _users_site(trace),
     )
+
+
+def _users_site(trace: TracebackType | None) -> str:
+    """The innermost line of the user's code in a traceback; empty if there is none."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
+    places = [(path, line) for path, line in places if not (_is_plumbing(path) or is_library_path(path))]
+    return site_of_place(*places[-1]) if places else ""
 
 
 def text_of(error: BaseException, trace: TracebackType | None) -> str:
@@ -165,7 +189,7 @@ def text_of(error: BaseException, trace: TracebackType | None) -> str:
     except Exception:  # raised by code of this exception, or of its cause
         where = "".join(traceback.format_tb(trace))
         text = f"Traceback (most recent call last):\n{where}{connections.last_lines(error)}"
-    limit = limits.sentences_about(connections.last_lines(error))
+    limit = limits.sentences_about_error(error, connections.last_lines(error))
     return _cut(text) + (f"{limit}\n" if limit and limit not in text else "")
 
 
@@ -266,7 +290,10 @@ def silent_failure(exit_code: int, fault: str) -> Failure:
     if exit_code < 0 and exit_code != -signal.SIGABRT:
         # A fatal signal is never a reaction to a peer's failure, but peers may report first.
         now -= _DETECTION_SECONDS
-    return Failure(now, "", "", _without_library_frames(fault), exit_code)
+    text = _without_library_frames(fault)
+    if exit_code == -signal.SIGABRT and (limit := limits.sentences_about("bad_alloc")):
+        text = f"{text}\n\n{limit}".strip()  # C++ ends a process that has no memory
+    return Failure(now, "", "", text, exit_code)
 
 
 # One frame in the fault handler's output.
@@ -319,10 +346,16 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = SIGKILL_HINT) ->
         names = " or ".join(str(other.rank) for other in failed if other.pid == first.pid)
         others = [other for other in others if other.pid != first.pid]
     place = f"Rank {names}" + (f" (pid {first.pid} on {first.host})" if first.pid else "")
-    after = "".join(f"\nRank {other.rank} failed after it: {summary_line(other.failure)}" for other in others)
+    same = [other.rank for other in others if other.failure.is_same_error(failure)]
+    after = lines_after([other for other in others if other.rank not in same])
     if failure.exit_code is None:
-        hint = "; its error says that another rank failed or is gone" if failure.is_consequence else ""
-        message = f"{place} failed first{hint}. Its traceback:\n\n{failure.traceback}{after}"
+        start = f"{place} failed first"
+        if same:
+            ranks = _names_of([first.rank, *same])
+            start = f"{ranks} raised the same {failure.error_type}. {place} was the first"
+        elif failure.is_consequence:
+            start += "; its error says that another rank failed or is gone"
+        message = f"{start}. Its traceback:\n\n{failure.traceback}{after}"
         error = WorkerRaisedError(
             first.rank,
             failure.error_type,
@@ -350,6 +383,19 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = SIGKILL_HINT) ->
     ended.is_permanent = is_permanent
     ended.__cause__ = decode_exception(failure.exception)
     return ended
+
+
+def lines_after(failed: Sequence[FailedRank]) -> str:
+    """A line for each failure after the first one. Ranks with the same failure share a line."""
+    ranks: dict[str, list[int]] = {}
+    for other in failed:
+        site = f"at {other.failure.site}: " if other.failure.site else ""
+        ranks.setdefault(site + summary_line(other.failure), []).append(other.rank)
+    return "".join(f"\n{_names_of(some)} failed after it: {line}" for line, some in ranks.items())
+
+
+def _names_of(ranks: Sequence[int]) -> str:
+    return f"Rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _order(rank: FailedRank) -> tuple[bool, float]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ignite_dist.errors import LaunchError, RankFailedError
 from ignite_dist.rendezvous import connections, network_interfaces
-from ignite_dist.workers.failures import FailedRank, Failure, error_of, is_cause_known, summary_line
+from ignite_dist.workers.failures import FailedRank, Failure, error_of, is_cause_known, lines_after
 from ignite_dist.workers.node_links import Hello, Link, Node
 
 _logger = logging.getLogger(__name__)
@@ -301,10 +301,7 @@ class Nodes:
         first = sum(other.nproc_per_node for other in self.nodes[: node.rank])
         last = first + node.nproc_per_node - 1
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-        after = "".join(
-            f"\nRank {rank.rank} failed after it: {summary_line(rank.failure)}" for rank in errors
-        )
-        message = f"N{str(node)[1:]} with {ranks} cannot be reached: {reason}.{after}"
+        message = f"N{str(node)[1:]} with {ranks} cannot be reached: {reason}.{lines_after(errors)}"
         error = RankFailedError(first, "HostLostError", "", message, node.host)
         error.is_permanent = True  # nobody starts the workers on that node again
         return error

@@ -169,7 +169,11 @@ def _flush_all(files: list[Any]) -> bool:
 
     while True:  # one more thread for each file that nobody can flush
         thread = threading.Thread(target=flush, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # a limit allows no more threads
+            flush()
+            break
         thread.join(_FLUSH_SECONDS)
         if not thread.is_alive():
             break

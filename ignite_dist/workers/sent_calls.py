@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ignite_dist.values import serialization
+from ignite_dist.workers.unsent_parts import error_of_sending
 
 Call = Callable[..., Any]
 
@@ -55,28 +56,36 @@ def encode_call(call: Call) -> EncodedCall:
     Raises:
         TypeError: the function or an argument cannot be sent.
     """
+    encode = serialization.encode if main_is_importable() else serialization.encode_by_value
     shared = _SharedObjects()
-    try:
-        if main_is_importable():
-            payload = bytes(serialization.encode(call, shared.reduce))
-            return EncodedCall(payload, tuple(shared.objects), {})
-        payload = bytes(serialization.encode_by_value(call, shared.reduce))
-    except TypeError as error:
-        reason = error.__cause__ or error
-        raise TypeError(
-            f"The function given to spawn, or one of its arguments, cannot be sent to a worker: {reason}"
-        ) from error
-    return EncodedCall(payload, tuple(shared.objects), _sources_in(payload))
+    payload = _encoded(call, encode, shared)
+    sources = {} if main_is_importable() else _sources_in(payload)
+    return EncodedCall(payload, tuple(shared.objects), sources)
 
 
 def encode_for_machines(call: Call) -> EncodedCall:
     """``call``, pickled by value, for workers on other machines. They share no objects with the launcher.
 
     Raises:
-        TypeError: cloudpickle cannot serialise ``call``.
+        TypeError: the function or an argument cannot be sent.
     """
-    payload = bytes(serialization.encode_by_value(call))
+    payload = _encoded(call, serialization.encode_by_value, None)
     return EncodedCall(payload, (), _sources_in(payload))
+
+
+def _encoded(
+    call: Call, encode: Callable[[Any, Any], serialization.Payload], shared: _SharedObjects | None
+) -> bytes:
+    try:
+        return bytes(encode(call, None if shared is None else shared.reduce))
+    except TypeError as error:
+        found = error
+
+    def encode_part(value: Any) -> object:
+        return encode(value, None if shared is None else _SharedObjects().reduce)
+
+    better = error_of_sending(call, found, encode_part)
+    raise better from better.__cause__
 
 
 def _sources_in(payload: bytes) -> dict[str, list[str]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ignite_dist import limits
 from ignite_dist.devices import num_cores
 from ignite_dist.values import safe_objects
 from ignite_dist.values.serialization import Payload
@@ -109,10 +110,11 @@ def worker_main(
         process_end.begin_in_fork()
     log_settings.apply()
     own_fork_server.begin()
-    _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    _seed()
-    received = ReceivedSignals()
     try:
+        limits.check_memory()
+        _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        _seed()
+        received = ReceivedSignals()
         threading.Thread(target=_follow_launcher, args=(control, received), daemon=True).start()
         failure = run(sent_call, pipes)
         received.end_function()

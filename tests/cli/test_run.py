@@ -259,6 +259,42 @@ def test_the_exit_status_is_the_scripts_and_its_lines_are_shown(
     assert len(frames) <= 2 and (how == "ours") == bool(frames), ended.stdout
 
 
+AS_SEEN_BY_A_SHELL = {
+    "interrupt": "raise KeyboardInterrupt",
+    "at once": "import os; os._exit(5)",
+    "SIGINT": "import os, signal; signal.signal(2, signal.SIG_DFL); os.kill(os.getpid(), 2)",
+    "SIGSEGV": "import os; os.kill(os.getpid(), 11)",
+    "text": "raise SystemExit('all is lost')",
+    "status": "raise SystemExit(3)",
+    "no status": "raise SystemExit(None)",
+    "negative": "raise SystemExit(-1)",
+    "too large": "raise SystemExit(256 + 7)",
+    "no C integer": "raise SystemExit(10**30)",
+}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("interrupt", "at once", "no C integer"),
+        *(pytest.param(one, marks=pytest.mark.long) for one in [*AS_SEEN_BY_A_SHELL][2:-1]),
+    ],
+)
+def test_the_exit_status_is_pythons(how: str, tmp_path: Path) -> None:
+    script = write_script(tmp_path, AS_SEEN_BY_A_SHELL[how])
+    alone = run_new_python(script).returncode
+    ended = _run("--nproc-per-node", "2", script)
+    assert ended.returncode == (alone if alone >= 0 else 128 - alone), ended.stdout
+
+
+@pytest.mark.long
+def test_an_interrupt_under_a_launcher(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    script = write_script(tmp_path, AS_SEEN_BY_A_SHELL["interrupt"])
+    ended = _run("--backend", "gloo", script, launcher=torchrun)
+    assert "exitcode  : 130" in ended.stdout and 'script.py", line 1' in ended.stdout, ended.stdout
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["error", "ours", "status"])
 def test_failures_under_a_launcher_too(how: str, tmp_path: Path) -> None:

@@ -416,15 +416,60 @@ def test_rows_and_columns_are_saved_alone(tmp_path: Path) -> None:
         assert torch.equal(found["column"], batch[:, 3]) and torch.equal(found["row"], batch[500])
 
 
-def test_what_shares_memory_is_saved_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_shares_memory_is_saved_once(asynchronous: bool, tmp_path: Path) -> None:
     model = Sequential(Linear(500, 500, bias=False), Linear(500, 500, bias=False))
     model[1].weight = model[0].weight
     halves = torch.arange(500_000.0).chunk(2)
-    idist.save_checkpoint(tmp_path / "run.pt", model=model, halves=halves)
+    tied = model[0].weight  # of another part of the file
+    parts: dict[str, Any] = {"model": model, "halves": halves, "tied": tied}
+    work = idist.save_checkpoint(tmp_path / "run.pt", **parts, asynchronous=asynchronous)
+    expected = [part.clone() for part in halves]
+    if asynchronous:
+        halves[0].zero_()
+    work.wait()
     assert (tmp_path / "run.pt").stat().st_size < 3_050_000
     first, second = idist.load_checkpoint(tmp_path / "run.pt")["halves"]
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    assert torch.equal(torch.cat([first, second]), torch.cat(halves))
+    assert torch.equal(torch.cat([first, second]), torch.cat(expected))
+
+
+def test_both_ways_to_save_give_one_file(tmp_path: Path) -> None:
+    """Views that overlap, touch, have gaps, are equal, expanded, empty, or of another layout."""
+    base, other = torch.arange(10_000.0).view(100, 100), torch.arange(100.0)
+    tensors = [
+        *(base[:3], base[2:4], base[4], base[:, 7], base[:, 7], base.t()[60:62], base[50].expand(3, 100)),
+        *(base[:0], other, other[3:], other[:3], torch.tensor(1.0)),
+        *(torch.ones(2, dtype=torch.cfloat).conj(), torch.ones(2, 2).to_sparse(), torch.ones(2)[1]),
+        torch.ones(2, dtype=torch.bool),
+    ]
+    found, sizes = [], []
+    for asynchronous in (False, True):
+        idist.save_checkpoint(tmp_path / "run.pt", tensors=tensors, asynchronous=asynchronous).wait()
+        sizes.append((tmp_path / "run.pt").stat().st_size)
+        found.append(idist.load_checkpoint(tmp_path / "run.pt")["tensors"])
+    assert sizes[0] == sizes[1]
+    places = [[_storage_of(one) for one in some] for some in found]
+    assert [[one == other for other in places[0]] for one in places[0]] == [
+        [one == other for other in places[1]] for one in places[1]
+    ]
+    for one, synchronous, asynchronous in zip(tensors, *found, strict=True):
+        for loaded in (synchronous, asynchronous):
+            assert torch.equal(one.to_dense(), loaded.to_dense())
+        assert synchronous.is_sparse or synchronous.stride() == asynchronous.stride()
+
+
+def test_two_dtypes_of_one_memory(tmp_path: Path) -> None:
+    """``torch.save`` refuses them. Copies need not share their memory."""
+    floats = torch.arange(4.0)
+    parts = {"floats": floats, "bits": floats.view(torch.int32)}
+    idist.save_checkpoint(tmp_path / "run.pt", **parts, asynchronous=True).wait()
+    found = idist.load_checkpoint(tmp_path / "run.pt")
+    assert all(torch.equal(found[name], part) for name, part in parts.items())
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return id(tensor) if tensor.is_sparse or not tensor.numel() else tensor.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize(

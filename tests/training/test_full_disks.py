@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import ignite_dist as idist
 from helpers import plain_environ, run_new_python, write_script
+from ignite_dist import limits
 from machines import needs_mounts, on_a_disk
 
 SECONDS = 200
@@ -130,3 +133,23 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
     path = disk / "checkpoint.pt"
     reason = f"Read-only file system: {path}.tmp"
     assert ended.stdout == f"[Errno 30] The checkpoint {path} cannot be written: {reason}\n"
+
+
+def test_a_failure_before_the_write_is_not_its_cause(tmp_path: Path) -> None:
+    """The script saves in an ``except`` block. torch refuses two dtypes of one memory."""
+    floats = torch.ones(2)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(
+        OSError, match=r"run.pt cannot be written: .*the same data as different types"
+    ) as info:
+        try:
+            (tmp_path / "missing").read_text()
+        except FileNotFoundError:
+            idist.save_checkpoint(
+                tmp_path / "folder" / "run.pt", floats=floats, bits=floats.view(torch.int32)
+            )
+    assert info.value.errno is None
+    errors = LookupError("of the script"), RuntimeError("of the write")
+    errors[1].__context__ = errors[0]
+    assert limits.cause_of_write(errors[1], errors[0]) is errors[1]
+    assert limits.cause_of_write(errors[1], None) is errors[0]

@@ -19,6 +19,7 @@ import pickle
 import shelve
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
 import tarfile
@@ -289,6 +290,99 @@ def test_nothing_is_lost(method: str, how: str, tmp_path: Path) -> None:
         assert getattr(caught.value, "exit_code", "raised") == {"raises": "raised", "exits": 3}[how]
     for rank in range(2):
         assert _found(tmp_path, rank, method != "spawn") == EXPECTED
+
+
+# --- what trackers of experiments have not written yet ---------------------------------------------------
+
+
+def summary_writer(path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    kept.append(SummaryWriter(str(path)))
+    kept[-1].add_scalar("loss", 0.5, 3)
+
+
+def hdf5_file(path: Path) -> None:
+    """Not in ``kept``: if that is the launcher's list, a fork of the launcher leaves it alone."""
+    global hdf5
+    import h5py
+
+    hdf5 = h5py.File(path, "w")
+    hdf5["x"] = [1.0] * 3
+
+
+def wandb_run(path: Path) -> None:
+    import wandb
+
+    path.mkdir()
+    settings = wandb.Settings(console="off", silent=True, root_dir=str(path), x_disable_stats=True)
+    kept.append(wandb.init(mode="offline", project="test", settings=settings))
+    kept[-1].log({"loss": 0.5}, step=3)
+
+
+def _track(rank: int, folder: Path, trackers: str, how: str = "returns") -> None:
+    for track in TRACKERS[trackers]:
+        track(folder / f"{track.__name__}-{rank}")
+    if how == "raises":
+        idist.barrier()
+        raise LookupError("no data")
+
+
+TRACKERS = {"files": (summary_writer, hdf5_file), "wandb": (wandb_run,)}
+
+
+def _tracked(folder: Path, trackers: str, rank: int) -> Any:
+    if trackers == "wandb":
+        (path,) = (folder / f"wandb_run-{rank}" / "wandb").glob("offline-run-*/*.wandb")
+        kinds = _kinds_of_records(path.read_bytes())
+        return kinds.count("history"), kinds[-1]
+    import h5py
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / f"summary_writer-{rank}")).Reload()
+    with h5py.File(folder / f"hdf5_file-{rank}") as file:
+        return [(one.step, one.value) for one in events.Scalars("loss")], file["x"][:].tolist()
+
+
+def _kinds_of_records(data: bytes) -> list[Any]:
+    """Of a file of wandb: after 7 bytes, a checksum, a length and a 1 (it is whole) before each record."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    kinds, start = [], 7
+    while start < len(data):
+        _, size, is_whole = struct.unpack_from("<IHB", data, start)
+        assert is_whole == 1
+        start += 7 + size
+        kinds.append(Record.FromString(data[start - size : start]).WhichOneof("record_type"))
+    return kinds
+
+
+TRACKED = {"files": ([(3, 0.5)], [1.0] * 3), "wandb": (1, "exit")}
+LONG = ["files", pytest.param("wandb", marks=pytest.mark.long)]  # wandb starts a program of its own
+
+
+@pytest.mark.parametrize("trackers", LONG)
+def test_what_torch_promises_trackers(trackers: str, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_track, (tmp_path, trackers), nprocs=1)
+    assert _tracked(tmp_path, trackers, 0) == TRACKED[trackers]
+
+
+@pytest.mark.parametrize("trackers", LONG)
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_tracked_is_not_lost(method: str, trackers: str, tmp_path: Path) -> None:
+    spawn(_track, tmp_path, trackers, start_method=method)
+    for rank in range(2):
+        assert _tracked(tmp_path, trackers, rank) == TRACKED[trackers]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("trackers", TRACKERS)
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_what_is_tracked_is_not_lost_in_a_failure(method: str, trackers: str, tmp_path: Path) -> None:
+    with pytest.raises(idist.RankFailedError, match="no data"):
+        spawn(_track, tmp_path, trackers, "raises", start_method=method)
+    for rank in range(2):
+        assert _tracked(tmp_path, trackers, rank) == TRACKED[trackers]
 
 
 # --- after the failure of another rank --------------------------------------------------------------------

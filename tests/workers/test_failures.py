@@ -138,7 +138,7 @@ def _check(
     assert bool(error.traceback) == bool(death.trace)
     for plumbing in ("multiprocessing", "outcome_of", "_end_with_launcher", "watchdog.py", "launcher.py"):
         assert plumbing not in error.traceback
-    others = re.findall(r"^Rank (\d+) failed after it: ", message, re.MULTILINE)
+    others = _ranks_after(error)
     assert len(set(others)) == len(others) and str(victim) not in others
     assert seconds < FAILURE_SECONDS
     return seconds
@@ -356,8 +356,13 @@ def test_the_cause_is_found_behind_its_consequences(
     with pytest.raises(idist.RankFailedError) as info:
         idist.spawn("gloo", function, (argument or str(tmp_path),), nproc_per_node=num)
     assert time.monotonic() - started < 3 * FAILURE_SECONDS  # from the start of Python on
-    found = info.value.rank, info.value.error_type, str(info.value).count("failed after it")
+    found = info.value.rank, info.value.error_type, len(_ranks_after(info.value))
     assert found == expected, str(info.value)
+
+
+def _ranks_after(error: idist.RankFailedError) -> list[str]:
+    named = re.findall(r"^Ranks? ([\d, ]+) failed after it: ", str(error), re.MULTILINE)
+    return [rank for ranks in named for rank in ranks.split(", ")]
 
 
 def _failed(rank: int, error: BaseException | Failure, seconds: float = 0.0) -> FailedRank:
@@ -431,6 +436,57 @@ def test_a_silent_death_comes_before_what_was_told_while_it_was_not_noticed_yet(
     for silent, first in ((killed, 1), (aborted, 0)):
         failed = [FailedRank(0, 0, 100, "here", told), FailedRank(1, 1, 101, "here", silent)]
         assert error_of(failed).rank == first
+
+
+def _wait_in_two_places(rank: int) -> None:
+    idist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif rank == 0:
+        idist.barrier()  # where rank 0 is
+    else:
+        idist.barrier()  # where rank 2 is
+
+
+def test_where_the_others_were_when_a_rank_was_killed() -> None:
+    with pytest.raises(idist.WorkerExitedError) as info:
+        idist.spawn("gloo", _wait_in_two_places, nproc_per_node=3)
+    lines = Path(__file__).read_text().splitlines()
+    for rank in (0, 2):
+        place = (
+            f"workers/test_failures.py:{lines.index(f'        idist.barrier()  # where rank {rank} is') + 1}"
+        )
+        assert f"\nRank {rank} failed after it: at {place}: " in str(info.value), info.value
+
+
+def _call_with_other_sizes(rank: int) -> None:
+    idist.all_reduce(torch.ones(2 + rank))
+
+
+def test_what_all_ranks_find_is_reported_once() -> None:
+    with pytest.raises(idist.WorkerRaisedError) as info:
+        idist.spawn("gloo", _call_with_other_sizes, nproc_per_node=2)
+    message = str(info.value)
+    assert message.startswith("Ranks 0, 1 raised the same CollectiveMismatchError. Rank "), message
+    assert (
+        message.count("CollectiveMismatchError: The ranks made different calls") == 1
+        and "failed" not in message
+    ), message
+
+
+def test_equal_failures_share_a_line() -> None:
+    own, same = ValueError("boom"), ValueError("boom")
+    failed = [_failed(3, GLOO, 1.0), _failed(2, own, 2.0), _failed(0, GLOO, 3.0), _failed(1, same, 4.0)]
+    for others in (failed, failed[:3]):
+        error = error_of(others)
+        assert error.rank == 2 and str(error).count("ValueError: boom") == 1
+        assert re.findall(r"\n(.*) failed after it", str(error)) == ["Ranks 0, 3"], error
+    assert str(error_of(failed)).startswith(
+        "Ranks 1, 2 raised the same ValueError. Rank 2 (pid 102 on here) was the first. Its traceback:"
+    )
+    assert str(error_of([_failed(0, own), _failed(1, ValueError("other"), 1.0)])).startswith(
+        "Rank 0 (pid 100"
+    )
 
 
 def _shout(_: int) -> None:

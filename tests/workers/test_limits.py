@@ -30,6 +30,43 @@ SCRIPT = """
         except Exception as error:
             print(f"{type(error).__name__}: {error}")
 """
+REFUSED = """
+    import fcntl, os, resource, subprocess, sys
+    import ignite_dist as idist
+
+    def lock(local_rank):
+        with open(__file__) as first, open(__file__) as second:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if local_rank:
+                    raise RuntimeError(f"the file is locked: {error}") from error
+                raise
+
+    def fork(local_rank):
+        os.fork()
+
+    def run(local_rank):
+        try:
+            subprocess.run(["true"])
+        except OSError as error:
+            raise RuntimeError(f"true cannot be run: {error}")
+
+    def child(local_rank):
+        import multiprocessing
+        multiprocessing.get_context("spawn").Process(target=print).start()
+
+    def refuse(local_rank, name):
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        globals()[name](local_rank)
+
+    if __name__ == "__main__":
+        try:
+            idist.spawn("gloo", refuse, (sys.argv[1],), nproc_per_node=int(sys.argv[2]))
+        except idist.WorkerRaisedError as error:
+            print(error)
+"""
 # Another user than root, for whom the limit of processes holds, who may still read the files of root. Nobody
 # else has the number: the limit counts all processes of a user.
 AS_A_USER = (
@@ -99,13 +136,79 @@ def test_files_without_bytes(tmp_path: Path) -> None:
 @needs_another_user
 @pytest.mark.parametrize(
     ("number", "error"),
-    [(3, "LaunchError: The workers cannot be started"), (12, "WorkerRaisedError"), (64, "[2, 2]")],
+    [
+        (1, "LaunchError: The store of the job cannot be started"),
+        *((number, "LaunchError: The workers cannot be started") for number in (2, 3, 4, 5)),
+        *((number, "WorkerRaisedError") for number in (6, 12)),
+        (64, "[2, 2]"),
+    ],
 )
 def test_few_processes(number: int, error: str, tmp_path: Path) -> None:
     found = run(tmp_path, *AS_A_USER, limits={resource.RLIMIT_NPROC: number})
     assert error in found
     sentence = f"This user may run {number} processes and threads here (ulimit -u)."
     assert (sentence in found) == (number < 64), found
+    assert "process_end.py" not in found, found
+
+
+LITTLE_MEMORY = """
+    import resource, sys
+    import ignite_dist as idist
+
+    def work(local_rank):
+        return idist.all_reduce(1)
+
+    if __name__ == "__main__":
+        with open("/proc/self/statm") as file:
+            mapped = int(file.read().split()[0]) * resource.getpagesize()
+        limit = mapped + int(sys.argv[1]) * 1_000_000
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        print(f"{limit:,}", flush=True)
+        try:
+            print(idist.spawn("gloo", work, nproc_per_node=2, start_method=sys.argv[2]))
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
+"""
+METHODS = ["forkserver", *(pytest.param(one, marks=pytest.mark.long) for one in ("spawn", "fork"))]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("megabytes", [0, pytest.param(10, marks=pytest.mark.long), 40, 400])
+def test_little_memory(megabytes: int, method: str, tmp_path: Path) -> None:
+    """In addition to what the launcher has mapped: torch alone maps 600 MB."""
+    script = write_script(tmp_path, LITTLE_MEMORY)
+    environ = plain_environ(OMP_NUM_THREADS="1")
+    ended = run_new_python(script, megabytes, method, seconds=SECONDS, env=environ)
+    limit, _, found = ended.stdout.partition("\n")
+    if megabytes == 400:
+        assert found == "[2, 2]\n"
+    else:
+        assert re.search(rf"may map {limit} (bytes of memory here )?\(ulimit -v\)\.", found), found
+        assert "process_end.py" not in found, found
+
+
+def test_an_abort_under_a_limit_of_memory_tells_the_limit(tmp_path: Path) -> None:
+    """C++ aborts where it gets no memory."""
+    aborts = LITTLE_MEMORY.replace("return idist.all_reduce(1)", "import os; os.abort()")
+    ended = run_new_python(write_script(tmp_path, aborts), 400, "forkserver", seconds=SECONDS)
+    sentence = rf"A process may map {ended.stdout.splitlines()[0]} bytes of memory here \(ulimit -v\)\."
+    assert "was ended by SIGABRT" in ended.stdout and re.search(sentence, ended.stdout), ended.stdout
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_lock_that_is_held_is_no_limit(num_ranks: int, tmp_path: Path) -> None:
+    ended = run_new_python(write_script(tmp_path, REFUSED), "lock", num_ranks, seconds=SECONDS)
+    assert "Resource temporarily unavailable" in ended.stdout and "ulimit" not in ended.stdout, ended.stdout
+
+
+@needs_another_user
+@pytest.mark.parametrize(
+    "how", ["fork", *(pytest.param(one, marks=pytest.mark.long) for one in ("run", "child"))]
+)
+def test_a_process_that_cannot_be_started_is_about_the_limit(how: str, tmp_path: Path) -> None:
+    script = write_script(tmp_path, REFUSED)
+    ended = run_new_python(script, how, 1, seconds=SECONDS, prefix=AS_A_USER)
+    assert "This user may run 1 processes and threads here (ulimit -u)." in ended.stdout, ended.stdout
 
 
 # --- disks -------------------------------------------------------------------------------------------

@@ -23,6 +23,11 @@ ON_CPUS := not gpu and not horovod and not launchers and not mpi4py and not xla 
 # pip must not wait for an answer that nobody gives.
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The processes of `pytest -n logical`, where CI has not said how many: two for each core, because tests wait for
+# other ranks and for the end of timeouts. More than eight only where there are more cores.
+ifndef PYTEST_XDIST_AUTO_NUM_WORKERS
+export PYTEST_XDIST_AUTO_NUM_WORKERS := $(shell $(PYTHON) -c 'import os; n = os.cpu_count(); print(max(n, min(2 * n, 8)))')
+endif
 # Without compiled modules, each of the thousands of processes that the tests start compiles the package.
 export PYTHONDONTWRITEBYTECODE :=
 

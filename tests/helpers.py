@@ -66,8 +66,8 @@ def write_script(folder: Path, text: str, name: str = "script.py") -> Path:
 
 
 @cache
-def _warm_python(pid: int) -> WarmPython:
-    return WarmPython()
+def _warm_python(pid: int, with_one_thread: bool) -> WarmPython:
+    return WarmPython({**os.environ, **({"OMP_NUM_THREADS": "1"} if with_one_thread else {})})
 
 
 def run_python(
@@ -83,7 +83,8 @@ def run_python(
     """
     command = [str(arg) for arg in args]
     env = plain_environ() if env is None else env
-    warm = _warm_python(os.getpid())
+    # Many tests set OMP_NUM_THREADS=1, which torch reads when it is imported.
+    warm = _warm_python(os.getpid(), env.get("OMP_NUM_THREADS") == "1")
     if not warm.can_run(command, env):
         return run_new_python(*args, seconds=seconds, env=env, cwd=cwd, **({"input": input} if input else {}))
     ended = warm.run(command, env, str(cwd or os.getcwd()), input, seconds)

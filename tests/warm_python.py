@@ -73,15 +73,20 @@ def _receive(channel: socket.socket) -> tuple[Request, list[int]] | None:
 
 
 class WarmPython:
-    """Starts the Python that has imported torch, and asks it to run scripts. It ends with this process."""
+    """Starts the Python that has imported torch, and asks it to run scripts. It ends with this process.
 
-    def __init__(self) -> None:
+    Args:
+        environ: what this Python reads from it when it starts is the same for all scripts.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
-        self._environ = _read_at_start(os.environ)
+        self._environ = _read_at_start(environ)
+        others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_AT_START)}
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            env={**others, **self._environ},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

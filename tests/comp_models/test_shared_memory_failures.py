@@ -128,6 +128,7 @@ def test_every_way_to_end_while_others_wait(how: str, folder: str) -> None:
     assert "rank 2" in str(error).lower() or how == "destroy_process_group"
 
 
+@pytest.mark.long
 @pytest.mark.stress
 def test_deaths_in_every_kind_of_call_leave_nothing_behind(
     folder: str, repetitions: Callable[[int, int], int], tally: Callable[[str], None]

@@ -207,22 +207,29 @@ def test_the_batches_are_those_of_one_process(kind: str) -> None:
         assert alone[:half] != alone[half:], "each epoch has an order of its own"
 
 
-def interrupted(_: int, kind: str, num_batches: int, path: str) -> list[list[int]]:
-    loader = make(kind)
-    seen = []
-    for batch in chain.from_iterable(batches(loader) for _ in range(NUM_EPOCHS)):
-        seen.append(batch)
-        if len(seen) == num_batches:
-            break
-    idist.save_checkpoint(path, loader=loader)
-    return seen
+def interrupted(_: int, kind: str, paths: dict[int, str]) -> list[list[list[int]]]:
+    """For each number of batches, what a run has drawn before it stopped and wrote its checkpoint."""
+    runs = []
+    for num_batches, path in paths.items():
+        loader, seen = make(kind), []
+        for batch in chain.from_iterable(batches(loader) for _ in range(NUM_EPOCHS)):
+            seen.append(batch)
+            if len(seen) == num_batches:
+                break
+        idist.save_checkpoint(path, loader=loader)
+        runs.append(seen)
+    return runs
 
 
-def resumed(_: int, kind: str, path: str) -> list[list[int]]:
-    idist.seed_everything(99)
-    loader = KINDS[kind]()
-    idist.load_checkpoint(path, loader=loader)
-    return [batch for _ in range(NUM_EPOCHS) for batch in batches(loader)]
+def resumed(_: int, kind: str, paths: list[str]) -> list[list[list[int]]]:
+    """For each checkpoint, what a run draws from there."""
+    runs = []
+    for path in paths:
+        idist.seed_everything(99)
+        loader = KINDS[kind]()
+        idist.load_checkpoint(path, loader=loader)
+        runs.append([batch for _ in range(NUM_EPOCHS) for batch in batches(loader)])
+    return runs
 
 
 def run(function: Callable[..., Any], *args: Any, world_size: int) -> list[Any]:
@@ -236,16 +243,20 @@ def first_of(parts: list[list[list[int]]], num_batches: int) -> list[list[int]]:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "stream"])
 def test_a_run_that_was_stopped_anywhere_goes_on_with_the_next_batch(kind: str, tmp_path: Any) -> None:
-    """Stopped on 1, 2 or 3 ranks, resumed on 1, 2 or 3."""
-    path = str(tmp_path / "run.pt")
+    """Stopped on 1, 2 or 3 ranks, resumed on 1, 2 or 3: by other processes, which do all runs in turn."""
     alone = [sorted(set(batch)) for batch in drawn(0, kind)]
-    for num_batches in range(1, len(alone)):
-        for before in (1, 2, 3):
-            seen = run(interrupted, kind, num_batches, path, world_size=before)
-            assert first_of(seen, num_batches) == alone[:num_batches]
-            after = 1 + (before + num_batches) % 3
-            found = first_of(run(resumed, kind, path, world_size=after), len(alone) - num_batches)
-            assert found == alone[num_batches:], f"{before} ranks, {num_batches} batches, then {after} ranks"
+    written: dict[int, list[tuple[int, int, str]]] = {1: [], 2: [], 3: []}  # by the ranks that go on
+    for before in (1, 2, 3):
+        paths = {stop: str(tmp_path / f"{before}-{stop}.pt") for stop in range(1, len(alone))}
+        by_rank = run(interrupted, kind, paths, world_size=before)
+        for (stop, path), *seen in zip(paths.items(), *by_rank, strict=True):
+            assert first_of(seen, stop) == alone[:stop]
+            written[1 + (before + stop) % 3].append((before, stop, path))
+    for after, runs in written.items():
+        by_rank = run(resumed, kind, [path for _, _, path in runs], world_size=after)
+        for (before, stop, _), *rest in zip(runs, *by_rank, strict=True):
+            found = first_of(rest, len(alone) - stop)
+            assert found == alone[stop:], f"{before} ranks, {stop} batches, then {after} ranks"
 
 
 # --- the order -----------------------------------------------------------------------------------------

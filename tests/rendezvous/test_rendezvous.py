@@ -306,6 +306,7 @@ def _files_of_contexts(folder: str) -> list[list[str]]:
     return seen
 
 
+@pytest.mark.long
 def test_many_contexts_at_one_address_print_nothing(tmp_path: Path) -> None:
     """A rank may begin the next context before rank 0 has closed the store of the last one."""
     script = helpers.write_script(

@@ -48,6 +48,7 @@ def _raises() -> None:
     raise LookupError("the cause")
 
 
+@pytest.mark.long
 def test_the_cause_is_named_not_those_who_heard_of_it() -> None:
     for _ in range(15):
         with pytest.raises(idist.RankFailedError) as info:

@@ -122,7 +122,8 @@ def all_gather(
         begin,
         outside=tensor,
         value=tensor,
-        begin_outside=lambda _: Completed(None) if sync_grads else gather_rows(model, tensor, members),
+        op="sync_grads=True" if sync_grads else "",
+        begin_outside=lambda members: Completed(None) if sync_grads else gather_rows(model, tensor, members),
         async_op=async_op,
     )
 
@@ -183,7 +184,7 @@ def all_gather_ragged(tensor: Tensor, group: Any = None, *, async_op: bool = Fal
         lambda members: Steps(lambda: _gather_ragged(model, tensor, members)),
         outside=[tensor],
         value=tensor.dtype,
-        begin_outside=lambda _: Steps(lambda: _gather_ragged(model, tensor.new_empty(0), members)),
+        begin_outside=lambda members: Steps(lambda: _gather_ragged(model, tensor.new_empty(0), members)),
         async_op=async_op,
     )
 
@@ -236,7 +237,7 @@ def all_gather_tensors_with_shapes(
         lambda members: _gather_with_shapes(model, tensor, group_shapes, members),
         outside=[tensor],
         value=description,
-        begin_outside=lambda _: _gather_with_shapes(model, tensor.new_empty(0), group_shapes, members),
+        begin_outside=lambda members: _gather_with_shapes(model, tensor.new_empty(0), group_shapes, members),
     )
     return gathered
 

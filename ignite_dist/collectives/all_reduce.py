@@ -156,7 +156,7 @@ def all_reduce(
         outside=given,
         value=tensor,
         op=op_text,
-        begin_outside=lambda _: reduce_tensor(model, copy_of(tensor), op, plan, members),
+        begin_outside=lambda members: reduce_tensor(model, copy_of(tensor), op, plan, members),
         async_op=async_op,
     )
 
@@ -173,9 +173,9 @@ def _reduce_with_grad(
         model,
         "all_reduce",
         members,
-        lambda _: Completed(autograd.reduce_with_grad(model, tensor, op, members, exact)),
+        lambda members: Completed(autograd.reduce_with_grad(model, tensor, op, members, exact)),
         outside=tensor,
         value=tensor,
-        op=op_text,
+        op=f"{op_text}, sync_grads=True",
         begin_outside=lambda _: Completed(None),
     )

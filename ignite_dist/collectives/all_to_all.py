@@ -111,7 +111,7 @@ def all_to_all(
         model,
         "all_to_all",
         members,
-        lambda members: begin_messages(model, messages, "all_to_all", members),
+        lambda members: begin_messages(model, messages, members),
         outside=x,
         value="a list",
         async_op=async_op,
@@ -141,7 +141,8 @@ def _exchange_rows(
         begin,
         outside=x,
         value=x,
-        begin_outside=lambda _: Completed(None) if sync_grads else exchange_tensor(model, x, members),
+        op="sync_grads=True" if sync_grads else "",
+        begin_outside=lambda members: Completed(None) if sync_grads else exchange_tensor(model, x, members),
         async_op=async_op,
     )
 
@@ -154,12 +155,20 @@ def _exchange_with_grad(model: ComputationModel, tensors: Sequence[Any], members
         raise TypeError("all_to_all with sync_grads=True takes tensors of one dtype on one device.")
     messages = [encode(model, "all_to_all", tuple(tensor.shape)) for tensor in tensors]
 
-    def run() -> list[Tensor]:
-        shapes = begin_messages(model, messages, "all_to_all with sync_grads", members).wait()
+    def run(members: Group) -> list[Tensor]:
+        shapes = begin_messages(model, messages, members).wait()
         sent = [tensor.numel() for tensor in tensors]
         received = [torch.Size(shape).numel() for shape in shapes]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         parts = autograd.exchange_with_grad(model, flat, members, Sizes(sent, received))
         return [part.view(shape) for part, shape in zip(torch.split(parts, received), shapes, strict=True)]
 
-    return perform(model, "all_to_all", members, lambda _: Steps(run), outside=tensors, value="a list")
+    return perform(
+        model,
+        "all_to_all",
+        members,
+        lambda members: Steps(lambda: run(members)),
+        outside=tensors,
+        value="a list",
+        op="sync_grads=True",
+    )

@@ -114,7 +114,7 @@ def broadcast(
         lambda members: begin(tensor, members),
         outside=tensor,
         value="" if safe_mode else tensor if is_tensor else "an object",
-        op=f"from {src}",
+        op=f"from {src}, safe_mode=True" if safe_mode else f"from {src}",
         begin_outside=lambda members: begin(copy_of(tensor), members),
         async_op=async_op,
     )

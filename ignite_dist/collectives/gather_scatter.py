@@ -75,7 +75,6 @@ def gather(tensor: Any, dst: int = 0, group: Any = None, *, async_op: bool = Fal
     members = model.groups.resolve(group)
     check_root("dst", dst, members, model.get_world_size())
     is_dst = model.get_rank() == dst
-    call = f"gather of {'a tensor' if is_tensor else 'objects'} to {dst}"
 
     def begin_tensor(members: Group) -> Work:
         work = exchange_tensor(model, tensor, members, _sizes(tensor.numel(), members, dst, is_dst))
@@ -87,7 +86,7 @@ def gather(tensor: Any, dst: int = 0, group: Any = None, *, async_op: bool = Fal
         messages = [encode(model, "gather", tensor if rank == dst else NOTHING) for rank in members.ranks]
 
     def begin_objects(members: Group) -> Work:
-        work = begin_messages(model, messages, call, members)
+        work = begin_messages(model, messages, members)
         return work.then(lambda values: values if is_dst else None)
 
     return perform(
@@ -159,7 +158,7 @@ def scatter(values: Any, src: int = 0, group: Any = None, *, async_op: bool = Fa
     messages = [encode(model, "scatter", entry) for entry in entries]
 
     def begin(members: Group) -> Work:
-        work = begin_messages(model, messages, f"scatter from {src}", members)
+        work = begin_messages(model, messages, members)
         return work.then(lambda received: received[members.ranks.index(src)])
 
     return perform(

@@ -216,9 +216,9 @@ def reduce_scatter(
         members,
         begin,
         outside=x,
-        value=rows,
-        op=op,
-        begin_outside=lambda _: (
+        value=x if isinstance(x, Tensor) else rows,
+        op=f"{op}, sync_grads=True" if sync_grads else op,
+        begin_outside=lambda members: (
             Completed(None) if sync_grads else reduce_scatter_tensor(model, rows, op, members)
         ),
         async_op=async_op,

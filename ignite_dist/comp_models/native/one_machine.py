@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ignite_dist import _torch
+from ignite_dist.comp_models.call import call_of
 from ignite_dist.comp_models.native import gloo
 from ignite_dist.comp_models.native.reducer_group import ReducerGroup
 from ignite_dist.comp_models.native.shared_memory import SharedMemory
@@ -72,18 +73,14 @@ class OneMachineTransport(NativeTransport):
     def all_to_all(self, tensor: Tensor, group: Group, out: Tensor, sizes: Sizes | None) -> Work:
         over_gloo = partial(super().all_to_all, tensor, group, out, sizes)
         if sizes is not None or tensor.nbytes > part_bytes(len(group.ranks)):
-            return over_gloo()
+            return self._work(tensor.device, group, lambda memory: _compared(memory, over_gloo), over_gloo)
         return self._work(tensor.device, group, lambda memory: memory.all_to_all(tensor, out), over_gloo)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
         over_gloo = partial(super().broadcast, tensor, src, group)
-        root, is_src = group.position(src), src == self._rank
+        root = group.position(src)
         assert root is not None
-        work = self._work(tensor.device, group, lambda memory: memory.broadcast(tensor, root), over_gloo)
-        if isinstance(work, _SharedWork) and tensor.nbytes <= part_bytes(len(group.ranks)):  # one step
-            work.needs_all = not is_src
-            work.ranks = work.ranks if is_src or not work.ranks else (src,)
-        return work
+        return self._work(tensor.device, group, lambda memory: memory.broadcast(tensor, root), over_gloo)
 
     def barrier(self, group: Group) -> Work:
         # On an accelerator a barrier also waits for the device, which gloo's does.
@@ -117,7 +114,10 @@ class OneMachineTransport(NativeTransport):
         return ReducerGroup(self.handle_of(group), partial(self._sum_in_memory, group=group))
 
     def _sum_in_memory(self, tensor: Tensor, group: Group) -> Work | None:
-        return self.all_reduce(tensor, "SUM", group) if self.shares_memory(group) else None
+        if not self.shares_memory(group):
+            return None
+        call = call_of("gradients of a backward pass", "", tensor)
+        return self.all_reduce(tensor, "SUM", group.in_call(call))
 
     # --- the memory of each group ---
 
@@ -207,6 +207,12 @@ class OneMachineTransport(NativeTransport):
             memory.segment.leave()
 
 
+def _compared(memory: SharedMemory, over_gloo: Callable[[], Work]) -> Any:
+    """Run a collective over gloo, which would not notice that other ranks make another call."""
+    memory.compare()
+    return over_gloo().wait()
+
+
 class _SharedWork(Work):
     """A collective that goes over shared memory, unless :meth:`start` is called or the ranks share no memory.
 
@@ -253,7 +259,7 @@ class _SharedWork(Work):
                 self._inner = self._over_gloo()
             else:
                 try:
-                    self._result = memory.run(run)
+                    self._result = memory.run(run, self._group)
                 except RuntimeError as error:
                     connections.raise_with_cause(error)
         return self._result if self._inner is None else self._inner.wait()

@@ -13,6 +13,7 @@ from torch import Tensor
 from ignite_dist.collectives import autograd
 from ignite_dist.collectives.arguments import check_not_async, check_out
 from ignite_dist.collectives.checks import check_dense
+from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import is_member, perform
 from ignite_dist.collectives.tensors import gather_rows
 from ignite_dist.comp_models import ComputationModel, Group
@@ -53,6 +54,7 @@ def all_gather(
 
 
 @traced_as(_all_gather_in_a_graph)
+@counts_interrupts
 def all_gather(
     tensor: Any,
     group: Any = None,
@@ -158,6 +160,7 @@ def all_gather_ragged(
 def all_gather_ragged(tensor: Tensor, group: Any = ..., *, async_op: Literal[True]) -> Work: ...
 
 
+@counts_interrupts
 def all_gather_ragged(tensor: Tensor, group: Any = None, *, async_op: bool = False) -> Any:
     """Gather tensors of different shapes. Every rank of the group must call this function.
 
@@ -199,6 +202,7 @@ def _gather_ragged(model: ComputationModel, tensor: Tensor, members: Group) -> l
     return gathered
 
 
+@counts_interrupts
 def all_gather_tensors_with_shapes(
     tensor: Tensor, shapes: Sequence[Sequence[int]], group: Any = None
 ) -> list[Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ignite_dist.collectives import autograd
 from ignite_dist.collectives.arguments import check_not_async, copy_of
 from ignite_dist.collectives.checks import check_writable
+from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import is_member, perform
 from ignite_dist.collectives.tensors import plan_reduction, reduce_tensor
 from ignite_dist.collectives.tree_reduction import reduce_tree
@@ -55,6 +56,7 @@ def all_reduce(
 
 
 @traced_as(_all_reduce_in_a_graph)
+@counts_interrupts
 def all_reduce(
     tensor: Any,
     op: str = "SUM",

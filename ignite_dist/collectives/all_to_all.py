@@ -11,6 +11,7 @@ from torch import Tensor
 from ignite_dist.collectives import autograd
 from ignite_dist.collectives.arguments import check_divisible, check_length, check_not_async, check_out
 from ignite_dist.collectives.checks import check_dense
+from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.messages import NOTHING, begin_messages, encode
 from ignite_dist.collectives.path import is_member, perform, takes_part
 from ignite_dist.collectives.tensors import exchange_tensor
@@ -56,6 +57,7 @@ def all_to_all(x: Any, group: Any = ..., out: Tensor | None = ..., *, async_op: 
 
 
 @traced_as(_all_to_all_in_a_graph)
+@counts_interrupts
 def all_to_all(
     x: Any, group: Any = None, out: Tensor | None = None, *, sync_grads: bool = False, async_op: bool = False
 ) -> Any:

@@ -11,6 +11,7 @@ from ignite_dist.arguments import as_int
 from ignite_dist.collectives.all_gather import gathered_shape
 from ignite_dist.collectives.arguments import check_length, check_root
 from ignite_dist.collectives.checks import check_dense
+from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.messages import NOTHING, begin_messages, encode
 from ignite_dist.collectives.path import is_member, perform
 from ignite_dist.collectives.tensors import exchange_tensor
@@ -38,6 +39,7 @@ def gather(
 def gather(tensor: Any, dst: int = ..., group: Any = ..., *, async_op: Literal[True]) -> Work: ...
 
 
+@counts_interrupts
 def gather(tensor: Any, dst: int = 0, group: Any = None, *, async_op: bool = False) -> Any:
     """Gather the values of all ranks on rank ``dst``. Every rank of the group must call this function.
 
@@ -116,6 +118,7 @@ def scatter(
 def scatter(values: Any, src: int = ..., group: Any = ..., *, async_op: Literal[True]) -> Work: ...
 
 
+@counts_interrupts
 def scatter(values: Any, src: int = 0, group: Any = None, *, async_op: bool = False) -> Any:
     """Send one entry of a list on rank ``src`` to each rank. Every rank of the group must call this function.
 

@@ -208,6 +208,12 @@ class Transport(ABC):
     def barrier(self, group: Group) -> Work:
         """Complete when every rank of the group has called this method."""
 
+    def leave_call(self, group: Group) -> None:  # noqa: B027  # optional
+        """Note that this rank was interrupted in ``group.call``. Override it if ranks can find this out.
+
+        Called also if the call has made a step, or all of its steps.
+        """
+
     # --- groups ---
 
     @abstractmethod

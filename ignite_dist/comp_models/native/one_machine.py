@@ -52,6 +52,8 @@ class OneMachineTransport(NativeTransport):
         self._memories: dict[int, SharedMemory | None] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._openings: dict[int, Future[SharedMemory | None]] = {}
+        # Calls in which this rank was interrupted before the memory was open.
+        self._calls_left: dict[int, list[Group]] = {}
 
     # --- primitives ---
 
@@ -142,7 +144,9 @@ class OneMachineTransport(NativeTransport):
 
     def _open_in_thread(self, opening: Future[SharedMemory | None], handle: Any, group: Group) -> None:
         try:
-            opening.set_result(self._open_memory(handle, group))
+            memory = self._open_memory(handle, group)
+            self._count_calls_left(id(handle))
+            opening.set_result(memory)
         except BaseException as error:
             opening.set_exception(error)
 
@@ -157,10 +161,11 @@ class OneMachineTransport(NativeTransport):
             memory = None
         else:
             memory = SharedMemory(segment, handle.group_name if isinstance(handle, ProcessGroup) else "")
-        key, memories, openings = id(handle), self._memories, self._openings
+        key, memories, openings, left = id(handle), self._memories, self._openings, self._calls_left
 
         def forget(_: Any) -> None:
             openings.pop(key, None)
+            left.pop(key, None)
             forgotten = memories.pop(key, None)
             if forgotten is not None:
                 forgotten.segment.leave()
@@ -168,6 +173,18 @@ class OneMachineTransport(NativeTransport):
         self._references[key] = weakref.ref(handle, forget)
         memories[key] = memory
         return memory
+
+    def leave_call(self, group: Group) -> None:
+        key = id(self.handle_of(group))
+        self._calls_left.setdefault(key, []).append(group)
+        if key in self._memories:
+            self._count_calls_left(key)
+
+    def _count_calls_left(self, key: int) -> None:
+        memory = self._memories[key]
+        for group in self._calls_left.pop(key, ()):
+            if memory is not None:
+                memory.leave_call(group)
 
     def shares_memory(self, group: Group) -> bool | None:
         if not 1 < len(group.ranks) <= MAX_RANKS:
@@ -187,6 +204,7 @@ class OneMachineTransport(NativeTransport):
         self._references.clear()
         self._memories.clear()
         self._openings.clear()
+        self._calls_left.clear()
 
     # --- for the watchdog ---
 

@@ -72,10 +72,10 @@ class SharedMemory:
                     "A signal handler or a finalizer has called a collective while its thread was in a "
                     "collective of the same group. Let the handler set a flag, and call the collective later."
                 )
-            self._is_running, self._call = True, group.call
-            self._count(group.token)
             number = self.segment.number
+            self._is_running, self._call = True, group.call
             try:
+                self._count(group.token)
                 while True:
                     try:
                         return collective(self)
@@ -87,10 +87,23 @@ class SharedMemory:
             except BaseException as error:
                 # Otherwise the other ranks would receive this rank's next call instead of this call.
                 if self.segment.number == number and not self._has_broken(error):
-                    self.segment.publish(number + 1, _described(_ENDED_EARLY, group.call))
+                    self._end_early(group.call)
                 raise
             finally:
                 self._is_running = False
+
+    def leave_call(self, group: Group) -> None:
+        """Count the call of ``group``, in which this rank was interrupted, unless it has counted."""
+        with self._lock:
+            if self._is_running or self.segment.has_left or group.token == self._token != 0:
+                return
+            self._count(group.token)
+            self._end_early(group.call)
+
+    def _end_early(self, call: Call) -> None:
+        number = self.segment.number + 1
+        self.segment.write_place(number)
+        self.segment.publish(number, _described(_ENDED_EARLY, call))
 
     def _count(self, token: int) -> None:
         """Give the steps the number of their call, which is equal on all ranks."""

@@ -325,7 +325,7 @@ class Segment:
 
 
 def _described(description: str, place: str, call: str) -> str:
-    """For example ``"all_reduce at file.py:12 (SUM torch.float32 (3,))"``. ``place`` and ``call`` may be ""."""
+    """For example ``"all_reduce at file.py:12 (SUM torch.float32 (3,))"``. ``place``, ``call`` may be ""."""
     function = place.partition(" at ")[0]
     details = description
     if place and description.startswith(f"{function}("):

@@ -17,10 +17,11 @@ from ignite_dist.collectives.broadcast import broadcast_anything
 from ignite_dist.collectives.checks import check_dense
 from ignite_dist.collectives.path import is_member, perform, takes_part
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.call import Call
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics.announcing import recorder_of
-from ignite_dist.errors import CollectiveMismatchError, RankFailedError, without_link
+from ignite_dist.errors import RankFailedError, without_link
 from ignite_dist.rendezvous.connections import last_lines
 from ignite_dist.tracing import untraced
 from ignite_dist.values import serialization
@@ -35,10 +36,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class _Outcome(NamedTuple):
     """The result or the error of one rank. ``error_type`` is empty after success.
 
-    It is sent as a plain tuple. ``kind`` distinguishes it from the objects of other collectives.
+    It is sent as a plain tuple.
     """
 
-    kind: str
     rank: int
     time: float
     error_type: str = ""
@@ -46,19 +46,33 @@ class _Outcome(NamedTuple):
     value: Any = None
 
 
-_KIND = "ignite_dist.outcome"
-
-
 def _outcome(rank: int, error: BaseException | None, value: Any) -> _Outcome:
     if error is None:
-        return _Outcome(_KIND, rank, time.time(), value=value)
-    return _Outcome(_KIND, rank, time.time(), type(error).__name__, text_of(error, error.__traceback__))
+        return _Outcome(rank, time.time(), value=value)
+    return _Outcome(rank, time.time(), type(error).__name__, text_of(error, error.__traceback__))
+
+
+class Caller(NamedTuple):
+    """The public function that exchanges outcomes, and the arguments that must be equal on all ranks."""
+
+    name: str
+    arguments: str = ""
+
+
+_GRADIENTS = Caller("the agreement on gradients")
 
 
 def exchange_outcomes(
-    model: ComputationModel, group: Group, error: BaseException | None, value: Any = None
+    model: ComputationModel,
+    group: Group,
+    error: BaseException | None,
+    value: Any = None,
+    caller: Caller = _GRADIENTS,
 ) -> list[Any]:
     """Gather the outcomes of all ranks of ``group``. Returns their values.
+
+    Ranks meet only if they pass the same ``caller``. With the default, a rank that fails in a microbatch
+    meets the ranks that average their gradients.
 
     Raises:
         RankFailedError: another rank of the group failed, and this rank did not. The error names the rank
@@ -67,15 +81,20 @@ def exchange_outcomes(
     """
     model.groups.check_not_joining()
 
-    def gather() -> list[Any]:
+    def gather(group: Group) -> list[Any]:
         recorder = recorder_of(model)
         if error is not None and recorder is not None:  # for the reports of ranks that wait in another call
             recorder.log_of(model.get_rank()).error = without_link(last_lines(error))[:200]
         return model.objects.gather(tuple(_outcome(model.get_rank(), error, value)), group)
 
-    rows = perform(model, "agreement", group, lambda _: Steps(gather), outside=[])
-    if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
-        raise CollectiveMismatchError("The ranks called different collectives.")
+    rows = perform(
+        model,
+        caller.name,
+        group,
+        lambda group: Steps(lambda: gather(group)),
+        outside=[],
+        op=caller.arguments,
+    )
     outcomes = [_Outcome(*row) for row in rows]
     failed = [outcome for outcome in outcomes if outcome.error_type]
     if failed and error is None and model.get_rank() in group.ranks:
@@ -85,21 +104,21 @@ def exchange_outcomes(
 
 
 @contextmanager
-def _shared_outcome(model: ComputationModel, group: Group) -> Iterator[None]:
+def _shared_outcome(model: ComputationModel, group: Group, caller: Caller) -> Iterator[None]:
     """If the block raises on one rank, the other ranks raise at the end of their blocks."""
-    with _reported_errors(model, group):
+    with _reported_errors(model, group, caller):
         yield
-    exchange_outcomes(model, group, None)
+    exchange_outcomes(model, group, None, caller=caller)
 
 
 @contextmanager
-def _reported_errors(model: ComputationModel, group: Group) -> Iterator[None]:
+def _reported_errors(model: ComputationModel, group: Group, caller: Caller) -> Iterator[None]:
     """If the block raises, report the error to the other ranks, which call :func:`exchange_outcomes`."""
     try:
         yield
     except BaseException as error:
         try:
-            exchange_outcomes(model, group, error)
+            exchange_outcomes(model, group, error, caller=caller)
         except RuntimeError as exchange_error:  # the user must see the first error
             kind = type(error).__name__
             if not isinstance(error, KeyboardInterrupt):  # the launcher interrupts ranks after a failure
@@ -122,8 +141,8 @@ def _block(model: ComputationModel, name: str) -> Iterator[None]:
         log.block = before
 
 
-def same_outcome(model: ComputationModel, function: Callable[[], Any]) -> list[Any]:
-    """``function()`` of every rank of the world. Every rank calls this.
+def same_outcome(model: ComputationModel, caller: str, function: Callable[[], Any]) -> list[Any]:
+    """``function()`` of every rank of the world. Every rank calls this, in the public function ``caller``.
 
     ``function`` makes no collectives, or only such that raise on every rank.
 
@@ -135,13 +154,13 @@ def same_outcome(model: ComputationModel, function: Callable[[], Any]) -> list[A
     """
     world, own = model.groups.resolve(None), None
     row: tuple[str, Any, str, str]
-    with _reported_errors(model, world):
+    with _reported_errors(model, world, Caller(caller)):
         try:
             row = "", function(), "", ""
         except tuple(_KINDS.values()) as error:
             own, kind = error, next(name for name, kind in _KINDS.items() if isinstance(error, kind))
             row = kind, _arguments(error), type(error).__name__, text_of(error, error.__traceback__)
-    rows = exchange_outcomes(model, world, None, row)
+    rows = exchange_outcomes(model, world, None, row, Caller(caller))
     if own is not None:
         raise own
     for rank, (kind, value, error_type, trace) in enumerate(rows):
@@ -191,7 +210,7 @@ def raise_together(group: Any = None) -> Iterator[None]:
     if not takes_part(model, members):
         yield
         return
-    with _shared_outcome(model, members):
+    with _shared_outcome(model, members, Caller("raise_together")):
         yield
 
 
@@ -300,16 +319,18 @@ def _one_of(ranks: Sequence[int], rank: Any) -> int:
 def _run_on_one(
     model: ComputationModel, group: Group, rank: int, function: Callable[[], Any], share_result: bool
 ) -> Any:
+    called = Caller("one_rank_only", f"rank={rank}{', broadcast=True' * share_result}")
     if not is_member(model, group):
         return perform(
             model,
-            "agreement",
+            called.name,
             group,
-            lambda _: Steps(lambda: _follow(model, group, rank, share_result)),
+            lambda group: Steps(lambda: _follow(model, group, rank, share_result)),
             None,
+            op=called.arguments,
         )
     result: Any = None
-    with _shared_outcome(model, group):
+    with _shared_outcome(model, group, called):
         if model.get_rank() == rank:
             with _block(model, "the function of one_rank_only"):
                 result = function()
@@ -317,14 +338,17 @@ def _run_on_one(
                 result = _sendable(result)
     if not share_result:
         return result
-    return broadcast_anything(model, result, rank, group)
+    return broadcast_anything(model, result, rank, group.in_call(_RESULT))
+
+
+_RESULT = Call("the result of one_rank_only")
 
 
 def _follow(model: ComputationModel, group: Group, rank: int, share_result: bool) -> None:
     """Take part in the collectives of :func:`_run_on_one` outside of ``group``, with XLA."""
     rows = model.objects.gather(tuple(_outcome(model.get_rank(), None, None)), group)
     if share_result and all(isinstance(row, tuple) and not _Outcome(*row).error_type for row in rows):
-        broadcast_anything(model, None, rank, group)
+        broadcast_anything(model, None, rank, group.in_call(_RESULT))
 
 
 def _sendable(result: Any) -> Any:
@@ -380,9 +404,10 @@ def one_rank_first(rank: int = 0, local: bool = False, group: Any = None) -> Ite
     if not takes_part(model, members):
         yield
         return
+    called = Caller("one_rank_first", f"rank={rank}{', local=True' * local}")
     if model.get_rank() != first:
-        exchange_outcomes(model, members, None)
+        exchange_outcomes(model, members, None, caller=called)
         yield
         return
-    with _shared_outcome(model, members), _block(model, "the block of one_rank_first"):
+    with _shared_outcome(model, members, called), _block(model, "the block of one_rank_first"):
         yield

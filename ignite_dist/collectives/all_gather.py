@@ -13,6 +13,7 @@ from torch import Tensor
 from ignite_dist.collectives import autograd
 from ignite_dist.collectives.arguments import check_not_async, check_out
 from ignite_dist.collectives.checks import check_dense
+from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import is_member, perform
 from ignite_dist.collectives.tensors import gather_rows
 from ignite_dist.comp_models import ComputationModel, Group
@@ -53,6 +54,7 @@ def all_gather(
 
 
 @traced_as(_all_gather_in_a_graph)
+@counts_interrupts
 def all_gather(
     tensor: Any,
     group: Any = None,
@@ -122,7 +124,8 @@ def all_gather(
         begin,
         outside=tensor,
         value=tensor,
-        begin_outside=lambda _: Completed(None) if sync_grads else gather_rows(model, tensor, members),
+        op="sync_grads=True" if sync_grads else "",
+        begin_outside=lambda members: Completed(None) if sync_grads else gather_rows(model, tensor, members),
         async_op=async_op,
     )
 
@@ -157,6 +160,7 @@ def all_gather_ragged(
 def all_gather_ragged(tensor: Tensor, group: Any = ..., *, async_op: Literal[True]) -> Work: ...
 
 
+@counts_interrupts
 def all_gather_ragged(tensor: Tensor, group: Any = None, *, async_op: bool = False) -> Any:
     """Gather tensors of different shapes. Every rank of the group must call this function.
 
@@ -183,7 +187,7 @@ def all_gather_ragged(tensor: Tensor, group: Any = None, *, async_op: bool = Fal
         lambda members: Steps(lambda: _gather_ragged(model, tensor, members)),
         outside=[tensor],
         value=tensor.dtype,
-        begin_outside=lambda _: Steps(lambda: _gather_ragged(model, tensor.new_empty(0), members)),
+        begin_outside=lambda members: Steps(lambda: _gather_ragged(model, tensor.new_empty(0), members)),
         async_op=async_op,
     )
 
@@ -198,6 +202,7 @@ def _gather_ragged(model: ComputationModel, tensor: Tensor, members: Group) -> l
     return gathered
 
 
+@counts_interrupts
 def all_gather_tensors_with_shapes(
     tensor: Tensor, shapes: Sequence[Sequence[int]], group: Any = None
 ) -> list[Tensor]:
@@ -236,7 +241,7 @@ def all_gather_tensors_with_shapes(
         lambda members: _gather_with_shapes(model, tensor, group_shapes, members),
         outside=[tensor],
         value=description,
-        begin_outside=lambda _: _gather_with_shapes(model, tensor.new_empty(0), group_shapes, members),
+        begin_outside=lambda members: _gather_with_shapes(model, tensor.new_empty(0), group_shapes, members),
     )
     return gathered
 

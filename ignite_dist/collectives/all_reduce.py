@@ -9,6 +9,7 @@ from torch import Tensor
 from ignite_dist.collectives import autograd
 from ignite_dist.collectives.arguments import check_not_async, copy_of
 from ignite_dist.collectives.checks import check_writable
+from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import is_member, perform
 from ignite_dist.collectives.tensors import plan_reduction, reduce_tensor
 from ignite_dist.collectives.tree_reduction import reduce_tree
@@ -55,6 +56,7 @@ def all_reduce(
 
 
 @traced_as(_all_reduce_in_a_graph)
+@counts_interrupts
 def all_reduce(
     tensor: Any,
     op: str = "SUM",
@@ -156,7 +158,7 @@ def all_reduce(
         outside=given,
         value=tensor,
         op=op_text,
-        begin_outside=lambda _: reduce_tensor(model, copy_of(tensor), op, plan, members),
+        begin_outside=lambda members: reduce_tensor(model, copy_of(tensor), op, plan, members),
         async_op=async_op,
     )
 
@@ -173,9 +175,9 @@ def _reduce_with_grad(
         model,
         "all_reduce",
         members,
-        lambda _: Completed(autograd.reduce_with_grad(model, tensor, op, members, exact)),
+        lambda members: Completed(autograd.reduce_with_grad(model, tensor, op, members, exact)),
         outside=tensor,
         value=tensor,
-        op=op_text,
+        op=f"{op_text}, sync_grads=True",
         begin_outside=lambda _: Completed(None),
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from ignite_dist.collectives import autograd
 from ignite_dist.collectives.arguments import check_divisible, check_length, check_not_async, check_out
 from ignite_dist.collectives.checks import check_dense
+from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.messages import NOTHING, begin_messages, encode
 from ignite_dist.collectives.path import is_member, perform, takes_part
 from ignite_dist.collectives.tensors import exchange_tensor
@@ -56,6 +57,7 @@ def all_to_all(x: Any, group: Any = ..., out: Tensor | None = ..., *, async_op: 
 
 
 @traced_as(_all_to_all_in_a_graph)
+@counts_interrupts
 def all_to_all(
     x: Any, group: Any = None, out: Tensor | None = None, *, sync_grads: bool = False, async_op: bool = False
 ) -> Any:
@@ -111,7 +113,7 @@ def all_to_all(
         model,
         "all_to_all",
         members,
-        lambda members: begin_messages(model, messages, "all_to_all", members),
+        lambda members: begin_messages(model, messages, members),
         outside=x,
         value="a list",
         async_op=async_op,
@@ -141,7 +143,8 @@ def _exchange_rows(
         begin,
         outside=x,
         value=x,
-        begin_outside=lambda _: Completed(None) if sync_grads else exchange_tensor(model, x, members),
+        op="sync_grads=True" if sync_grads else "",
+        begin_outside=lambda members: Completed(None) if sync_grads else exchange_tensor(model, x, members),
         async_op=async_op,
     )
 
@@ -154,12 +157,20 @@ def _exchange_with_grad(model: ComputationModel, tensors: Sequence[Any], members
         raise TypeError("all_to_all with sync_grads=True takes tensors of one dtype on one device.")
     messages = [encode(model, "all_to_all", tuple(tensor.shape)) for tensor in tensors]
 
-    def run() -> list[Tensor]:
-        shapes = begin_messages(model, messages, "all_to_all with sync_grads", members).wait()
+    def run(members: Group) -> list[Tensor]:
+        shapes = begin_messages(model, messages, members).wait()
         sent = [tensor.numel() for tensor in tensors]
         received = [torch.Size(shape).numel() for shape in shapes]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         parts = autograd.exchange_with_grad(model, flat, members, Sizes(sent, received))
         return [part.view(shape) for part, shape in zip(torch.split(parts, received), shapes, strict=True)]
 
-    return perform(model, "all_to_all", members, lambda _: Steps(run), outside=tensors, value="a list")
+    return perform(
+        model,
+        "all_to_all",
+        members,
+        lambda members: Steps(lambda: run(members)),
+        outside=tensors,
+        value="a list",
+        op="sync_grads=True",
+    )

@@ -7,7 +7,6 @@ DistributedDataParallel averages the gradients, which gives the gradient of a si
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,11 +67,16 @@ class _Reduce(torch.autograd.Function):
         return reduce_tensor(model, copy, op, plan, group).wait()  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        model, op, group, _ = ctx.call
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        model, op, group, exact = ctx.call
         # The sum and the mean are their own adjoints. _Reduce makes the gradient differentiable too.
         total = perform_backward(
-            model, "all_reduce", group, partial(_Reduce.apply, *gradients, *ctx.call), gradients[0], op
+            model,
+            "all_reduce",
+            group,
+            lambda group: reduce_with_grad(model, gradient, op, group, exact),
+            gradient,
+            op,
         )
         return total, None, None, None, None
 
@@ -80,16 +84,21 @@ class _Reduce(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, model: ComputationModel, group: Group) -> Tensor:
-        ctx.call = (model, "SUM", group, True)
+        ctx.call = (model, group)
         # get_rank() is called now, because the backward pass may run in another thread.
         ctx.position = group.ranks.index(model.get_rank())
         return gather_rows(model, tensor, group).wait()  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        model, op, group, _ = ctx.call
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        model, group = ctx.call
         total = perform_backward(
-            model, "all_gather", group, partial(_Reduce.apply, *gradients, *ctx.call), gradients[0], op
+            model,
+            "all_gather",
+            group,
+            lambda group: reduce_with_grad(model, gradient, "SUM", group),
+            gradient,
+            "SUM",
         )
         return total[ctx.position].clone(), None, None  # a view would keep all rows in memory
 
@@ -110,10 +119,16 @@ class _Exchange(torch.autograd.Function):
         return exchange_tensor(model, tensor, group, sizes).wait()  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         model, group, sizes = ctx.call
-        run = partial(_Exchange.apply, *gradients, model, group, sizes and Sizes(sizes.received, sizes.sent))
-        parts = perform_backward(model, "all_to_all", group, run, "" if sizes else gradients[0])
+        received = sizes and Sizes(sizes.received, sizes.sent)
+        parts = perform_backward(
+            model,
+            "all_to_all",
+            group,
+            lambda group: exchange_with_grad(model, gradient, group, received),
+            "" if sizes else gradient,
+        )
         return parts.view(ctx.shape), None, None, None
 
 
@@ -130,9 +145,15 @@ class _ReduceScatter(torch.autograd.Function):
         return reduce_scatter_tensor(model, rows, op, group).wait()  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         model, op, group = ctx.call
         # The part of rank i is the sum of the rows i, so each of these rows has the gradient of that part.
-        run = partial(_Gather.apply, *gradients, model, group)
-        rows = perform_backward(model, "reduce_scatter", group, run, gradients[0], op)
+        rows = perform_backward(
+            model,
+            "reduce_scatter",
+            group,
+            lambda group: gather_with_grad(model, gradient, group),
+            gradient,
+            op,
+        )
         return rows / len(group.ranks) if op == "AVERAGE" else rows, None, None, None

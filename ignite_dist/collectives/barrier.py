@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, Literal, overload
 
 from ignite_dist.arguments import check_timeout
+from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import is_member, perform
 from ignite_dist.comp_models.work import Work
 from ignite_dist.context.live import current_model
@@ -30,6 +31,7 @@ def barrier(group: Any = ..., *, async_op: Literal[True]) -> Work: ...
 
 
 @traced_as(_barrier_in_a_graph)
+@counts_interrupts
 def barrier(group: Any = None, timeout: timedelta | None = None, *, async_op: bool = False) -> Work | None:
     """Return when every rank of the group has called this function.
 

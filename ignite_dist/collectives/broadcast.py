@@ -10,6 +10,7 @@ from torch import Tensor
 from ignite_dist.arguments import as_int
 from ignite_dist.collectives.arguments import check_root, copy_of
 from ignite_dist.collectives.checks import check_dense, check_writable
+from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import perform
 from ignite_dist.collectives.tensors import broadcast_tensor
 from ignite_dist.comp_models import ComputationModel, Group
@@ -51,6 +52,7 @@ def broadcast(
 
 
 @traced_as(_broadcast_in_a_graph)
+@counts_interrupts
 def broadcast(
     tensor: Any, src: int = 0, safe_mode: bool = False, group: Any = None, *, async_op: bool = False
 ) -> Any:
@@ -114,7 +116,7 @@ def broadcast(
         lambda members: begin(tensor, members),
         outside=tensor,
         value="" if safe_mode else tensor if is_tensor else "an object",
-        op=f"from {src}",
+        op=f"from {src}, safe_mode=True" if safe_mode else f"from {src}",
         begin_outside=lambda members: begin(copy_of(tensor), members),
         async_op=async_op,
     )

@@ -28,7 +28,7 @@ def broadcast_tensors(model: ComputationModel, tensors: Iterable[Tensor], src: i
     """
     checked = _checked("broadcast", tensors)
 
-    def begin(_: Group) -> Work:
+    def begin(group: Group) -> Work:
         return Steps(lambda: _broadcast_checked(model, checked, src, group))
 
     perform(model, "broadcast", group, begin, outside=None, value=checked, op=f"from {src}")

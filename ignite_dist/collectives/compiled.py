@@ -10,7 +10,6 @@ operator writes to one tensor, the token, which is an input of the graph.
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from typing import Any
 
 import torch
@@ -227,8 +226,14 @@ def _reduce_gradient(
 ) -> Tensor:
     model, op = current_model(), reduce_ops.normalize_op(op)
     members = model.groups.resolve(ranks)
-    run = partial(autograd.reduce_with_grad, model, gradient, op, members)
-    return perform_backward(model, function, members, run, gradient, op)
+    return perform_backward(
+        model,
+        function,
+        members,
+        lambda members: autograd.reduce_with_grad(model, gradient, op, members),
+        gradient,
+        op,
+    )
 
 
 def _gather(tensor: Tensor, ranks: list[int] | None, group_size: int, **options: Any) -> Tensor:

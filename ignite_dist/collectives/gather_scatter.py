@@ -11,6 +11,7 @@ from ignite_dist.arguments import as_int
 from ignite_dist.collectives.all_gather import gathered_shape
 from ignite_dist.collectives.arguments import check_length, check_root
 from ignite_dist.collectives.checks import check_dense
+from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.messages import NOTHING, begin_messages, encode
 from ignite_dist.collectives.path import is_member, perform
 from ignite_dist.collectives.tensors import exchange_tensor
@@ -38,6 +39,7 @@ def gather(
 def gather(tensor: Any, dst: int = ..., group: Any = ..., *, async_op: Literal[True]) -> Work: ...
 
 
+@counts_interrupts
 def gather(tensor: Any, dst: int = 0, group: Any = None, *, async_op: bool = False) -> Any:
     """Gather the values of all ranks on rank ``dst``. Every rank of the group must call this function.
 
@@ -75,7 +77,6 @@ def gather(tensor: Any, dst: int = 0, group: Any = None, *, async_op: bool = Fal
     members = model.groups.resolve(group)
     check_root("dst", dst, members, model.get_world_size())
     is_dst = model.get_rank() == dst
-    call = f"gather of {'a tensor' if is_tensor else 'objects'} to {dst}"
 
     def begin_tensor(members: Group) -> Work:
         work = exchange_tensor(model, tensor, members, _sizes(tensor.numel(), members, dst, is_dst))
@@ -87,7 +88,7 @@ def gather(tensor: Any, dst: int = 0, group: Any = None, *, async_op: bool = Fal
         messages = [encode(model, "gather", tensor if rank == dst else NOTHING) for rank in members.ranks]
 
     def begin_objects(members: Group) -> Work:
-        work = begin_messages(model, messages, call, members)
+        work = begin_messages(model, messages, members)
         return work.then(lambda values: values if is_dst else None)
 
     return perform(
@@ -117,6 +118,7 @@ def scatter(
 def scatter(values: Any, src: int = ..., group: Any = ..., *, async_op: Literal[True]) -> Work: ...
 
 
+@counts_interrupts
 def scatter(values: Any, src: int = 0, group: Any = None, *, async_op: bool = False) -> Any:
     """Send one entry of a list on rank ``src`` to each rank. Every rank of the group must call this function.
 
@@ -159,7 +161,7 @@ def scatter(values: Any, src: int = 0, group: Any = None, *, async_op: bool = Fa
     messages = [encode(model, "scatter", entry) for entry in entries]
 
     def begin(members: Group) -> Work:
-        work = begin_messages(model, messages, f"scatter from {src}", members)
+        work = begin_messages(model, messages, members)
         return work.then(lambda received: received[members.ranks.index(src)])
 
     return perform(

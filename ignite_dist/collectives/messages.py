@@ -9,7 +9,6 @@ bytes, and the receiver keeps its own).
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,14 +24,13 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.all_to_all import exchange_parts
 from ignite_dist.comp_models.transport import Sizes
 from ignite_dist.comp_models.work import Completed, Steps, Work
-from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.values import message_header, serialization
 
 NOTHING: Any = object()
 """Stands for a rank to which nothing is sent, or from which nothing has come."""
 
-# Checksum of the call, kind, whether the sender has a larger message, length of the layout, size of data.
-_START = struct.Struct("<IB?hq")
+# Kind, whether the sender has a larger message, length of the layout, size of data.
+_START = struct.Struct("<B?hq")
 _NO_MESSAGE, _OBJECT, _TENSOR, _LOCAL = range(4)
 _INLINE_BYTES = message_header.INLINE_BYTES - _START.size
 _CPU = torch.device("cpu")
@@ -82,14 +80,13 @@ def encode(model: ComputationModel, function: str, value: Any) -> Message:
 _EMPTY = Message(_NO_MESSAGE, b"", torch.empty(0, dtype=torch.uint8, device=_CPU))
 
 
-def begin_messages(model: ComputationModel, messages: Sequence[Message], call: str, group: Group) -> Work:
+def begin_messages(model: ComputationModel, messages: Sequence[Message], group: Group) -> Work:
     """Begin to send ``messages[i]`` to the rank at position ``i``. The result: what each rank has sent here.
 
     Args:
         model: the model of the context.
         messages: one message per rank of ``group``, in its order. None on a rank outside the group, which
             takes part with XLA.
-        call: a description of the collective, equal on all ranks.
         group: the group.
 
     Raises:
@@ -98,13 +95,11 @@ def begin_messages(model: ComputationModel, messages: Sequence[Message], call: s
     messages = messages or [_EMPTY] * len(group.ranks)
     if messages[0].kind == _LOCAL:
         return Completed([copy_of(messages[0].data)])
-    return Steps(lambda: _exchange_messages(model, messages, call, group))
+    return Steps(lambda: _exchange_messages(model, messages, group))
 
 
-def _exchange_messages(
-    model: ComputationModel, messages: Sequence[Message], call: str, group: Group
-) -> list[Any]:
-    headers = _exchange_headers(model, messages, zlib.crc32(call.encode()), group)
+def _exchange_messages(model: ComputationModel, messages: Sequence[Message], group: Group) -> list[Any]:
+    headers = _exchange_headers(model, messages, group)
     larger: list[Tensor | None] = [None] * len(headers)
     if any(header.has_larger for header in headers):
         larger = _exchange_larger(model, messages, headers, group)
@@ -129,34 +124,29 @@ class _Header(NamedTuple):
         return 0 if self.inline is not None else _padded(self.nbytes)
 
 
-def _exchange_headers(
-    model: ComputationModel, messages: Sequence[Message], checksum: int, group: Group
-) -> list[_Header]:
+def _exchange_headers(model: ComputationModel, messages: Sequence[Message], group: Group) -> list[_Header]:
     has_larger = not all(message.is_inline for message in messages)
     rows = bytearray()
     for kind, layout, data in messages:
-        start = _START.pack(checksum, kind, has_larger, len(layout), len(data)) + layout
+        start = _START.pack(kind, has_larger, len(layout), len(data)) + layout
         is_inline = len(start) + len(data) <= message_header.INLINE_BYTES
         inline = to_message([data]) if is_inline else b""
-        rows += message_header.write_header(start + inline)
+        rows += message_header.write_header(start + inline, group.call.checksum)
     sent = serialization.as_tensor(rows).to(model.objects.device)
     received = exchange_parts(model.transport, model.get_rank(), sent, group).wait()
     table = bytearray(len(rows))
     serialization.as_tensor(table).copy_(received)
     width = message_header.HEADER_BYTES
     return [
-        _read_header(memoryview(table)[width * row : width * (row + 1)], checksum, rank)
+        _read_header(memoryview(table)[width * row : width * (row + 1)], rank, group.call.checksum)
         for row, rank in enumerate(group.ranks)
     ]
 
 
-def _read_header(row: memoryview, checksum: int, rank: int) -> _Header:
-    _, content = message_header.read_header(row, rank)
-    if content is None or len(content) < _START.size or _START.unpack_from(content)[0] != checksum:
-        raise CollectiveMismatchError(
-            f"Rank {rank} called a different collective, or with another src or dst."
-        )
-    _, kind, has_larger, layout_size, nbytes = _START.unpack_from(content)
+def _read_header(row: memoryview, rank: int, call: int) -> _Header:
+    _, content = message_header.read_header(row, rank, call)
+    assert content is not None  # a header always fits
+    kind, has_larger, layout_size, nbytes = _START.unpack_from(content)
     end = _START.size + layout_size
     rest = bytearray(content[end:])
     inline = serialization.as_tensor(rest) if len(rest) == nbytes else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ignite_dist.collectives import progress
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.call import call_of
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.diagnostics.announcing import announce
 
@@ -40,6 +42,7 @@ def perform(
         async_op: True returns the work instead of the result.
     """
     begin = announce(model, operation, group, begin, value, op, async_op=async_op)
+    group = _named(group, operation, op, value)
     if not is_member(model, group):
         if takes_part(model, group):
             (begin_outside or begin)(group).wait()
@@ -50,11 +53,25 @@ def perform(
 
 
 def perform_backward(
-    model: ComputationModel, function: str, group: Group, run: Callable[[], _Result], value: Any, op: str = ""
+    model: ComputationModel,
+    function: str,
+    group: Group,
+    run: Callable[[Group], _Result],
+    value: Any,
+    op: str = "",
 ) -> _Result:
-    """``run()``, which makes the collective of a backward pass of ``function``. See :func:`perform`."""
-    begin = announce(model, f"{function}'s backward pass", group, lambda _: Completed(run()), value, op)
-    return begin(group).wait()  # type: ignore[no-any-return]
+    """``run(group)``, which makes the collective of a backward pass of ``function``. See :func:`perform`."""
+    operation = f"{function}'s backward pass"
+    begin = announce(model, operation, group, lambda group: Completed(run(group)), value, op)
+    return begin(_named(group, operation, op, value)).wait()  # type: ignore[no-any-return]
+
+
+_tokens = itertools.count(1)
+
+
+def _named(group: Group, operation: str, op: str, value: Any) -> Group:
+    """``group`` with the call, which the ranks compare."""
+    return group if len(group.ranks) == 1 else group.in_call(call_of(operation, op, value), next(_tokens))
 
 
 def is_member(model: ComputationModel, group: Group) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -81,8 +83,9 @@ class PendingWork(Work):
         self._lock = threading.Lock()
         self._result: Any = None
         self._error: Exception | None = None
-        self._pending = _pending.setdefault(model, {})
-        self._pending[id(self)] = self
+        pending = _pending.setdefault(model, _Pending())
+        self._pending: _Pending | None = pending  # None after wait()
+        pending.add(self)
 
     @property
     def group_name(self) -> str:  # noqa: D102
@@ -92,6 +95,16 @@ class PendingWork(Work):
     def wait(self, timeout: timedelta | None = None) -> Any:  # noqa: D102
         if timeout is not None:
             self._wait_until_completed(timeout)
+        self.finish()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.remove(self)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def finish(self) -> bool:
+        """Wait for the collective, and keep its result or its error. True if it has not failed."""
         with self._lock:
             if self._inner is not None:
                 try:
@@ -99,12 +112,8 @@ class PendingWork(Work):
                     self._result = inner.wait() if timed is None else timed.wait(inner)
                 except Exception as error:
                     self._error = error
-                # A KeyboardInterrupt skips the next two lines, because the collective still runs.
-                self._inner = None
-                self._pending.pop(id(self), None)
-        if self._error is not None:
-            raise self._error
-        return self._result
+                self._inner = None  # not after a KeyboardInterrupt, because the collective still runs
+        return self._error is None
 
     def _wait_until_completed(self, timeout: timedelta) -> None:
         check_timeout("timeout", timeout)
@@ -123,15 +132,46 @@ class PendingWork(Work):
         return inner is None or inner.is_completed()
 
 
-_pending: PerContext[dict[int, PendingWork]] = PerContext()
+class _Pending:
+    """The works of a context for which no ``wait()`` was called yet.
+
+    A work that has completed is not kept: it would keep its tensors. Its description is, for the warning.
+    """
+
+    def __init__(self) -> None:
+        self.works: dict[int, PendingWork] = {}
+        self.released: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, work: PendingWork) -> None:
+        with self._lock:
+            self.works[id(work)] = work
+            oldest = list(itertools.islice(self.works.values(), 2))
+        # Two for each new one, so that none is left behind when they complete out of order for a while.
+        for old in oldest:
+            if old is not work and old.is_completed() and old.finish():
+                with self._lock:
+                    if self.works.pop(id(old), None) is not None:
+                        self.released[old.call] += 1
+
+    def remove(self, work: PendingWork) -> None:
+        with self._lock:
+            if self.works.pop(id(work), None) is None and self.released[work.call] > 0:
+                self.released[work.call] -= 1
+
+
+_pending: PerContext[_Pending] = PerContext()
 
 
 def _wait_for_all(model: ComputationModel) -> None:
     """Wait for the pending works before the context ends, and warn about them."""
-    pending = list((_pending.get(model) or {}).values())
-    for work in pending:
-        warn_user(f"No wait() was called for the {work.call}: call wait() of the Work.")
-    for work in pending:
+    pending = _pending.get(model)
+    if pending is None:
+        return
+    works = list(pending.works.values())
+    for call in [*pending.released.elements(), *(work.call for work in works)]:
+        warn_user(f"No wait() was called for the {call}: call wait() of the Work.")
+    for work in works:
         work.wait()
 
 

@@ -21,6 +21,7 @@ from ignite_dist.collectives.arguments import (
     copy_of,
 )
 from ignite_dist.collectives.checks import check_dense, check_writable
+from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import perform, takes_part
 from ignite_dist.collectives.sending import fill_from
 from ignite_dist.collectives.tensors import plan_reduction, reduce_scatter_tensor, reduce_tensor
@@ -58,6 +59,7 @@ def reduce(
 ) -> Work: ...
 
 
+@counts_interrupts
 def reduce(
     tensor: Any,
     dst: int = 0,
@@ -145,6 +147,7 @@ def reduce_scatter(
 
 
 @traced_as(_reduce_scatter_in_a_graph)
+@counts_interrupts
 def reduce_scatter(
     x: Any,
     op: str = "SUM",
@@ -216,9 +219,9 @@ def reduce_scatter(
         members,
         begin,
         outside=x,
-        value=rows,
-        op=op,
-        begin_outside=lambda _: (
+        value=x if isinstance(x, Tensor) else rows,
+        op=f"{op}, sync_grads=True" if sync_grads else op,
+        begin_outside=lambda members: (
             Completed(None) if sync_grads else reduce_scatter_tensor(model, rows, op, members)
         ),
         async_op=async_op,

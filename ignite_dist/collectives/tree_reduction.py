@@ -44,7 +44,7 @@ def reduce_tree(
 ) -> Any:
     """Reduce a number, or a tree of numbers and tensors; see :func:`ignite_dist.all_reduce`.
 
-    ``op_text`` describes ``op`` and ``exact``. It must be equal on all ranks. ``fills`` writes the results
+    ``op_text`` describes ``op`` and options. It must be equal on all ranks. ``fills`` writes the results
     into the tensors of ``tree``.
     """
     leaves, structure = pytree.flatten(tree)
@@ -61,7 +61,7 @@ def reduce_tree(
     members = model.groups.resolve(group)
     if async_op and not fills:  # the caller may change the tensors before wait()
         values = [copy_of(leaf) for leaf in values]
-    structure = structure if exact else f"{structure} exact=False"
+    structure = f"{op_text} of {structure}"
     has_tensors = any(issubclass(kind, Tensor) for kind in set(map(type, values)))
 
     def reduce(values: list[Any], members: Group) -> Any:
@@ -140,7 +140,7 @@ def _reduce_numbers(
     model: ComputationModel, values: list[Any], structure: str, op: str, group: Group
 ) -> list[Any]:
     """:func:`_reduce_leaves` of a tree without tensors."""
-    rows = _gather_checked(model, values, structure, op, group)
+    rows = _gather_checked(model, values, structure, group)
     return number_ops.reduce_numbers([row for row, _ in rows], op)
 
 
@@ -168,7 +168,7 @@ def _reduce_leaves(
     is_inline = nbytes <= _INLINE_BYTES and op != "ADASUM" and not model.training.computes_lazily
     flats = [_flat(values, positions) for positions in packs] if is_inline else []
     numbers = [values[position] for position in number_positions]
-    rows = _gather_checked(model, numbers, structure, op, group, to_message(flats))
+    rows = _gather_checked(model, numbers, structure, group, to_message(flats))
     reduced = list(values)
     if numbers:
         totals = number_ops.reduce_numbers([row for row, _ in rows], op)
@@ -231,13 +231,13 @@ def _flat(values: list[Any], positions: list[int]) -> Tensor:
 
 
 def _gather_checked(
-    model: ComputationModel, numbers: list[Any], structure: str, op: str, group: Group, message: bytes = b""
+    model: ComputationModel, numbers: list[Any], structure: str, group: Group, message: bytes = b""
 ) -> list[tuple[list[Any], bytes]]:
-    """The ``numbers`` and ``message`` of every rank. Raises if ``op`` or ``structure`` differs on a rank."""
-    check = zlib.crc32(f"{op} {structure}".encode())
+    """The ``numbers`` and ``message`` of every rank. Raises if ``structure`` differs on a rank."""
+    check = zlib.crc32(structure.encode())
     gathered = model.objects.gather((check, numbers, message), group)
     if any(type(entry) is not tuple or entry[:1] != (check,) for entry in gathered):
-        raise CollectiveMismatchError(_mismatch(model, gathered, f"{op} of {structure}", group))
+        raise CollectiveMismatchError(_mismatch(model, gathered, structure, group))
     return [(row, data) for _, row, data in gathered]
 
 

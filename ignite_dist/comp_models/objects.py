@@ -51,10 +51,10 @@ class Objects:
 
     def gather_packed(self, payload: Any, group: Group) -> list[Any]:
         """See :meth:`gather`."""
-        width = message_header.HEADER_BYTES
-        gathered = memoryview(self.gather_bytes(message_header.write_header(payload), group))
+        width, call = message_header.HEADER_BYTES, group.call.checksum
+        gathered = memoryview(self.gather_bytes(message_header.write_header(payload, call), group))
         headers = [
-            message_header.read_header(gathered[width * row : width * (row + 1)], rank)
+            message_header.read_header(gathered[width * row : width * (row + 1)], rank, call)
             for row, rank in enumerate(group.ranks)
         ]
         if all(inline is not None for _, inline in headers):
@@ -105,8 +105,11 @@ class Objects:
     ) -> serialization.Payload:
         """``payload`` of the global rank ``src``. The payloads of other ranks are ignored."""
         is_src = self._rank() == src
-        header = message_header.write_header(payload) if is_src else bytearray(message_header.HEADER_BYTES)
-        size, inline = message_header.read_header(memoryview(self._broadcast(header, src, group)), src)
+        call = group.call.checksum
+        header = (
+            message_header.write_header(payload, call) if is_src else bytearray(message_header.HEADER_BYTES)
+        )
+        size, inline = message_header.read_header(memoryview(self._broadcast(header, src, group)), src, call)
         if inline is not None:
             return inline
         buffer = serialization.writable(payload) if is_src else serialization.new_buffer(size)

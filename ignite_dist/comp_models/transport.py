@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, Store
 
 from ignite_dist import tracing
+from ignite_dist.comp_models.call import NO_CALL, Call
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.values import serialization
 from ignite_dist.values.ranks import key_of_ranks
@@ -28,10 +29,19 @@ class Group(NamedTuple):
     Attributes:
         handle: the backend's object for the group; None for the world.
         ranks: the global ranks of the members, ascending; empty if this rank is outside and cannot know them.
+        call: the call that makes the collective.
+        token: another number for each call of this rank, because a call may make several collectives; 0 if
+            no public function has made the call.
     """
 
     handle: Any
     ranks: tuple[int, ...]
+    call: Call = NO_CALL
+    token: int = 0
+
+    def in_call(self, call: Call, token: int = 0) -> Group:
+        """This group, for the collectives of ``call``."""
+        return Group(self.handle, self.ranks, call, token)
 
     def position(self, rank: int) -> int | None:
         """Return the group rank of the global ``rank``; None if ``rank`` is not in the group."""
@@ -197,6 +207,12 @@ class Transport(ABC):
     @abstractmethod
     def barrier(self, group: Group) -> Work:
         """Complete when every rank of the group has called this method."""
+
+    def leave_call(self, group: Group) -> None:  # noqa: B027  # optional
+        """Note that this rank was interrupted in ``group.call``. Override it if ranks can find this out.
+
+        Called also if the call has made a step, or all of its steps.
+        """
 
     # --- groups ---
 

@@ -22,8 +22,6 @@ from ignite_dist.training.seeding import latest_seed
 from ignite_dist.values import meshes
 from ignite_dist.values.serialization import as_bytes
 
-_KIND = "ignite_dist.loader"
-
 # What a checkpoint compares: the rest may change between two runs.
 _OF_THE_DATA = ("number of samples", "indices", "sampler", "shuffle")
 
@@ -78,17 +76,17 @@ def agree_on_order(
         has_all_ranks = members is not None and len(members.ranks) == model.get_world_size()
         seed = draw_seed(sampler, generator) if has_all_ranks or generator is not None else latest_seed()
     fault = "" if found in (None, tuple(place)) else _wrong_place(sampler, found, place)
-    row = _KIND, {"seed": given, **facts}, seed, fault
+    row = {"seed": given, **facts}, seed, fault
     if members is not None and len(members.ranks) > 1:
         rows = perform(
             model,
             "auto_dataloader",
             members,
-            lambda _: Steps(lambda: model.objects.gather(row, members)),
+            lambda members: Steps(lambda: model.objects.gather(row, members)),
             outside=[row],
         )
         _compare(members, rows)
-        _, _, seed, _ = rows[0]
+        _, seed, _ = rows[0]
         faults = [
             f"On rank {rank}: {text}" for rank, (*_, text) in zip(members.ranks, rows, strict=True) if text
         ]
@@ -121,12 +119,7 @@ def _members(model: ComputationModel, group: Any) -> Group | None:
 
 
 def _compare(members: Group, rows: Sequence[Any]) -> None:
-    if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
-        raise CollectiveMismatchError(
-            "Some ranks call auto_dataloader, and other ranks make another call. All ranks that share the "
-            "data make the loader: move auto_dataloader out of `if idist.get_rank() == 0:`."
-        )
-    named = [facts for _, facts, _, _ in rows]
+    named = [facts for facts, _, _ in rows]
     different = [name for name in named[0] if len({repr(one.get(name)) for one in named}) > 1]
     if not different:
         return

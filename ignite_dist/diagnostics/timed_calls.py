@@ -13,7 +13,7 @@ from torch import Tensor
 from ignite_dist.call_sites import site_of_place, users_frame
 from ignite_dist.comp_models import Group
 from ignite_dist.comp_models.work import Work
-from ignite_dist.diagnostics.layouts import layout_of
+from ignite_dist.values.layouts import layout_of
 
 now = time.perf_counter_ns  # on Linux and macOS the same clock in all processes of a machine
 

@@ -12,8 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ignite_dist.diagnostics.layouts import describe_layout, num_bytes_of
 from ignite_dist.diagnostics.timed_calls import TimedCall
+from ignite_dist.values.layouts import describe_layout, num_bytes_of
 
 _Event = dict[str, Any]
 _Key = tuple[str, int]  # a group, and the number of a call in this group: the same call on all ranks

@@ -22,7 +22,7 @@ from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.collectives.path import perform
 from ignite_dist.comp_models import ComputationModel, Group
-from ignite_dist.comp_models.work import Steps
+from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.context.live import current_model
 from ignite_dist.errors import CollectiveMismatchError
 
@@ -97,8 +97,6 @@ def group_of_parameters(live: ComputationModel, parameters: Iterable[Tensor]) ->
 
 # --- buffers -----------------------------------------------------------------------------------------
 
-_KIND = "ignite_dist.exact_pass"
-
 
 def check_exact_group(function: str, live: ComputationModel, group: Group) -> None:
     """Raise ``ValueError`` if the ranks outside ``group`` would have to take part in its exact passes."""
@@ -143,9 +141,10 @@ def _common_group(live: ComputationModel, trained_by: Group, group: Any) -> Grou
 
 
 def _share(live: ComputationModel, adapted: _GroupModels) -> None:
-    perform(
-        live, "exact pass", adapted.group, lambda _: Steps(lambda: _share_now(live, adapted)), outside=None
-    )
+    def begin(group: Group) -> Work:
+        return Steps(lambda: _share_now(live, replace(adapted, group=group)))
+
+    perform(live, "the beginning of a pass", adapted.group, begin, outside=None)
 
 
 def _share_now(live: ComputationModel, adapted: _GroupModels) -> None:
@@ -170,19 +169,14 @@ def _compare(live: ComputationModel, adapted: _GroupModels) -> tuple[_Found, lis
     alive = [(model.number, model.module()) for model in adapted.models if model.shares_buffers]
     found = {number: (module, _shared_buffers(module)) for number, module in alive if module is not None}
     digests = [(number, _digest(buffers)) for number, (_, buffers) in found.items()]
-    rows = live.objects.gather((_KIND, adapted.count, digests), adapted.group)
-    if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
-        raise CollectiveMismatchError(
-            "Some ranks begin a pass over a loader of auto_dataloader(exact=...), and other ranks make "
-            "another call. Every rank must begin each pass: the pass begins with a broadcast of buffers."
-        )
-    counts = [count for _, count, _ in rows]
+    rows = live.objects.gather((adapted.count, digests), adapted.group)
+    counts = [count for count, _ in rows]
     if len(set(counts)) > 1:
         raise CollectiveMismatchError(
             f"The ranks have called auto_model different numbers of times (by rank: {counts}). Every rank "
             "must call auto_model equally often."
         )
-    digests_by_rank = [dict(sent) for *_, sent in rows]
+    digests_by_rank = [dict(sent) for _, sent in rows]
     numbers = sorted(set(found).intersection(*digests_by_rank))
     different = [number for number in numbers if len({sent[number] for sent in digests_by_rank}) > 1]
     return {number: found[number] for number in numbers}, different
@@ -227,19 +221,3 @@ def _raise_buffer_mismatch(
         )
         + "If each rank needs its own buffers, call auto_model(..., broadcast_buffers=False)."
     )
-
-
-def check_pass(rows: Sequence[object]) -> None:
-    """Raise if some ranks begin a pass while this rank calls ``gather_in_order``.
-
-    Args:
-        rows: the objects that ``gather_in_order`` has gathered.
-
-    Raises:
-        CollectiveMismatchError: some ranks begin a pass and others do not; raised on all ranks.
-    """
-    if any(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
-        raise CollectiveMismatchError(
-            "Some ranks call gather_in_order, and other ranks begin another pass over a loader of "
-            "auto_dataloader(exact=...). Every rank must begin each pass."
-        )

@@ -14,7 +14,7 @@ from ignite_dist.call_sites import warn_user
 from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import check_dense, check_writable, is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
-from ignite_dist.coordination import exchange_outcomes
+from ignite_dist.coordination import Caller, exchange_outcomes
 from ignite_dist.training.data_meshes import DataMesh
 from ignite_dist.training.state_dicts import as_sharded
 
@@ -95,7 +95,7 @@ def bring_from_meta(live: ComputationModel, model: Module, data: DataMesh, state
             none. Raised on every rank.
     """
     names = _names_on_meta(model)
-    rows: list[Any] = exchange_outcomes(live, data.group, None, (len(names), names[:3]))
+    rows: list[Any] = exchange_outcomes(live, data.group, None, (len(names), names[:3]), Caller("auto_model"))
     counts = [count for count, _ in rows]
     if not counts[0]:
         if names:
@@ -145,7 +145,7 @@ def initialise(live: ComputationModel, model: Module, groups: Sequence[Group], s
     seed = int(torch.randint(2**62, (), device="cpu"))
     for group in groups:
         if len(group.ranks) > 1:
-            seed = exchange_outcomes(live, group, None, seed)[0]
+            seed = exchange_outcomes(live, group, None, seed, Caller("auto_model"))[0]
     left = set(_names_on_meta(model)) - (set() if state is None else set(model.state_dict()))
     device = live.device()
     if device.type == "xla":  # whose random state cannot be restored; place() moves the model there

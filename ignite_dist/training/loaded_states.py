@@ -67,7 +67,11 @@ class LoadedStates:
 
         tensors = {**names_of_shards(self._content.get("model")), **names_of_shards(self._header[2])}
         reads = self._live.get_rank() == 0 or any(map(_has_shards, parts))
-        same_outcome(self._live, lambda: shard_files.check(self._folder, tensors) if reads else None)
+        same_outcome(
+            self._live,
+            "load_checkpoint",
+            lambda: shard_files.check(self._folder, tensors) if reads else None,
+        )
 
     def load_model(self, model: Module) -> None:
         """Fill the model, which fits."""
@@ -126,7 +130,7 @@ class LoadedStates:
             return state
 
         found: list[Any] = []
-        same_outcome(self._live, lambda: found.append(read()))
+        same_outcome(self._live, "load_checkpoint", lambda: found.append(read()))
         return found[0]
 
 

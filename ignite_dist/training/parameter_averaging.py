@@ -66,9 +66,11 @@ def average_parameters(model: Module, group: Any = None) -> None:
         live,
         "average_parameters",
         members,
-        lambda _: Steps(lambda: _average(live, tensors, layout, members)),
+        lambda members: Steps(lambda: _average(live, tensors, layout, members)),
         outside=None,
-        begin_outside=lambda _: Steps(lambda: _average(live, list(map(copy_of, tensors)), layout, members)),
+        begin_outside=lambda members: Steps(
+            lambda: _average(live, list(map(copy_of, tensors)), layout, members)
+        ),
     )
 
 
@@ -82,19 +84,12 @@ def _check(name: str, tensor: Tensor) -> None:
     check_writable("average_parameters", tensor)
 
 
-_KIND = "ignite_dist.average_parameters"
-
-
 def _average(live: ComputationModel, tensors: Sequence[Tensor], layout: int, group: Group) -> None:
-    own = _KIND, layout, len(tensors), sum(tensor.numel() for tensor in tensors)
+    own = layout, len(tensors), sum(tensor.numel() for tensor in tensors)
     rows: list[Any] = live.objects.gather(own, group)
-    if not all(isinstance(row, tuple) and row[:1] == (_KIND,) for row in rows):
-        raise CollectiveMismatchError(
-            "Some ranks called average_parameters, and other ranks another function."
-        )
     if any(row != rows[0] for row in rows):
         by_rank = zip(group.ranks, rows, strict=True)
-        sizes = (f"rank {rank}: {row[2]} tensors with {row[3]} elements" for rank, row in by_rank)
+        sizes = (f"rank {rank}: {row[1]} tensors with {row[2]} elements" for rank, row in by_rank)
         raise CollectiveMismatchError(
             "The ranks called average_parameters with different models. The names, shapes or dtypes of the "
             f"parameters and buffers differ ({', '.join(sizes)})."

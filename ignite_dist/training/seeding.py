@@ -10,7 +10,8 @@ from operator import index
 from typing import Any
 
 from ignite_dist.collectives.path import perform
-from ignite_dist.comp_models.work import Steps
+from ignite_dist.comp_models import Group
+from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.context.live import current_model
 
 _SEED_BITS = 63
@@ -40,10 +41,10 @@ def shared_seed(group: Any = None) -> int:
     members = model.groups.resolve(group)
     own_seed = secrets.randbits(_SHARED_BITS)
 
-    def draw() -> int:
-        return model.objects.broadcast(own_seed, members.ranks[0], members)  # type: ignore[no-any-return]
+    def begin(members: Group) -> Work:
+        return Steps(lambda: model.objects.broadcast(own_seed, members.ranks[0], members))
 
-    seed: int = perform(model, "shared_seed", members, lambda _: Steps(draw), outside=own_seed)
+    seed: int = perform(model, "shared_seed", members, begin, outside=own_seed)
     return seed
 
 

@@ -16,7 +16,7 @@ from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.collectives.tensors import broadcast_tensor
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
-from ignite_dist.coordination import exchange_outcomes
+from ignite_dist.coordination import Caller, exchange_outcomes
 from ignite_dist.gradients import parameters_of
 from ignite_dist.training.unwrapped_states import (
     as_unwrapped_state,
@@ -68,7 +68,7 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
             load_unwrapped_state(model, fitting)
         return fitting
 
-    loaded: dict[str, Any] = _on_rank_0(load) or {}
+    loaded: dict[str, Any] = _on_rank_0("load_model_state", load) or {}
     if has_shards:
         fill_sharded_model(model, loaded)
     elif live.get_world_size() > 1:
@@ -183,7 +183,7 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> 
         ValueError: groups or parameters do not fit the optimizer; raised on every rank. Nothing was changed.
     """
     live = current_model()
-    saved: bytes = _on_rank_0(lambda: safe_objects.save(state)) or b""
+    saved: bytes = _on_rank_0("load_optimizer_state", lambda: safe_objects.save(state)) or b""
     received = live.objects.broadcast_bytes(saved, 0, live.groups.resolve(None))
     rank_0_state: Any = safe_objects.load(received, 0) if safe_objects.is_safe() else _load(received)
     check_optimizer_state(optimizer, rank_0_state)
@@ -244,7 +244,7 @@ def as_sharded(value: Any, parameter: Any) -> Any:
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def _on_rank_0(function: Callable[[], Any]) -> Any:
+def _on_rank_0(caller: str, function: Callable[[], Any]) -> Any:
     """What ``function`` returns on rank 0, and None on the other ranks. All ranks raise if it raises."""
     live = current_model()
     result, error = None, None
@@ -253,7 +253,7 @@ def _on_rank_0(function: Callable[[], Any]) -> Any:
             result = function()
         except Exception as caught:
             error = caught
-    exchange_outcomes(live, live.groups.resolve(None), error)
+    exchange_outcomes(live, live.groups.resolve(None), error, caller=Caller(caller))
     if error is not None:
         raise error
     return result

@@ -22,8 +22,11 @@ _CHECKED_FROM = 8
 INLINE_BYTES = HEADER_BYTES - _START.size
 
 
-def write_header(payload: bytes | bytearray | memoryview) -> bytearray:
-    """A header of :data:`HEADER_BYTES`: the length of ``payload``, and ``payload`` itself if it fits."""
+def write_header(payload: bytes | bytearray | memoryview, call: int = 0) -> bytearray:
+    """A header of :data:`HEADER_BYTES`: the length of ``payload``, and ``payload`` itself if it fits.
+
+    ``call`` are 32 bits that are equal on all ranks that make the same call.
+    """
     header = bytearray(HEADER_BYTES)
     size = len(payload)
     end = _START.size
@@ -31,22 +34,23 @@ def write_header(payload: bytes | bytearray | memoryview) -> bytearray:
         end += size
         header[_START.size : end] = payload
     _START.pack_into(header, 0, _MAGIC, 0, size)
-    struct.pack_into("<I", header, 4, zlib.crc32(memoryview(header)[_CHECKED_FROM:end]))
+    struct.pack_into("<I", header, 4, zlib.crc32(memoryview(header)[_CHECKED_FROM:end], call))
     return header
 
 
-def read_header(header: memoryview, rank: int) -> tuple[int, memoryview | None]:
+def read_header(header: memoryview, rank: int, call: int = 0) -> tuple[int, memoryview | None]:
     """``(length of the payload, payload)`` of the global ``rank``. The payload is None if it does not fit.
 
     Raises:
-        CollectiveMismatchError: the data is not a header: ``rank`` called another kind of collective.
+        CollectiveMismatchError: the data is not a header of ``call``: ``rank`` made another call.
     """
     magic, checksum, size = _START.unpack_from(header, 0)
     end = _START.size + size if 0 <= size <= INLINE_BYTES else _START.size
-    if magic != _MAGIC or size < 0 or zlib.crc32(header[_CHECKED_FROM:end]) != checksum:
+    if magic != _MAGIC or size < 0 or zlib.crc32(header[_CHECKED_FROM:end], call) != checksum:
         raise CollectiveMismatchError(
-            f"Expected an object or a number from rank {rank}, but received other data. Check that all ranks "
-            "call the same collectives in the same order, with a tensor on all ranks or on none, and use the "
-            "same version of ignite_dist."
+            f"Expected an object or a number from rank {rank}, but received other data: rank {rank} called a "
+            "different collective, or with another src, dst or op. Check that all ranks call the same "
+            "collectives in the same order, with a tensor on all ranks or on none, and use the same version "
+            "of ignite_dist."
         )
     return size, header[_START.size : end] if size <= INLINE_BYTES else None

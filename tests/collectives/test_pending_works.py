@@ -35,6 +35,31 @@ def test_the_end_of_the_context_waits_for_a_work_and_warns() -> None:
         assert result == {"n": 1}
 
 
+def drops_works(local_rank: int) -> tuple[int, list[str], float]:
+    """How many tensors of 20 dropped works live after 20 later works; the warnings; a result."""
+    kept = idist.all_reduce(torch.ones(1000), async_op=True)
+    tensors = [torch.ones(1000) for _ in range(20)]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    works = [idist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    while not all(work.is_completed() for work in works):
+        time.sleep(0.001)
+    del tensors, works
+    for _ in range(20):
+        idist.all_reduce(torch.ones(1), async_op=True).wait()
+    result = kept.wait()[0].item()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        idist.finalize()
+    return sum(ref() is not None for ref in alive), [str(one.message) for one in caught], result
+
+
+def test_a_completed_work_that_was_dropped_frees_its_tensor_and_is_warned_of() -> None:
+    for alive, messages, result in idist.spawn("gloo", drops_works, nproc_per_node=2):
+        assert alive == 0
+        assert result == 2
+        assert len(messages) == 20 and all("No wait() was called" in one for one in messages)
+
+
 def fails_with_a_work(local_rank: int) -> bool:
     model = weakref.ref(current_model())
     idist.barrier()  # a rank that ends earlier would fail the initialize() of the other

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ignite_dist import _torch
+from ignite_dist.comp_models.call import call_of
 from ignite_dist.comp_models.native import gloo
 from ignite_dist.comp_models.native.reducer_group import ReducerGroup
 from ignite_dist.comp_models.native.shared_memory import SharedMemory
@@ -51,6 +52,8 @@ class OneMachineTransport(NativeTransport):
         self._memories: dict[int, SharedMemory | None] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._openings: dict[int, Future[SharedMemory | None]] = {}
+        # Calls in which this rank was interrupted before the memory was open.
+        self._calls_left: dict[int, list[Group]] = {}
 
     # --- primitives ---
 
@@ -72,18 +75,14 @@ class OneMachineTransport(NativeTransport):
     def all_to_all(self, tensor: Tensor, group: Group, out: Tensor, sizes: Sizes | None) -> Work:
         over_gloo = partial(super().all_to_all, tensor, group, out, sizes)
         if sizes is not None or tensor.nbytes > part_bytes(len(group.ranks)):
-            return over_gloo()
+            return self._work(tensor.device, group, lambda memory: _compared(memory, over_gloo), over_gloo)
         return self._work(tensor.device, group, lambda memory: memory.all_to_all(tensor, out), over_gloo)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
         over_gloo = partial(super().broadcast, tensor, src, group)
-        root, is_src = group.position(src), src == self._rank
+        root = group.position(src)
         assert root is not None
-        work = self._work(tensor.device, group, lambda memory: memory.broadcast(tensor, root), over_gloo)
-        if isinstance(work, _SharedWork) and tensor.nbytes <= part_bytes(len(group.ranks)):  # one step
-            work.needs_all = not is_src
-            work.ranks = work.ranks if is_src or not work.ranks else (src,)
-        return work
+        return self._work(tensor.device, group, lambda memory: memory.broadcast(tensor, root), over_gloo)
 
     def barrier(self, group: Group) -> Work:
         # On an accelerator a barrier also waits for the device, which gloo's does.
@@ -117,7 +116,10 @@ class OneMachineTransport(NativeTransport):
         return ReducerGroup(self.handle_of(group), partial(self._sum_in_memory, group=group))
 
     def _sum_in_memory(self, tensor: Tensor, group: Group) -> Work | None:
-        return self.all_reduce(tensor, "SUM", group) if self.shares_memory(group) else None
+        if not self.shares_memory(group):
+            return None
+        call = call_of("gradients of a backward pass", "", tensor)
+        return self.all_reduce(tensor, "SUM", group.in_call(call))
 
     # --- the memory of each group ---
 
@@ -142,7 +144,9 @@ class OneMachineTransport(NativeTransport):
 
     def _open_in_thread(self, opening: Future[SharedMemory | None], handle: Any, group: Group) -> None:
         try:
-            opening.set_result(self._open_memory(handle, group))
+            memory = self._open_memory(handle, group)
+            self._count_calls_left(id(handle))
+            opening.set_result(memory)
         except BaseException as error:
             opening.set_exception(error)
 
@@ -157,10 +161,11 @@ class OneMachineTransport(NativeTransport):
             memory = None
         else:
             memory = SharedMemory(segment, handle.group_name if isinstance(handle, ProcessGroup) else "")
-        key, memories, openings = id(handle), self._memories, self._openings
+        key, memories, openings, left = id(handle), self._memories, self._openings, self._calls_left
 
         def forget(_: Any) -> None:
             openings.pop(key, None)
+            left.pop(key, None)
             forgotten = memories.pop(key, None)
             if forgotten is not None:
                 forgotten.segment.leave()
@@ -168,6 +173,18 @@ class OneMachineTransport(NativeTransport):
         self._references[key] = weakref.ref(handle, forget)
         memories[key] = memory
         return memory
+
+    def leave_call(self, group: Group) -> None:
+        key = id(self.handle_of(group))
+        self._calls_left.setdefault(key, []).append(group)
+        if key in self._memories:
+            self._count_calls_left(key)
+
+    def _count_calls_left(self, key: int) -> None:
+        memory = self._memories[key]
+        for group in self._calls_left.pop(key, ()):
+            if memory is not None:
+                memory.leave_call(group)
 
     def shares_memory(self, group: Group) -> bool | None:
         if not 1 < len(group.ranks) <= MAX_RANKS:
@@ -187,6 +204,7 @@ class OneMachineTransport(NativeTransport):
         self._references.clear()
         self._memories.clear()
         self._openings.clear()
+        self._calls_left.clear()
 
     # --- for the watchdog ---
 
@@ -205,6 +223,12 @@ class OneMachineTransport(NativeTransport):
         super().end_waits()
         for memory in self._live_memories():
             memory.segment.leave()
+
+
+def _compared(memory: SharedMemory, over_gloo: Callable[[], Work]) -> Any:
+    """Run a collective over gloo, which would not notice that other ranks make another call."""
+    memory.compare()
+    return over_gloo().wait()
 
 
 class _SharedWork(Work):
@@ -253,7 +277,7 @@ class _SharedWork(Work):
                 self._inner = self._over_gloo()
             else:
                 try:
-                    self._result = memory.run(run)
+                    self._result = memory.run(run, self._group)
                 except RuntimeError as error:
                     connections.raise_with_cause(error)
         return self._result if self._inner is None else self._inner.wait()

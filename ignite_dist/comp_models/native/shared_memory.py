@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
-from ignite_dist.comp_models.native.shared_segment import DESCRIPTION_BYTES, Call, Segment
+from ignite_dist.comp_models.call import NO_CALL, Call
+from ignite_dist.comp_models.native.shared_segment import (
+    DESCRIPTION_BYTES,
+    EarlierCallError,
+    Segment,
+    Step,
+)
+from ignite_dist.comp_models.transport import Group
 from ignite_dist.values.reduce_ops import is_rounded, reduce_rows
 from ignite_dist.values.serialization import as_tensor
 
@@ -27,9 +34,9 @@ _MAX_LAYOUTS = 256
 
 
 class _Layout(NamedTuple):
-    """A call with a tensor of one dtype and shape, and views of the memory: one per rank, for both parts."""
+    """A step with a tensor of one dtype and shape, and views of the memory: one per rank, for both parts."""
 
-    call: Call
+    step: Step
     rows: tuple[list[Tensor], list[Tensor]]
 
 
@@ -47,18 +54,18 @@ class SharedMemory:
         self._position = segment.position
         self._positions = range(len(segment.others) + 1)
         self._parts = [[segment.bytes_of(place, parity) for place in self._positions] for parity in (0, 1)]
-        self._layouts: dict[tuple[str, torch.dtype, torch.Size], _Layout] = {}
+        self._layouts: dict[tuple[Call, str, torch.dtype, torch.Size], _Layout] = {}
+        self._call, self._token = NO_CALL, 0  # of the last steps; guarded by _lock
         self._lock = threading.RLock()  # a signal handler does not wait for its own thread
         self._is_running = False  # guarded by _lock
 
-    def run(self, collective: Callable[[SharedMemory], Any]) -> Any:
-        """Run ``collective``. Only one thread at a time may be in a collective of the group.
+    def run(self, collective: Callable[[SharedMemory], Any], group: Group) -> Any:
+        """Run ``collective`` in ``group``. Only one thread at a time may be in a collective of the group.
 
         Raises:
             RuntimeError: this thread is in a collective of the group already, or this rank has left it.
         """
-        if self.segment.has_left:
-            raise DistBackendError("Connection closed: this rank has ended its context.")
+        self.segment.check()
         with self._lock:
             if self._is_running:
                 raise RuntimeError(
@@ -66,16 +73,43 @@ class SharedMemory:
                     "collective of the same group. Let the handler set a flag, and call the collective later."
                 )
             number = self.segment.number
-            self._is_running = True
+            self._is_running, self._call = True, group.call
             try:
-                return collective(self)
+                self._count(group.token)
+                while True:
+                    try:
+                        return collective(self)
+                    except EarlierCallError:  # the other ranks raise, and make this call next
+                        self.segment.write_place(number + 1)
+                        if self.segment.number > number + 1:
+                            self.segment.raise_mismatch(self.segment.number)
+                        number = self.segment.number
             except BaseException as error:
                 # Otherwise the other ranks would receive this rank's next call instead of this call.
                 if self.segment.number == number and not self._has_broken(error):
-                    self.segment.publish(number + 1, _ENDED_EARLY)
+                    self._end_early(group.call)
                 raise
             finally:
                 self._is_running = False
+
+    def leave_call(self, group: Group) -> None:
+        """Count the call of ``group``, in which this rank was interrupted, unless it has counted."""
+        with self._lock:
+            if self._is_running or self.segment.has_left or group.token == self._token != 0:
+                return
+            self._count(group.token)
+            self._end_early(group.call)
+
+    def _end_early(self, call: Call) -> None:
+        number = self.segment.number + 1
+        self.segment.write_place(number)
+        self.segment.publish(number, _described(_ENDED_EARLY, call))
+
+    def _count(self, token: int) -> None:
+        """Give the steps the number of their call, which is equal on all ranks."""
+        if token != self._token or token == 0:
+            self._token = token
+            self.segment.call += 1
 
     def _has_broken(self, error: BaseException) -> bool:
         """True if no rank can make another call of the group."""
@@ -104,9 +138,9 @@ class SharedMemory:
         own = chunks[self._position]
         reduced = piece[own]
         reduce_rows([row[own] for row in self._share(name, piece)], op, out=reduced)
-        number, rows, call = self._begin(f"{name} (reduced)", piece)
+        number, rows, step = self._begin(f"{name} (reduced)", piece)
         rows[self._position][own].copy_(reduced)
-        self._meet(number, call)
+        self._meet(number, step)
         for place in self.segment.others:
             piece[chunks[place]].copy_(rows[place][chunks[place]])
 
@@ -130,28 +164,25 @@ class SharedMemory:
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
         """Fill ``tensor`` with the values of the rank at position ``src``."""
-        sent: Call | None = None
-        steps = self._steps(f"broadcast from {src}", tensor)
-        # In several steps all ranks compare their calls, so none waits for the steps of a rank that raised.
-        awaited = (src,) if len(steps) == 1 else self.segment.others
-        for name, piece in steps:
+        for name, piece in self._steps(f"broadcast from {src}", tensor):
             if src == self._position:
-                if sent is not None:
-                    self.segment.wait_for_call(self.segment.number, sent, self.segment.others)
-                number, rows, sent = self._begin(name, piece)
+                number, rows, step = self._begin(name, piece)
                 rows[src].copy_(piece)
-                self.segment.publish(number, sent)
+                self._meet(number, step)
             else:
                 number = self.segment.number + 1
-                rows, call = self._layout(name, piece, number)
-                self.segment.publish(number, call)
-                self.segment.wait_for_call(number, call, awaited)
+                rows, step = self._layout(name, piece, number)
+                self._meet(number, step)
                 piece.copy_(rows[src])
         return tensor
 
+    def compare(self) -> None:
+        """Return when all ranks have come to this call. It sends its data elsewhere."""
+        self._meet(self.segment.number + 1, _described("data sent elsewhere", self._call))
+
     def barrier(self) -> None:
         """Return when all ranks have called."""
-        self._meet(self.segment.number + 1, _BARRIER)
+        self._meet(self.segment.number + 1, _described("barrier", self._call))
 
     def gather_bytes(self, buffer: bytearray) -> bytearray:
         """The buffers of all ranks, of the same size, concatenated."""
@@ -163,7 +194,7 @@ class SharedMemory:
         number = self.segment.begin()
         parts = self._parts[number % 2]
         parts[self._position][:size] = buffer
-        self._meet(number, _call("numbers or objects", size, "bytes"))
+        self._meet(number, _described(f"numbers or objects of {size} bytes", self._call))
         return bytearray().join([part[:size] for part in parts])
 
     def fill_rows(self, rows: Sequence[Tensor]) -> None:
@@ -176,7 +207,7 @@ class SharedMemory:
             own = pieces[self._position]
             parts[self._position][: len(own)].copy_(own)
             name = f"objects of at most {largest} bytes: {'next' if start else 'first'} piece"
-            self._meet(number, _described(name))
+            self._meet(number, _described(name, self._call))
             for place in self.segment.others:
                 pieces[place].copy_(parts[place][: len(pieces[place])])
 
@@ -184,18 +215,18 @@ class SharedMemory:
 
     def _share(self, name: str, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks. Valid until this rank begins the next step."""
-        number, rows, call = self._begin(name, tensor)
+        number, rows, step = self._begin(name, tensor)
         rows[self._position].copy_(tensor)
-        self._meet(number, call)
+        self._meet(number, step)
         return rows
 
-    def _begin(self, name: str, tensor: Tensor) -> tuple[int, list[Tensor], Call]:
+    def _begin(self, name: str, tensor: Tensor) -> tuple[int, list[Tensor], Step]:
         number = self.segment.begin()
         return (number, *self._layout(name, tensor, number))
 
-    def _meet(self, number: int, call: Call) -> None:
-        self.segment.publish(number, call)
-        self.segment.wait_for_call(number, call, self.segment.others)
+    def _meet(self, number: int, step: Step) -> None:
+        self.segment.publish(number, step)
+        self.segment.wait_for_step(number, step)
 
     def _steps(self, name: str, tensor: Tensor) -> Sequence[tuple[str, Tensor]]:
         """The pieces of ``tensor``, each with a name that tells its step from those of other calls.
@@ -213,14 +244,14 @@ class SharedMemory:
             return (tensor,)
         return torch.split(tensor.view(-1), self.segment.part_bytes // tensor.itemsize)
 
-    def _layout(self, name: str, tensor: Tensor, number: int) -> tuple[list[Tensor], Call]:
-        key = name, tensor.dtype, tensor.shape
+    def _layout(self, name: str, tensor: Tensor, number: int) -> tuple[list[Tensor], Step]:
+        key = self._call, name, tensor.dtype, tensor.shape
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts = {}
             layout = self._layouts[key] = self._make_layout(name, tensor)
-        return layout.rows[number % 2], layout.call
+        return layout.rows[number % 2], layout.step
 
     def _make_layout(self, name: str, tensor: Tensor) -> _Layout:
         with torch.inference_mode(False):  # an inference tensor could be written to in inference mode only
@@ -233,18 +264,20 @@ class SharedMemory:
                 ]
                 for parity in (0, 1)
             ]
-        return _Layout(_call(name, tensor.numel(), str(tensor.dtype)), (rows[0], rows[1]))
+        step = _described(f"{name} of {tensor.numel()} {tensor.dtype}", self._call)
+        return _Layout(step, (rows[0], rows[1]))
 
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
-def _call(name: str, size: int, unit: str) -> Call:
-    return _described(f"{name} of {size} {unit}")
+def _described(name: str, call: Call) -> Step:
+    """The step ``name`` of ``call``. The description has what the user has called."""
+    text = call.text or name
+    if name == _ENDED_EARLY:
+        text = f"{text}, which ended before it sent data"
+    return Step(
+        zlib.crc32(name.encode(), call.checksum),
+        text.encode()[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES),
+    )
 
 
-def _described(text: str) -> Call:
-    description = text.encode()
-    return Call(zlib.crc32(description), description[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES))
-
-
-_BARRIER = _described("barrier")
-_ENDED_EARLY = _described("a call that ended before it sent data")
+_ENDED_EARLY = "a call that ended before it sent data"

@@ -42,9 +42,12 @@ _MAX_PART_BYTES = 1 << 20
 _MAX_BYTES = 8 << 20
 
 # The words of a rank: the number of its last step, whether it has left, the position (from 1) of the rank for
-# which it sleeps, the checksums and the descriptions of its last steps. It may be two steps ahead of others.
+# which it sleeps; and of its last steps the checksums, the numbers of the calls, and the descriptions. A rank
+# may be two steps ahead of others.
 _WORDS_PER_RANK, _SLOTS = 64, 4
-_HAS_LEFT, _SLEEPS_FOR, _CHECKSUMS, _DESCRIPTIONS = 1, 2, 3, 3 + _SLOTS
+_HAS_LEFT, _SLEEPS_FOR, _CHECKSUMS, _CALLS, _DESCRIPTIONS = 1, 2, 3, 3 + _SLOTS, 3 + 2 * _SLOTS
+# The values of the second word.
+_ENDED_CONTEXT, _TIMED_OUT = 1, 2
 DESCRIPTION_BYTES = (_WORDS_PER_RANK - _DESCRIPTIONS) // _SLOTS * 8
 _PAGE_BYTES, _LOW_BITS = 4096, 0xFFFFFFFF
 # After the words of all ranks: the number of a mismatched call, and where its rank has made it. A rank waits
@@ -73,16 +76,20 @@ def _find_syscall() -> Any:
 _syscall = _find_syscall()
 
 
-class Call(NamedTuple):
-    """A collective, as the ranks compare it.
+class Step(NamedTuple):
+    """A step of a collective, as the ranks compare it.
 
     Attributes:
-        checksum: 32 bits that are equal on all ranks if they make the same call.
+        checksum: 32 bits that are equal on all ranks if they make the same step of the same call.
         description: up to ``DESCRIPTION_BYTES`` bytes for the error message, padded.
     """
 
     checksum: int
     description: bytes
+
+
+class EarlierCallError(Exception):
+    """Other ranks are still in an earlier call, which this rank has left, for example by an interrupt."""
 
 
 class Segment:
@@ -100,7 +107,7 @@ class Segment:
         timeout: how long to wait for another rank.
 
     Attributes:
-        has_left: True if :meth:`leave` was called.
+        call: number of the call of the next steps, from 1.
     """
 
     def __init__(self, memory: mmap.mmap, position: int, peers: list[_Offer], timeout: timedelta) -> None:
@@ -116,10 +123,21 @@ class Segment:
             self._tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self._address = self._tensor.data_ptr()
         self._own = position * _WORDS_PER_RANK
+        self.call = 0
         self._sleepers = [place * _WORDS_PER_RANK + _SLEEPS_FOR for place in self.others]
         self._fence = threading.Lock()
-        self._described: list[Call | None] = [None] * _SLOTS
-        self.has_left = False
+        self._described: list[Step | None] = [None] * _SLOTS
+        self._why_left = ""
+
+    @property
+    def has_left(self) -> bool:
+        """True if :meth:`leave` was called."""
+        return bool(self._why_left)
+
+    def check(self) -> None:
+        """Raise ``DistBackendError`` if this rank has left."""
+        if self._why_left:
+            raise DistBackendError(self._why_left)
 
     @property
     def number(self) -> int:
@@ -146,14 +164,16 @@ class Segment:
         self.wait_for(number - 1, self.others)
         return number
 
-    def publish(self, number: int, call: Call) -> None:
-        """Tell the other ranks that this rank has begun a step of ``call``, and written its data."""
+    def publish(self, number: int, step: Step) -> None:
+        """Tell the other ranks that this rank has begun ``step``, and written its data."""
         words, own = self._words, self._own
-        words[own + _CHECKSUMS + number % _SLOTS] = (number & _LOW_BITS) << 32 | call.checksum
-        if call is not self._described[number % _SLOTS]:
-            start = (own + _DESCRIPTIONS) * 8 + number % _SLOTS * DESCRIPTION_BYTES
-            self._bytes[start : start + DESCRIPTION_BYTES] = call.description
-            self._described[number % _SLOTS] = call
+        slot = number % _SLOTS
+        words[own + _CHECKSUMS + slot] = (number & _LOW_BITS) << 32 | step.checksum
+        words[own + _CALLS + slot] = self.call
+        if step is not self._described[slot]:
+            start = (own + _DESCRIPTIONS) * 8 + slot * DESCRIPTION_BYTES
+            self._bytes[start : start + DESCRIPTION_BYTES] = step.description
+            self._described[slot] = step
         words[own] = number
         # Taking a lock is a memory fence. A rank that goes to sleep first writes _SLEEPS_FOR, and then the
         # kernel reads the number. So it sees the new number, or this rank sees _SLEEPS_FOR.
@@ -164,20 +184,36 @@ class Segment:
                 self._wake()
                 return
 
-    def wait_for_call(self, number: int, call: Call, positions: Collection[int]) -> None:
-        """Return when the ranks at ``positions`` have published ``call``.
+    def wait_for_step(self, number: int, step: Step) -> None:
+        """Return when all other ranks have published ``step``.
 
         Raises:
-            CollectiveMismatchError: a rank has published another call.
+            CollectiveMismatchError: a rank has published another step.
+            EarlierCallError: a rank has published a step of an earlier call, which this rank has left.
             RuntimeError: a rank has ended, or the timeout has passed.
         """
-        self.wait_for(number, positions)
-        expected = (number & _LOW_BITS) << 32 | call.checksum
-        words, offset = self._words, _CHECKSUMS + number % _SLOTS
-        for place in positions:
-            found = words[place * _WORDS_PER_RANK + offset]
-            if found != expected:  # also if the rank was interrupted and has made several later calls
-                self._raise_mismatch(number)
+        self.wait_for(number, self.others)
+        expected = (number & _LOW_BITS) << 32 | step.checksum
+        words, slot = self._words, number % _SLOTS
+        for place in self.others:
+            word = place * _WORDS_PER_RANK
+            if words[word + _CHECKSUMS + slot] != expected or words[word + _CALLS + slot] != self.call:
+                self._compare(number)
+
+    def _compare(self, number: int) -> None:
+        calls = [self._call_of(place, number) for place in self.others]
+        if min(calls) < self.call and max(calls) <= self.call:
+            raise EarlierCallError
+        self.raise_mismatch(number)
+
+    def _call_of(self, position: int, number: int) -> int:
+        """The number of the call to which step ``number`` of another rank belongs, or less."""
+        word, slot = position * _WORDS_PER_RANK, number % _SLOTS
+        call = self._words[word + _CALLS + slot]
+        if self._words[word + _CHECKSUMS + slot] >> 32 == number & _LOW_BITS:
+            return call
+        # The rank has made several later steps. If these belong to this rank's call, this one did not.
+        return call if call > self.call else self.call - 1
 
     def wait_for(self, number: int, positions: Collection[int]) -> None:
         """Return when the ranks at ``positions`` have published ``number``."""
@@ -204,53 +240,59 @@ class Segment:
                 self._check_peers(number, positions)
                 late = [place for place in positions if words[place * _WORDS_PER_RANK] < number]
                 if late and now - began > self._timeout.total_seconds():
-                    self.leave()
+                    names = ", ".join(self._peers[place].who for place in late)
+                    seconds = self._timeout.total_seconds()
+                    why = (
+                        f"Connection closed: this rank has waited for {names} for {seconds:g} s, its timeout."
+                    )
+                    self._leave(_TIMED_OUT, why)
                     raise RuntimeError(
-                        f"Timed out waiting {self._timeout.total_seconds() * 1e3:.0f}ms for "
-                        f"{', '.join(self._peers[place].who for place in late)} in a collective."
+                        f"Timed out waiting {seconds * 1e3:.0f}ms for {names} in a collective."
                     )
         words[self._own + _SLEEPS_FOR] = 0
 
     def _check_peers(self, number: int, positions: Collection[int]) -> None:
         """Raise if one of the awaited ranks has ended."""
-        if self.has_left:
-            raise DistBackendError("Connection closed by peer, or the context of this rank has ended.")
+        self.check()
         for place in positions:
             word, peer = place * _WORDS_PER_RANK, self._peers[place]
             if self._words[word] < number:
-                has_left, has_ended = self._words[word + _HAS_LEFT], _has_ended(peer)
-                if (has_left or has_ended) and self._words[word] < number:
-                    what = "has ended" if has_ended else "has ended its context"
+                why, has_ended = self._words[word + _HAS_LEFT], _has_ended(peer)
+                if (why or has_ended) and self._words[word] < number:
+                    what = "has ended" if has_ended else _LEFT_BY[why]
                     raise DistBackendError(f"Connection closed by peer: {peer.who} {what}.")
 
-    def _raise_mismatch(self, number: int) -> None:
-        places = self._places(number)
+    def raise_mismatch(self, number: int) -> None:
+        """Raise ``CollectiveMismatchError`` with the step ``number`` of each rank."""
+        places, slot = self._places(number), number % _SLOTS
+        numbers = [self._words[place * _WORDS_PER_RANK + _CALLS + slot] for place in range(len(places))]
+        in_one_call = len(set(numbers)) == 1
         calls: dict[str, list[str]] = {}
         for place, peer in enumerate(self._peers):
             word = place * _WORDS_PER_RANK
-            start = (word + _DESCRIPTIONS) * 8 + number % _SLOTS * DESCRIPTION_BYTES
+            start = (word + _DESCRIPTIONS) * 8 + slot * DESCRIPTION_BYTES
             description = bytes(self._bytes[start : start + DESCRIPTION_BYTES]).rstrip().decode()
-            if self._words[word + _CHECKSUMS + number % _SLOTS] >> 32 != number & _LOW_BITS:
+            call = "" if in_one_call else f"call {numbers[place]}"
+            if self._words[word + _CHECKSUMS + slot] >> 32 != number & _LOW_BITS:
                 description = "not there yet" if self._words[word] < number else "a later call"
-            elif places[place]:
-                description = f"{places[place]} ({description})"
+            else:
+                description = _described(description, places[place], call)
             calls.setdefault(description, []).append(str(peer.rank))
         texts = [f"rank {', '.join(ranks)}: {description}" for description, ranks in calls.items()]
         hint = "" if all(places) else " idist.debug() shows their places."
+        if not in_one_call:
+            hint = " A rank has skipped a call, or has left one early, for example by a KeyboardInterrupt."
         raise CollectiveMismatchError(f"The ranks made different calls ({'; '.join(texts)}).{hint}")
 
     def _places(self, number: int) -> list[str]:
-        """Where each rank has made its call of this number; empty for a rank that does not say it in time."""
+        """Where each rank has made its step of this number; empty for a rank that does not say it in time."""
+        self.write_place(number)
         start = len(self._peers) * _WORDS_PER_RANK * 8
         areas = [
             self._bytes[start + place * _PLACE_BYTES : start + (place + 1) * _PLACE_BYTES]
             for place in range(len(self._peers))
         ]
         expected = number.to_bytes(8, "little")
-        areas[self.position][8:] = (
-            place_of(sys._getframe()).encode()[: _PLACE_BYTES - 8].ljust(_PLACE_BYTES - 8)
-        )
-        areas[self.position][:8] = expected
         deadline = time.monotonic() + _PLACE_SECONDS
         there = [place for place in range(len(areas)) if self._words[place * _WORDS_PER_RANK] >= number]
         while not all(areas[place][:8] == expected for place in there) and time.monotonic() < deadline:
@@ -260,15 +302,44 @@ class Segment:
             for area in areas
         ]
 
+    def write_place(self, number: int) -> None:
+        """Write for the other ranks where this rank has made its step of this number."""
+        start = len(self._peers) * _WORDS_PER_RANK * 8 + self.position * _PLACE_BYTES
+        text = place_of(sys._getframe()).encode()[: _PLACE_BYTES - 8].ljust(_PLACE_BYTES - 8)
+        self._bytes[start + 8 : start + _PLACE_BYTES] = text
+        self._bytes[start : start + 8] = number.to_bytes(8, "little")
+
     def _wake(self) -> None:
         _syscall(_FUTEX, self._address + 8 * self._own, _FUTEX_WAKE, _ALL_SLEEPERS, None)
 
     def leave(self) -> None:
         """Mark that this rank has left. Its waits, and waits for it, then raise."""
+        self._leave(_ENDED_CONTEXT, "Connection closed by peer, or the context of this rank has ended.")
+
+    def _leave(self, how: int, why: str) -> None:
         if os.getpid() == self._peers[self.position].pid:  # not a forked child
-            self.has_left = True
-            self._words[self._own + _HAS_LEFT] = 1
+            if not self._why_left:
+                self._why_left = why
+                self._words[self._own + _HAS_LEFT] = how
             self._wake()
+
+
+def _described(description: str, place: str, call: str) -> str:
+    """For example ``"all_reduce at file.py:12 (SUM torch.float32 (3,))"``. ``place``, ``call`` may be ""."""
+    function = place.partition(" at ")[0]
+    details = description
+    if place and description.startswith(f"{function}("):
+        details = description[len(function) + 1 :].removesuffix(")")
+    details = ", ".join(filter(None, (details, call)))
+    if not place:
+        return details
+    return f"{place} ({details})" if details else place
+
+
+_LEFT_BY = {
+    _ENDED_CONTEXT: "has ended its context",
+    _TIMED_OUT: "has left the group after its timeout: it has waited in a collective for another rank",
+}
 
 
 def _header_bytes(group_size: int) -> int:

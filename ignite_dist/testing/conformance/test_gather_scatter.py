@@ -190,7 +190,7 @@ def test_ranks_that_call_different_ones_of_them_raise() -> None:
     rank, world_size = idist.get_rank(), idist.get_world_size()
     if world_size == 1 or idist.model_name() == "xla-dist":  # XLA compares the calls before
         return
-    with raises(CollectiveMismatchError, "different collective"):
+    with raises(CollectiveMismatchError, "different c"):  # "collective" or "calls"
         if rank == 0:
             idist.gather("text")
         else:

@@ -18,6 +18,9 @@ import torch
 
 import ignite_dist as idist
 from ignite_dist import CollectiveMismatchError, RankFailedError, UnsafeObjectError
+from ignite_dist.collectives.path import perform
+from ignite_dist.comp_models import Group
+from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.context.live import current_model
 from ignite_dist.testing.conformance.cases import count_collectives, on_every_rank, raises, safe_mode
 from ignite_dist.values import message_header
@@ -141,9 +144,13 @@ def test_a_rank_where_objects_are_not_safe_is_named() -> None:
     folder, model = new_folder(), current_model()
     with safe_on_every_rank():
         if rank == 0:  # replicas of XLA share the mode, so by hand
-            model.objects.gather_bytes(
-                message_header.write_header(pickle.dumps(Runs(folder))), model.groups.world
-            )
+            payload = pickle.dumps(Runs(folder))
+
+            def send(world: Group) -> Work:
+                header = message_header.write_header(payload, world.call.checksum)
+                return Completed(model.objects.gather_bytes(header, world))
+
+            perform(model, "all_gather", model.groups.world, send, None, value="an object")
         else:
             with raises(UnsafeObjectError, "Rank 0 sent a plain pickle"):
                 idist.all_gather(rank)

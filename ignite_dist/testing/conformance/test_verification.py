@@ -61,7 +61,7 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[str]]] = 
     "agreement": (
         lambda: idist.one_rank_only(with_barrier=True)(lambda: None)(),
         lambda: idist.all_gather("x"),
-        ["agreement", "an object"],
+        ["one_rank_only", "an object"],
     ),
 }
 

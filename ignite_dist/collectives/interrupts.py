@@ -1,0 +1,78 @@
+"""Calls that are interrupted before they have sent anything, which the other ranks could not notice."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import wraps
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+from ignite_dist.collectives.path import is_member, perform
+from ignite_dist.comp_models import Group
+from ignite_dist.comp_models.call import Call
+from ignite_dist.context.live import current_model
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def counts_interrupts(function: _Function) -> _Function:
+    """Decorator for a collective: a call that is interrupted at any time counts as a call of its group.
+
+    Otherwise this rank's next call would meet the call of the other ranks that it has left.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            if _is_interrupt(error):
+                with suppress(
+                    Exception
+                ):  # the arguments are wrong, or the context has ended: nothing to count
+                    arguments = signature.bind(*args, **kwargs).arguments
+                    if not arguments.get("async_op") and arguments.get("timeout") is None:
+                        _count(function.__name__, arguments.get("group"), error)
+            raise
+
+    wrapper: Any = call
+    wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)  # reports show this name
+    return wrapper  # type: ignore[no-any-return]
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """True if anything but a check of the arguments has raised ``error``: a signal, or a lack of memory."""
+    if not isinstance(error, Exception) or isinstance(error, MemoryError):
+        return True
+    if isinstance(error, RuntimeError) and "allocate memory" in str(error):
+        return True
+    handlers = _codes_of_handlers()
+    return any(frame.f_code in handlers for frame in _frames(error))
+
+
+def _codes_of_handlers() -> set[CodeType]:
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    functions: list[Any] = [getattr(handler, "__func__", handler) for handler in handlers]
+    return {function.__code__ for function in functions if hasattr(function, "__code__")}
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _count(name: str, group: Any, error: BaseException) -> None:
+    model = current_model()
+    frames = (frame for frame in _frames(error) if frame.f_code is perform.__code__)
+    performed = next(frames, None)
+    members: Group = model.groups.resolve(group) if performed is None else performed.f_locals["group"]
+    if members.token == 0:
+        members = members.in_call(Call(f"{name}()"))
+    if is_member(model, members) and len(members.ranks) > 1:
+        model.transport.leave_call(members)

@@ -1,0 +1,53 @@
+"""What a user has called, as the ranks of a group compare it."""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from ignite_dist.values.layouts import describe_layout
+
+_MAX_CALLS = 1024
+
+
+class Call:
+    """A function with all arguments that must be equal on all ranks.
+
+    Args:
+        text: describes the call, for example ``"all_reduce(SUM torch.float32 (3,))"``.
+
+    Attributes:
+        checksum: 32 bits, which differ if the texts differ.
+    """
+
+    __slots__ = ("checksum", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.checksum = zlib.crc32(text.encode())
+
+
+NO_CALL = Call("")
+"""Stands for the call of a collective that no public function has named."""
+
+
+def call_of(function: str, op: str, value: Any) -> Call:
+    """The call of ``function``. Equal arguments give the same object.
+
+    Args:
+        function: the name of the public function.
+        op: the reduction, the source or the destination, and options.
+        value: a tensor; a description; or what the function itself compares, with an error that names more:
+            a dtype, or the leaves of a tree.
+    """
+    if isinstance(value, Tensor):
+        return _call(function, op, (value.dtype, value.shape))
+    return _call(function, op, value) if isinstance(value, str) else _call(function, "", "")
+
+
+@lru_cache(maxsize=_MAX_CALLS)
+def _call(function: str, op: str, layout: Any) -> Call:
+    return Call(f"{function}({' '.join(filter(None, (op, describe_layout(layout))))})")

@@ -1,0 +1,92 @@
+"""A call that is interrupted at any moment: later calls of the ranks go together, or raise."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import ignite_dist as idist
+
+PACKAGE = str(Path(idist.__file__).parent)
+
+CALLS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda k: idist.all_reduce(torch.full((3,), float(k)))[0].item(),
+    "number": lambda k: idist.all_reduce(k),
+    "tree of two steps": lambda k: idist.all_reduce({"a": torch.full((400,), float(k))})["a"][0].item(),
+    "several pieces": lambda k: idist.all_reduce(torch.full((300_000,), float(k)))[0].item(),
+    "halves": lambda k: idist.all_reduce(torch.full((3,), float(k), dtype=torch.float16))[0].item(),
+    "reduce_scatter": lambda k: idist.reduce_scatter(torch.full((2,), float(k)))[0].item(),
+    "all_gather": lambda k: idist.all_gather(torch.full((1,), float(k))).sum().item(),
+    "object": lambda k: sum(idist.all_gather(k)),
+    "large object": lambda k: sum(one[0] for one in idist.all_gather([k, "x" * 5000])),
+    "broadcast": lambda k: 2 * idist.broadcast(torch.full((3,), float(k)))[0].item(),
+    "all_to_all": lambda k: idist.all_to_all(torch.full((2,), float(k))).sum().item(),
+}
+
+
+# They wait for other ranks: how often they look depends on the machine.
+WAITS = {"wait_for", "_sleep", "_places"}
+
+
+def _interrupted_at(moment: int, call: Callable[[], float]) -> tuple[bool, Any]:
+    """``call()``, interrupted at this moment; False if it has fewer moments.
+
+    Python runs the handlers of signals where a function begins, and after a call of a function in C.
+    """
+    left = moment
+
+    def interrupt(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal left
+        code = frame.f_code
+        if (
+            event in ("call", "c_return")
+            and code.co_filename.startswith(PACKAGE)
+            and code.co_name not in WAITS
+        ):
+            left -= 1
+            if left < -1:  # the first moment is the beginning of the public function
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        value = call()
+        return left < -1, value  # Python ignores what is raised in __del__
+    except KeyboardInterrupt:
+        return True, None
+    finally:
+        sys.setprofile(None)
+
+
+def _calls(rank: int, name: str) -> tuple[int, list[tuple[int, Any]]]:
+    """Call ``k`` of rank 1 is interrupted at moment ``k``. The number of calls, and wrong results."""
+    call, wrong, k, goes_on = CALLS[name], [], 1, True
+    control = idist.new_group(range(2))
+    idist.barrier()
+    while goes_on:
+        value = None
+        if rank == 1:
+            goes_on, value = _interrupted_at(k - 1, lambda: call(k))  # noqa: B023
+        for number in (k, k + 1000) if rank == 0 else (k + 1000,):
+            try:
+                value = call(number)
+            except idist.CollectiveMismatchError:
+                value = None
+            if value not in (None, 2 * number):
+                wrong.append((k, value))
+        goes_on = idist.broadcast(goes_on, src=1, group=control)
+        k += 1
+    return k, wrong
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_calls_go_together_after_an_interrupt_at_any_moment(name: str) -> None:
+    (num_calls, wrong), (_, others) = idist.spawn("gloo", _calls, (name,), nproc_per_node=2)
+    assert (wrong, others) == ([], [])
+    assert num_calls > 20

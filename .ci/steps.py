@@ -22,9 +22,9 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "ci"
-# Three times the cores of the machine that runs CI. Tests wait for other ranks and for the end of timeouts: a
-# process of `make test` or `make test-long` uses a core for a quarter of its time.
-NUM_LANES = 6
+# More than twice the cores of the machine that runs CI. Tests wait for other ranks and for the end of timeouts:
+# a process of `make test` or `make test-long` uses a core for a quarter of its time.
+NUM_LANES = 5
 # uv is faster than pip, and environments with the same package share its files. It ignores pip's settings. uv
 # and its cache are in the checkout, which is all that the chroot of .ci/with-python has of this machine.
 INSTALLER = ROOT / ".cache" / "uv"
@@ -201,12 +201,12 @@ STEPS = [
     Step("get-python", _PYTHON, lanes=0, after=("get-newest", "get-launchers")),
     Step("horovod", "make horovod", lanes=2, after=("environment",)),  # a compiler on all cores
     Step("lint", "make lint type", after=_ALL),
-    Step("test-long", f"make test-long {_KEEP.format('long')}", lanes=3, after=_ALL),
+    Step("test-long", f"make test-long {_KEEP.format('long')}", lanes=2, after=_ALL),
     Step("test-horovod", f"make test-horovod {_KEEP.format('horovod')}", after=_ALL),
     Step("test-launchers", "make test-launchers", after=(*_ALL, "get-launchers")),
     Step("test-xla", f"make test-xla {_KEEP.format('xla')}", after=("get-xla",)),
     Step("test-mpi4py", "make test-mpi4py ARGS=\"-k 'not mpi4py-3'\"", after=(*_ALL, "get-launchers")),
-    Step("test", f"make test {_KEEP.format('torch')}", lanes=3, after=_ALL),
+    Step("test", f"make test {_KEEP.format('torch')}", lanes=2, after=_ALL),
     Step("test-python", "make test-python PYTHON_VERSION=3.14", lanes=2, after=("get-python",)),
     Step("conformance-oldest", "make conformance-oldest", after=("get-xla",)),
     Step("conformance-newest", "make conformance-newest", after=("get-newest",)),

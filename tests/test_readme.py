@@ -13,8 +13,6 @@ from installed import Installed, copy_checkout, new_environment
 from page_session import is_as_shown
 from pages import blocks, commands_of
 
-pytestmark = pytest.mark.long
-
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 (SCRIPT,) = [block.text for block in blocks(README) if block.title == "train.py"]
 SHOWN = {command: lines for block in blocks(README) for command, lines in commands_of(block)}
@@ -57,6 +55,7 @@ def test_env_prints_plain_text(installed: Installed) -> None:
     assert re.search(r"^  gloo +works", ended.output, re.MULTILINE)
 
 
+@pytest.mark.long
 def test_with_the_extra_there_are_colours(installed: Installed) -> None:
     ended = installed.run(documented('pip install ".[cli]"'), "rich", folder=installed.checkout)
     assert ended.returncode == 0, ended.output + ended.errors
@@ -82,6 +81,7 @@ def test_check(installed: Installed, command: str) -> None:
     assert ("Starting" in ended.errors) == (not command.startswith("torchrun"))
 
 
+@pytest.mark.long
 def test_bench_draws_a_chart(installed: Installed, tmp_path: Path) -> None:
     command = documented("ignite-dist bench --save chart.png")
     refused = installed.run(command, folder=tmp_path)

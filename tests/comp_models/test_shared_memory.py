@@ -239,6 +239,37 @@ def test_the_results_are_gloos(world_size: int, repetitions: Callable[[int, int]
     assert found[0] >= num // 2
 
 
+def _parts_of_any_sizes(rank: int, num: int) -> list[str]:
+    """What differs from gloo, in exchanges of parts that are empty, small, or take several steps."""
+    shared, gloo = new_group(), new_group(shares=False)
+    size, draw, faults = idist.get_world_size(), random.Random(5), []
+    largest = part_bytes(size)
+    for number in range(num):
+        numels = [
+            [draw.choice((0, 0, 1, 7, 1000, largest // 8, largest // 4 + 1, largest)) for _ in range(size)]
+            for _ in range(size)
+        ]
+        x = [torch.arange(numel, dtype=torch.float32) + 1000 * rank for numel in numels[rank]]
+        moved, expected = (idist.all_to_all(x, group) for group in (shared, gloo))
+        if [len(one) for one in moved] != [row[rank] for row in numels]:
+            faults.append(f"sizes, {number}")
+        if not all(map(torch.equal, moved, expected)):
+            faults.append(f"values, {number}")
+        dst, numel = draw.randrange(size), numels[0][0]
+        gathered = [idist.gather(torch.full((numel,), float(rank)), dst, group) for group in (shared, gloo)]
+        if rank == dst and not torch.equal(*gathered):
+            faults.append(f"gather, {number}")
+    return faults
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parts_of_any_sizes_arrive_as_over_gloo(
+    world_size: int, repetitions: Callable[[int, int], int]
+) -> None:
+    found = on_ranks(_parts_of_any_sizes, repetitions(12, 200), world_size=world_size)
+    assert found == [[]] * world_size
+
+
 def _narrow_dtypes(_: int) -> set[tuple[str, bool]]:
     shared, gloo = new_group(), new_group(shares=False)
     found = set()

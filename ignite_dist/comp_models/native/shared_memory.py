@@ -23,9 +23,10 @@ from ignite_dist.comp_models.native.shared_segment import (
     Segment,
     Step,
 )
-from ignite_dist.comp_models.transport import Group
+from ignite_dist.comp_models.transport import Group, Sizes
+from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.values.reduce_ops import is_rounded, reduce_rows
-from ignite_dist.values.serialization import as_tensor
+from ignite_dist.values.serialization import as_bytes, as_tensor
 
 # Up to this size every rank reduces the whole tensor. Above, each rank reduces a chunk, which takes a second
 # step, in which the ranks exchange the reduced chunks.
@@ -176,9 +177,36 @@ class SharedMemory:
                 piece.copy_(rows[src])
         return tensor
 
-    def compare(self) -> None:
-        """Return when all ranks have come to this call. It sends its data elsewhere."""
-        self._meet(self.segment.number + 1, _described("data sent elsewhere", self._call))
+    def exchange(self, sent: Tensor, out: Tensor, sizes: Sizes) -> Tensor:
+        """:meth:`all_to_all` of parts of any sizes. The tensors are 1-d, ``sizes`` are in bytes.
+
+        In the first step the ranks also share where their parts begin.
+        """
+        starts = torch.tensor([0, *sizes.sent], dtype=torch.int64, device="cpu").cumsum(0)
+        targets = torch.split(as_bytes(out), list(sizes.received))
+        own, step = as_bytes(sent), _described("parts of any sizes", self._call)
+        number = self.segment.begin()
+        tables = [self.segment.tensor_of(place, number % 2) for place in self._positions]
+        heads = [table[: starts.nbytes].view(torch.int64) for table in tables]
+        heads[self._position].copy_(starts)
+        first = self.segment.part_bytes - starts.nbytes
+        tables[self._position][starts.nbytes :][: len(own)].copy_(own[:first])
+        self._meet(number, step)
+        starts_of = [head.tolist() for head in heads]
+        for place, target in enumerate(targets):
+            begin, end = starts_of[place][self._position : self._position + 2]
+            if end - begin != len(target):
+                raise CollectiveMismatchError(f"A rank expects {len(target)} bytes and gets {end - begin}.")
+            _copy_overlap(tables[place][starts.nbytes :], 0, target, begin)
+        for start in range(first, max(ends[-1] for ends in starts_of), self.segment.part_bytes):
+            number = self.segment.begin()
+            parts = [self.segment.tensor_of(place, number % 2) for place in self._positions]
+            piece = own[start : start + self.segment.part_bytes]
+            parts[self._position][: len(piece)].copy_(piece)
+            self._meet(number, step)
+            for place, target in enumerate(targets):
+                _copy_overlap(parts[place], start, target, starts_of[place][self._position])
+        return out
 
     def barrier(self) -> None:
         """Return when all ranks have called."""
@@ -266,6 +294,15 @@ class SharedMemory:
             ]
         step = _described(f"{name} of {tensor.numel()} {tensor.dtype}", self._call)
         return _Layout(step, (rows[0], rows[1]))
+
+
+def _copy_overlap(piece: Tensor, piece_start: int, target: Tensor, target_start: int) -> None:
+    """Copy the bytes that are in both. Each starts at its place in the sender's tensor."""
+    start = max(piece_start, target_start)
+    end = min(piece_start + len(piece), target_start + len(target))
+    if start < end:
+        source = piece[start - piece_start : end - piece_start]
+        target[start - target_start : end - target_start].copy_(source)
 
 
 @lru_cache(maxsize=_MAX_LAYOUTS)

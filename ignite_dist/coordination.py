@@ -141,7 +141,9 @@ def _block(model: ComputationModel, name: str) -> Iterator[None]:
         log.block = before
 
 
-def same_outcome(model: ComputationModel, caller: str, function: Callable[[], Any]) -> list[Any]:
+def same_outcome(
+    model: ComputationModel, function: Callable[[], Any], caller: str = "agreement"
+) -> list[Any]:
     """``function()`` of every rank of the world. Every rank calls this, in the public function ``caller``.
 
     ``function`` makes no collectives, or only such that raise on every rank.

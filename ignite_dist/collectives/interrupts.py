@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from types import CodeType, FrameType
+from traceback import walk_tb
+from types import CodeType
 from typing import Any, TypeVar
 
 from ignite_dist.collectives.path import is_member, perform
@@ -19,9 +20,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def counts_interrupts(function: _Function) -> _Function:
-    """Decorator for a collective: a call that is interrupted at any time counts as a call of its group.
+    """Decorator for a collective: a call that is interrupted before it has sent anything counts, too.
 
-    Otherwise this rank's next call would meet the call of the other ranks that it has left.
+    Otherwise this rank's next call would meet the call of the other ranks that it has left. Asynchronous
+    calls, and calls with a timeout, do not count: they are not in the order of the blocking calls.
     """
     signature = inspect.signature(function)
 
@@ -30,10 +32,11 @@ def counts_interrupts(function: _Function) -> _Function:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            if _is_interrupt(error):
-                with suppress(
-                    Exception
-                ):  # the arguments are wrong, or the context has ended: nothing to count
+            # An interrupt that comes after the function has returned has no frame of it.
+            is_complete = error.__traceback__ is None or error.__traceback__.tb_next is None
+            if not is_complete and _is_interrupt(error):
+                # If the arguments are wrong, or there is no context, there is nothing to count.
+                with suppress(Exception):
                     arguments = signature.bind(*args, **kwargs).arguments
                     if not arguments.get("async_op") and arguments.get("timeout") is None:
                         _count(function.__name__, arguments.get("group"), error)
@@ -45,13 +48,13 @@ def counts_interrupts(function: _Function) -> _Function:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """True if anything but a check of the arguments has raised ``error``: a signal, or a lack of memory."""
+    """True if a signal (also through the handler of the user) or a lack of memory has ended the call."""
     if not isinstance(error, Exception) or isinstance(error, MemoryError):
         return True
     if isinstance(error, RuntimeError) and "allocate memory" in str(error):
         return True
     handlers = _codes_of_handlers()
-    return any(frame.f_code in handlers for frame in _frames(error))
+    return any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__))
 
 
 def _codes_of_handlers() -> set[CodeType]:
@@ -60,16 +63,9 @@ def _codes_of_handlers() -> set[CodeType]:
     return {function.__code__ for function in functions if hasattr(function, "__code__")}
 
 
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
-
-
 def _count(name: str, group: Any, error: BaseException) -> None:
     model = current_model()
-    frames = (frame for frame in _frames(error) if frame.f_code is perform.__code__)
+    frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is perform.__code__)
     performed = next(frames, None)
     members: Group = model.groups.resolve(group) if performed is None else performed.f_locals["group"]
     if members.token == 0:

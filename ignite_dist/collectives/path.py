@@ -33,7 +33,8 @@ def perform(
         model: the model of the context.
         operation: the name of the public function.
         group: the group of the collective.
-        begin: begins the collective in a given group of the same ranks, on a member.
+        begin: begins the collective on a member, in a given group of the same ranks. Only that group carries
+            the call, which the ranks compare.
         outside: the result on a rank outside the group.
         value: a description, a tensor or the leaves of a tree; dtypes and shapes must match on all ranks.
         op: the reduction, or the source rank; must be equal on all ranks.

@@ -135,7 +135,8 @@ class PendingWork(Work):
 class _Pending:
     """The works of a context for which no ``wait()`` was called yet.
 
-    A work that has completed is not kept: it would keep its tensors. Its description is, for the warning.
+    ``add`` releases the two oldest works if they have completed without an error, because a work keeps its
+    tensors. ``released`` counts them by description, for the warning.
     """
 
     def __init__(self) -> None:
@@ -147,7 +148,6 @@ class _Pending:
         with self._lock:
             self.works[id(work)] = work
             oldest = list(itertools.islice(self.works.values(), 2))
-        # Two for each new one, so that none is left behind when they complete out of order for a while.
         for old in oldest:
             if old is not work and old.is_completed() and old.finish():
                 with self._lock:

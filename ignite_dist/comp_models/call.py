@@ -20,7 +20,7 @@ class Call:
         text: describes the call, for example ``"all_reduce(SUM torch.float32 (3,))"``.
 
     Attributes:
-        checksum: 32 bits, which differ if the texts differ.
+        checksum: of the text, 32 bits.
     """
 
     __slots__ = ("checksum", "text")
@@ -35,13 +35,13 @@ NO_CALL = Call("")
 
 
 def call_of(function: str, op: str, value: Any) -> Call:
-    """The call of ``function``. Equal arguments give the same object.
+    """The call of ``function``, cached.
 
     Args:
         function: the name of the public function.
         op: the reduction, the source or the destination, and options.
-        value: a tensor; a description; or what the function itself compares, with an error that names more:
-            a dtype, or the leaves of a tree.
+        value: a tensor, or a description. A dtype and the leaves of a tree are not in the call, and ``op``
+            then neither: the function compares them itself, and its error names more.
     """
     if isinstance(value, Tensor):
         return _call(function, op, (value.dtype, value.shape))

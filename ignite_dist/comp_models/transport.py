@@ -30,8 +30,8 @@ class Group(NamedTuple):
         handle: the backend's object for the group; None for the world.
         ranks: the global ranks of the members, ascending; empty if this rank is outside and cannot know them.
         call: the call that makes the collective.
-        token: another number for each call of this rank, because a call may make several collectives; 0 if
-            no public function has made the call.
+        token: differs between the calls of this rank, and is equal for all collectives of one call; 0 if each
+            collective counts as a call.
     """
 
     handle: Any
@@ -209,10 +209,7 @@ class Transport(ABC):
         """Complete when every rank of the group has called this method."""
 
     def leave_call(self, group: Group) -> None:  # noqa: B027  # optional
-        """Note that this rank was interrupted in ``group.call``. Override it if ranks can find this out.
-
-        Called also if the call has made a step, or all of its steps.
-        """
+        """Count ``group.call`` if this rank was interrupted before the call's first step. Optional."""
 
     # --- groups ---
 

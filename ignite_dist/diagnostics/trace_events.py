@@ -132,7 +132,7 @@ class _RankEvents:
     def _last_rank(self, key: _Key, row: Row, end: int) -> tuple[int, int]:
         """The last other rank that began the call before ``end``, and when; ``(-1, 0)`` if unknown.
 
-        A call does not wait for a rank that begins later, for example on the source of a broadcast.
+        A call may not wait for a rank that begins later, for example on the source of a broadcast over gloo.
         """
         begun = self._begins[key]
         if len(begun) == len(row.ranks):  # else a rank has not made the call, or has not kept it

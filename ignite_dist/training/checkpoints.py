@@ -120,7 +120,7 @@ def save_checkpoint(
         }
         return _part_of_rank(live, path, parts["loader"])
 
-    ranks = same_outcome(live, "save_checkpoint", prepare)
+    ranks = same_outcome(live, prepare, "save_checkpoint")
     _check_positions(ranks)
     number = ranks[0]["number"]
     shards = _take_states(live, parts, content, copies)
@@ -133,7 +133,7 @@ def save_checkpoint(
     write = _writer(live, path, content, folder, shards, keep, asynchronous)
     if asynchronous:
         return PendingSave(live, given, write)
-    same_outcome(live, "save_checkpoint", write)
+    same_outcome(live, write, "save_checkpoint")
     return Completed(given)
 
 
@@ -208,7 +208,7 @@ def _take_states(
             content.update({kind: plain(state, kind, copies.promise) for kind, state in states.items()})
             copies.make()
 
-    same_outcome(live, "save_checkpoint", take)
+    same_outcome(live, take, "save_checkpoint")
     return shards
 
 
@@ -316,7 +316,7 @@ def load_checkpoint(
             check_fits(content, parts, values, value_states)
         return [*(part.described() for part in parts.values() if part.is_given), *sorted(values)]
 
-    _check_same_objects(same_outcome(live, "load_checkpoint", read))
+    _check_same_objects(same_outcome(live, read, "load_checkpoint"))
     module, optimizers = parts["model"].as_module(), parts["optimizer"].objects
     states = LoadedStates(live, path, content)
     states.check(module, *optimizers.values())
@@ -332,7 +332,7 @@ def load_checkpoint(
         for name, value in values.items():
             load_state(value, received["values"][name])
 
-    same_outcome(live, "load_checkpoint", fill)
+    same_outcome(live, fill, "load_checkpoint")
     _restore_ranks(live, received, parts["loader"])
     found: dict[str, Any] = received["values"]
     return found

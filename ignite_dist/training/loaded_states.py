@@ -69,8 +69,8 @@ class LoadedStates:
         reads = self._live.get_rank() == 0 or any(map(_has_shards, parts))
         same_outcome(
             self._live,
-            "load_checkpoint",
             lambda: shard_files.check(self._folder, tensors) if reads else None,
+            "load_checkpoint",
         )
 
     def load_model(self, model: Module) -> None:
@@ -130,7 +130,7 @@ class LoadedStates:
             return state
 
         found: list[Any] = []
-        same_outcome(self._live, "load_checkpoint", lambda: found.append(read()))
+        same_outcome(self._live, lambda: found.append(read()), "load_checkpoint")
         return found[0]
 
 

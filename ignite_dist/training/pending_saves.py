@@ -75,7 +75,7 @@ class PendingSave(Work):
             self._is_agreed = True
             _forget(self._model)
             try:
-                same_outcome(self._model, "wait() of a save_checkpoint", self._raise)
+                same_outcome(self._model, self._raise, "wait() of a save_checkpoint")
             except Exception as error:
                 self._error = error
         self._raise()

@@ -26,7 +26,7 @@ class Copies:
         self._promised: list[tuple[Tensor, Tensor]] = []
 
     def promise(self, tensor: Tensor) -> Tensor:
-        """The copy of ``tensor``, which is empty until :meth:`make`."""
+        """``tensor`` on the CPU: itself if it needs no copy, or a copy that is empty until :meth:`make`."""
         if not self._of_cpu and tensor.device.type == "cpu":
             return tensor
         if not _has_simple_storage(tensor):
@@ -38,7 +38,7 @@ class Copies:
     def make(self) -> None:
         """Copy what was promised."""
         self._views.cut()
-        # Tensors of different dtypes share nothing: torch.save would refuse them.
+        # torch.save refuses two dtypes of one storage, so each dtype gets a copy of its own.
         copies: dict[tuple[int, torch.dtype], Any] = {}
         promised, self._promised = self._promised, []
         for tensor, copy in promised:

@@ -24,7 +24,6 @@ from ignite_dist.comp_models.native.shared_segment import (
     Step,
 )
 from ignite_dist.comp_models.transport import Group, Sizes
-from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.values.reduce_ops import is_rounded, reduce_rows
 from ignite_dist.values.serialization import as_bytes, as_tensor
 
@@ -80,7 +79,7 @@ class SharedMemory:
                 while True:
                     try:
                         return collective(self)
-                    except EarlierCallError:  # the other ranks raise, and make this call next
+                    except EarlierCallError:  # the other ranks raise now, and make this call in the next step
                         self.segment.write_place(number + 1)
                         if self.segment.number > number + 1:
                             self.segment.raise_mismatch(self.segment.number)
@@ -107,7 +106,7 @@ class SharedMemory:
         self.segment.publish(number, _described(_ENDED_EARLY, call))
 
     def _count(self, token: int) -> None:
-        """Give the steps the number of their call, which is equal on all ranks."""
+        """Begin a new call if ``token`` is new, or if the steps have none. All ranks count alike."""
         if token != self._token or token == 0:
             self._token = token
             self.segment.call += 1
@@ -178,9 +177,9 @@ class SharedMemory:
         return tensor
 
     def exchange(self, sent: Tensor, out: Tensor, sizes: Sizes) -> Tensor:
-        """:meth:`all_to_all` of parts of any sizes. The tensors are 1-d, ``sizes`` are in bytes.
+        """Send a part of the 1-d ``sent`` to each rank. Fill the 1-d ``out`` with the parts for this rank.
 
-        In the first step the ranks also share where their parts begin.
+        ``sizes`` are in bytes. In the first step the ranks also share where their parts begin.
         """
         starts = torch.tensor([0, *sizes.sent], dtype=torch.int64, device="cpu").cumsum(0)
         targets = torch.split(as_bytes(out), list(sizes.received))
@@ -195,8 +194,7 @@ class SharedMemory:
         starts_of = [head.tolist() for head in heads]
         for place, target in enumerate(targets):
             begin, end = starts_of[place][self._position : self._position + 2]
-            if end - begin != len(target):
-                raise CollectiveMismatchError(f"A rank expects {len(target)} bytes and gets {end - begin}.")
+            assert end - begin == len(target)  # the ranks have compared the shapes, or exchanged the sizes
             _copy_overlap(tables[place][starts.nbytes :], 0, target, begin)
         for start in range(first, max(ends[-1] for ends in starts_of), self.segment.part_bytes):
             number = self.segment.begin()
@@ -307,14 +305,14 @@ def _copy_overlap(piece: Tensor, piece_start: int, target: Tensor, target_start:
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
 def _described(name: str, call: Call) -> Step:
-    """The step ``name`` of ``call``. The description has what the user has called."""
+    """The step ``name`` of ``call``. The description is what the user has called."""
     text = call.text or name
-    if name == _ENDED_EARLY:
-        text = f"{text}, which ended before it sent data"
+    if name == _ENDED_EARLY and call.text:
+        text = f"{_ENDED_EARLY}: {call.text}"
     return Step(
         zlib.crc32(name.encode(), call.checksum),
         text.encode()[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES),
     )
 
 
-_ENDED_EARLY = "a call that ended before it sent data"
+_ENDED_EARLY = "ended before it sent data"

@@ -22,7 +22,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -41,16 +41,16 @@ MAX_RANKS = 64
 _MAX_PART_BYTES = 1 << 20
 _MAX_BYTES = 8 << 20
 
-# The words of a rank: the number of its last step, whether it has left, the position (from 1) of the rank for
+# The words of a rank: the number of its last step, 0 or why it has left, the position (from 1) of the rank for
 # which it sleeps; and of its last steps the checksums, the numbers of the calls, and the descriptions. A rank
 # may be two steps ahead of others.
 _WORDS_PER_RANK, _SLOTS = 64, 4
-_HAS_LEFT, _SLEEPS_FOR, _CHECKSUMS, _CALLS, _DESCRIPTIONS = 1, 2, 3, 3 + _SLOTS, 3 + 2 * _SLOTS
-# The values of the second word.
+_WHY_LEFT, _SLEEPS_FOR, _CHECKSUMS, _CALLS, _DESCRIPTIONS = 1, 2, 3, 3 + _SLOTS, 3 + 2 * _SLOTS
+# Why a rank has left.
 _ENDED_CONTEXT, _TIMED_OUT = 1, 2
 DESCRIPTION_BYTES = (_WORDS_PER_RANK - _DESCRIPTIONS) // _SLOTS * 8
 _PAGE_BYTES, _LOW_BITS = 4096, 0xFFFFFFFF
-# After the words of all ranks: the number of a mismatched call, and where its rank has made it. A rank waits
+# After the words of all ranks: the number of a step, and where its rank has made it. A rank waits
 # this long for the others', which come when they find the mismatch.
 _PLACE_BYTES, _PLACE_SECONDS = 256, 1.0
 
@@ -161,7 +161,7 @@ class Segment:
     def begin(self) -> int:
         """The number of this rank's next step. Returns when no rank reads the part that the step writes."""
         number = self._words[self._own] + 1
-        self.wait_for(number - 1, self.others)
+        self.wait_for(number - 1)
         return number
 
     def publish(self, number: int, step: Step) -> None:
@@ -192,7 +192,7 @@ class Segment:
             EarlierCallError: a rank has published a step of an earlier call, which this rank has left.
             RuntimeError: a rank has ended, or the timeout has passed.
         """
-        self.wait_for(number, self.others)
+        self.wait_for(number)
         expected = (number & _LOW_BITS) << 32 | step.checksum
         words, slot = self._words, number % _SLOTS
         for place in self.others:
@@ -201,24 +201,26 @@ class Segment:
                 self._compare(number)
 
     def _compare(self, number: int) -> None:
+        """Raise ``EarlierCallError`` if this rank is ahead of others, and none is ahead of it."""
         calls = [self._call_of(place, number) for place in self.others]
         if min(calls) < self.call and max(calls) <= self.call:
             raise EarlierCallError
         self.raise_mismatch(number)
 
     def _call_of(self, position: int, number: int) -> int:
-        """The number of the call to which step ``number`` of another rank belongs, or less."""
+        """The number of the call to which step ``number`` of another rank belongs; less if not known."""
         word, slot = position * _WORDS_PER_RANK, number % _SLOTS
         call = self._words[word + _CALLS + slot]
         if self._words[word + _CHECKSUMS + slot] >> 32 == number & _LOW_BITS:
             return call
-        # The rank has made several later steps. If these belong to this rank's call, this one did not.
+        # A later step has taken the slot. If it belongs to a later call, so may this step; else this step
+        # belonged to an earlier call than this rank's.
         return call if call > self.call else self.call - 1
 
-    def wait_for(self, number: int, positions: Collection[int]) -> None:
-        """Return when the ranks at ``positions`` have published ``number``."""
+    def wait_for(self, number: int) -> None:
+        """Return when the other ranks have published ``number``."""
         words = self._words
-        for place in positions:
+        for place in self.others:
             word = place * _WORDS_PER_RANK
             if words[word] < number:
                 for _ in range(_LOOKS):
@@ -226,19 +228,19 @@ class Segment:
                         break
                     os.sched_yield()  # there may be more ranks than processors
                 else:
-                    self._sleep(word, number, positions)
+                    self._sleep(word, number)
 
-    def _sleep(self, word: int, number: int, positions: Collection[int]) -> None:
+    def _sleep(self, word: int, number: int) -> None:
         words = self._words
         began = checked = time.monotonic()
         words[self._own + _SLEEPS_FOR] = word // _WORDS_PER_RANK + 1
         while (seen := words[word]) < number:
             _syscall(_FUTEX, self._address + 8 * word, _FUTEX_WAIT, seen & _LOW_BITS, _TIMEOUT)
             now = time.monotonic()
-            if self.has_left or words[word + _HAS_LEFT] or now - checked >= _SLEEP_SECONDS:
+            if self.has_left or words[word + _WHY_LEFT] or now - checked >= _SLEEP_SECONDS:
                 checked = now
-                self._check_peers(number, positions)
-                late = [place for place in positions if words[place * _WORDS_PER_RANK] < number]
+                self._check_peers(number)
+                late = [place for place in self.others if words[place * _WORDS_PER_RANK] < number]
                 if late and now - began > self._timeout.total_seconds():
                     names = ", ".join(self._peers[place].who for place in late)
                     seconds = self._timeout.total_seconds()
@@ -251,13 +253,13 @@ class Segment:
                     )
         words[self._own + _SLEEPS_FOR] = 0
 
-    def _check_peers(self, number: int, positions: Collection[int]) -> None:
+    def _check_peers(self, number: int) -> None:
         """Raise if one of the awaited ranks has ended."""
         self.check()
-        for place in positions:
+        for place in self.others:
             word, peer = place * _WORDS_PER_RANK, self._peers[place]
             if self._words[word] < number:
-                why, has_ended = self._words[word + _HAS_LEFT], _has_ended(peer)
+                why, has_ended = self._words[word + _WHY_LEFT], _has_ended(peer)
                 if (why or has_ended) and self._words[word] < number:
                     what = "has ended" if has_ended else _LEFT_BY[why]
                     raise DistBackendError(f"Connection closed by peer: {peer.who} {what}.")
@@ -320,7 +322,7 @@ class Segment:
         if os.getpid() == self._peers[self.position].pid:  # not a forked child
             if not self._why_left:
                 self._why_left = why
-                self._words[self._own + _HAS_LEFT] = how
+                self._words[self._own + _WHY_LEFT] = how
             self._wake()
 
 

@@ -41,9 +41,9 @@ MAX_RANKS = 64
 _MAX_PART_BYTES = 1 << 20
 _MAX_BYTES = 8 << 20
 
-# The words of a rank: the number of its last step, 0 or why it has left, the position (from 1) of the rank for
-# which it sleeps; and of its last steps the checksums, the numbers of the calls, and the descriptions. A rank
-# may be two steps ahead of others.
+# The words of a rank: the number of its last step, 0 or why it has left, the position (from 1) of the rank
+# for which it sleeps; and of its last steps the checksums, the numbers of the calls, and the descriptions. A
+# rank may be two steps ahead of others.
 _WORDS_PER_RANK, _SLOTS = 64, 4
 _WHY_LEFT, _SLEEPS_FOR, _CHECKSUMS, _CALLS, _DESCRIPTIONS = 1, 2, 3, 3 + _SLOTS, 3 + 2 * _SLOTS
 # Why a rank has left.

@@ -7,12 +7,12 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from threading import get_ident
 from traceback import walk_tb
 from types import CodeType
 from typing import Any, TypeVar
 
-from ignite_dist.collectives.path import is_member, perform
-from ignite_dist.comp_models import Group
+from ignite_dist.collectives.path import is_member, latest_tokens
 from ignite_dist.comp_models.call import Call
 from ignite_dist.context.live import current_model
 
@@ -29,17 +29,17 @@ def counts_interrupts(function: _Function) -> _Function:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        before = None
         try:
+            before = latest_tokens.get(get_ident(), 0)
             return function(*args, **kwargs)
         except BaseException as error:
-            # An interrupt that comes after the function has returned has no frame of it.
-            is_complete = error.__traceback__ is None or error.__traceback__.tb_next is None
-            if not is_complete and _is_interrupt(error):
+            if _is_interrupt(error):
                 # If the arguments are wrong, or there is no context, there is nothing to count.
                 with suppress(Exception):
                     arguments = signature.bind(*args, **kwargs).arguments
                     if not arguments.get("async_op") and arguments.get("timeout") is None:
-                        _count(function.__name__, arguments.get("group"), error)
+                        _count(function.__name__, arguments.get("group"), before)
             raise
 
     wrapper: Any = call
@@ -63,12 +63,14 @@ def _codes_of_handlers() -> set[CodeType]:
     return {function.__code__ for function in functions if hasattr(function, "__code__")}
 
 
-def _count(name: str, group: Any, error: BaseException) -> None:
+def _count(name: str, group: Any, before: int | None) -> None:
+    """Count the call, unless it has made its first step. ``before`` is the token of the call before it.
+
+    None stands for a call that was interrupted at its beginning.
+    """
     model = current_model()
-    frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is perform.__code__)
-    performed = next(frames, None)
-    members: Group = model.groups.resolve(group) if performed is None else performed.f_locals["group"]
-    if members.token == 0:
-        members = members.in_call(Call(f"{name}()"))
+    members = model.groups.resolve(group)
     if is_member(model, members) and len(members.ranks) > 1:
-        model.transport.leave_call(members)
+        latest = latest_tokens.get(get_ident(), 0)
+        token = 0 if before is None or latest == before else latest
+        model.transport.leave_call(members.in_call(Call(f"{name}()"), token))

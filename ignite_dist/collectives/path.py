@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, TypeVar
 
 from ignite_dist.collectives import progress
@@ -68,11 +69,16 @@ def perform_backward(
 
 
 _tokens = itertools.count(1)
+latest_tokens: dict[int, int] = {}
+"""The token of the last call of each thread."""
 
 
 def _named(group: Group, operation: str, op: str, value: Any) -> Group:
     """``group`` with the call, which the ranks compare."""
-    return group if len(group.ranks) == 1 else group.in_call(call_of(operation, op, value), next(_tokens))
+    if len(group.ranks) == 1:
+        return group
+    token = latest_tokens[get_ident()] = next(_tokens)
+    return group.in_call(call_of(operation, op, value), token)
 
 
 def is_member(model: ComputationModel, group: Group) -> bool:

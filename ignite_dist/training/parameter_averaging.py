@@ -13,6 +13,7 @@ from ignite_dist.arguments import check_module
 from ignite_dist.collectives.arguments import copy_of
 from ignite_dist.collectives.buckets import average_tensors, broadcast_tensors
 from ignite_dist.collectives.checks import check_dense, check_writable, is_sharded
+from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import perform
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
@@ -21,6 +22,7 @@ from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.training.wrapped_models import unwrap_model
 
 
+@counts_interrupts
 def average_parameters(model: Module, group: Any = None) -> None:
     """Replace the parameters of ``model`` by their means over the ranks of a group. Every rank calls this.
 

@@ -9,6 +9,7 @@ import sys
 from operator import index
 from typing import Any
 
+from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import perform
 from ignite_dist.comp_models import Group
 from ignite_dist.comp_models.work import Steps, Work
@@ -25,6 +26,7 @@ def latest_seed() -> int:
     return _latest_seed
 
 
+@counts_interrupts
 def shared_seed(group: Any = None) -> int:
     """A new random seed in [0, 2**32), the same on every rank of a group. Every rank of it calls this.
 

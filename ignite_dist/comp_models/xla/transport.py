@@ -201,5 +201,4 @@ def _describe(call: str, tensor: Tensor, group: Group) -> str:
     size = message_header.HEADER_BYTES * (len(group.ranks) if call == "all_to_all" else 1)
     is_header = tensor.dtype is torch.uint8 and tuple(tensor.shape) == (size,)
     value = "an object or a number" if is_header else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-    value = f"{value} for {group.call.text}" if group.call.text else value
     return f"{call} of {value}" + (f" in the group {list(group.ranks)}" if group.handle is not None else "")

@@ -22,9 +22,8 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "ci"
-# More than twice the cores of the machine that runs CI. Tests wait for other ranks and the end of timeouts: a
-# process of `make test` or `make test-long` uses a core for a quarter of its time.
-NUM_LANES = 5
+# Twice the cores of the machine that runs CI: tests wait for other ranks and for the end of timeouts.
+NUM_LANES = 4
 # uv is faster than pip, and environments with the same package share its files. It ignores pip's settings. uv
 # and its cache are in the checkout, which is all that the chroot of .ci/with-python has of this machine.
 INSTALLER = ROOT / ".cache" / "uv"

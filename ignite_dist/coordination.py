@@ -17,7 +17,6 @@ from ignite_dist.collectives.broadcast import broadcast_anything
 from ignite_dist.collectives.checks import check_dense
 from ignite_dist.collectives.path import is_member, perform, takes_part
 from ignite_dist.comp_models import ComputationModel, Group
-from ignite_dist.comp_models.call import Call
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics.announcing import recorder_of
@@ -25,6 +24,7 @@ from ignite_dist.errors import RankFailedError, without_link
 from ignite_dist.rendezvous.connections import last_lines
 from ignite_dist.tracing import untraced
 from ignite_dist.values import serialization
+from ignite_dist.values.calls import Call
 from ignite_dist.workers.failures import text_of
 from ignite_dist.workers.sent_exceptions import message_of
 

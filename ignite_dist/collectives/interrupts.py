@@ -13,8 +13,8 @@ from types import CodeType
 from typing import Any, TypeVar
 
 from ignite_dist.collectives.path import is_member, latest_tokens
-from ignite_dist.comp_models.call import Call
 from ignite_dist.context.live import current_model
+from ignite_dist.values.calls import Call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -25,6 +25,7 @@ from ignite_dist.comp_models.all_to_all import exchange_parts
 from ignite_dist.comp_models.transport import Sizes
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.values import message_header, serialization
+from ignite_dist.values.calls import Call
 
 NOTHING: Any = object()
 """Stands for a rank to which nothing is sent, or from which nothing has come."""
@@ -131,19 +132,19 @@ def _exchange_headers(model: ComputationModel, messages: Sequence[Message], grou
         start = _START.pack(kind, has_larger, len(layout), len(data)) + layout
         is_inline = len(start) + len(data) <= message_header.INLINE_BYTES
         inline = to_message([data]) if is_inline else b""
-        rows += message_header.write_header(start + inline, group.call.checksum)
+        rows += message_header.write_header(start + inline, group.call)
     sent = serialization.as_tensor(rows).to(model.objects.device)
     received = exchange_parts(model.transport, model.get_rank(), sent, group).wait()
     table = bytearray(len(rows))
     serialization.as_tensor(table).copy_(received)
     width = message_header.HEADER_BYTES
     return [
-        _read_header(memoryview(table)[width * row : width * (row + 1)], rank, group.call.checksum)
+        _read_header(memoryview(table)[width * row : width * (row + 1)], rank, group.call)
         for row, rank in enumerate(group.ranks)
     ]
 
 
-def _read_header(row: memoryview, rank: int, call: int) -> _Header:
+def _read_header(row: memoryview, rank: int, call: Call) -> _Header:
     _, content = message_header.read_header(row, rank, call)
     assert content is not None  # a header always fits
     kind, has_larger, layout_size, nbytes = _START.unpack_from(content)

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from ignite_dist.collectives import progress
 from ignite_dist.comp_models import ComputationModel, Group
-from ignite_dist.comp_models.call import call_of
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.diagnostics.announcing import announce
+from ignite_dist.values.calls import call_of
 
 _Result = TypeVar("_Result")
 

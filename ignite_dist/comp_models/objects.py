@@ -51,7 +51,7 @@ class Objects:
 
     def gather_packed(self, payload: Any, group: Group) -> list[Any]:
         """See :meth:`gather`."""
-        width, call = message_header.HEADER_BYTES, group.call.checksum
+        width, call = message_header.HEADER_BYTES, group.call
         gathered = memoryview(self.gather_bytes(message_header.write_header(payload, call), group))
         headers = [
             message_header.read_header(gathered[width * row : width * (row + 1)], rank, call)
@@ -105,7 +105,7 @@ class Objects:
     ) -> serialization.Payload:
         """``payload`` of the global rank ``src``. The payloads of other ranks are ignored."""
         is_src = self._rank() == src
-        call = group.call.checksum
+        call = group.call
         header = (
             message_header.write_header(payload, call) if is_src else bytearray(message_header.HEADER_BYTES)
         )

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, Store
 
 from ignite_dist import tracing
-from ignite_dist.comp_models.call import NO_CALL, Call
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.values import serialization
+from ignite_dist.values.calls import NO_CALL, Call
 from ignite_dist.values.ranks import key_of_ranks
 
 _INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -224,6 +224,7 @@ class _Results:
             self.group,
             lambda group: Steps(lambda: self.model.objects.gather(metadata, group)),
             outside=None,
+            value="the results of a pass",
         )
         settings_by_rank, dst_by_rank, columns_by_rank = zip(*rows, strict=True)
         names = "number of samples, shuffle, seed, epoch, padded"

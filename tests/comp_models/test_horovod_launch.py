@@ -204,7 +204,7 @@ ENDINGS = {
     "not picklable": (
         "idist.spawn('horovod', work, (threading.Lock(),), nproc_per_node=2)",
         1,
-        "TypeError: The function given to spawn",
+        "TypeError: Argument 1 of work cannot be sent to a worker",
     ),
     "unknown method": (
         "idist.spawn('horovod', work, nproc_per_node=2, start_method='bogus')",

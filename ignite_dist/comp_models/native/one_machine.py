@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ignite_dist import _torch
-from ignite_dist.comp_models.call import call_of
 from ignite_dist.comp_models.native import gloo
 from ignite_dist.comp_models.native.reducer_group import ReducerGroup
 from ignite_dist.comp_models.native.shared_memory import SharedMemory
@@ -31,6 +30,7 @@ from ignite_dist.comp_models.native.works import awaited_ranks
 from ignite_dist.comp_models.transport import Group, Sizes
 from ignite_dist.comp_models.work import Steps, Work, waits_for_ranks
 from ignite_dist.rendezvous import connections
+from ignite_dist.values.calls import call_of
 from ignite_dist.values.ranks import describe_ranks
 
 _logger = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
-from ignite_dist.comp_models.call import NO_CALL, Call
 from ignite_dist.comp_models.native.shared_segment import (
     DESCRIPTION_BYTES,
     EarlierCallError,
@@ -24,6 +23,7 @@ from ignite_dist.comp_models.native.shared_segment import (
     Step,
 )
 from ignite_dist.comp_models.transport import Group, Sizes
+from ignite_dist.values.calls import NO_CALL, Call
 from ignite_dist.values.reduce_ops import is_rounded, reduce_rows
 from ignite_dist.values.serialization import as_bytes, as_tensor
 

@@ -147,7 +147,7 @@ def test_a_rank_where_objects_are_not_safe_is_named() -> None:
             payload = pickle.dumps(Runs(folder))
 
             def send(world: Group) -> Work:
-                header = message_header.write_header(payload, world.call.checksum)
+                header = message_header.write_header(payload, world.call)
                 return Completed(model.objects.gather_bytes(header, world))
 
             perform(model, "all_gather", model.groups.world, send, None, value="an object")

@@ -31,9 +31,6 @@ from ignite_dist.comp_models.transport import CollectiveKind, Sizes
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.values import carriers, reduce_ops, serialization
 
-# Large enough that the latency of a collective does not matter, small enough to copy.
-PIECE_BYTES = 16 << 20
-
 # --- reduce ------------------------------------------------------------------------------------------
 
 
@@ -120,15 +117,11 @@ def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, 
         local = sendable(model, tensor, plan.moves)
         if carrier is None:
             work = gather_rows(model, local, group).then(lambda rows: carriers.reduce_gathered(rows, op))
-        elif carrier.dtype.itemsize > local.itemsize and local.numel() > _piece_numel(model, carrier):
+        elif carrier.dtype.itemsize > local.itemsize and local.numel() > carriers.piece_numel(local, carrier):
             work = Steps(lambda: _reduce_in_pieces(model, local, op, carrier, plan, group))
         else:
             work = _reduce_encoded(model, local, op, carrier, plan, group)
     return work.then(lambda reduced: fill_from(tensor, reduced))
-
-
-def _piece_numel(model: ComputationModel, carrier: carriers.Carrier) -> int:
-    return model.transport.piece_bytes // carrier.dtype.itemsize
 
 
 def _reduce_in_pieces(
@@ -136,7 +129,7 @@ def _reduce_in_pieces(
 ) -> Tensor:
     """Reduce in pieces to save memory: the encoded tensor is larger than ``tensor``."""
     with torch.no_grad():
-        for piece in torch.split(tensor.view(-1), _piece_numel(model, carrier)):
+        for piece in torch.split(tensor.view(-1), carriers.piece_numel(tensor, carrier)):
             piece.copy_(_reduce_encoded(model, piece, op, carrier, plan, group).wait())
     return tensor
 

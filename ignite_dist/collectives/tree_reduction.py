@@ -15,7 +15,6 @@ from ignite_dist.collectives.buckets import fill
 from ignite_dist.collectives.checks import check_disjoint, check_writable
 from ignite_dist.collectives.path import perform
 from ignite_dist.collectives.tensors import (
-    PIECE_BYTES,
     plan_reduction,
     reduce_messages,
     reduce_tensor,
@@ -25,6 +24,7 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.values import number_ops, pytree
+from ignite_dist.values.carriers import PIECE_BYTES
 
 # Tensors of a tree up to this size share a collective: a copy costs less than another collective.
 _PACK_BYTES = 1 << 16

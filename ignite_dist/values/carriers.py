@@ -186,9 +186,15 @@ _COMPUTED_DTYPES = {
 }
 
 
-# Values are converted in pieces of so many bytes: all of them may need several times the memory of the rows.
-# A GPU has finished a small piece before the CPU has begun the next one.
-_PIECE_BYTES, _PIECE_BYTES_ON_A_GPU = 16 << 20, 32 << 20
+# Large enough that the latency of a collective does not matter, small enough to copy.
+PIECE_BYTES = 16 << 20
+# On a GPU the launches of small pieces take longer than their kernels.
+_PIECE_BYTES_ON_GPU = 32 << 20
+
+
+def piece_numel(tensor: Tensor, carrier: Carrier) -> int:
+    """Number of elements of ``tensor`` that are sent or reduced at once in the wider dtype of ``carrier``."""
+    return (_PIECE_BYTES_ON_GPU if tensor.is_cuda else PIECE_BYTES) // carrier.dtype.itemsize
 
 
 def reduce_gathered(rows: Tensor, op: str, out: Tensor | None = None) -> Tensor:
@@ -201,8 +207,7 @@ def reduce_gathered(rows: Tensor, op: str, out: Tensor | None = None) -> Tensor:
         return dtype in _COMPUTED_DTYPES or (dtype is torch.bool and sent_op in BITWISE)
 
     carrier = find_carrier(op, rows.dtype, computes) or as_itself(op, rows.dtype)
-    piece_bytes = _PIECE_BYTES_ON_A_GPU if rows.is_cuda else _PIECE_BYTES
-    width = max(1, piece_bytes // (carrier.dtype.itemsize * len(rows)))
+    width = max(1, piece_numel(rows, carrier) // len(rows))
     if carrier.dtype is rows.dtype or rows[0].numel() <= width:
         reduced = _reduce_encoded(rows, op, carrier)
         return reduced if out is None else out.copy_(reduced)

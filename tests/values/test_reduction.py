@@ -442,7 +442,7 @@ def test_gathered_rows_are_reduced_in_pieces(
         reduce_ops.check_op(op, dtype)
         rows = (torch.arange(3 * 1000) % 11 - 4).abs().to(dtype).view(3, 50, 20)
         whole = carriers.reduce_gathered(rows, op)
-        monkeypatch.setattr(carriers, "_PIECE_BYTES", 1000)
+        monkeypatch.setattr(carriers, "PIECE_BYTES", 1000)
         result = carriers.reduce_gathered(rows, op)
         assert result.dtype is dtype and result.shape == whole.shape
         assert torch.equal(result.view(torch.uint8), whole.view(torch.uint8))

@@ -100,8 +100,6 @@ class NativeTransport(Transport):
         self._device = device
         self._own_store = own_store
         self.overlap = backends.get("cpu", "gloo") == "gloo"  # the only one on CPUs with separate_group()
-        if "cpu" not in backends:  # on GPUs the calls of small pieces take longer than their kernels
-            self.piece_bytes = 32 << 20
         self._world_ranks = tuple(range(world.size()))
         self._scratch = gloo.ScratchBuffers()
         self._groups = GroupFactory(world, rank, device, connecting)

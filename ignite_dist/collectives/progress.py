@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import time
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -83,9 +84,9 @@ class PendingWork(Work):
         self._lock = threading.Lock()
         self._result: Any = None
         self._error: Exception | None = None
-        pending = _pending.setdefault(model, _Pending())
-        self._pending: _Pending | None = pending  # None after wait()
-        pending.add(self)
+        self._pending = _pending.setdefault(model, _Pending())
+        self._pending.works.add(self)
+        self._pending.release()
 
     @property
     def group_name(self) -> str:  # noqa: D102
@@ -95,25 +96,23 @@ class PendingWork(Work):
     def wait(self, timeout: timedelta | None = None) -> Any:  # noqa: D102
         if timeout is not None:
             self._wait_until_completed(timeout)
-        self.finish()
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.remove(self)
+        with self._lock:
+            if self._inner is not None:
+                try:
+                    self._result = _result_of(self._inner, self._timed)
+                except Exception as error:
+                    self._error = error
+                # A KeyboardInterrupt skips the next two lines, because the collective still runs.
+                self._inner = None
+                self._pending.works.discard(self)
         if self._error is not None:
             raise self._error
         return self._result
 
-    def finish(self) -> bool:
-        """Wait for the collective, and keep its result or its error. True if it has not failed."""
-        with self._lock:
-            if self._inner is not None:
-                try:
-                    inner, timed = self._inner, self._timed
-                    self._result = inner.wait() if timed is None else timed.wait(inner)
-                except Exception as error:
-                    self._error = error
-                self._inner = None  # not after a KeyboardInterrupt, because the collective still runs
-        return self._error is None
+    def __del__(self) -> None:
+        inner = getattr(self, "_inner", None)
+        if inner is not None:
+            self._pending.dropped.append((self.call, inner, self._timed))
 
     def _wait_until_completed(self, timeout: timedelta) -> None:
         check_timeout("timeout", timeout)
@@ -135,29 +134,40 @@ class PendingWork(Work):
 class _Pending:
     """The works of a context for which no ``wait()`` was called yet.
 
-    ``add`` releases the two oldest works if they have completed without an error, because a work keeps its
-    tensors. ``released`` counts them by description, for the warning.
+    Attributes:
+        works: those that the user still has.
+        dropped: description, collective and times of those that the user has dropped.
+        released: how many dropped works have completed, by description. Their tensors are free.
     """
 
     def __init__(self) -> None:
-        self.works: dict[int, PendingWork] = {}
+        self.works: weakref.WeakSet[PendingWork] = weakref.WeakSet()
+        self.dropped: deque[tuple[str, Work, TimedCall | None]] = deque()
         self.released: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards released
 
-    def add(self, work: PendingWork) -> None:
-        with self._lock:
-            self.works[id(work)] = work
-            oldest = list(itertools.islice(self.works.values(), 2))
-        for old in oldest:
-            if old is not work and old.is_completed() and old.finish():
-                with self._lock:
-                    if self.works.pop(id(old), None) is not None:
-                        self.released[old.call] += 1
+    def release(self) -> None:
+        """Release the two oldest dropped works, if they have completed without an error."""
+        for _ in range(min(2, len(self.dropped))):
+            with suppress(IndexError):  # another thread has taken it
+                call, inner, timed = self.dropped.popleft()
+                if inner.is_completed() and _has_succeeded(inner, timed):
+                    with self._lock:
+                        self.released[call] += 1
+                else:
+                    self.dropped.append((call, inner, timed))
 
-    def remove(self, work: PendingWork) -> None:
-        with self._lock:
-            if self.works.pop(id(work), None) is None and self.released[work.call] > 0:
-                self.released[work.call] -= 1
+
+def _result_of(work: Work, timed: TimedCall | None) -> Any:
+    return work.wait() if timed is None else timed.wait(work)
+
+
+def _has_succeeded(work: Work, timed: TimedCall | None) -> bool:
+    try:
+        _result_of(work, timed)
+    except Exception:  # raised again at the end of the context
+        return False
+    return True
 
 
 _pending: PerContext[_Pending] = PerContext()
@@ -168,9 +178,12 @@ def _wait_for_all(model: ComputationModel) -> None:
     pending = _pending.get(model)
     if pending is None:
         return
-    works = list(pending.works.values())
-    for call in [*pending.released.elements(), *(work.call for work in works)]:
+    dropped, works = list(pending.dropped), list(pending.works)
+    calls = [*pending.released.elements(), *(call for call, _, _ in dropped), *(work.call for work in works)]
+    for call in calls:
         warn_user(f"No wait() was called for the {call}: call wait() of the Work.")
+    for _, inner, timed in dropped:
+        _result_of(inner, timed)
     for work in works:
         work.wait()
 

@@ -14,7 +14,7 @@ _LARGE_BYTES = 1 << 20
 
 
 class Copies:
-    """Copies of tensors on the CPU that share memory as in a file of :func:`~ignite_dist.values.views.save`.
+    """Copies of tensors on the CPU. They share memory as the tensors in a file of ``views.save`` do.
 
     Args:
         of_cpu: True to copy tensors on the CPU too. False keeps them.
@@ -52,7 +52,7 @@ class Copies:
 
 
 def _has_simple_storage(tensor: Tensor) -> bool:
-    """True if a storage, an offset, sizes and strides are all that ``tensor`` has."""
+    """True if a storage, an offset, sizes and strides describe ``tensor`` completely."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -64,7 +64,7 @@ def _has_simple_storage(tensor: Tensor) -> bool:
 def _copied(storage: Any) -> Any:
     if storage.nbytes() < _LARGE_BYTES:
         return storage.clone() if storage.device.type == "cpu" else storage.cpu()
-    # torch's own copy takes two to three times as long, because of the page faults of new memory.
+    # Huge pages: torch's own copy spends most of its time in the page faults of new memory.
     copy = serialization.as_tensor(serialization.new_buffer(storage.nbytes())).untyped_storage()
     copy.copy_(storage, False)
     return copy

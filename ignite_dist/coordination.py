@@ -15,6 +15,7 @@ from ignite_dist.arguments import as_int
 from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.broadcast import broadcast_anything
 from ignite_dist.collectives.checks import check_dense
+from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import is_member, perform, takes_part
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
@@ -62,6 +63,7 @@ class Caller(NamedTuple):
 _GRADIENTS = Caller("the agreement on gradients")
 
 
+@counts_interrupts
 def exchange_outcomes(
     model: ComputationModel,
     group: Group,

@@ -12,18 +12,22 @@ from traceback import walk_tb
 from types import CodeType
 from typing import Any, TypeVar
 
-from ignite_dist.collectives.path import is_member, latest_tokens
+from ignite_dist.comp_models import Group
 from ignite_dist.context.live import current_model
 from ignite_dist.values.calls import Call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+latest_tokens: dict[int, int] = {}
+"""The token of the call that each thread has begun last: see :class:`~ignite_dist.comp_models.Group`."""
+
 
 def counts_interrupts(function: _Function) -> _Function:
-    """Decorator for a collective: a call that is interrupted before it has sent anything counts, too.
+    """Decorator for a collective: an interrupt before ``perform()`` has begun counts as a call of the group.
 
-    Otherwise this rank's next call would meet the call of the other ranks that it has left. Asynchronous
-    calls, and calls with a timeout, do not count: they are not in the order of the blocking calls.
+    Otherwise this rank's next call would meet the call of the other ranks that it has left. ``perform()``
+    itself counts later interrupts. Asynchronous calls, and calls with a timeout, do not count: they are not
+    in the order of the blocking calls.
     """
     signature = inspect.signature(function)
 
@@ -34,12 +38,15 @@ def counts_interrupts(function: _Function) -> _Function:
             before = latest_tokens.get(get_ident(), 0)
             return function(*args, **kwargs)
         except BaseException as error:
-            if _is_interrupt(error):
+            has_begun = before is not None and latest_tokens.get(get_ident(), 0) != before
+            if not has_begun and is_interrupt(error):
                 # If the arguments are wrong, or there is no context, there is nothing to count.
                 with suppress(Exception):
                     arguments = signature.bind(*args, **kwargs).arguments
                     if not arguments.get("async_op") and arguments.get("timeout") is None:
-                        _count(function.__name__, arguments.get("group"), before)
+                        model, group = current_model(), arguments.get("group")
+                        group = group if isinstance(group, Group) else model.groups.resolve(group)
+                        model.transport.count_interrupted(group.in_call(Call(f"{function.__name__}()")))
             raise
 
     wrapper: Any = call
@@ -47,7 +54,7 @@ def counts_interrupts(function: _Function) -> _Function:
     return wrapper  # type: ignore[no-any-return]
 
 
-def _is_interrupt(error: BaseException) -> bool:
+def is_interrupt(error: BaseException) -> bool:
     """True if a signal (also through the handler of the user) or a lack of memory has ended the call."""
     if not isinstance(error, Exception) or isinstance(error, MemoryError):
         return True
@@ -61,16 +68,3 @@ def _codes_of_handlers() -> set[CodeType]:
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     functions: list[Any] = [getattr(handler, "__func__", handler) for handler in handlers]
     return {function.__code__ for function in functions if hasattr(function, "__code__")}
-
-
-def _count(name: str, group: Any, before: int | None) -> None:
-    """Count the call, unless it has made its first step. ``before`` is the token of the call before it.
-
-    None stands for a call that was interrupted at its beginning.
-    """
-    model = current_model()
-    members = model.groups.resolve(group)
-    if is_member(model, members) and len(members.ranks) > 1:
-        latest = latest_tokens.get(get_ident(), 0)
-        token = 0 if before is None or latest == before else latest
-        model.transport.leave_call(members.in_call(Call(f"{name}()"), token))

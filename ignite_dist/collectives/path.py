@@ -8,6 +8,7 @@ from threading import get_ident
 from typing import Any, TypeVar
 
 from ignite_dist.collectives import progress
+from ignite_dist.collectives.interrupts import is_interrupt, latest_tokens
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.diagnostics.announcing import announce
@@ -43,15 +44,22 @@ def perform(
             None uses ``begin``. The result is ignored.
         async_op: True returns the work instead of the result.
     """
-    begin = announce(model, operation, group, begin, value, op, async_op=async_op)
-    group = _named(group, operation, op, value)
-    if not is_member(model, group):
-        if takes_part(model, group):
-            (begin_outside or begin)(group).wait()
-        return Completed(outside) if async_op else outside
-    if async_op:
-        return progress.begin(model, operation, group, begin)
-    return begin(group).wait()
+    called = _in_call(group, operation, op, value)
+    try:
+        latest_tokens[get_ident()] = called.token
+        begin = announce(model, operation, group, begin, value, op, async_op=async_op)
+        if not is_member(model, group):
+            if takes_part(model, group):
+                (begin_outside or begin)(called).wait()
+            return Completed(outside) if async_op else outside
+        if async_op:
+            return progress.begin(model, operation, called, begin)
+        return begin(called).wait()
+    except BaseException as error:
+        latest_tokens[get_ident()] = called.token  # the interrupt may have come before the line above
+        if not async_op and is_interrupt(error):
+            model.transport.count_interrupted(called)
+        raise
 
 
 def perform_backward(
@@ -63,22 +71,26 @@ def perform_backward(
     op: str = "",
 ) -> _Result:
     """``run(group)``, which makes the collective of a backward pass of ``function``. See :func:`perform`."""
-    operation = f"{function}'s backward pass"
-    begin = announce(model, operation, group, lambda group: Completed(run(group)), value, op)
-    return begin(_named(group, operation, op, value)).wait()  # type: ignore[no-any-return]
+    result: _Result = perform(
+        model,
+        f"{function}'s backward pass",
+        group,
+        lambda group: Completed(run(group)),
+        outside=None,
+        value=value,
+        op=op,
+    )
+    return result
 
 
 _tokens = itertools.count(1)
-latest_tokens: dict[int, int] = {}
-"""The token of the last call of each thread."""
 
 
-def _named(group: Group, operation: str, op: str, value: Any) -> Group:
-    """``group`` with the call, which the ranks compare."""
+def _in_call(group: Group, operation: str, op: str, value: Any) -> Group:
+    """``group`` for the collectives of this call."""
     if len(group.ranks) == 1:
         return group
-    token = latest_tokens[get_ident()] = next(_tokens)
-    return group.in_call(call_of(operation, op, value), token)
+    return group.in_call(call_of(operation, op, value), next(_tokens))
 
 
 def is_member(model: ComputationModel, group: Group) -> bool:

@@ -113,9 +113,6 @@ class Transport(ABC):
     collective. If False, a thread of this package waits for each collective, so that it makes progress.
     """
 
-    piece_bytes: int = 16 << 20
-    """Bytes in a collective when a large tensor is reduced as a wider dtype. The same on every rank."""
-
     is_synchronous: ClassVar[bool] = False
     """True if every primitive returns only when the collective is complete."""
 
@@ -208,7 +205,7 @@ class Transport(ABC):
     def barrier(self, group: Group) -> Work:
         """Complete when every rank of the group has called this method."""
 
-    def leave_call(self, group: Group) -> None:  # noqa: B027  # optional
+    def count_interrupted(self, group: Group) -> None:  # noqa: B027  # optional
         """Count ``group.call`` if this rank was interrupted before the call's first step. Optional."""
 
     # --- groups ---

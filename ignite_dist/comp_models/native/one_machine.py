@@ -30,7 +30,7 @@ from ignite_dist.comp_models.native.works import awaited_ranks
 from ignite_dist.comp_models.transport import Group, Sizes
 from ignite_dist.comp_models.work import Steps, Work, waits_for_ranks
 from ignite_dist.rendezvous import connections
-from ignite_dist.values.calls import call_of
+from ignite_dist.values.calls import Call, call_of
 from ignite_dist.values.ranks import describe_ranks
 
 _logger = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ class OneMachineTransport(NativeTransport):
         self._memories: dict[int, SharedMemory | None] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._openings: dict[int, Future[SharedMemory | None]] = {}
-        # Calls in which this rank was interrupted before the memory was open.
-        self._calls_left: dict[int, list[Group]] = {}
+        # The call and the token of each call in which this rank was interrupted before the memory was open.
+        self._interrupted_calls: dict[int, list[tuple[Call, int]]] = {}
 
     # --- primitives ---
 
@@ -148,7 +148,7 @@ class OneMachineTransport(NativeTransport):
     def _open_in_thread(self, opening: Future[SharedMemory | None], handle: Any, group: Group) -> None:
         try:
             memory = self._open_memory(handle, group)
-            self._count_calls_left(id(handle))
+            self._count_interrupted_calls(id(handle))
             opening.set_result(memory)
         except BaseException as error:
             opening.set_exception(error)
@@ -164,30 +164,38 @@ class OneMachineTransport(NativeTransport):
             memory = None
         else:
             memory = SharedMemory(segment, handle.group_name if isinstance(handle, ProcessGroup) else "")
-        key, memories, openings, left = id(handle), self._memories, self._openings, self._calls_left
+        self._forget_with(handle)
+        self._memories[id(handle)] = memory
+        return memory
+
+    def _forget_with(self, handle: Any) -> None:
+        """When ``handle`` is destroyed, drop what belongs to it: another handle may get its id."""
+        key, memories = id(handle), self._memories
+        others: tuple[dict[int, Any], ...] = (self._references, self._openings, self._interrupted_calls)
 
         def forget(_: Any) -> None:
-            openings.pop(key, None)
-            left.pop(key, None)
+            for by_id in others:
+                by_id.pop(key, None)
             forgotten = memories.pop(key, None)
             if forgotten is not None:
                 forgotten.segment.leave()
 
-        self._references[key] = weakref.ref(handle, forget)
-        memories[key] = memory
-        return memory
+        self._references.setdefault(key, weakref.ref(handle, forget))
 
-    def leave_call(self, group: Group) -> None:
-        key = id(self.handle_of(group))
-        self._calls_left.setdefault(key, []).append(group)
-        if key in self._memories:
-            self._count_calls_left(key)
+    def count_interrupted(self, group: Group) -> None:
+        if self.shares_memory(group) is False or group.position(self._rank) is None:
+            return
+        handle = self.handle_of(group)
+        self._forget_with(handle)
+        self._interrupted_calls.setdefault(id(handle), []).append((group.call, group.token))
+        if id(handle) in self._memories:
+            self._count_interrupted_calls(id(handle))
 
-    def _count_calls_left(self, key: int) -> None:
+    def _count_interrupted_calls(self, key: int) -> None:
         memory = self._memories[key]
-        for group in self._calls_left.pop(key, ()):
+        for call, token in self._interrupted_calls.pop(key, ()):
             if memory is not None:
-                memory.leave_call(group)
+                memory.count_interrupted(call, token)
 
     def shares_memory(self, group: Group) -> bool | None:
         if not 1 < len(group.ranks) <= MAX_RANKS:
@@ -207,7 +215,7 @@ class OneMachineTransport(NativeTransport):
         self._references.clear()
         self._memories.clear()
         self._openings.clear()
-        self._calls_left.clear()
+        self._interrupted_calls.clear()
 
     # --- for the watchdog ---
 

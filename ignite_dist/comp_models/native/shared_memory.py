@@ -92,18 +92,18 @@ class SharedMemory:
             finally:
                 self._is_running = False
 
-    def leave_call(self, group: Group) -> None:
-        """Count the call of ``group``, in which this rank was interrupted, unless it has counted."""
+    def count_interrupted(self, call: Call, token: int) -> None:
+        """Count ``call``, in which this rank was interrupted, unless it has made a step."""
         with self._lock:
-            if self._is_running or self.segment.has_left or group.token == self._token != 0:
+            if self._is_running or self.segment.has_left or token == self._token != 0:
                 return
-            self._count(group.token)
-            self._end_early(group.call)
+            self._count(token)
+            self._end_early(call)
 
     def _end_early(self, call: Call) -> None:
         number = self.segment.number + 1
         self.segment.write_place(number)
-        self.segment.publish(number, _described(_ENDED_EARLY, call))
+        self.segment.publish(number, _step(_ENDED_EARLY, call))
 
     def _count(self, token: int) -> None:
         """Begin a new call if ``token`` is new, or if the steps have none. All ranks count alike."""
@@ -183,7 +183,7 @@ class SharedMemory:
         """
         starts = torch.tensor([0, *sizes.sent], dtype=torch.int64, device="cpu").cumsum(0)
         targets = torch.split(as_bytes(out), list(sizes.received))
-        own, step = as_bytes(sent), _described("parts of any sizes", self._call)
+        own, step = as_bytes(sent), _step("parts of any sizes", self._call)
         number = self.segment.begin()
         tables = [self.segment.tensor_of(place, number % 2) for place in self._positions]
         heads = [table[: starts.nbytes].view(torch.int64) for table in tables]
@@ -208,7 +208,7 @@ class SharedMemory:
 
     def barrier(self) -> None:
         """Return when all ranks have called."""
-        self._meet(self.segment.number + 1, _described("barrier", self._call))
+        self._meet(self.segment.number + 1, _step("barrier", self._call))
 
     def gather_bytes(self, buffer: bytearray) -> bytearray:
         """The buffers of all ranks, of the same size, concatenated."""
@@ -220,7 +220,7 @@ class SharedMemory:
         number = self.segment.begin()
         parts = self._parts[number % 2]
         parts[self._position][:size] = buffer
-        self._meet(number, _described(f"numbers or objects of {size} bytes", self._call))
+        self._meet(number, _step(f"numbers or objects of {size} bytes", self._call))
         return bytearray().join([part[:size] for part in parts])
 
     def fill_rows(self, rows: Sequence[Tensor]) -> None:
@@ -233,7 +233,7 @@ class SharedMemory:
             own = pieces[self._position]
             parts[self._position][: len(own)].copy_(own)
             name = f"objects of at most {largest} bytes: {'next' if start else 'first'} piece"
-            self._meet(number, _described(name, self._call))
+            self._meet(number, _step(name, self._call))
             for place in self.segment.others:
                 pieces[place].copy_(parts[place][: len(pieces[place])])
 
@@ -290,7 +290,7 @@ class SharedMemory:
                 ]
                 for parity in (0, 1)
             ]
-        step = _described(f"{name} of {tensor.numel()} {tensor.dtype}", self._call)
+        step = _step(f"{name} of {tensor.numel()} {tensor.dtype}", self._call)
         return _Layout(step, (rows[0], rows[1]))
 
 
@@ -304,7 +304,7 @@ def _copy_overlap(piece: Tensor, piece_start: int, target: Tensor, target_start:
 
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
-def _described(name: str, call: Call) -> Step:
+def _step(name: str, call: Call) -> Step:
     """The step ``name`` of ``call``. The description is what the user has called."""
     text = call.text or name
     if name == _ENDED_EARLY and call.text:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
+from ignite_dist.call_sites import users_frame
 from ignite_dist.comp_models.work import place_of
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, without_link
 
@@ -42,16 +43,16 @@ _MAX_PART_BYTES = 1 << 20
 _MAX_BYTES = 8 << 20
 
 # The words of a rank: the number of its last step, 0 or why it has left, the position (from 1) of the rank
-# for which it sleeps; and of its last steps the checksums, the numbers of the calls, and the descriptions. A
-# rank may be two steps ahead of others.
+# for which it sleeps; and of its last steps the checksums, the numbers of the calls, and the descriptions.
+# Only a rank that was interrupted is more than one step ahead of others.
 _WORDS_PER_RANK, _SLOTS = 64, 4
 _WHY_LEFT, _SLEEPS_FOR, _CHECKSUMS, _CALLS, _DESCRIPTIONS = 1, 2, 3, 3 + _SLOTS, 3 + 2 * _SLOTS
 # Why a rank has left.
 _ENDED_CONTEXT, _TIMED_OUT = 1, 2
 DESCRIPTION_BYTES = (_WORDS_PER_RANK - _DESCRIPTIONS) // _SLOTS * 8
 _PAGE_BYTES, _LOW_BITS = 4096, 0xFFFFFFFF
-# After the words of all ranks: the number of a step, and where its rank has made it. A rank waits
-# this long for the others', which come when they find the mismatch.
+# After the words comes an area for each rank: the number of a step, and where the rank has made it. A rank
+# fills its area when it finds a mismatch, and waits so long for the areas of the others.
 _PLACE_BYTES, _PLACE_SECONDS = 256, 1.0
 
 # Looks before a rank sleeps: 0.3 ms. With 60 looks, 4 bytes took 44 us instead of 14.
@@ -278,7 +279,7 @@ class Segment:
             if self._words[word + _CHECKSUMS + slot] >> 32 != number & _LOW_BITS:
                 description = "not there yet" if self._words[word] < number else "a later call"
             else:
-                description = _described(description, places[place], call)
+                description = _with_place(description, places[place], call)
             calls.setdefault(description, []).append(str(peer.rank))
         texts = [f"rank {', '.join(ranks)}: {description}" for description, ranks in calls.items()]
         hint = "" if all(places) else " idist.debug() shows their places."
@@ -307,7 +308,9 @@ class Segment:
     def write_place(self, number: int) -> None:
         """Write for the other ranks where this rank has made its step of this number."""
         start = len(self._peers) * _WORDS_PER_RANK * 8 + self.position * _PLACE_BYTES
-        text = place_of(sys._getframe()).encode()[: _PLACE_BYTES - 8].ljust(_PLACE_BYTES - 8)
+        frame = sys._getframe()
+        place = place_of(frame) if users_frame(frame) else ""  # empty in a thread of this package
+        text = place.encode()[: _PLACE_BYTES - 8].ljust(_PLACE_BYTES - 8)
         self._bytes[start + 8 : start + _PLACE_BYTES] = text
         self._bytes[start : start + 8] = number.to_bytes(8, "little")
 
@@ -326,7 +329,7 @@ class Segment:
             self._wake()
 
 
-def _described(description: str, place: str, call: str) -> str:
+def _with_place(description: str, place: str, call: str) -> str:
     """For example ``"all_reduce at file.py:12 (SUM torch.float32 (3,))"``. ``place``, ``call`` may be ""."""
     function = place.partition(" at ")[0]
     details = description

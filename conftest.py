@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -97,7 +98,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Not in a pytest that a test has started, which collects the conformance suite.
     if config.rootpath == Path(__file__).parent and not config.option.collectonly:
         from left_out import LeftOut  # in tests/, which pytest puts on the path (pyproject.toml)
+        from warm_client import share
 
+        share()
         config.pluginmanager.register(LeftOut())
     path = config.getoption("--conformance-results")
     if path is not None and not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
@@ -116,3 +119,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("the test left its process group behind")
+
+
+def pytest_collection_finish() -> None:
+    """Each end of a context collects garbage. It need not look at what all tests share."""
+    gc.collect()
+    gc.freeze()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from helpers import plain_environ
+from helpers import plain_environ, python_that_forks
 from ignite_dist.cli.main import main
 
 
@@ -24,7 +24,7 @@ def run_here(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 def run_command(*arguments: str, under: Sequence[str] = (), **environ: str) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of ``python -m ignite_dist``."""
     ended = subprocess.run(
-        [sys.executable, *under, "-m", "ignite_dist", *arguments],
+        [sys.executable if under else python_that_forks(), *under, "-m", "ignite_dist", *arguments],
         env=plain_environ(**environ),
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import warm_client
 from helpers import ROOT, TESTS, loopback, plain_environ, without_gloos
 from pages import PAGES, blocks, commands_of, without_blocks, without_comment
 
@@ -51,8 +52,9 @@ def with_markers(*commands: str) -> list[Any]:
 def with_test() -> set[str]:
     """The commands that some test names as ``documented(...)``."""
     found = set()
-    for path in TESTS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    texts = [path.read_text(encoding="utf-8") for path in TESTS.rglob("*.py")]
+    for text in filter(lambda text: f"{documented.__name__}(" in text, texts):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == documented.__name__:
                 found.add(ast.literal_eval(node.args[0]))
     return found
@@ -102,11 +104,19 @@ class Ended(NamedTuple):
 
 
 def at_a_shell(
-    command: str, folder: Path, *, programs: Path = BIN, seconds: float = 280, **environ: str
+    command: str, folder: Path, *, programs: Path | None = None, seconds: float = 280, **environ: str
 ) -> Ended:
-    """Run lines of a shell in ``folder``, with the programs of ``programs``, on the CPU."""
+    """Run lines of a shell in ``folder``, with the programs of ``programs``, on the CPU.
+
+    Where no programs are named, ``python``, ``pytest``, ... are forks of a Python that has imported torch.
+    """
     environment = plain_environ(CUDA_VISIBLE_DEVICES="", **loopback())
-    environment["PATH"] = f"{programs}:{environment['PATH']}"
+    if programs is None:
+        forks, programs = warm_client.write_programs(), BIN
+        environment["PATH"] = f"{forks}:{programs}:{environment['PATH']}"
+        environment["PYTHON_EXEC"] = str(forks / "python")  # of torchrun's workers
+    else:
+        environment["PATH"] = f"{programs}:{environment['PATH']}"
     ended: Any = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,

@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +23,8 @@ from typing import Any, NamedTuple
 import psutil
 import torch.distributed as dist
 
+import warm_client
 from ignite_dist.environments import is_launcher_variable
-from warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -65,11 +64,6 @@ def write_script(folder: Path, text: str, name: str = "script.py") -> Path:
     return path
 
 
-@cache
-def _warm_python(pid: int, with_one_thread: bool) -> WarmPython:
-    return WarmPython({**os.environ, **({"OMP_NUM_THREADS": "1"} if with_one_thread else {})})
-
-
 def run_python(
     *args: Any,
     seconds: float = 280,
@@ -77,19 +71,23 @@ def run_python(
     cwd: Path | str | None = None,
     input: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """``python *args`` in a fork of a Python that has imported torch (``warm_python``); its output is text.
+    """``python *args`` in a fork of a Python that has imported torch; its output is text.
 
     What is still running after ``seconds`` is ended.
     """
     command = [str(arg) for arg in args]
     env = plain_environ() if env is None else env
-    # Many tests set OMP_NUM_THREADS=1, which torch reads when it is imported.
-    warm = _warm_python(os.getpid(), env.get("OMP_NUM_THREADS") == "1")
-    if not warm.can_run(command, env):
+    can_run = warm_client.can_run(command)
+    ended = warm_client.run(command, env, str(cwd or os.getcwd()), input, seconds) if can_run else None
+    if ended is None:
         return run_new_python(*args, seconds=seconds, env=env, cwd=cwd, **({"input": input} if input else {}))
-    ended = warm.run(command, env, str(cwd or os.getcwd()), input, seconds)
     ended.stdout = without_gloos(ended.stdout)
     return ended
+
+
+def python_that_forks() -> str:
+    """A ``python`` for :mod:`subprocess`: what it runs is a fork, as in :func:`run_python`."""
+    return str(warm_client.write_programs() / "python")
 
 
 def run_new_python(

@@ -17,7 +17,7 @@ from matplotlib.image import imread
 
 import ignite_dist as idist
 from commands import BIN, at_a_shell, documented, open_mpi, with_examples, with_markers
-from helpers import ROOT, free_port, run_new_python, without_gloos
+from helpers import ROOT, free_port, run_python, without_gloos
 from machines import machines, needs_namespaces
 
 pytestmark = pytest.mark.long
@@ -259,7 +259,7 @@ def test_a_backend_that_cannot_run(backend: str, message: str, monkeypatch: pyte
     if backend in idist.available_backends():
         message = "PJRT_DEVICE is not set"
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    ended = run_new_python(DIGITS, "--backend", backend, "--nproc-per-node", 1)
+    ended = run_python(DIGITS, "--backend", backend, "--nproc-per-node", 1)
     assert ended.returncode == 1 and "Traceback" not in ended.stdout
     assert f"digits.py: error: {message}" in ended.stdout, ended.stdout
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from commands import at_a_shell, documented, with_examples, with_markers
-from helpers import ROOT, plain_environ, run_new_python
+from helpers import ROOT, plain_environ, run_python
 
 pytestmark = pytest.mark.long
 
@@ -132,14 +132,14 @@ def test_started_otherwise_it_learns_the_same(command: str, serial: Learned, tmp
     ],
 )
 def test_misuse(name: str, options: tuple[Any, ...], message: str) -> None:
-    ended = run_new_python(ROOT / "examples" / name, *options)
+    ended = run_python(ROOT / "examples" / name, *options)
     assert ended.returncode == 2 and "Traceback" not in ended.stdout
     assert message in ended.stdout, ended.stdout
 
 
 @pytest.mark.parametrize("name", ["accumulate.py", "contrastive.py"])
 def test_misuse_under_torchrun(name: str) -> None:
-    ended = run_new_python(ROOT / "examples" / name, *TWO, env=plain_environ(RANK="0", WORLD_SIZE="1"))
+    ended = run_python(ROOT / "examples" / name, *TWO, env=plain_environ(RANK="0", WORLD_SIZE="1"))
     assert ended.returncode == 2 and "a launcher has started this process" in ended.stdout, ended.stdout
 
 

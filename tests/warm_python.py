@@ -1,188 +1,81 @@
 """A Python that has imported torch. Tests run scripts in forks of it, so that a script need not import torch.
 
-A fork has the arguments, environment, folder, streams, main module and exit status of ``python SCRIPT``. A
-fork server that the script starts is a fork too, made before the script's first line. Some tests are about
-the start of Python, its imports or its child processes. They use :func:`helpers.run_new_python`.
+A fork has the arguments, environment, folder, streams, limits, main module and exit status of
+``python SCRIPT``. A fork server that the script starts is a fork too, made before the script's first line.
+Some tests are about the start of Python, its imports or its child processes. They use
+:func:`helpers.run_new_python`.
 
-``python warm_python.py FD`` is that Python. ``FD`` is its socket to the tests, which use :class:`WarmPython`.
+``python warm_python.py FD OWNER`` is that Python, which ends with the process OWNER. ``FD`` is a socket that
+listens: each connection is one request (see :mod:`warm_client`). The answers are ``"started PID"`` and
+``"ended STATUS"``; a connection that is closed before ends the fork.
 """
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import gc
 import multiprocessing.process
 import os
-import pickle
+import resource
 import runpy
 import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from multiprocessing import util
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-_LONGEST_REQUEST = 1 << 17
+from warm_client import Request, receive, send
+
 _FIRST_FREE_FD = 500  # above those that a script may have passed on
-# What Python and torch read from the environment when they start. A fork would not read it again.
-_READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "TORCH", "CUDA")
 
 
-class Request(NamedTuple):
-    """What to run, and what the process inherits."""
-
-    args: list[str]  # of python
-    env: dict[str, str]
-    cwd: str
-    fds: list[int]  # the numbers that the files have there
-    mask: set[int]
-    ignored: set[int]
-
-
-def _send(
-    channel: socket.socket,
-    args: Sequence[str],
-    env: Mapping[str, str],
-    cwd: str,
-    files: Mapping[int, int],
-) -> None:
-    """Ask for ``python *args`` with these files: their numbers there and here."""
-    mask = {int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
-    ignored = {int(one) for one in signal.valid_signals() if signal.getsignal(one) is signal.SIG_IGN}
-    request = Request(list(args), dict(env), cwd, list(files), mask, ignored)
-    socket.send_fds(channel, [pickle.dumps(tuple(request))], list(files.values()))
-
-
-def _receive(channel: socket.socket) -> tuple[Request, list[int]] | None:
-    message, files, _, _ = socket.recv_fds(channel, _LONGEST_REQUEST, 32)
-    return (Request(*pickle.loads(message)), files) if message else None
-
-
-# --- the client --------------------------------------------------------------------------------------
-
-
-class WarmPython:
-    """Starts the Python that has imported torch, and asks it to run scripts. It ends with this process.
-
-    Args:
-        environ: what this Python reads from it when it starts is the same for all scripts.
-    """
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._lock = threading.Lock()
-        self._environ = _read_at_start(environ)
-        others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_AT_START)}
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
-            env={**others, **self._environ},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        theirs.close()
-        atexit.register(self._end, os.getpid())
-
-    def _end(self, owner: int) -> None:
-        if os.getpid() == owner:  # not in a forked process
-            self._channel.close()
-            self._process.terminate()
-            self._process.wait()
-
-    def can_run(self, args: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Whether a fork does what a new Python would."""
-        return _read_at_start(env) == self._environ and (
-            args[0] in ("-m", "-c", "-") or Path(args[0]).is_file()
-        )
-
-    def run(
-        self, args: Sequence[str], env: Mapping[str, str], cwd: str, text: str | None, seconds: float
-    ) -> subprocess.CompletedProcess[str]:
-        """Like :func:`subprocess.run` with ``text`` as the input, and both output streams as one text."""
-        deadline = time.monotonic() + seconds
-        answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        read, write = os.pipe()
-        with tempfile.TemporaryFile() as stdin, theirs, answers:
-            stdin.write((text or "").encode())
-            stdin.seek(0)
-            with self._lock:
-                files = {0: stdin.fileno(), 1: write, 2: write, _FIRST_FREE_FD: theirs.fileno()}
-                _send(self._channel, args, env, cwd, files)
-            os.close(write)
-            theirs.close()
-            pid = int(answers.recv(100))
-            output = b""
-            with os.fdopen(read, "rb", buffering=0) as pipe:
-                while True:
-                    ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-                    if not ready:
-                        os.kill(pid, signal.SIGKILL)
-                        raise subprocess.TimeoutExpired(list(args), seconds, output)
-                    piece = os.read(pipe.fileno(), 1 << 16)
-                    output += piece
-                    if not piece:
-                        break
-            status = os.waitstatus_to_exitcode(int(answers.recv(100)))
-        return subprocess.CompletedProcess(
-            list(args), status, output.decode(errors="replace").replace("\r\n", "\n")
-        )
-
-
-def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in environ.items()
-        if name.startswith(_READ_AT_START) and name != "PYTHONPATH"
-    }
-
-
-# --- the warm Python -----------------------------------------------------------------------------------
-
-
-def _serve(channel: socket.socket) -> Request:
+def _serve(listener: socket.socket, owner: int) -> Request:
     """Fork for each request, and tell the client its end. Returns in the forks."""
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    running: dict[int, int] = {}
+    the_owner = os.pidfd_open(owner)
+    running: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([channel, read], [], [])
+        ready, _, _ = select.select([listener, read, the_owner, *running.values()], [], [])
+        if the_owner in ready:
+            os._exit(0)
         if read in ready:
             os.read(read, 1 << 10)
             while running:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                _answer(running.pop(pid), status, close=True)
-        if channel in ready:
-            received = _receive(channel)
-            if received is None:  # the client has ended
-                os._exit(0)
+                with running.pop(pid) as channel:
+                    _answer(channel, "ended", status)
+        for pid, channel in running.items():
+            if channel in ready:  # nothing is sent after the request: the client has gone
+                os.kill(pid, signal.SIGKILL)
+        if listener in ready:
+            channel, _ = listener.accept()
+            received = receive(channel)
+            if received is None:
+                channel.close()
+                continue
             request, files = received
-            answers = files[-1]
             pid = _fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 _become(request, files)
                 os.closerange(3, 256)
-                os.close(_FIRST_FREE_FD)
                 return request
-            running[pid] = answers
-            _answer(answers, pid)
-            for file in files[:-1]:
+            running[pid] = channel
+            _answer(channel, "started", pid)
+            for file in files:
                 os.close(file)
 
 
@@ -192,11 +85,9 @@ def _fork() -> int:
         return os.fork()
 
 
-def _answer(file: int, number: int, close: bool = False) -> None:
+def _answer(channel: socket.socket, what: str, number: int) -> None:
     with suppress(OSError):  # the client has given up
-        os.write(file, str(number).encode())
-    if close:
-        os.close(file)
+        channel.send(f"{what} {number}".encode())
 
 
 def _become(request: Request, files: Sequence[int]) -> None:
@@ -214,6 +105,10 @@ def _become(request: Request, files: Sequence[int]) -> None:
     tempfile.tempdir = None
     for number in request.ignored:
         signal.signal(number, signal.SIG_IGN)
+    for limit, values in request.limits:
+        if resource.getrlimit(limit) != values:
+            resource.setrlimit(limit, values)
+    os.sched_setaffinity(0, request.cpus)
     signal.pthread_sigmask(signal.SIG_SETMASK, request.mask)
 
 
@@ -228,7 +123,7 @@ def _prepare_fork_server() -> None:
         for number in (0, 1, 2):
             os.dup2(null, number)
         os.close(null)
-        received = _receive(theirs)
+        received = receive(theirs)
         if received is None:  # the script has ended
             os._exit(0)
         theirs.close()
@@ -244,7 +139,7 @@ def _prepare_fork_server() -> None:
         kept = [number for number in (0, 1, 2) if _is_open(number)]
         numbers = sorted({*kept, *map(int, passfds)})
         code = [os.fsdecode(one) for one in args[-2:]]  # -c CODE
-        _send(ours, code, os.environ, os.getcwd(), {number: number for number in numbers})
+        send(ours, code, os.environ, os.getcwd(), {number: number for number in numbers})
         ours.close()
         return server
 
@@ -260,6 +155,9 @@ def _is_open(number: int) -> bool:
 
 def _run_and_exit(args: Sequence[str]) -> NoReturn:
     """What ``python *args`` does once it has started."""
+    if args[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        args = args[1:]
     first, rest = args[0], list(args[1:])
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -293,10 +191,11 @@ def _run_and_exit(args: Sequence[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    import torch  # noqa: F401
+    import torch._dynamo  # noqa: F401  # torch, and what every optimizer imports
 
     _site_path = sys.path[1:]
+    gc.collect()
     gc.freeze()
-    _request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    _request = _serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
     _prepare_fork_server()
     _run_and_exit(_request.args)

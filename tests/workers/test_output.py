@@ -8,7 +8,6 @@ import pty
 import re
 import signal
 import subprocess
-import sys
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -105,7 +104,7 @@ WRITTEN = ["multi", "line", "C++", "child", *(f"line {number}" for number in ran
 )
 def test_each_line_has_its_rank_and_none_is_lost(start_method: str, how: str, tmp_path: Path) -> None:
     script = helpers.write_script(tmp_path, ENDS)
-    command = [sys.executable, str(script), start_method, how]
+    command = [helpers.python_that_forks(), str(script), start_method, how]
     ended = subprocess.run(
         command, capture_output=True, env=helpers.plain_environ(), timeout=280, text=True, encoding="utf-8"
     )
@@ -174,7 +173,7 @@ def test_on_a_terminal(prefix: str, environ: dict[str, str], expected: str, tmp_
     main, other = pty.openpty()
     complete = helpers.plain_environ(**{"NO_COLOR": "", **environ})
     launcher = subprocess.Popen(
-        [sys.executable, str(script), prefix], stdout=other, stderr=other, env=complete
+        [helpers.python_that_forks(), str(script), prefix], stdout=other, stderr=other, env=complete
     )
     os.close(other)
     output = b""
@@ -203,7 +202,7 @@ def test_what_an_interrupted_worker_writes_at_the_end_is_there(tmp_path: Path) -
             idist.spawn("gloo", waits, nproc_per_node=2, prefix_output=True)
     """
     launcher = subprocess.Popen(
-        [sys.executable, str(helpers.write_script(tmp_path, text))],
+        [helpers.python_that_forks(), str(helpers.write_script(tmp_path, text))],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=helpers.plain_environ(),

@@ -22,6 +22,8 @@ from ignite_dist.diagnostics import pending_calls
 from ignite_dist.diagnostics.timed_calls import TimedCall, TimedStart
 from ignite_dist.errors import MissingRanksError
 
+# What ends a collective. An object that is loaded may exit; a KeyboardInterrupt ends the wait only.
+_ERRORS = (Exception, SystemExit)
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 50e-6, 5e-3
 
 
@@ -83,7 +85,7 @@ class PendingWork(Work):
         self.ranks, self.needs_all, self._group_name = inner.ranks, inner.needs_all, inner.group_name
         self._lock = threading.Lock()
         self._result: Any = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._pending = _pending.setdefault(model, _Pending())
         self._pending.works.add(self)
         self._pending.release()
@@ -100,7 +102,7 @@ class PendingWork(Work):
             if self._inner is not None:
                 try:
                     self._result = _result_of(self._inner, self._timed)
-                except Exception as error:
+                except _ERRORS as error:
                     self._error = error
                 # A KeyboardInterrupt skips the next two lines, because the collective still runs.
                 self._inner = None
@@ -165,7 +167,7 @@ def _result_of(work: Work, timed: TimedCall | None) -> Any:
 def _has_succeeded(work: Work, timed: TimedCall | None) -> bool:
     try:
         _result_of(work, timed)
-    except Exception:  # raised again at the end of the context
+    except _ERRORS:  # raised again at the end of the context
         return False
     return True
 

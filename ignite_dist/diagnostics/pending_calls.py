@@ -26,7 +26,7 @@ class PendingCall(Work):
         self._work: Work | None = work
         self._done = threading.Event()
         self._result: object = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def run(self) -> None:
         """Run the collective. :meth:`wait` raises its exception."""
@@ -34,7 +34,7 @@ class PendingCall(Work):
         assert work is not None
         try:
             self._result = work.wait()
-        except Exception as error:
+        except BaseException as error:  # an object may raise anything while it is loaded
             self._error = error
         finally:
             self._done.set()

@@ -261,9 +261,10 @@ class HorovodTransport(Transport):
     def barrier(self, group: Group) -> Work:
         # Not hvd.barrier(), which would spin: see _wait.
         tensor = torch.zeros(1)
-        return self._begin(
+        work = self._begin(
             partial(self._hvd.allreduce_async_, tensor, op=self._hvd.Sum), "barrier", tensor, group
         )
+        return work.then(lambda _: None)
 
     def _begin(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -175,6 +176,24 @@ def test_an_error_comes_out_of_wait_on_every_rank() -> None:
             with raises(idist.CollectiveMismatchError, "different operations"):
                 work.wait()
     assert idist.all_reduce(1) == idist.get_world_size()
+
+
+class Exits:
+    """Whoever loads this object exits."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, ("loaded",)
+
+
+@on_every_rank
+def test_an_object_that_exits_when_it_is_loaded_raises_in_wait() -> None:
+    if idist.get_world_size() == 1:
+        return
+    for async_op in (False, True):
+        with raises(SystemExit, "loaded"):
+            work = idist.all_gather(Exits(), async_op=async_op)
+            work.wait()
+        assert idist.all_reduce(1) == idist.get_world_size()
 
 
 @on_every_rank

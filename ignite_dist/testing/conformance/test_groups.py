@@ -81,9 +81,10 @@ def test_nobody_leaves_a_barrier_before_all_have_come(tmp_path: Path) -> None:
             path = tmp_path / f"{len(ranks)} {step} {rank}"
             if rank in ranks:
                 path.touch()
-            idist.barrier(group=ranks if len(ranks) < world_size or step % 2 else None)
+            assert idist.barrier(group=ranks if len(ranks) < world_size or step % 2 else None) is None
             if rank in ranks:
                 assert all(path.with_name(f"{len(ranks)} {step} {other}").exists() for other in ranks)
+    assert idist.barrier(async_op=True).wait() is None
 
 
 @on_every_rank

@@ -129,7 +129,7 @@ def run(steps: list[Step]) -> bool:
     LOGS.mkdir(parents=True)
     waiting, running = list(steps), []
     outcomes: dict[str, str] = {}
-    started = time.monotonic()
+    started, busy = time.monotonic(), _busy_seconds()
     try:
         while (waiting or running) and not stop:
             for step in [step for step in running if step.has_ended()]:
@@ -152,11 +152,17 @@ def run(steps: list[Step]) -> bool:
     finally:
         for step in running:
             step.end()
-        _show(steps, time.monotonic() - started)
+        _show(steps, time.monotonic() - started, _busy_seconds() - busy)
     return all(step.outcome == "passed" for step in steps)
 
 
-def _show(steps: list[Step], seconds: float) -> None:
+def _busy_seconds() -> float:
+    """What all processors of this machine have worked since it was started."""
+    user, nice, system, *_ = Path("/proc/stat").read_text(encoding="ascii").split()[1:]
+    return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _show(steps: list[Step], seconds: float, busy: float) -> None:
     tests = [
         (float(test.get("time", 0)), step.name, f"{test.get('classname')}::{test.get('name')}")
         for step in steps
@@ -172,7 +178,8 @@ def _show(steps: list[Step], seconds: float) -> None:
     for step in steps:
         print(f"{step.name:20} {step.outcome:8} {step.seconds:8.0f} {step.counts['tests'] or '':>7}")
     total: Counter[str] = sum((step.counts for step in steps), Counter())
-    print(f"{'all':20} {'':8} {seconds:8.0f} {total['tests']:>7}\n")
+    print(f"{'all':20} {'':8} {seconds:8.0f} {total['tests']:>7}")
+    print(f"{'of the processors':20} {'':8} {busy:8.0f}\n")
     if others := [step.name for step in steps if step.outcome != "passed"]:
         print(f"Steps that have not passed: {', '.join(others)}")
     failed, skipped = total["failures"] + total["errors"], total["skipped"]

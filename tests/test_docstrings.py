@@ -38,6 +38,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     idist.spawn("gloo", run_all, (_together(2), tmp_path), nproc_per_node=2)
 
 
+@pytest.mark.long
 def test_on_two_nodes_of_two_ranks(tmp_path: Path) -> None:
     environs = torchrun_environs(4, free_port(), nproc_per_node=2, agent_store=False)
     run_ranks(run_all_in_a_context, _together(4), tmp_path, world_size=4, environs=environs)

@@ -35,11 +35,8 @@ def spawn(function: Any, *args: Any, nproc_per_node: int = 2, **kwargs: Any) -> 
 
 def run_script(folder: Path, text: str, launcher: tuple[str, ...] = (), **environ: str) -> str:
     """What the script printed; it must succeed."""
-    command = [*(launcher or (sys.executable,))]
-    if launcher:
-        command.append(sys.executable)
     ended = subprocess.run(
-        [*command, str(helpers.write_script(folder, text))],
+        [*launcher, helpers.python_that_forks(), str(helpers.write_script(folder, text))],
         env=helpers.plain_environ(**environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -31,7 +31,13 @@ SERIAL_LINES = [
 ]
 
 
-@pytest.mark.parametrize("level", [None, "WARNING"], ids=["logging-not-configured", "root-at-warning"])
+@pytest.mark.parametrize(
+    "level",
+    [
+        pytest.param(None, id="logging-not-configured"),
+        pytest.param("WARNING", id="root-at-warning", marks=pytest.mark.long),
+    ],
+)
 def test_show_config_is_visible(level: str | None) -> None:
     configure = f"logging.basicConfig(level=logging.{level}); " if level else ""
     source = f"import logging, ignite_dist as idist; {configure}idist.show_config(); print(idist.hostname())"

@@ -98,7 +98,8 @@ def test_a_full_disk(kind: str, tmp_path: Path) -> None:
     check(lines, errno.ENOSPC, f"No space left on device. {room}", disk, kind)
 
 
-@pytest.mark.parametrize("kind", ["plain", pytest.param("sharded", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
 def test_files_of_limited_size(kind: str, tmp_path: Path) -> None:
     lines = run(tmp_path, tmp_path / "new", kind, num_bytes=1_000_000)
     room = rf"It needs 4,0\d\d,\d\d\d bytes. [\d,]+ bytes are free in {tmp_path / 'new'}."

@@ -177,6 +177,7 @@ def test_however_its_workers_were_started_and_whatever_they_do(
         _is_over(found)
 
 
+@pytest.mark.long
 def test_loaders_and_their_fork_servers_end_with_their_ranks(tmp_path: Path) -> None:
     """A rank's own processes, from the same fork server, live on and do not keep the others alive."""
     with job(tmp_path, "gloo", "forkserver", "loader, server, own") as found:

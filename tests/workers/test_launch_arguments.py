@@ -171,7 +171,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("number", ["2", "auto"])
+@pytest.mark.parametrize("number", ["auto", pytest.param("2", marks=pytest.mark.long)])
 def test_as_many_processes_as_a_launcher_has_started_are_joined(number: str, tmp_path: Path) -> None:
     script = write_script(tmp_path, SCRIPT)
     run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

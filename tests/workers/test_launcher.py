@@ -108,12 +108,14 @@ def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
     assert ended.stdout.splitlines() == MAIN_OUTPUT
 
 
+@pytest.mark.long
 def test_functions_of_a_module_run_as_a_script(tmp_path: Path) -> None:
     helpers.write_script(tmp_path, MAIN, name="some_module.py")
     ended = helpers.run_new_python("-m", "some_module", cwd=tmp_path)
     assert ended.stdout.splitlines() == MAIN_OUTPUT
 
 
+@pytest.mark.long
 def test_functions_of_a_command_line_as_in_a_notebook() -> None:
     ended = helpers.run_new_python("-c", textwrap.dedent(MAIN))
     assert ended.stdout.splitlines() == MAIN_OUTPUT

@@ -138,8 +138,13 @@ def test_files_without_bytes(tmp_path: Path) -> None:
     ("number", "error"),
     [
         (1, "LaunchError: The store of the job cannot be started"),
-        *((number, "LaunchError: The workers cannot be started") for number in (2, 3, 4, 5)),
-        *((number, "WorkerRaisedError") for number in (6, 12)),
+        (4, "LaunchError: The workers cannot be started"),
+        (6, "WorkerRaisedError"),
+        *(
+            pytest.param(number, "LaunchError: The workers cannot be started", marks=pytest.mark.long)
+            for number in (2, 3, 5)
+        ),
+        pytest.param(12, "WorkerRaisedError", marks=pytest.mark.long),
         (64, "[2, 2]"),
     ],
 )
@@ -195,6 +200,7 @@ def test_an_abort_under_a_limit_of_memory_tells_the_limit(tmp_path: Path) -> Non
     assert "was ended by SIGABRT" in ended.stdout and re.search(sentence, ended.stdout), ended.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_lock_that_is_held_is_no_limit(num_ranks: int, tmp_path: Path) -> None:
     ended = run_new_python(write_script(tmp_path, REFUSED), "lock", num_ranks, seconds=SECONDS)
@@ -255,5 +261,6 @@ def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
     assert run(tmp_path, *on_a_disk(home, "ro"), environ={"HOME": str(home)}) == "[2, 2]"
 
 
+@pytest.mark.long
 def test_no_home(tmp_path: Path) -> None:
     assert run(tmp_path, without=["HOME"]) == "[2, 2]"

@@ -17,6 +17,9 @@ import pytest
 import helpers
 from ignite_dist import spawn
 
+# The start methods beside the default one.
+OTHERS = {name: pytest.param(name, marks=pytest.mark.long) for name in ("spawn", "fork")}
+
 # The worker looks what has arrived in a pipe after each call of write().
 LINES = """
     import os, sys
@@ -54,7 +57,7 @@ LINES = """
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("start_method", ["forkserver", *OTHERS.values()])
 def test_lines_come_whole(start_method: str, unbuffered: str, tmp_path: Path) -> None:
     environ = helpers.plain_environ(PYTHONUNBUFFERED=unbuffered)
     ended = helpers.run_python(helpers.write_script(tmp_path, LINES), start_method, env=environ)
@@ -295,7 +298,7 @@ def _warns(local_rank: int) -> None:
     logging.getLogger("of the worker").warning("warning of %d", local_rank)
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])  # after a fork, the handlers are the same
+@pytest.mark.parametrize("start_method", ["forkserver", OTHERS["spawn"]])  # after a fork they are the same
 def test_warnings_of_workers_are_seen_in_a_test(
     start_method: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,6 +125,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "ending_node"),
     [

@@ -29,7 +29,9 @@ def _fails(local_rank: int) -> None:
     idist.barrier()
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize(
+    "start_method", ["forkserver", *(pytest.param(one, marks=pytest.mark.long) for one in ("spawn", "fork"))]
+)
 def test_a_rank_that_raises_is_named_with_its_traceback(start_method: str) -> None:
     with pytest.raises(idist.WorkerRaisedError) as info:
         spawn(_fails, nproc_per_node=3, start_method=start_method)

@@ -17,7 +17,7 @@ import ignite_dist as idist
 from ignite_dist import _torch, devices, environments
 from ignite_dist.cli import interfaces
 from ignite_dist.cli.output import Output
-from ignite_dist.cli.tables import Text, facts
+from ignite_dist.cli.tables import facts
 from ignite_dist.comp_models import registered_computation_models
 from ignite_dist.comp_models.native import shared_segment
 from ignite_dist.errors import EnvironmentVariablesError, without_link
@@ -28,7 +28,7 @@ _BACKEND_VARIABLES = re.compile(
     r"GLOO_.*|NCCL_.*|TORCH_NCCL_.*|HOROVOD_.*|PJRT_.*|CPU_NUM_DEVICES|TPU_.*|XLA_.*|CUDA_VISIBLE_DEVICES"
     r"|OMP_NUM_THREADS|IGNITE_DIST_.*"
 )
-_LIBRARIES = ("torch", "horovod", "torch_xla", "rich", "matplotlib")
+_LIBRARIES = ("torch", "horovod", "torch_xla", "matplotlib")
 
 
 def collect(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -136,10 +136,7 @@ def show_env(output: Output) -> None:
         return
     tables = {
         "Versions": {
-            **{
-                name: value or Text(("not installed", "dim"))
-                for name, value in _shown_versions(found).items()
-            },
+            **{name: value or "not installed" for name, value in _shown_versions(found).items()},
             "private names of torch": _private_names_line(found["private_names"]),
         },
         "Backends": {name: _backend_line(backend) for name, backend in found["backends"].items()},
@@ -152,25 +149,23 @@ def show_env(output: Output) -> None:
         "Variables": found["variables"] or {"none": "no variable of a launcher or a backend is set"},
     }
     for position, (title, rows) in enumerate(tables.items()):
-        output.show(*([Text()] if position else []), facts(title, rows))
+        output.show(*([""] if position else []), facts(title, rows))
 
 
 def _shown_versions(found: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found["versions"].items() if value or name in _LIBRARIES}
 
 
-def _private_names_line(found: Mapping[str, Any]) -> str | Text:
+def _private_names_line(found: Mapping[str, Any]) -> str:
     missing = found["missing"]
     if not missing:
         return f"all {found['known']} found"
     names = "; ".join(f"{name} (fallback: {fallback})" for name, fallback in missing.items())
-    return Text((f"{len(missing)} of {found['known']} missing: {names}", "yellow"))
+    return f"{len(missing)} of {found['known']} missing: {names}"
 
 
-def _backend_line(backend: Mapping[str, Any]) -> Text:
-    if backend["works"]:
-        return Text(("works", "green"), f" ({backend['model']})")
-    return Text(("no: ", "yellow"), backend["reason"])
+def _backend_line(backend: Mapping[str, Any]) -> str:
+    return f"works ({backend['model']})" if backend["works"] else f"no: {backend['reason']}"
 
 
 def _device_line(name: str, value: Any) -> str:
@@ -179,15 +174,13 @@ def _device_line(name: str, value: Any) -> str:
 
 def _launcher_lines(environment: Mapping[str, Any]) -> dict[str, Any]:
     if "error" in environment:
-        return {"contradiction": Text((environment["error"], "bold red"))}
+        return {"contradiction": environment["error"]}
     lines = {name.replace("_", " "): value for name, value in environment.items() if value not in (None, "")}
     return {"launcher": lines.pop("launcher"), "because": lines.pop("reason", ""), **lines}
 
 
-def _shared_memory_line(found: Mapping[str, Any]) -> Text:
-    if found["works"]:
-        return Text(("works", "green"), " (between gloo's ranks on this machine)")
-    return Text(("no: ", "yellow"), found["reason"])
+def _shared_memory_line(found: Mapping[str, Any]) -> str:
+    return "works (between gloo's ranks on this machine)" if found["works"] else f"no: {found['reason']}"
 
 
 def _network_lines(by_interface: Mapping[str, list[str]], gloo: Mapping[str, str]) -> dict[str, Any]:
@@ -197,5 +190,5 @@ def _network_lines(by_interface: Mapping[str, list[str]], gloo: Mapping[str, str
     else:
         others = [name for name, found in by_interface.items() if found and "127.0.0.1" not in found]
         advice = f" For several machines: export GLOO_SOCKET_IFNAME={others[0]}" if others else ""
-        lines["gloo"] = Text((f"for this machine alone: {gloo['reason']}.{advice}", "yellow"))
+        lines["gloo"] = f"for this machine alone: {gloo['reason']}.{advice}"
     return lines

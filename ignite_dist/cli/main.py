@@ -207,7 +207,7 @@ def _job(options: argparse.Namespace) -> jobs.Job:
 
 def _log_on_rank_0(output: Output, text: str) -> None:
     if _prints_results():
-        output.log(text, "dim")
+        output.log(text)
 
 
 # --- the commands ------------------------------------------------------------------------------------

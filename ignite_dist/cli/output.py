@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-from ignite_dist.cli.plain_text import PlainPrinter
-from ignite_dist.cli.tables import Printer, Table, Text
+from ignite_dist.cli.tables import Table
 
 
 class Output:
@@ -24,32 +23,20 @@ class Output:
     def __init__(self, stream: IO[str], as_json: bool) -> None:
         self.as_json = as_json
         self._stream = stream
-        self._results = _printer(stream, breaks_lines=True)
-        self._messages = _printer(sys.stderr, breaks_lines=False)
 
     def json(self, value: Any) -> None:
         """Write ``value`` as JSON."""
         self._stream.write(json.dumps(value, indent=1) + "\n")
         self._stream.flush()
 
-    def show(self, *blocks: Table | Text) -> None:
+    def show(self, *blocks: Table | str) -> None:
         """Write tables and texts to the results."""
-        for block in blocks:
-            self._results.print(block)
+        self._stream.writelines(f"{block}\n" for block in blocks)
         self._stream.flush()
 
-    def log(self, text: str, style: str = "") -> None:
+    def log(self, text: str) -> None:
         """Write a line to the standard error."""
-        self._messages.print(Text((text, style)))
-
-
-def _printer(stream: IO[str], breaks_lines: bool) -> Printer:
-    """A printer that uses rich if rich is installed (the extra ``cli``), else a printer of plain text."""
-    try:
-        from ignite_dist.cli.rich_text import RichPrinter
-    except ImportError:
-        return PlainPrinter(stream)
-    return RichPrinter(stream, breaks_lines)
+        sys.stderr.write(f"{text}\n")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from ignite_dist.cli import chart
 from ignite_dist.cli.bench import BenchReport, Figure
 from ignite_dist.cli.jobs import num_processes
 from ignite_dist.cli.output import Output
-from ignite_dist.cli.tables import Column, Table, Text
+from ignite_dist.cli.tables import Column, Table
 
 _NOTE = (
     "us: median time of a call. GB/s: bus bandwidth. Sizes and bandwidth as in nccl-tests.\n"
@@ -29,7 +29,7 @@ def show_bench(report: BenchReport, output: Output, save: str | None = None) -> 
         title = (
             f"{report.backend}, {num_processes(report.world_size)}{hosts}, {report.device}, float32{memory}"
         )
-        output.show(Text((title, "bold")), _table(report.figures), Text((_NOTE, "dim")))
+        output.show(title, _table(report.figures), _NOTE)
     if save:
         chart.draw(report, save)
         output.log(f"Chart: {save}")
@@ -48,7 +48,7 @@ def _bandwidth(figure: Figure, seconds: float | None) -> float | None:
 
 
 def _table(figures: list[Figure]) -> Table:
-    table = Table([Column("collective", "cyan"), *(Column(name, is_number=True) for name in _NUMBERS)])
+    table = Table([Column("collective"), *(Column(name, is_number=True) for name in _NUMBERS)])
     previous = ""
     for figure in figures:
         if previous not in ("", figure.collective):

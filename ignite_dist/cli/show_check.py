@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from ignite_dist.cli.check import PER_DTYPE, Cell, CheckReport, short
 from ignite_dist.cli.jobs import num_processes
 from ignite_dist.cli.output import Output
-from ignite_dist.cli.tables import Column, Table, Text
+from ignite_dist.cli.tables import Column, Table
 from ignite_dist.cli.values import DTYPES
 
-_STYLES = {"passed": "green", "carried": "cyan", "refused": "dim", "failed": "bold red"}
 _WORDS = {"passed": "ok", "refused": "-", "failed": "FAIL"}
 # Short, because the table must fit into 80 columns.
 _HEADINGS = {"AVERAGE": "AVG", "PRODUCT": "PROD", "all_gather": "gather", "all_gather_ragged": "ragged"}
@@ -32,33 +32,32 @@ def show_check(report: CheckReport, output: Output) -> None:
     num_hosts = len(set(report.hosts))
     where = f"{num_hosts} hosts" if num_hosts > 1 else report.hosts[0]
     processes = num_processes(report.world_size)
-    output.show(Text((report.backend, "bold"), f", {processes} on {where}, device {report.device}"))
+    output.show(f"{report.backend}, {processes} on {where}, device {report.device}")
     output.show(_matrix(report.cells), _others(report.cells), *_legend(report.cells))
     if report.links:
         output.show(_links(report))
-    output.show(*map(Text, _problems(report)), _verdict(report))
+    output.show(*_problems(report), _verdict(report))
 
 
-def _problems(report: CheckReport) -> list[tuple[str, str]]:
-    """For each failure and each slow host: a line and the style of the line."""
+def _problems(report: CheckReport) -> list[str]:
+    """A line for each failure and each slow host."""
     lines = []
     for failure in report.failures:
         call = f"{failure.operation} of {failure.dtype}" if failure.dtype else failure.operation
         host = report.hosts[failure.rank or 0]
-        lines.append((f"FAILED: {call}, on rank {failure.rank} ({host}): {failure.detail}", "bold red"))
+        lines.append(f"FAILED: {call}, on rank {failure.rank} ({host}): {failure.detail}")
     for host in report.slow_hosts:
-        lines.append((f"SLOW: every link of {host} takes more than 3 times as long as usual.", "yellow"))
+        lines.append(f"SLOW: every link of {host} takes more than 3 times as long as usual.")
     return lines
 
 
-def _verdict(report: CheckReport) -> Text:
-    count = {outcome: sum(cell.outcome == outcome for cell in report.cells) for outcome in _STYLES}
+def _verdict(report: CheckReport) -> str:
+    count = Counter(cell.outcome for cell in report.cells)
     verdict = f"{count['failed']} failed" if report.failures else "All is well"
-    text = (
+    return (
         f"{verdict}: {count['passed']} passed, {count['carried']} carried through another dtype, "
         f"{count['refused']} refused."
     )
-    return Text((text, "bold red" if report.failures else "bold green"))
 
 
 def _as_json(report: CheckReport) -> dict[str, Any]:
@@ -70,31 +69,26 @@ def _as_json(report: CheckReport) -> dict[str, Any]:
     }
 
 
-def _word(cell: Cell) -> tuple[str, str]:
-    """The word for an outcome, and the word's style."""
-    word = _WORDS.get(cell.outcome) or _CARRIERS.get(cell.detail, cell.detail)
-    return word, _STYLES[cell.outcome]
+def _word(cell: Cell) -> str:
+    """The word for an outcome."""
+    return _WORDS.get(cell.outcome) or _CARRIERS.get(cell.detail, cell.detail)
 
 
 def _matrix(cells: list[Cell]) -> Table:
     names = [operation.removeprefix("all_reduce ") for operation in PER_DTYPE]
-    table = Table([Column("dtype", "cyan"), *(Column(_HEADINGS.get(name, name)) for name in names)])
+    table = Table([Column("dtype"), *(Column(_HEADINGS.get(name, name)) for name in names)])
     found = {(cell.operation, cell.dtype): cell for cell in cells}
     for dtype in map(short, DTYPES):
-        table.rows.append((dtype, *(Text(_word(found[operation, dtype])) for operation in PER_DTYPE)))
+        table.rows.append((dtype, *(_word(found[operation, dtype]) for operation in PER_DTYPE)))
     return table
 
 
-def _others(cells: list[Cell]) -> Text:
+def _others(cells: list[Cell]) -> str:
     """The outcomes that do not depend on a dtype, in one line."""
-    pieces: list[str | tuple[str, str]] = []
-    for cell in cells:
-        if cell.operation not in PER_DTYPE:
-            pieces += ["  " if pieces else "", f"{cell.operation} ", _word(cell)]
-    return Text(*pieces)
+    return "  ".join(f"{cell.operation} {_word(cell)}" for cell in cells if cell.operation not in PER_DTYPE)
 
 
-def _legend(cells: list[Cell]) -> list[Text]:
+def _legend(cells: list[Cell]) -> list[str]:
     """The meaning of each word that occurs in the table."""
     carriers = dict.fromkeys(cell.detail for cell in cells if cell.outcome == "carried")
     carried = [f"{_CARRIERS.get(name, name)}: sent as {name}" for name in carriers if name != "gather"]
@@ -103,14 +97,13 @@ def _legend(cells: list[Cell]) -> list[Text]:
         notes.append("all: all values are gathered, and each rank reduces them")
     if any(cell.outcome == "refused" for cell in cells):
         notes.append("-: refused before anything is sent, because it has no exact meaning")
-    return [Text((note, "dim")) for note in notes]
+    return notes
 
 
 def _links(report: CheckReport) -> Table:
-    columns = [Column("link", "cyan", may_wrap=True), Column("latency", is_number=True)]
-    table = Table([*columns, Column("1 MB", is_number=True)], title="Between hosts")
+    columns = [Column("link"), Column("latency", is_number=True), Column("1 MB", is_number=True)]
+    table = Table(columns, title="Between hosts")
     for link in report.links:
-        style = "yellow" if set(link.hosts) & set(report.slow_hosts) else ""
         latency, speed = f"{link.latency_seconds * 1e6:,.0f} us", f"{link.megabytes_per_second:,.3g} MB/s"
-        table.rows.append([Text((cell, style)) for cell in (" - ".join(link.hosts), latency, speed)])
+        table.rows.append((" - ".join(link.hosts), latency, speed))
     return table

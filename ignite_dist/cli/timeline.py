@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ignite_dist.cli import chart
 from ignite_dist.cli.output import Output
-from ignite_dist.cli.tables import Column, Table, Text
+from ignite_dist.cli.tables import Column, Table
 
 _MAX_LINES = 10
 
@@ -50,9 +50,9 @@ def show_timeline(path: str, output: Output, save: str | None = None) -> None:
         ranks, places = ({name: _as_json(waits[name]) for name in shown} for shown, waits in tables)
         output.json({"ranks": ranks, "lines": places, "notes": notes})
     else:
-        output.show(_table("rank", list(names.values()), by_rank, 2), Text(""))
+        output.show(_table("rank", list(names.values()), by_rank, 2), "")
         output.show(_table("line", lines[:_MAX_LINES], by_line, 1))
-        output.show(*(Text((f"{what}: {note}", "dim")) for what, note in notes.items()))
+        output.show(*(f"{what}: {note}" for what, note in notes.items()))
     if save is not None:
         _draw(names, events, save)
         output.log(f"Picture: {save}")
@@ -95,7 +95,7 @@ def _as_json(waits: _Waits) -> dict[str, Any]:
 def _table(what: str, names: Sequence[str], waits: dict[str, _Waits], num_shown: int) -> Table:
     """A row for each name, with the ``num_shown`` ranks for which it waited longest."""
     numbers = (Column(name, is_number=True) for name in ("calls", "waiting", "working"))
-    table = Table([Column(what, "cyan"), *numbers, Column("waits for")])
+    table = Table([Column(what), *numbers, Column("waits for")])
     for name in names:
         found = waits[name]
         most = ", ".join(f"rank {rank}: {_time(time)}" for rank, time in found.by_rank.most_common(num_shown))

@@ -15,11 +15,11 @@ _LITERAL = re.compile(r"^(?P<indent> *)(?P<text>.*)::\n\n(?P<code>(?:(?P=indent)
 
 
 def public_names() -> set[str]:
-    """The names in ``ignite_dist.__all__``, read without importing the package."""
+    """``print`` and the names in ``ignite_dist.__all__``, read without importing the package."""
     source = Path(__file__).parent.parent / "ignite_dist" / "__init__.py"
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            return set(ast.literal_eval(node.value))
+            return {"print", *ast.literal_eval(node.value)}
     raise LookupError(f"no __all__ in {source}")
 
 

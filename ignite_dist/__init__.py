@@ -20,7 +20,8 @@ from ignite_dist.comp_models import (
     registered_computation_models,
 )
 from ignite_dist.comp_models.work import Work
-from ignite_dist.context.console import print, progress
+from ignite_dist.context.console import print as print  # not in __all__: a star import keeps Python's own
+from ignite_dist.context.console import progress
 from ignite_dist.context.identity import (
     backend,
     device,
@@ -156,7 +157,6 @@ __all__ = [
     "one_rank_only",
     "original",
     "optimizer_state",
-    "print",
     "progress",
     "raise_together",
     "reduce",
@@ -183,6 +183,21 @@ __all__ = [
 ]
 
 
+# Only scripts that were written for Ignite need these names.
+_OF_OLD_SCRIPTS = {
+    "DistributedProxySampler",
+    "all_gather_tensors_with_shapes",
+    "has_hvd_support",
+    "has_native_dist_support",
+    "has_xla_support",
+    "model_name",
+    "registered_computation_models",
+    "set_local_rank",
+    "show_config",
+    "sync",
+}
+
+
 def __dir__() -> list[str]:
-    """The public names, for completion in editors and consoles."""
-    return sorted(__all__)
+    """What new scripts use, for completion in editors and consoles."""
+    return sorted({*__all__, "print"} - _OF_OLD_SCRIPTS)

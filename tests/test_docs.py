@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 def test_every_public_name_is_in_the_reference_once() -> None:
     pages = [path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md")]
     names = Counter(re.findall(r"^::: ignite_dist\.(\w+)$", "\n".join(pages), re.MULTILINE))
-    assert names == Counter(idist.__all__)
+    assert names == Counter(["print", *idist.__all__])
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "api").glob("*.md")), ids=lambda page: page.stem)

@@ -98,10 +98,23 @@ UTILS = names("""
 
 
 def test_the_public_names_are_these_and_no_others() -> None:
-    assert set(idist.__all__) == {*FACADE, *ERRORS}
+    assert set(idist.__all__) == {*FACADE, *ERRORS} - {"print"}
     assert len(idist.__all__) == len(set(idist.__all__))
-    for name in idist.__all__:
+    for name in FACADE:
         assert hasattr(idist, name)
+
+
+def test_a_star_import_keeps_pythons_print() -> None:
+    names: dict[str, Any] = {}
+    exec("from ignite_dist import *", names)
+    assert "print" not in names and names["all_reduce"] is idist.all_reduce
+    assert names["sync"] is idist.sync  # old scripts use it
+
+
+def test_completion_offers_what_new_scripts_use() -> None:
+    offered = set(dir(idist))
+    assert offered < {*FACADE, *ERRORS} and {"print", "all_reduce", "Parallel"} <= offered
+    assert not offered & {"sync", "show_config", "has_xla_support", "DistributedProxySampler"}
 
 
 def test_every_public_function_says_what_it_is_for() -> None:

@@ -122,6 +122,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Each end of a context collects garbage. It need not look at what all tests share."""
+    """The collector, which runs at the end of each context, then skips the objects of the collection."""
     gc.collect()
     gc.freeze()

@@ -157,7 +157,7 @@ def run(steps: list[Step]) -> bool:
 
 
 def _busy_seconds() -> float:
-    """What all processors of this machine have worked since it was started."""
+    """Processor seconds of this machine since its start."""
     user, nice, system, *_ = Path("/proc/stat").read_text(encoding="ascii").split()[1:]
     return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
 
@@ -179,7 +179,7 @@ def _show(steps: list[Step], seconds: float, busy: float) -> None:
         print(f"{step.name:20} {step.outcome:8} {step.seconds:8.0f} {step.counts['tests'] or '':>7}")
     total: Counter[str] = sum((step.counts for step in steps), Counter())
     print(f"{'all':20} {'':8} {seconds:8.0f} {total['tests']:>7}")
-    print(f"{'of the processors':20} {'':8} {busy:8.0f}\n")
+    print(f"{'processor seconds':20} {'':8} {busy:8.0f}\n")
     if others := [step.name for step in steps if step.outcome != "passed"]:
         print(f"Steps that have not passed: {', '.join(others)}")
     failed, skipped = total["failures"] + total["errors"], total["skipped"]

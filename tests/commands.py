@@ -115,6 +115,7 @@ def at_a_shell(
         forks, programs = warm_client.write_programs(), BIN
         environment["PATH"] = f"{forks}:{programs}:{environment['PATH']}"
         environment["PYTHON_EXEC"] = str(forks / "python")  # of torchrun's workers
+        warm_client.start_for({**environment, **environ})
     else:
         environment["PATH"] = f"{programs}:{environment['PATH']}"
     ended: Any = subprocess.run(

@@ -87,6 +87,7 @@ def run_python(
 
 def python_that_forks() -> str:
     """A ``python`` for :mod:`subprocess`: what it runs is a fork, as in :func:`run_python`."""
+    warm_client.start_for(plain_environ())
     return str(warm_client.write_programs() / "python")
 
 

@@ -65,11 +65,12 @@ def train(folder: Path, *options: Any) -> Run:
 
 def as_shown(command: str, folder: Path, **environ: str) -> Run:
     """The command of a document, run where only its ``examples/`` is."""
-    return _run(command, with_examples(folder), folder / "runs" / "digits", **environ)
+    programs = BIN if "run " in command else None  # under torchrun and horovodrun, new Pythons
+    return _run(command, with_examples(folder), folder / "runs" / "digits", programs, **environ)
 
 
-def _run(command: str, folder: Path, results: Path, **environ: str) -> Run:
-    ended = at_a_shell(command, folder, **environ)
+def _run(command: str, folder: Path, results: Path, programs: Path | None = None, **environ: str) -> Run:
+    ended = at_a_shell(command, folder, programs=programs, **environ)
     assert ended.returncode == 0, ended.errors
     return Run(ended.output, ended.errors, results)
 

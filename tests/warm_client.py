@@ -1,11 +1,11 @@
 """Runs scripts and programs in forks of a Python that has imported torch: see :mod:`warm_python`.
 
-Two such Pythons listen on sockets in a folder that the tests share. The one, like many tests, has
-OMP_NUM_THREADS=1, which torch reads when it is imported. Each is started when a test needs it, and ends
-with the tests.
+Two such Pythons listen on sockets in a folder that the tests share: ``as-it-is`` has the variables of the
+tests, ``one-thread`` has OMP_NUM_THREADS=1 too, which torch reads when it is imported. Each is started when
+a test needs it, and ends with the tests.
 
-Its :func:`main` is ``python``, ``pytest``, ... for a shell: a process that has everything done by a fork,
-hands on the signals that it gets, and ends as the fork does. :func:`write_programs` writes them.
+Its :func:`main` is ``python``, ``pytest``, ... for a shell: it asks for a fork, forwards signals to it, and
+exits with its status. :func:`write_programs` writes these programs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import NamedTuple, NoReturn
 
 # What Python and torch read from the environment when they start. A fork would not read it again.
 _READ_AT_START = (
-    *("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_"),
-    *("TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
+    *("PYTHON", "LD_", "LC_", "LANG", "TZ", "GOMP_", "OMP_", "MKL_", "OPENBLAS_"),
+    *("PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
 )
 _READ_LATER = ("PYTHONPATH", "PYTHON_EXEC", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR")
 _PROGRAMS = ("ignite-dist", "pytest")
@@ -53,6 +53,7 @@ class Request(NamedTuple):
     ignored: set[int]
     limits: list[tuple[int, tuple[int, int]]]
     cpus: set[int]
+    umask: int
 
 
 def send(
@@ -66,9 +67,12 @@ def send(
     mask = {int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
     ignored = {int(one) for one in signal.valid_signals() if signal.getsignal(one) is signal.SIG_IGN}
     limits = [(limit, resource.getrlimit(limit)) for limit in _LIMITS]
-    cpus = os.sched_getaffinity(0)
-    request = Request(list(args), dict(env), cwd, list(files), mask, ignored, limits, cpus)
-    socket.send_fds(channel, [pickle.dumps(tuple(request))], list(files.values()))
+    cpus, umask = os.sched_getaffinity(0), os.umask(0o77)
+    os.umask(umask)
+    request = Request(list(args), dict(env), cwd, list(files), mask, ignored, limits, cpus, umask)
+    message = pickle.dumps(tuple(request))
+    assert len(message) < _LONGEST_REQUEST, "the arguments and the environment are too long"
+    socket.send_fds(channel, [message], list(files.values()))
 
 
 def receive(channel: socket.socket) -> tuple[Request, list[int]] | None:
@@ -78,7 +82,7 @@ def receive(channel: socket.socket) -> tuple[Request, list[int]] | None:
 
 
 def can_run(args: Sequence[str]) -> bool:
-    """Whether a fork does what a new Python would."""
+    """True if a fork does what a new Python would."""
     rest = args[1:] if args[:1] == ["-u"] else args
     return bool(rest) and (rest[0] in ("-m", "-c", "-") or Path(rest[0]).is_file())
 
@@ -97,11 +101,11 @@ def _remove(folder: str, owner: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def connect(env: Mapping[str, str]) -> socket.socket | None:
+def connect(env: Mapping[str, str], *, starts: bool = True) -> socket.socket | None:
     """A connection to a Python that has read the same from its environment as one with ``env`` would.
 
-    There are two of them, one of which uses one thread. None for another environment, and for a process in
-    another container or of another user.
+    None for another environment, for a process in another container or of another user, and where
+    ``starts`` is False and that Python was not started.
     """
     folder, read = Path(os.environ[FOLDER]), _read_at_start(env)
     try:
@@ -115,6 +119,8 @@ def connect(env: Mapping[str, str]) -> socket.socket | None:
     if path is None:
         return None
     if not path.exists():
+        if not starts:
+            return None
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
@@ -125,7 +131,11 @@ def connect(env: Mapping[str, str]) -> socket.socket | None:
 
 
 def _namespaces() -> list[str]:
-    return [os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "mnt", "net", "pid", "user", "uts")]
+    """What differs in another container. Empty where the kernel does not say it."""
+    try:
+        return [os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "mnt", "net", "pid", "user", "uts")]
+    except OSError:
+        return []
 
 
 def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
@@ -137,10 +147,11 @@ def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _start(path: Path, read: Mapping[str, str], owner: int) -> None:
-    """Start a Python that listens at ``path``: it comes to be under this name once it does."""
+    """Start a Python for which requests may wait at ``path`` as soon as this function returns."""
     others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_AT_START)}
     temporary = path.with_suffix(".new")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    temporary.unlink(missing_ok=True)  # of a process that was killed here
     listener.bind(str(temporary))
     listener.listen(64)
     with listener:
@@ -152,7 +163,7 @@ def _start(path: Path, read: Mapping[str, str], owner: int) -> None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C in a terminal is for the tests
-        )
+        ).wait()  # what listens is its child, and so no child of a test
     temporary.rename(path)
 
 
@@ -167,14 +178,16 @@ def run(
     channel = connect(env)
     if channel is None:
         return None
-    read, write = os.pipe()
-    with tempfile.TemporaryFile() as stdin, channel:
+    with channel, tempfile.TemporaryFile() as stdin:
         stdin.write((text or "").encode())
         stdin.seek(0)
-        send(channel, args, env, cwd, {0: stdin.fileno(), 1: write, 2: write})
-        os.close(write)
+        read, write = os.pipe()
         output = b""
         with os.fdopen(read, "rb", buffering=0) as pipe:
+            try:
+                send(channel, args, env, cwd, {0: stdin.fileno(), 1: write, 2: write})
+            finally:
+                os.close(write)
             while True:
                 ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
                 if not ready:  # the end of the channel ends the fork
@@ -183,7 +196,11 @@ def run(
                 output += piece
                 if not piece:
                     break
-        status = _wait(channel)
+        channel.settimeout(max(0.1, deadline - time.monotonic()))
+        try:
+            status = _wait(channel)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(list(args), seconds, output) from None
     return subprocess.CompletedProcess(
         list(args), status, output.decode(errors="replace").replace("\r\n", "\n")
     )
@@ -219,16 +236,42 @@ def write_programs() -> Path:
     return folder
 
 
+def start_for(env: Mapping[str, str]) -> None:
+    """Start the Pythons for ``env``, and for workers of a launcher that sets OMP_NUM_THREADS=1."""
+    for environ in (env, {**env, "OMP_NUM_THREADS": "1"}):
+        channel = connect(environ)
+        if channel is not None:
+            channel.close()
+
+
 def main(python: str, args: list[str]) -> NoReturn:
     """Do what ``python *args`` does, in a fork where there is a Python for this environment."""
-    channel = connect(os.environ) if can_run(args) else None
+    streams = {number: number for number in (0, 1, 2) if is_open(number)}
+    channel = connect(os.environ, starts=False) if can_run(args) else None
     if channel is None:
         os.execv(python, [python, *args])
-    send(channel, args, os.environ, os.getcwd(), {number: number for number in (0, 1, 2)})
-    pid = int(channel.recv(100).decode().split()[1])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: os.kill(pid, number))
+    if channel.fileno() < 3:  # a stream is closed
+        channel = socket.socket(fileno=fcntl.fcntl(channel.detach(), fcntl.F_DUPFD_CLOEXEC, 3))
+    pid, early = 0, []
+
+    def hand_on(number: int, _: object) -> None:
+        if pid == 0:
+            early.append(number)
+        else:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    handed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+    ignored = {number for number in handed_on if signal.getsignal(number) is signal.SIG_IGN}
+    for number in {*handed_on} - ignored:
+        signal.signal(number, hand_on)
+    send(channel, args, os.environ, os.getcwd(), streams)
+    started = channel.recv(100).decode().split()
+    if not started:
+        sys.exit("the warm Python could not fork")
+    pid = int(started[1])
+    for number in early:
+        hand_on(number, None)
     status = _wait(channel)
     if status >= 0:
         os._exit(status)
@@ -237,3 +280,11 @@ def main(python: str, args: list[str]) -> NoReturn:
         signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
     os._exit(1)
+
+
+def is_open(number: int) -> bool:
+    """True if this process has a file with this number."""
+    with suppress(OSError):
+        os.fstat(number)
+        return True
+    return False

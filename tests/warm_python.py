@@ -1,19 +1,21 @@
 """A Python that has imported torch. Tests run scripts in forks of it, so that a script need not import torch.
 
-A fork has the arguments, environment, folder, streams, limits, main module and exit status of
-``python SCRIPT``. A fork server that the script starts is a fork too, made before the script's first line.
-Some tests are about the start of Python, its imports or its child processes. They use
-:func:`helpers.run_new_python`.
+A fork has the arguments, environment, folder, streams, limits of files, processes and memory, main module
+and exit status of ``python SCRIPT``. A fork server that the script starts is a fork too, made before the
+script's first line. What differs: all forks have one hash seed (ranks that loop over a set of strings see
+one order), their parent is this Python, and no terminal controls them. Tests of such things, and of the
+start of Python, use :func:`helpers.run_new_python` or the programs of ``commands.BIN``.
 
 ``python warm_python.py FD OWNER`` is that Python, which ends with the process OWNER. ``FD`` is a socket that
 listens: each connection is one request (see :mod:`warm_client`). The answers are ``"started PID"`` and
-``"ended STATUS"``; a connection that is closed before ends the fork.
+``"ended STATUS"``. The fork is killed if the client closes the connection before that.
 """
 
 from __future__ import annotations
 
 import fcntl
 import gc
+import io
 import multiprocessing.process
 import os
 import resource
@@ -32,7 +34,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
 
-from warm_client import Request, receive, send
+from warm_client import Request, is_open, receive, send
 
 _FIRST_FREE_FD = 500  # above those that a script may have passed on
 
@@ -47,6 +49,8 @@ def _serve(listener: socket.socket, owner: int) -> Request:
     while True:
         ready, _, _ = select.select([listener, read, the_owner, *running.values()], [], [])
         if the_owner in ready:
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
             os._exit(0)
         if read in ready:
             os.read(read, 1 << 10)
@@ -66,8 +70,13 @@ def _serve(listener: socket.socket, owner: int) -> Request:
                 channel.close()
                 continue
             request, files = received
-            pid = _fork()
+            try:
+                pid = _fork()
+            except OSError:  # the client sees the end of the connection
+                channel.close()
+                continue
             if pid == 0:
+                os.setpgid(0, 0)
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 _become(request, files)
@@ -109,6 +118,9 @@ def _become(request: Request, files: Sequence[int]) -> None:
         if resource.getrlimit(limit) != values:
             resource.setrlimit(limit, values)
     os.sched_setaffinity(0, request.cpus)
+    os.umask(request.umask)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # torch and random do as in a new process
     signal.pthread_sigmask(signal.SIG_SETMASK, request.mask)
 
 
@@ -136,7 +148,7 @@ def _prepare_fork_server() -> None:
     def spawnv_passfds(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
         if "forkserver import main" not in str(args[-1]) or os.getpid() != owner or ours.fileno() < 0:
             return start(path, args, passfds)
-        kept = [number for number in (0, 1, 2) if _is_open(number)]
+        kept = [number for number in (0, 1, 2) if is_open(number)]
         numbers = sorted({*kept, *map(int, passfds)})
         code = [os.fsdecode(one) for one in args[-2:]]  # -c CODE
         send(ours, code, os.environ, os.getcwd(), {number: number for number in numbers})
@@ -146,18 +158,24 @@ def _prepare_fork_server() -> None:
     util.spawnv_passfds = spawnv_passfds
 
 
-def _is_open(number: int) -> bool:
-    with suppress(OSError):
-        os.fstat(number)
-        return True
-    return False
+def _unbuffered(number: int) -> io.TextIOWrapper:
+    file: Any = io.FileIO(number, "w", closefd=False)
+    errors = "backslashreplace" if number == 2 else sys.stdout.errors
+    return io.TextIOWrapper(file, encoding=sys.stdout.encoding, errors=errors, write_through=True)
+
+
+def _is_terminal(number: int) -> bool:
+    return is_open(number) and os.isatty(number)
 
 
 def _run_and_exit(args: Sequence[str]) -> NoReturn:
     """What ``python *args`` does once it has started."""
     if args[0] == "-u":
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         args = args[1:]
+        sys.stdout = sys.__stdout__ = _unbuffered(1)
+        sys.stderr = sys.__stderr__ = _unbuffered(2)
+    else:
+        sys.stdout.reconfigure(line_buffering=_is_terminal(1))  # type: ignore[union-attr]
     first, rest = args[0], list(args[1:])
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -191,6 +209,13 @@ def _run_and_exit(args: Sequence[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
+    if os.fork() != 0:  # so that it is no child of a test
+        os._exit(0)
+    # A shell ignores SIGINT in its background, from where a test may have started this process.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for _number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(_number, signal.SIG_DFL)
+
     import torch._dynamo  # noqa: F401  # torch, and what every optimizer imports
 
     _site_path = sys.path[1:]

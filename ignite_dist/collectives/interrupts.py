@@ -42,11 +42,14 @@ def counts_interrupts(function: _Function) -> _Function:
             if not has_begun and is_interrupt(error):
                 # If the arguments are wrong, or there is no context, there is nothing to count.
                 with suppress(Exception):
-                    arguments = signature.bind(*args, **kwargs).arguments
+                    bound = signature.bind(*args, **kwargs)
+                    bound.apply_defaults()
+                    arguments = bound.arguments
                     if not arguments.get("async_op") and arguments.get("timeout") is None:
-                        model, group = current_model(), arguments.get("group")
+                        model, group = arguments.get("model") or current_model(), arguments.get("group")
+                        name = getattr(arguments.get("caller"), "name", function.__name__)
                         group = group if isinstance(group, Group) else model.groups.resolve(group)
-                        model.transport.count_interrupted(group.in_call(Call(f"{function.__name__}()")))
+                        model.transport.count_interrupted(group.in_call(Call(f"{name}()")))
             raise
 
     wrapper: Any = call

@@ -19,11 +19,10 @@ from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, waits_for_ranks
 from ignite_dist.context.live import before_end_hooks, end_hooks
 from ignite_dist.diagnostics import pending_calls
+from ignite_dist.diagnostics.pending_calls import PendingCall
 from ignite_dist.diagnostics.timed_calls import TimedCall, TimedStart
 from ignite_dist.errors import MissingRanksError
 
-# What ends a collective. An object that is loaded may exit; a KeyboardInterrupt ends the wait only.
-_ERRORS = (Exception, SystemExit)
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 50e-6, 5e-3
 
 
@@ -87,7 +86,7 @@ class PendingWork(Work):
         self._result: Any = None
         self._error: BaseException | None = None
         self._pending = _pending.setdefault(model, _Pending())
-        self._pending.works.add(self)
+        self._pending.works[id(self)] = weakref.ref(self)
         self._pending.release()
 
     @property
@@ -99,22 +98,36 @@ class PendingWork(Work):
         if timeout is not None:
             self._wait_until_completed(timeout)
         with self._lock:
-            if self._inner is not None:
+            inner, timed = self._inner, self._timed
+            if inner is not None:
                 try:
-                    self._result = _result_of(self._inner, self._timed)
-                except _ERRORS as error:
+                    self._result = inner.wait() if timed is None else timed.wait(inner)
+                except Exception as error:
                     self._error = error
-                # A KeyboardInterrupt skips the next two lines, because the collective still runs.
+                except BaseException as error:
+                    if not (isinstance(inner, PendingCall) and error is inner.error):
+                        raise  # an interrupt of this wait: the collective still runs
+                    self._error = error
                 self._inner = None
-                self._pending.works.discard(self)
+                self._pending.works.pop(id(self), None)
         if self._error is not None:
             raise self._error
         return self._result
 
+    def has_succeeded(self) -> bool:
+        """False if :meth:`wait` raises the error of the collective."""
+        try:
+            self.wait()
+        except BaseException as error:
+            if error is not self._error:
+                raise
+            return False
+        return True
+
     def __del__(self) -> None:
-        inner = getattr(self, "_inner", None)
-        if inner is not None:
-            self._pending.dropped.append((self.call, inner, self._timed))
+        if getattr(self, "_inner", None) is not None:
+            self._pending.works.pop(id(self), None)
+            self._pending.dropped.append(self)
 
     def _wait_until_completed(self, timeout: timedelta) -> None:
         check_timeout("timeout", timeout)
@@ -137,39 +150,27 @@ class _Pending:
     """The works of a context for which no ``wait()`` was called yet.
 
     Attributes:
-        works: those that the user still has.
-        dropped: description, collective and times of those that the user has dropped.
+        works: those that the user still has, by their ids, the oldest first.
+        dropped: those that the user has dropped. Their destructors have put them here.
         released: how many dropped works have completed, by description. Their tensors are free.
     """
 
     def __init__(self) -> None:
-        self.works: weakref.WeakSet[PendingWork] = weakref.WeakSet()
-        self.dropped: deque[tuple[str, Work, TimedCall | None]] = deque()
+        self.works: dict[int, weakref.ref[PendingWork]] = {}
+        self.dropped: deque[PendingWork] = deque()
         self.released: Counter[str] = Counter()
-        self._lock = threading.Lock()  # guards released
+        self._lock = threading.RLock()  # guards released, also from a handler of a signal
 
     def release(self) -> None:
-        """Release the two oldest dropped works, if they have completed without an error."""
+        """Release two dropped works, if they have completed without an error. The others go to the end."""
         for _ in range(min(2, len(self.dropped))):
             with suppress(IndexError):  # another thread has taken it
-                call, inner, timed = self.dropped.popleft()
-                if inner.is_completed() and _has_succeeded(inner, timed):
+                work = self.dropped.popleft()
+                if work.is_completed() and work.has_succeeded():
                     with self._lock:
-                        self.released[call] += 1
+                        self.released[work.call] += 1
                 else:
-                    self.dropped.append((call, inner, timed))
-
-
-def _result_of(work: Work, timed: TimedCall | None) -> Any:
-    return work.wait() if timed is None else timed.wait(work)
-
-
-def _has_succeeded(work: Work, timed: TimedCall | None) -> bool:
-    try:
-        _result_of(work, timed)
-    except _ERRORS:  # raised again at the end of the context
-        return False
-    return True
+                    self.dropped.append(work)
 
 
 _pending: PerContext[_Pending] = PerContext()
@@ -180,12 +181,12 @@ def _wait_for_all(model: ComputationModel) -> None:
     pending = _pending.get(model)
     if pending is None:
         return
-    dropped, works = list(pending.dropped), list(pending.works)
-    calls = [*pending.released.elements(), *(call for call, _, _ in dropped), *(work.call for work in works)]
+    works = [work for reference in list(pending.works.values()) if (work := reference()) is not None]
+    calls = [*pending.released.elements(), *(work.call for work in [*pending.dropped, *works])]
     for call in calls:
         warn_user(f"No wait() was called for the {call}: call wait() of the Work.")
-    for _, inner, timed in dropped:
-        _result_of(inner, timed)
+    while pending.dropped:
+        pending.dropped.popleft().wait()  # an error is raised once
     for work in works:
         work.wait()
 

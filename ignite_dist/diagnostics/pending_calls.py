@@ -17,16 +17,20 @@ from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
 
 
 class PendingCall(Work):
-    """A collective that runs in the thread of its group."""
+    """A collective that runs in the thread of its group.
 
-    __slots__ = ("_done", "_error", "_result", "_work", "call")
+    Attributes:
+        error: what the collective has raised.
+    """
+
+    __slots__ = ("_done", "_result", "_work", "call", "error")
 
     def __init__(self, work: Work, call: str) -> None:
         self.call = call
         self._work: Work | None = work
         self._done = threading.Event()
         self._result: object = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def run(self) -> None:
         """Run the collective. :meth:`wait` raises its exception."""
@@ -35,7 +39,7 @@ class PendingCall(Work):
         try:
             self._result = work.wait()
         except BaseException as error:  # an object may raise anything while it is loaded
-            self._error = error
+            self.error = error
         finally:
             self._done.set()
 
@@ -43,8 +47,8 @@ class PendingCall(Work):
     def wait(self, timeout: object = None) -> object:
         """See ``Work``."""
         self._done.wait()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._result
 
     def is_completed(self) -> bool:

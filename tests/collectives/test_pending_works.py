@@ -60,6 +60,29 @@ def test_a_completed_work_that_was_dropped_frees_its_tensor_and_is_warned_of() -
         assert len(messages) == 20 and all("No wait() was called" in one for one in messages)
 
 
+class Fails:
+    """Loading this object raises ValueError."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def ends_in_two_attempts(local_rank: int) -> list[float]:
+    tensor = torch.tensor([3.0])
+    idist.all_reduce(tensor, "AVERAGE", async_op=True)
+    idist.all_gather(Fails(), async_op=True)
+    kept = idist.all_reduce(torch.ones(1), async_op=True)
+    with pytest.warns(UserWarning, match="No wait"):
+        with pytest.raises(ValueError, match="no number"):
+            idist.finalize()
+        idist.finalize()
+    return [tensor.item(), kept.wait().item()]
+
+
+def test_an_error_of_a_dropped_work_is_raised_once_and_no_work_is_completed_twice() -> None:
+    assert idist.spawn("gloo", ends_in_two_attempts, nproc_per_node=2) == [[3.0, 2.0]] * 2
+
+
 def fails_with_a_work(local_rank: int) -> bool:
     model = weakref.ref(current_model())
     idist.barrier()  # a rank that ends earlier would fail the initialize() of the other

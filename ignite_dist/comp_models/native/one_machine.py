@@ -54,6 +54,8 @@ class OneMachineTransport(NativeTransport):
         self._openings: dict[int, Future[SharedMemory | None]] = {}
         # The call and the token of each call in which this rank was interrupted before the memory was open.
         self._interrupted_calls: dict[int, list[tuple[Call, int]]] = {}
+        # Held while a memory is published or such a call is counted: no call may come between.
+        self._counting = threading.RLock()
 
     # --- primitives ---
 
@@ -148,7 +150,10 @@ class OneMachineTransport(NativeTransport):
     def _open_in_thread(self, opening: Future[SharedMemory | None], handle: Any, group: Group) -> None:
         try:
             memory = self._open_memory(handle, group)
-            self._count_interrupted_calls(id(handle))
+            self._forget_with(handle)
+            with self._counting:
+                self._count_interrupted_calls(id(handle), memory)
+                self._memories[id(handle)] = memory
             opening.set_result(memory)
         except BaseException as error:
             opening.set_exception(error)
@@ -161,12 +166,8 @@ class OneMachineTransport(NativeTransport):
         segment = open_segment(gather, self._rank, position, len(group.ranks), timeout)
         if isinstance(segment, str):
             _logger.info("%s share no memory: %s", describe_ranks(group.ranks).capitalize(), segment)
-            memory = None
-        else:
-            memory = SharedMemory(segment, handle.group_name if isinstance(handle, ProcessGroup) else "")
-        self._forget_with(handle)
-        self._memories[id(handle)] = memory
-        return memory
+            return None
+        return SharedMemory(segment, handle.group_name if isinstance(handle, ProcessGroup) else "")
 
     def _forget_with(self, handle: Any) -> None:
         """When ``handle`` is destroyed, drop what belongs to it: another handle may get its id."""
@@ -187,12 +188,12 @@ class OneMachineTransport(NativeTransport):
             return
         handle = self.handle_of(group)
         self._forget_with(handle)
-        self._interrupted_calls.setdefault(id(handle), []).append((group.call, group.token))
-        if id(handle) in self._memories:
-            self._count_interrupted_calls(id(handle))
+        with self._counting:
+            self._interrupted_calls.setdefault(id(handle), []).append((group.call, group.token))
+            if id(handle) in self._memories:
+                self._count_interrupted_calls(id(handle), self._memories[id(handle)])
 
-    def _count_interrupted_calls(self, key: int) -> None:
-        memory = self._memories[key]
+    def _count_interrupted_calls(self, key: int, memory: SharedMemory | None) -> None:
         for call, token in self._interrupted_calls.pop(key, ()):
             if memory is not None:
                 memory.count_interrupted(call, token)

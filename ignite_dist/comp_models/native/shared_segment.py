@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import DistBackendError
 
 from ignite_dist.call_sites import users_frame
-from ignite_dist.comp_models.work import place_of
+from ignite_dist.comp_models.work import begun_call, place_of
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, without_link
 
 VARIABLE = "IGNITE_DIST_SHARED_MEMORY"
@@ -52,7 +52,7 @@ _ENDED_CONTEXT, _TIMED_OUT = 1, 2
 DESCRIPTION_BYTES = (_WORDS_PER_RANK - _DESCRIPTIONS) // _SLOTS * 8
 _PAGE_BYTES, _LOW_BITS = 4096, 0xFFFFFFFF
 # After the words comes an area for each rank: the number of a step, and where the rank has made it. A rank
-# fills its area when it finds a mismatch, and waits so long for the areas of the others.
+# fills its area when it finds a mismatch or was interrupted. It waits so long for the areas of the others.
 _PLACE_BYTES, _PLACE_SECONDS = 256, 1.0
 
 # Looks before a rank sleeps: 0.3 ms. With 60 looks, 4 bytes took 44 us instead of 14.
@@ -309,7 +309,7 @@ class Segment:
         """Write for the other ranks where this rank has made its step of this number."""
         start = len(self._peers) * _WORDS_PER_RANK * 8 + self.position * _PLACE_BYTES
         frame = sys._getframe()
-        place = place_of(frame) if users_frame(frame) else ""  # empty in a thread of this package
+        place = begun_call(frame) or (place_of(frame) if users_frame(frame) else "")
         text = place.encode()[: _PLACE_BYTES - 8].ljust(_PLACE_BYTES - 8)
         self._bytes[start + 8 : start + _PLACE_BYTES] = text
         self._bytes[start : start + 8] = number.to_bytes(8, "little")

@@ -179,7 +179,7 @@ def test_an_error_comes_out_of_wait_on_every_rank() -> None:
 
 
 class Exits:
-    """Whoever loads this object exits."""
+    """Loading this object raises SystemExit."""
 
     def __reduce__(self) -> Any:
         return sys.exit, ("loaded",)

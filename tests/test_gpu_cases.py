@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 import gpu_cases  # registers the cases
 from case_runner import CASES
 from helpers import run_new_python
@@ -13,6 +15,7 @@ from helpers import run_new_python
 SCRIPT = Path(gpu_cases.__file__)
 
 
+@pytest.mark.long
 def test_a_dry_run_shows_and_writes_what_a_case_has_seen(tmp_path: Path) -> None:
     path = tmp_path / "cases.json"
     ended = run_new_python(SCRIPT, "--device", "cpu", "collectives", "--json", path)

@@ -98,6 +98,7 @@ def _calls(path: Path) -> list[tuple[int, str]]:
     return [(one["pid"], one["name"]) for one in events if one.get("cat") == "call"]
 
 
+@pytest.mark.long
 def test_a_script_that_exits_or_ends_the_context_is_saved(tmp_path: Path) -> None:
     for arguments in ((), ("finalize",)):
         ended = _run(tmp_path, *arguments)

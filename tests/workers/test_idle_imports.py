@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import helpers
 
 LAUNCHES = """
@@ -63,6 +65,7 @@ OTHER_SERVER = """
 """
 
 
+@pytest.mark.long
 def test_the_server_of_another_library_is_left_alone(tmp_path: Path) -> None:
     ended = helpers.run_new_python(helpers.write_script(tmp_path, OTHER_SERVER))
     assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stdout

@@ -145,7 +145,7 @@ def test_files_without_bytes(tmp_path: Path) -> None:
             for number in (2, 3, 5)
         ),
         pytest.param(12, "WorkerRaisedError", marks=pytest.mark.long),
-        (64, "[2, 2]"),
+        pytest.param(64, "[2, 2]", marks=pytest.mark.long),
     ],
 )
 def test_few_processes(number: int, error: str, tmp_path: Path) -> None:

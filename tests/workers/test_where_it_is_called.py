@@ -73,6 +73,7 @@ FORKS = """
 """
 
 
+@pytest.mark.long
 def test_forked_children_of_a_process_that_has_used_it(tmp_path: Path) -> None:
     ended = run_new_python(write_script(tmp_path, FORKS))
     assert ended.stdout.splitlines() == ["[0, 1]", "[0, 1] [0, 1]", str([[0, 1]] * 4), "[0, 1]"], ended.stdout

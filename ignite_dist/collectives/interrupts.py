@@ -46,7 +46,7 @@ def counts_interrupts(function: _Function) -> _Function:
                     bound.apply_defaults()
                     arguments = bound.arguments
                     if not arguments.get("async_op") and arguments.get("timeout") is None:
-                        model, group = arguments.get("model") or current_model(), arguments.get("group")
+                        model, group = current_model(), arguments["group"]
                         name = getattr(arguments.get("caller"), "name", function.__name__)
                         group = group if isinstance(group, Group) else model.groups.resolve(group)
                         model.transport.count_interrupted(group.in_call(Call(f"{name}()")))

@@ -15,6 +15,15 @@ import ignite_dist as idist
 
 PACKAGE = str(Path(idist.__file__).parent)
 
+
+def _averaged(k: int) -> float:
+    net = torch.nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        net.weight.fill_(k)
+    idist.average_parameters(net)
+    return 2 * net.weight.item()
+
+
 CALLS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda k: idist.all_reduce(torch.full((3,), float(k)))[0].item(),
     "number": lambda k: idist.all_reduce(k),
@@ -27,6 +36,7 @@ CALLS: dict[str, Callable[[int], float]] = {
     "large object": lambda k: sum(one[0] for one in idist.all_gather([k, "x" * 5000])),
     "broadcast": lambda k: 2 * idist.broadcast(torch.full((3,), float(k)))[0].item(),
     "all_to_all": lambda k: idist.all_to_all(torch.full((2,), float(k))).sum().item(),
+    "average_parameters": _averaged,
 }
 
 

@@ -199,5 +199,5 @@ _OF_OLD_SCRIPTS = {
 
 
 def __dir__() -> list[str]:
-    """What new scripts use, for completion in editors and consoles."""
+    """The names that new scripts use, for completion in editors and consoles."""
     return sorted({*__all__, "print"} - _OF_OLD_SCRIPTS)

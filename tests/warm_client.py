@@ -38,7 +38,7 @@ _READ_LATER = ("PYTHONPATH", "PYTHON_EXEC", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_
 _PROGRAMS = ("ignite-dist", "pytest")
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
 _LONGEST_REQUEST = 1 << 17
-# The folder of the sockets, for all processes of the tests.
+# The environment variable that names the folder of the sockets.
 FOLDER = "IGNITE_DIST_TESTS_WARM"
 
 
@@ -48,7 +48,7 @@ class Request(NamedTuple):
     args: list[str]  # of python
     env: dict[str, str]
     cwd: str
-    fds: list[int]  # the numbers that the files have there
+    fds: list[int]  # the numbers that the files get in the fork
     mask: set[int]
     ignored: set[int]
     limits: list[tuple[int, tuple[int, int]]]
@@ -63,7 +63,7 @@ def send(
     cwd: str,
     files: Mapping[int, int],
 ) -> None:
-    """Ask for ``python *args`` with these files: their numbers there and here."""
+    """Ask for ``python *args``. ``files``: their numbers in the fork, and in this process."""
     mask = {int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
     ignored = {int(one) for one in signal.valid_signals() if signal.getsignal(one) is signal.SIG_IGN}
     limits = [(limit, resource.getrlimit(limit)) for limit in _LIMITS]
@@ -76,7 +76,7 @@ def send(
 
 
 def receive(channel: socket.socket) -> tuple[Request, list[int]] | None:
-    """What was sent, with the files' numbers here. None if the other side has gone."""
+    """The request, and the numbers of its files in this process. None if the client has gone."""
     message, files, _, _ = socket.recv_fds(channel, _LONGEST_REQUEST, 32)
     return (Request(*pickle.loads(message)), files) if message else None
 
@@ -88,7 +88,7 @@ def can_run(args: Sequence[str]) -> bool:
 
 
 def share() -> None:
-    """Let this process, and those that it starts, share such Pythons. They end with this process."""
+    """Make the folder of the Pythons that this process and its children share. They end with this process."""
     if FOLDER not in os.environ:
         os.environ[FOLDER] = folder = tempfile.mkdtemp(prefix="warm-")
         about = {"owner": os.getpid(), "environ": _read_at_start(os.environ), "namespaces": _namespaces()}
@@ -147,7 +147,7 @@ def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _start(path: Path, read: Mapping[str, str], owner: int) -> None:
-    """Start a Python for which requests may wait at ``path`` as soon as this function returns."""
+    """Start a Python. It answers the requests at ``path`` as soon as it has imported torch."""
     others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_AT_START)}
     temporary = path.with_suffix(".new")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -245,33 +245,33 @@ def start_for(env: Mapping[str, str]) -> None:
 
 
 def main(python: str, args: list[str]) -> NoReturn:
-    """Do what ``python *args`` does, in a fork where there is a Python for this environment."""
+    """Do what ``python *args`` does: in a fork, or in this process if no Python for this environment runs."""
     streams = {number: number for number in (0, 1, 2) if is_open(number)}
     channel = connect(os.environ, starts=False) if can_run(args) else None
     if channel is None:
         os.execv(python, [python, *args])
-    if channel.fileno() < 3:  # a stream is closed
+    if channel.fileno() < 3:  # the socket has the number of a stream that is closed
         channel = socket.socket(fileno=fcntl.fcntl(channel.detach(), fcntl.F_DUPFD_CLOEXEC, 3))
     pid, early = 0, []
 
-    def hand_on(number: int, _: object) -> None:
+    def forward(number: int, _: object) -> None:
         if pid == 0:
             early.append(number)
         else:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    handed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-    ignored = {number for number in handed_on if signal.getsignal(number) is signal.SIG_IGN}
-    for number in {*handed_on} - ignored:
-        signal.signal(number, hand_on)
+    forwarded = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+    ignored = {number for number in forwarded if signal.getsignal(number) is signal.SIG_IGN}
+    for number in {*forwarded} - ignored:
+        signal.signal(number, forward)
     send(channel, args, os.environ, os.getcwd(), streams)
     started = channel.recv(100).decode().split()
     if not started:
         sys.exit("the warm Python could not fork")
     pid = int(started[1])
     for number in early:
-        hand_on(number, None)
+        forward(number, None)
     status = _wait(channel)
     if status >= 0:
         os._exit(status)

@@ -73,8 +73,7 @@ def _serve(listener: socket.socket, owner: int) -> Request:
             try:
                 pid = _fork()
             except OSError:  # the client sees the end of the connection
-                channel.close()
-                continue
+                pid = -1
             if pid == 0:
                 os.setpgid(0, 0)
                 signal.set_wakeup_fd(-1)
@@ -82,10 +81,13 @@ def _serve(listener: socket.socket, owner: int) -> Request:
                 _become(request, files)
                 os.closerange(3, 256)
                 return request
-            running[pid] = channel
-            _answer(channel, "started", pid)
             for file in files:
                 os.close(file)
+            if pid < 0:
+                channel.close()
+                continue
+            running[pid] = channel
+            _answer(channel, "started", pid)
 
 
 def _fork() -> int:
@@ -100,7 +102,7 @@ def _answer(channel: socket.socket, what: str, number: int) -> None:
 
 
 def _become(request: Request, files: Sequence[int]) -> None:
-    """Take over the files and all else that a new process inherits."""
+    """Take over from the client what a new process inherits: see :class:`Request`."""
     high = [fcntl.fcntl(file, fcntl.F_DUPFD, _FIRST_FREE_FD + 100) for file in files]
     for file in files:
         os.close(file)

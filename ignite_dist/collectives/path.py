@@ -87,7 +87,7 @@ _tokens = itertools.count(1)
 
 
 def _in_call(group: Group, operation: str, op: str, value: Any) -> Group:
-    """``group`` for the collectives of this call."""
+    """``group`` with the call that its collectives belong to."""
     if len(group.ranks) == 1:
         return group
     return group.in_call(call_of(operation, op, value), next(_tokens))

@@ -162,7 +162,7 @@ class _Pending:
         self._lock = threading.RLock()  # guards released, also from a handler of a signal
 
     def release(self) -> None:
-        """Release two dropped works, if they have completed without an error. The others go to the end."""
+        """Free two dropped works if they have completed without an error. Else they wait at the end."""
         for _ in range(min(2, len(self.dropped))):
             with suppress(IndexError):  # another thread has taken it
                 work = self.dropped.popleft()

@@ -38,7 +38,7 @@ class PendingCall(Work):
         assert work is not None
         try:
             self._result = work.wait()
-        except BaseException as error:  # an object may raise anything while it is loaded
+        except BaseException as error:  # loading an object may raise anything
             self.error = error
         finally:
             self._done.set()

@@ -51,8 +51,8 @@ _WHY_LEFT, _SLEEPS_FOR, _CHECKSUMS, _CALLS, _DESCRIPTIONS = 1, 2, 3, 3 + _SLOTS,
 _ENDED_CONTEXT, _TIMED_OUT = 1, 2
 DESCRIPTION_BYTES = (_WORDS_PER_RANK - _DESCRIPTIONS) // _SLOTS * 8
 _PAGE_BYTES, _LOW_BITS = 4096, 0xFFFFFFFF
-# After the words comes an area for each rank: the number of a step, and where the rank has made it. A rank
-# fills its area when it finds a mismatch or was interrupted. It waits so long for the areas of the others.
+# Behind the words each rank has an area: the number of a step, and the place of its call in the script. A
+# rank writes its area when it finds a mismatch or was interrupted. Others wait for it, at most these seconds.
 _PLACE_BYTES, _PLACE_SECONDS = 256, 1.0
 
 # Looks before a rank sleeps: 0.3 ms. With 60 looks, 4 bytes took 44 us instead of 14.

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
+from ignite_dist.workers import processes
+
 # What the tests under @pytest.mark.stress have counted: printed at the end of a run with --stress.
 _tally = pytest.StashKey[Counter[str]]()
 
@@ -41,6 +43,12 @@ def tally(request: pytest.FixtureRequest) -> Callable[[str], None]:
         counter[name] += 1
 
     return count
+
+
+@pytest.fixture
+def every_rank_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failure, launchers wait for the report of each rank, however slow the machine is."""
+    monkeypatch.setattr(processes, "_GRACE_SECONDS", 60.0)
 
 
 @pytest.fixture(params=[2, 3])

@@ -78,6 +78,7 @@ def is_named(error: idist.RankFailedError, ended: int, wait: str) -> None:
     assert wait.partition(" ")[0] in str(error)
 
 
+@pytest.mark.usefixtures("every_rank_reports")
 @pytest.mark.parametrize(
     ("size", "ended", "wait"),
     [

@@ -24,7 +24,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import helpers
 import ignite_dist as idist
-from ignite_dist.workers import failures, processes
+from ignite_dist.workers import failures
 from ignite_dist.workers.failures import FailedRank, Failure, error_of, failure_of
 
 FAILURE_SECONDS = 30  # on a busy machine
@@ -347,11 +347,11 @@ def test_the_cause_is_found_behind_its_consequences(
     argument: Any,
     expected: tuple[int, str, int],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     num = 3 if expected[2] else 2
-    if num == 3:  # the launcher waits for the end of each rank, however slow the machine is
-        monkeypatch.setattr(processes, "_GRACE_SECONDS", 60.0)
+    if num == 3:
+        request.getfixturevalue("every_rank_reports")
     started = time.monotonic()
     with pytest.raises(idist.RankFailedError) as info:
         idist.spawn("gloo", function, (argument or str(tmp_path),), nproc_per_node=num)
@@ -448,6 +448,7 @@ def _wait_in_two_places(rank: int) -> None:
         idist.barrier()  # where rank 2 is
 
 
+@pytest.mark.usefixtures("every_rank_reports")
 def test_where_the_others_were_when_a_rank_was_killed() -> None:
     with pytest.raises(idist.WorkerExitedError) as info:
         idist.spawn("gloo", _wait_in_two_places, nproc_per_node=3)
@@ -463,6 +464,7 @@ def _call_with_other_sizes(rank: int) -> None:
     idist.all_reduce(torch.ones(2 + rank))
 
 
+@pytest.mark.usefixtures("every_rank_reports")
 def test_what_all_ranks_find_is_reported_once() -> None:
     with pytest.raises(idist.WorkerRaisedError) as info:
         idist.spawn("gloo", _call_with_other_sizes, nproc_per_node=2)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 from collections import Counter
 from collections.abc import Callable
 
@@ -7,6 +8,13 @@ import pytest
 
 from ignite_dist.workers import processes
 
+# Ranks are forks of a server that has imported what they use: each would take seconds for it.
+multiprocessing.set_forkserver_preload(
+    [
+        *("pytest", "psutil", "torch", "torch.nn.parallel", "torch._dynamo", "torch.distributed.fsdp"),
+        *("torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"),
+    ]
+)
 # What the tests under @pytest.mark.stress have counted: printed at the end of a run with --stress.
 _tally = pytest.StashKey[Counter[str]]()
 

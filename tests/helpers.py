@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import multiprocessing
 import os
 import re
 import secrets
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 import warm_client
 from ignite_dist.environments import is_launcher_variable
+from ignite_dist.workers import fork_server
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -73,10 +73,12 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """``python *args`` in a fork of a Python that has imported torch; its output is text.
 
-    What is still running after ``seconds`` is ended.
+    The ranks of torchrun are such forks, too. What is still running after ``seconds`` is ended.
     """
     command = [str(arg) for arg in args]
     env = plain_environ() if env is None else env
+    if "torch.distributed.run" in command:
+        env = {**env, "PYTHON_EXEC": python_that_forks()}
     can_run = warm_client.can_run(command)
     ended = warm_client.run(command, env, str(cwd or os.getcwd()), input, seconds) if can_run else None
     if ended is None:
@@ -201,8 +203,7 @@ def end_of_ranks(
     if environs is None:
         agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environs = torchrun_environs(world_size, agent.port)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "ignite_dist", "pytest", "psutil"])
+    context: Any = fork_server.context_of("forkserver")  # one server for all tests of this process
     receivers: list[Connection] = []
     processes: list[Any] = []
     started = time.monotonic()

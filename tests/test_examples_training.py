@@ -56,7 +56,6 @@ ACCUMULATE = with_markers(
     documented(
         "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/accumulate.py --backend xla-tpu --nproc-per-node 2"
     ),
-    "PJRT_DEVICE=CPU python examples/accumulate.py --backend xla-tpu",
 )
 
 
@@ -110,7 +109,6 @@ CONTRASTIVE = with_markers(
         "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/contrastive.py --backend xla-tpu "
         "--nproc-per-node 2"
     ),
-    "PJRT_DEVICE=CPU python examples/contrastive.py --backend xla-tpu",
 )
 
 

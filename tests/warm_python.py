@@ -172,8 +172,8 @@ def _is_terminal(number: int) -> bool:
 
 def _run_and_exit(args: Sequence[str]) -> NoReturn:
     """What ``python *args`` does once it has started."""
-    if args[0] == "-u":
-        args = args[1:]
+    if args[0] == "-u" or os.environ.get("PYTHONUNBUFFERED"):
+        args = args[args[0] == "-u" :]
         sys.stdout = sys.__stdout__ = _unbuffered(1)
         sys.stderr = sys.__stderr__ = _unbuffered(2)
     else:

@@ -546,7 +546,7 @@ def test_a_collective_may_be_the_last_statement_of_a_script(tmp_path: Path, last
     # gloo's thread still holds the tensors; without the interpreter it could only abort the process.
     script = helpers.write_script(tmp_path, LAST_STATEMENT.format(last=last))
     ranks = [
-        subprocess.Popen([sys.executable, script], env=helpers.plain_environ(**environ))
+        subprocess.Popen([helpers.python_that_forks(), script], env=helpers.plain_environ(**environ))
         for environ in helpers.torchrun_environs(3, helpers.free_port(), agent_store=False)
     ]
     try:

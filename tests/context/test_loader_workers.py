@@ -68,6 +68,8 @@ def in_a_child() -> None:
 
 
 def of_a_child(local_rank: int) -> None:
+    if local_rank == 0:  # whose loaders cannot be told from those of a process that is no rank
+        return
     child = multiprocessing.get_context("spawn").Process(target=in_a_child)
     child.start()
     child.join(SECONDS)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ignite_dist as idist
-from helpers import plain_environ, run_new_python, write_script
+from helpers import plain_environ, python_that_forks, write_script
 from ignite_dist import limits
 from machines import needs_mounts, on_a_disk
 
@@ -55,13 +55,16 @@ def run(folder: Path, target: Path, kind: str, *prefix: str, num_bytes: int | No
         if num_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
-    ended = run_new_python(
-        write_script(folder, SCRIPT),
-        target / "checkpoint.pt",
-        kind,
-        seconds=SECONDS,
-        prefix=prefix,
+    python = sys.executable if prefix else python_that_forks()  # no fork sees the disk of another namespace
+    ended = subprocess.run(
+        [*prefix, python, write_script(folder, SCRIPT), target / "checkpoint.pt", kind],
         env=plain_environ(OMP_NUM_THREADS="1"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+        check=False,
         preexec_fn=limit,
     )
     return [line for line in ended.stdout.splitlines() if line.startswith("(") or "Traceback" in line]

@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from helpers import ROOT, end_of_processes, loopback, plain_environ, write_script
+from helpers import ROOT, end_of_processes, loopback, plain_environ, python_that_forks, write_script
 
 pytestmark = pytest.mark.long
 
@@ -108,13 +107,22 @@ class Job:
         self._read_from = 0
         self._outlive_launcher = launcher == "torchrun"
         options = ["--standalone", "--max-restarts", "100", "--nproc-per-node", "2"]
-        program = [sys.executable] if launcher == "spawn" else [sys.executable, "-m", "torch.distributed.run"]
-        options = [] if launcher == "spawn" else [*options, "--monitor-interval", "0.1"]
-        self._command = [*program, *options, str(self._script), launcher, str(self.folder), strategy]
+        torchrun = ["-m", "torch.distributed.run", *options, "--monitor-interval", "0.1"]
+        self._python = python_that_forks()
+        self._command = [
+            self._python,
+            *(torchrun if launcher == "torchrun" else ()),
+            str(self._script),
+            launcher,
+            str(self.folder),
+            strategy,
+        ]
         self.start()
 
     def start(self) -> None:
-        environ = plain_environ(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **loopback())
+        environ = plain_environ(
+            OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHON_EXEC=self._python, **loopback()
+        )
         with self._log.open("a") as log:
             self.launcher = subprocess.Popen(
                 self._command, env=environ, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log

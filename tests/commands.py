@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import warm_client
-from helpers import ROOT, TESTS, loopback, plain_environ, without_gloos
+from helpers import ROOT, TESTS, loopback, plain_environ, python_that_forks, without_gloos
 from pages import PAGES, blocks, commands_of, without_blocks, without_comment
 
 DOCUMENTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
@@ -103,19 +102,25 @@ class Ended(NamedTuple):
     errors: str
 
 
+def forks_on_path() -> dict[str, str]:
+    """Variables of a shell whose ``python``, ``torchrun``, ... are forks of a Python that has torch."""
+    forks = Path(python_that_forks()).parent
+    return {
+        "PATH": f"{forks}:{BIN}:{os.environ['PATH']}",
+        "PYTHON_EXEC": str(forks / "python"),  # of torchrun's workers
+    }
+
+
 def at_a_shell(
     command: str, folder: Path, *, programs: Path | None = None, seconds: float = 280, **environ: str
 ) -> Ended:
     """Run lines of a shell in ``folder``, with the programs of ``programs``, on the CPU.
 
-    Where no programs are named, ``python``, ``pytest``, ... are forks of a Python that has imported torch.
+    Where no programs are named, those of :func:`forks_on_path`.
     """
     environment = plain_environ(CUDA_VISIBLE_DEVICES="", **loopback())
     if programs is None:
-        forks, programs = warm_client.write_programs(), BIN
-        environment["PATH"] = f"{forks}:{programs}:{environment['PATH']}"
-        environment["PYTHON_EXEC"] = str(forks / "python")  # of torchrun's workers
-        warm_client.start_for({**environment, **environ})
+        environment.update(forks_on_path())
     else:
         environment["PATH"] = f"{programs}:{environment['PATH']}"
     ended: Any = subprocess.run(

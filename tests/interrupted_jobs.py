@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,11 +15,21 @@ import helpers
 
 
 class Job(NamedTuple):
-    """A launcher, the process of each of its two ranks, and the folder where the ranks save."""
+    """A launcher, the process of each of its two ranks, and the folder where the ranks save.
+
+    The launcher's process forwards signals to the fork that runs the script.
+    """
 
     launcher: subprocess.Popen[str]
     workers: list[int]
     folder: Path
+
+    def signal(self, receiver: str, number: int) -> None:
+        """Send a signal to the ``"launcher"``, or as a terminal does to the ``"group"`` of all processes."""
+        if receiver == "group":
+            os.killpg(os.getpgid(self.workers[0]), number)
+        else:
+            self.launcher.send_signal(number)
 
     def end(self) -> tuple[int, list[list[str]], str]:
         """The launcher's exit code, what each rank has saved, and the output, once all have ended."""
@@ -44,12 +53,11 @@ def job(text: str, *args: str, folder: Path, seconds: int, **environ: str) -> It
     """
     script = helpers.write_script(folder, text)
     launcher = subprocess.Popen(
-        [sys.executable, str(script), *args, str(folder)],
+        [helpers.python_that_forks(), str(script), *args, str(folder)],
         env=helpers.plain_environ(IGNITE_DIST_GRACE_SECONDS=str(seconds), **environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     )
     found = Job(launcher, [], folder)
     try:
@@ -59,8 +67,10 @@ def job(text: str, *args: str, folder: Path, seconds: int, **environ: str) -> It
             found.workers.extend(map(int, re.findall(r"worker (\d+)", line)))
         yield found
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.kill()
+        for pid in found.workers:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         launcher.communicate()
 
 

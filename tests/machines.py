@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from helpers import end_of_processes, plain_environ
+from helpers import end_of_processes, plain_environ, python_that_forks
 
 needs_namespaces = pytest.mark.skipif(
     not sys.platform.startswith("linux") or os.geteuid() != 0 or shutil.which("ip") is None,
@@ -78,8 +78,9 @@ class Host(NamedTuple):
         return Job(self, process, output)
 
     def python(self, *arguments: Any, **environ: str) -> Job:
-        """Run this interpreter on this machine."""
-        return self.start(sys.executable, *arguments, **environ)
+        """Run this interpreter on this machine: in a fork, as ``helpers.run_python`` does."""
+        python = python_that_forks()
+        return self.start(python, *arguments, **{"PYTHON_EXEC": python, **environ})
 
     def cut(self) -> None:
         """Cut its cable: nobody is told, what is sent is lost."""

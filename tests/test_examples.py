@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shlex
@@ -16,7 +15,7 @@ import torch
 from matplotlib.image import imread
 
 import ignite_dist as idist
-from commands import BIN, at_a_shell, documented, open_mpi, with_examples, with_markers
+from commands import BIN, at_a_shell, documented, forks_on_path, open_mpi, with_examples, with_markers
 from helpers import ROOT, free_port, run_python, without_gloos
 from machines import machines, needs_namespaces
 
@@ -156,7 +155,7 @@ ON_THE_OTHER = documented(
 @needs_namespaces
 def test_two_machines(tmp_path: Path) -> None:
     """Three ranks: their batches are not those of one, two or four. Each node warns of that."""
-    environ = {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    environ = {"CUDA_VISIBLE_DEVICES": "", **forks_on_path()}
     folders, jobs = [], []
     with machines(2, subnet="10.0.0") as hosts:
         for host, command in zip(hosts, (ON_10_0_0_1, ON_THE_OTHER), strict=True):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from commands import BIN, at_a_shell, documented
+from commands import at_a_shell, documented, forks_on_path
 from helpers import ROOT, free_port, without_gloos
 from machines import machines, needs_namespaces
 from page_session import is_as_shown
@@ -71,7 +70,7 @@ def test_two_machines_that_are_one(tmp_path: Path) -> None:
 @needs_namespaces
 def test_two_machines(tmp_path: Path) -> None:
     write_files("machines.md", tmp_path)
-    environ = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    environ = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **forks_on_path()}
     with machines(2, subnet="10.0.0") as hosts:
         jobs = [
             host.start("bash", "-c", f'cd "$0" && {command}', tmp_path, **environ)

@@ -35,9 +35,12 @@ _READ_AT_START = (
     *("PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
 )
 _READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHON_EXEC", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR")
-_PROGRAMS = ("ignite-dist", "pytest")
+_PROGRAMS = ("ignite-dist", "pytest", "torchrun")
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
 _LONGEST_REQUEST = 1 << 17
+# The namespaces that a fork joins. A process in another one of the others gets no fork.
+JOINED = ("net", "uts", "mnt")
+_OTHERS = ("ipc", "pid", "user")
 # The environment variable that names the folder of the sockets.
 FOLDER = "IGNITE_DIST_TESTS_WARM"
 
@@ -48,7 +51,7 @@ class Request(NamedTuple):
     args: list[str]  # of python
     env: dict[str, str]
     cwd: str
-    fds: list[int]  # the numbers that the files get in the fork
+    fds: list[int]  # the numbers that the files get in the fork; those of JOINED come behind them
     mask: set[int]
     ignored: set[int]
     limits: list[tuple[int, tuple[int, int]]]
@@ -72,7 +75,10 @@ def send(
     request = Request(list(args), dict(env), cwd, list(files), mask, ignored, limits, cpus, umask)
     message = pickle.dumps(tuple(request))
     assert len(message) < _LONGEST_REQUEST, "the arguments and the environment are too long"
-    socket.send_fds(channel, [message], list(files.values()))
+    namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in JOINED]
+    socket.send_fds(channel, [message], [*files.values(), *namespaces])
+    for fd in namespaces:
+        os.close(fd)
 
 
 def receive(channel: socket.socket) -> tuple[Request, list[int]] | None:
@@ -131,9 +137,9 @@ def connect(env: Mapping[str, str], *, starts: bool = True) -> socket.socket | N
 
 
 def _namespaces() -> list[str]:
-    """What differs in another container. Empty where the kernel does not say it."""
+    """What differs in a container. Empty where the kernel does not say it."""
     try:
-        return [os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "mnt", "net", "pid", "user", "uts")]
+        return [os.readlink(f"/proc/self/ns/{name}") for name in _OTHERS]
     except OSError:
         return []
 

@@ -13,6 +13,8 @@ listens: each connection is one request (see :mod:`warm_client`). The answers ar
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import fcntl
 import gc
 import io
@@ -25,6 +27,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import types
 import warnings
 from collections.abc import Sequence
@@ -34,8 +37,9 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
 
-from warm_client import Request, is_open, receive, send
+from warm_client import JOINED, Request, is_open, receive, send
 
+_libc = ctypes.CDLL(None, use_errno=True)
 _FIRST_FREE_FD = 500  # above those that a script may have passed on
 
 
@@ -106,7 +110,13 @@ def _become(request: Request, files: Sequence[int]) -> None:
     high = [fcntl.fcntl(file, fcntl.F_DUPFD, _FIRST_FREE_FD + 100) for file in files]
     for file in files:
         os.close(file)
-    for file, number in zip(high, request.fds, strict=True):
+    num = len(request.fds)
+    for name, file in zip(JOINED, high[num:], strict=True):
+        is_same = os.path.samestat(os.stat(f"/proc/self/ns/{name}"), os.fstat(file))
+        if not is_same and _libc.setns(file, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot join the {name} namespace")
+        os.close(file)
+    for file, number in zip(high[:num], request.fds, strict=True):
         os.dup2(file, number)
         os.close(file)
     os.environ.clear()
@@ -201,8 +211,11 @@ def _run_and_exit(args: Sequence[str]) -> NoReturn:
         raise
     except BaseException as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this function
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         if isinstance(error, KeyboardInterrupt):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
             sys.stdout.flush()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)

@@ -41,7 +41,7 @@ def counts_interrupts(function: _Function) -> _Function:
             has_begun = before is not None and latest_tokens.get(get_ident(), 0) != before
             if not has_begun and is_interrupt(error):
                 # If the arguments are wrong, or there is no context, there is nothing to count.
-                with suppress(Exception):
+                with suppress(TypeError, ValueError, RuntimeError):
                     bound = signature.bind(*args, **kwargs)
                     bound.apply_defaults()
                     arguments = bound.arguments

@@ -137,7 +137,10 @@ def _run(script: Path, *prefixes: tuple[str, ...], arguments: tuple[tuple[str, .
     environs = helpers.torchrun_environs(len(prefixes), helpers.free_port(), agent_store=False)
     ranks = [
         subprocess.Popen(
-            [*prefix, sys.executable, str(script), *(arguments[rank] if arguments else ())],
+            [
+                *(*prefix, sys.executable if prefix else helpers.python_that_forks(), str(script)),
+                *(arguments[rank] if arguments else ()),
+            ],
             env=helpers.plain_environ(**{**helpers.loopback(), **environs[rank]}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -71,7 +71,7 @@ def job(folder: Path, how: str, seconds: int = 60) -> AbstractContextManager[Job
 )
 def test_after_an_interrupt_every_replica_saves_once(how: str, receiver: str, tmp_path: Path) -> None:
     with job(tmp_path, how) as found:
-        (os.killpg if receiver == "group" else os.kill)(found.launcher.pid, signal.SIGINT)
+        found.signal(receiver, signal.SIGINT)
         code, saved, out = found.end()
         assert (code, saved) == (-signal.SIGINT, [SAVED, SAVED])
         assert all(f"buffered by {rank}" in out for rank in range(2)), out
@@ -79,10 +79,10 @@ def test_after_an_interrupt_every_replica_saves_once(how: str, receiver: str, tm
 
 def test_a_second_interrupt_ends_the_replicas_at_once(tmp_path: Path) -> None:
     with job(tmp_path, "saves for ever") as found:
-        os.killpg(found.launcher.pid, signal.SIGINT)
+        found.signal("group", signal.SIGINT)
         read_until(found, "saving")
         read_until(found, "saving")
-        os.killpg(found.launcher.pid, signal.SIGINT)
+        found.signal("group", signal.SIGINT)
         code, saved, _ = found.end()
         assert (code, saved) == (-signal.SIGINT, [SAVED[:1], SAVED[:1]])
 

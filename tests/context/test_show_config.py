@@ -6,7 +6,6 @@ import logging
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ def test_show_config_is_visible(level: str | None) -> None:
     configure = f"logging.basicConfig(level=logging.{level}); " if level else ""
     source = f"import logging, ignite_dist as idist; {configure}idist.show_config(); print(idist.hostname())"
     ended = subprocess.run(
-        [sys.executable, "-c", source],
+        [helpers.python_that_forks(), "-c", source],
         env=helpers.plain_environ(),
         capture_output=True,
         text=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -322,7 +321,7 @@ def test_many_contexts_at_one_address_print_nothing(tmp_path: Path) -> None:
     environs = helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
     ranks = [
         subprocess.Popen(
-            [sys.executable, script],
+            [helpers.python_that_forks(), script],
             env=helpers.plain_environ(**environ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -407,7 +406,7 @@ def _launchers(script: Path, num: int, seconds: float) -> Iterator[list[subproce
         for _ in range(num):
             started.append(
                 subprocess.Popen(
-                    [sys.executable, str(script)],
+                    [helpers.python_that_forks(), str(script)],
                     env=helpers.plain_environ(),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,

@@ -218,7 +218,7 @@ SCRIPT = """
 @pytest.mark.parametrize("receiver", ["launcher", pytest.param("group", marks=pytest.mark.long)])
 def test_a_signal_to_the_launcher(number: int, receiver: str, tmp_path: Path) -> None:
     with interrupted_jobs.job(SCRIPT, folder=tmp_path, seconds=600) as found:
-        (os.killpg if receiver == "group" else os.kill)(found.launcher.pid, number)
+        found.signal(receiver, number)
         code, (first, second), _ = found.end()
     assert code == -number and first == second != []
 

@@ -76,10 +76,7 @@ SAVED = ["KeyboardInterrupt", "finally"]
 @pytest.mark.parametrize("receiver", ["launcher", "group"])
 def test_after_an_interrupt_every_rank_saves_once(how: str, receiver: str, tmp_path: Path) -> None:
     with job(tmp_path, how) as found:
-        if receiver == "group":  # as a terminal does
-            os.killpg(found.launcher.pid, signal.SIGINT)
-        else:
-            found.launcher.send_signal(signal.SIGINT)
+        found.signal(receiver, signal.SIGINT)
         code, saved, out = found.end()
         assert (code, saved) == (-signal.SIGINT, [SAVED, SAVED])
         assert all(f"buffered by {rank}" in out for rank in range(2)), out
@@ -101,7 +98,7 @@ def test_an_interrupt_of_one_worker_and_then_of_the_launcher(tmp_path: Path) -> 
 @pytest.mark.parametrize("receiver", ["launcher", "group"])
 def test_a_handler_of_the_worker_is_called_once(receiver: str, tmp_path: Path) -> None:
     with job(tmp_path, "handlers", seconds=1) as found:
-        (os.killpg if receiver == "group" else os.kill)(found.launcher.pid, signal.SIGINT)
+        found.signal(receiver, signal.SIGINT)
         # After the grace period it gets SIGTERM.
         code, saved, _ = found.end()
         assert (code, saved) == (-signal.SIGINT, [["own handler", "SIGTERM", "finally"]] * 2)
@@ -133,7 +130,7 @@ def test_workers_that_ignore_signals_are_killed(number: signal.Signals, tmp_path
 def test_sigterm_to_the_process_group(of_launcher: str, expected: int, tmp_path: Path) -> None:
     """The fork server, which is in the group too, outlives it: it reports how the workers end."""
     with job(tmp_path, "handlers", of_launcher) as found:
-        os.killpg(found.launcher.pid, signal.SIGTERM)
+        found.signal("group", signal.SIGTERM)
         code, saved, _ = found.end()
         assert (code, saved) == (expected, [["SIGTERM", "finally"]] * 2)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import subprocess
-import sys
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -192,7 +191,7 @@ def test_scripts_under_a_launcher_end_with_an_error_within_seconds(tmp_path: Pat
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script)],
+            [helpers.python_that_forks(), str(script)],
             env=helpers.plain_environ(**helpers.loopback(), **environ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 import ignite_dist as idist
-from helpers import free_port, plain_environ, write_script
+from helpers import free_port, plain_environ, python_that_forks, write_script
 
 SECONDS = 120
 
@@ -140,7 +139,7 @@ def test_the_end_of_a_launcher_ends_the_job(number: signal.Signals, ending_node:
     environ = plain_environ(IGNITE_DIST_GRACE_SECONDS="2")
     jobs = [
         subprocess.Popen(
-            [sys.executable, script, *map(str, (rank, port, ending_node, int(number)))],
+            [python_that_forks(), script, *map(str, (rank, port, ending_node, int(number)))],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -30,7 +30,7 @@ import rows_parts
 import rows_shared_memory
 import rows_training
 import rows_xla
-from ignite_dist.comp_models.native import shared_segment
+from ignite_dist.comp_models.shared_memory import segment as shared_segment
 from rows import LauncherRow, RankRow, Row, evaluate, launch, measure_in_ranks, show_progress
 from timing import FULL, QUICK, Effort, Samples
 

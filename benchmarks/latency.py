@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import ignite_dist as idist
-from ignite_dist.comp_models.native import shared_segment
+from ignite_dist.comp_models.shared_memory import segment as shared_segment
 from ignite_dist.context.live import current_model
 from rows import OURS, RAW, Contenders, all_gather_raw, launch, rank_processes, zeros
 from timing import FULL, QUICK, Effort, time_in_turn

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 
 import fresh
 import ignite_dist as idist
-from ignite_dist.comp_models.native import shared_segment
+from ignite_dist.comp_models.shared_memory import segment as shared_segment
 from ignite_dist.comp_models.topology import Topology, decode_places, encode_place
 from ignite_dist.context.live import current_model
 from ignite_dist.rendezvous import stores

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT, plain_environ, run_new_python
-from ignite_dist.comp_models.native import shared_segment
+from ignite_dist.comp_models.shared_memory import segment as shared_segment
 
 pytestmark = [
     pytest.mark.long,

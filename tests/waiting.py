@@ -23,7 +23,7 @@ def when_waiting(function: Callable[[], Any]) -> None:
 
 def _is_waiting(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_filename.endswith("shared_segment.py") and frame.f_code.co_name == "_sleep":
+        if frame.f_code.co_filename.endswith("shared_memory/segment.py") and frame.f_code.co_name == "_sleep":
             return True
         frame = frame.f_back
     return False

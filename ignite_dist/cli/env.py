@@ -19,7 +19,7 @@ from ignite_dist.cli import interfaces
 from ignite_dist.cli.output import Output
 from ignite_dist.cli.tables import facts
 from ignite_dist.comp_models import registered_computation_models
-from ignite_dist.comp_models.native import shared_segment
+from ignite_dist.comp_models.shared_memory import segment as shared_segment
 from ignite_dist.errors import EnvironmentVariablesError, without_link
 from ignite_dist.rendezvous import network_interfaces
 

@@ -15,7 +15,7 @@ from test_shared_memory_failures import when_waiting
 from test_threads_of_a_rank import SECONDS, together
 
 import ignite_dist as idist
-from ignite_dist.comp_models.native.shared_segment import VARIABLE
+from ignite_dist.comp_models.shared_memory.segment import VARIABLE
 from ignite_dist.context.live import current_model
 from on_ranks import on_ranks
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import helpers
 import ignite_dist as idist
 from contexts import SHORT, by_test_rank, my_rank
-from ignite_dist.comp_models.native import shared_segment
+from ignite_dist.comp_models.shared_memory import segment as shared_segment
 
 # --- show_config -------------------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ from ignite_dist.arguments import as_int, check_keywords, check_timeout
 from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.base import ProcessModel, weak_method
 from ignite_dist.comp_models.native import gloo
+from ignite_dist.comp_models.native.gloo_transport import GlooTransport
 from ignite_dist.comp_models.native.launcher import NativeLauncher
-from ignite_dist.comp_models.native.one_machine import OneMachineTransport
 from ignite_dist.comp_models.native.training import NativeTraining
 from ignite_dist.comp_models.native.transport import NativeTransport
 from ignite_dist.comp_models.topology import Topology
@@ -81,7 +81,7 @@ class NativeModel(ProcessModel):
         self._local_rank = self._environment.local_rank if self._environment else _local_rank_without_rank()
         has_gloo = self._backends.get("cpu") == "gloo"
         super().__init__(
-            (OneMachineTransport if has_gloo else NativeTransport)(
+            (GlooTransport if has_gloo else NativeTransport)(
                 world,
                 self._rank,
                 self._backends,

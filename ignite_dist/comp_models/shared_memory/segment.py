@@ -106,17 +106,26 @@ class Segment:
         position: this rank's position in the group.
         peers: the processes of the group.
         timeout: how long to wait for another rank.
+        check_backend: called while this rank waits; raises if the ranks cannot meet any more.
 
     Attributes:
         call: number of the call of the next steps, from 1.
     """
 
-    def __init__(self, memory: mmap.mmap, position: int, peers: list[_Offer], timeout: timedelta) -> None:
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        position: int,
+        peers: list[_Offer],
+        timeout: timedelta,
+        check_backend: Callable[[], None],
+    ) -> None:
         self.position = position
         self.others = [place for place in range(len(peers)) if place != position]
         self.part_bytes = part_bytes(len(peers))
         self._peers = peers
         self._timeout = timeout
+        self._check_backend = check_backend
         self._header_bytes = _header_bytes(len(peers))
         self._bytes = memoryview(memory)
         self._words = self._bytes[: self._header_bytes].cast("Q")
@@ -264,6 +273,7 @@ class Segment:
                 if (why or has_ended) and self._words[word] < number:
                     what = "has ended" if has_ended else _LEFT_BY[why]
                     raise DistBackendError(f"Connection closed by peer: {peer.who} {what}.")
+        self._check_backend()
 
     def raise_mismatch(self, number: int) -> None:
         """Raise ``CollectiveMismatchError`` with the step ``number`` of each rank."""
@@ -399,7 +409,12 @@ def unavailable_reason() -> str:
 
 
 def open_segment(
-    gather: Callable[[bytearray], bytearray], rank: int, position: int, group_size: int, timeout: timedelta
+    gather: Callable[[bytearray], bytearray],
+    rank: int,
+    position: int,
+    group_size: int,
+    timeout: timedelta,
+    check_backend: Callable[[], None],
 ) -> Segment | str:
     """The memory of a group, or the reason why its ranks share none. Every rank of the group calls this.
 
@@ -409,6 +424,7 @@ def open_segment(
         position: its position in the group.
         group_size: number of ranks.
         timeout: how long to wait for another rank in a collective.
+        check_backend: called while a rank waits; raises if the ranks cannot meet any more.
     """
     fd, size = -1, _header_bytes(group_size) + 2 * group_size * part_bytes(group_size)
     offer = _Offer("", rank)
@@ -432,7 +448,9 @@ def open_segment(
         except OSError as error:
             offer = offer._replace(reason=str(error))
         _, reason = _exchange(gather, offer, group_size)
-        return reason if memory is None or reason else Segment(memory, position, offers, timeout)
+        if memory is None or reason:
+            return reason
+        return Segment(memory, position, offers, timeout, check_backend)
     finally:
         if fd >= 0:
             os.close(fd)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
-from ignite_dist.comp_models.native.shared_segment import (
+from ignite_dist.comp_models.shared_memory.segment import (
     DESCRIPTION_BYTES,
     EarlierCallError,
     Segment,

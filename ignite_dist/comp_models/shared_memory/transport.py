@@ -1,10 +1,11 @@
-"""The transport of gloo contexts: over shared memory in the groups whose ranks are on one machine."""
+"""A transport's collectives over shared memory, in the groups whose ranks are on one machine."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -13,37 +14,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from ignite_dist import _torch
-from ignite_dist.comp_models.native import gloo
-from ignite_dist.comp_models.native.reducer_group import ReducerGroup
-from ignite_dist.comp_models.native.shared_memory import SharedMemory
-from ignite_dist.comp_models.native.shared_segment import (
+from ignite_dist.comp_models.shared_memory.collectives import SharedMemory
+from ignite_dist.comp_models.shared_memory.segment import (
     MAX_RANKS,
     open_segment,
     part_bytes,
     unavailable_reason,
 )
-from ignite_dist.comp_models.native.transport import NativeTransport
-from ignite_dist.comp_models.native.works import awaited_ranks
-from ignite_dist.comp_models.transport import Group, Sizes
+from ignite_dist.comp_models.transport import Group, Sizes, Transport
 from ignite_dist.comp_models.work import Steps, Work, waits_for_ranks
 from ignite_dist.rendezvous import connections
-from ignite_dist.values.calls import Call, call_of
+from ignite_dist.values.calls import Call
 from ignite_dist.values.ranks import describe_ranks
+from ignite_dist.values.serialization import as_tensor
 
 _logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 
 
-class OneMachineTransport(NativeTransport):
+class OneMachineTransport(Transport):
     """Carries blocking collectives of CPU tensors over shared memory, in groups whose ranks share memory.
 
-    The ranks of a group find out whether they can share memory in the first of these collectives. If they
-    cannot, gloo carries the collectives. gloo also carries asynchronous collectives.
+    To be inherited from before the transport of a backend. The ranks of a group find out whether they can
+    share memory in the first of these collectives. If they cannot, the backend carries the collectives. The
+    backend also carries asynchronous collectives.
     """
+
+    _rank: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,71 +59,85 @@ class OneMachineTransport(NativeTransport):
     # --- primitives ---
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
-        over_gloo = partial(super().all_reduce, tensor, op, group)
-        return self._work(tensor.device, group, lambda memory: memory.all_reduce(tensor, op), over_gloo)
-
-    def reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Work:
-        over_gloo = partial(super().reduce_narrow, tensor, op, group)
-        work = self._work(tensor.device, group, lambda memory: memory.all_reduce(tensor, op), over_gloo)
-        # gloo needs several collectives for a large tensor, which start() cannot begin.
-        return work if gloo.fits_one_round(tensor.nbytes, len(group.ranks)) else Steps(work.wait)
+        over_backend = partial(super().all_reduce, tensor, op, group)  # type: ignore[safe-super]
+        return self._work(tensor.device, group, lambda memory: memory.all_reduce(tensor, op), over_backend)
 
     def all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
         rows = tensor.new_empty((len(group.ranks), *tensor.shape)) if out is None else out
-        over_gloo = partial(super().all_gather, tensor, group, rows)
-        return self._work(tensor.device, group, lambda memory: memory.all_gather(tensor, rows), over_gloo)
+        over_backend = partial(super().all_gather, tensor, group, rows)  # type: ignore[safe-super]
+        return self._work(tensor.device, group, lambda memory: memory.all_gather(tensor, rows), over_backend)
 
     def all_to_all(self, tensor: Tensor, group: Group, out: Tensor, sizes: Sizes | None) -> Work:
-        over_gloo = partial(super().all_to_all, tensor, group, out, sizes)
+        over_backend = partial(super().all_to_all, tensor, group, out, sizes)
         if sizes is None and tensor.nbytes <= part_bytes(len(group.ranks)):
-            return self._work(tensor.device, group, lambda memory: memory.all_to_all(tensor, out), over_gloo)
+            return self._work(
+                tensor.device, group, lambda memory: memory.all_to_all(tensor, out), over_backend
+            )
         of_bytes = _in_bytes(sizes, tensor, len(group.ranks))
         return self._work(
-            tensor.device, group, lambda memory: memory.exchange(tensor, out, of_bytes), over_gloo
+            tensor.device, group, lambda memory: memory.exchange(tensor, out, of_bytes), over_backend
         )
 
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
-        over_gloo = partial(super().broadcast, tensor, src, group)
+        over_backend = partial(super().broadcast, tensor, src, group)  # type: ignore[safe-super]
         root = group.position(src)
         assert root is not None
-        return self._work(tensor.device, group, lambda memory: memory.broadcast(tensor, root), over_gloo)
+        return self._work(tensor.device, group, lambda memory: memory.broadcast(tensor, root), over_backend)
 
     def barrier(self, group: Group) -> Work:
-        # On an accelerator a barrier also waits for the device, which gloo's does.
-        return self._work(self._device(), group, SharedMemory.barrier, partial(super().barrier, group))
+        # On an accelerator a barrier also waits for the device, which the backend's does.
+        return self._work(self.barrier_device(), group, SharedMemory.barrier, partial(super().barrier, group))  # type: ignore[safe-super]
 
     def gather_bytes(self, buffer: bytearray, group: Group) -> bytearray:
-        over_gloo = partial(super().gather_bytes, buffer, group)
+        over_backend = partial(super().gather_bytes, buffer, group)
         gathered: bytearray = self._work(
-            _CPU, group, lambda memory: memory.gather_bytes(buffer), lambda: Steps(over_gloo)
+            _CPU, group, lambda memory: memory.gather_bytes(buffer), lambda: Steps(over_backend)
         ).wait()
         return gathered
 
     def fill_rows(self, rows: Sequence[Tensor], position: int, group: Group) -> None:
-        over_gloo = partial(super().fill_rows, rows, position, group)
-        self._work(_CPU, group, lambda memory: memory.fill_rows(rows), lambda: Steps(over_gloo)).wait()
+        over_backend = partial(super().fill_rows, rows, position, group)
+        self._work(_CPU, group, lambda memory: memory.fill_rows(rows), lambda: Steps(over_backend)).wait()
 
     def _work(
         self,
         device: torch.device,
         group: Group,
         run: Callable[[SharedMemory], Any],
-        over_gloo: Callable[[], Work],
+        over_backend: Callable[[], Work],
     ) -> Work:
         if device.type != "cpu" or self.shares_memory(group) is False:
-            return over_gloo()
-        return _SharedWork(self, group, run, over_gloo)
+            return over_backend()
+        return _SharedWork(self, group, run, over_backend)
 
-    def reducer_group(self, group: Group) -> ProcessGroup | None:
-        if self.shares_memory(group) is False or self.memory_of(group) is None:
-            return None
-        return ReducerGroup(self.handle_of(group), partial(self._sum_in_memory, group=group))
+    # --- what the backend says ---
 
-    def _sum_in_memory(self, tensor: Tensor, group: Group) -> Work | None:
-        if not self.shares_memory(group):
-            return None
-        call = call_of("gradients of a backward pass", "", tensor)
-        return self.all_reduce(tensor, "SUM", group.in_call(call))
+    @abstractmethod
+    def handle_of(self, group: Group) -> Any:
+        """The backend's object for ``group``, also for the world. The memory ends with it."""
+
+    @abstractmethod
+    def name_of(self, group: Group) -> str:
+        """The group's name in :meth:`calls_begun`; empty if it has none."""
+
+    @abstractmethod
+    def timeout_of(self, handle: Any) -> timedelta:
+        """How long a rank waits for another one in a collective."""
+
+    def awaited_in(self, group: Group) -> tuple[int, ...]:
+        """The ranks for which a collective of ``group`` waits, as the watchdog sees it."""
+        return group.ranks
+
+    def barrier_device(self) -> torch.device:
+        """The device whose work a barrier waits for."""
+        return _CPU
+
+    def as_own(self, error: RuntimeError) -> RuntimeError:
+        """``error`` as the backend would raise it."""
+        return error
+
+    def check_backend(self) -> None:
+        """Raise if no collective of the backend can complete. Called while a rank waits for others."""
 
     # --- the memory of each group ---
 
@@ -161,13 +174,20 @@ class OneMachineTransport(NativeTransport):
     def _open_memory(self, handle: Any, group: Group) -> SharedMemory | None:
         position = group.position(self._rank)
         assert position is not None
-        timeout = _torch.timeout_of(handle, self._device())
-        gather = partial(super().gather_bytes, group=group)
-        segment = open_segment(gather, self._rank, position, len(group.ranks), timeout)
+        gather = partial(self._gather_over_backend, group=group)
+        segment = open_segment(
+            gather, self._rank, position, len(group.ranks), self.timeout_of(handle), self.check_backend
+        )
         if isinstance(segment, str):
             _logger.info("%s share no memory: %s", describe_ranks(group.ranks).capitalize(), segment)
             return None
-        return SharedMemory(segment, handle.group_name if isinstance(handle, ProcessGroup) else "")
+        return SharedMemory(segment, self.name_of(group))
+
+    def _gather_over_backend(self, buffer: bytearray, group: Group) -> bytearray:
+        gathered = bytearray(len(group.ranks) * len(buffer))
+        rows = as_tensor(gathered).view(len(group.ranks), len(buffer))
+        super().all_gather(as_tensor(buffer), group, rows).wait()  # type: ignore[safe-super]
+        return gathered
 
     def _forget_with(self, handle: Any) -> None:
         """When ``handle`` is destroyed, drop what belongs to it: another handle may get its id."""
@@ -210,7 +230,7 @@ class OneMachineTransport(NativeTransport):
         return [memory for memory in list(self._memories.values()) if memory is not None]
 
     def forget(self) -> None:
-        super().forget()
+        """Leave the memories, at the end of the context."""
         for memory in self._live_memories():
             memory.segment.leave()
         self._references.clear()
@@ -252,34 +272,33 @@ class _SharedWork(Work):
         transport: has the memory of ``group``.
         group: the group.
         run: runs the collective in a memory.
-        over_gloo: begins the collective over gloo.
+        over_backend: begins the collective of the backend.
     """
 
-    __slots__ = ("_group", "_inner", "_over_gloo", "_result", "_run", "_transport", "needs_all", "ranks")
+    __slots__ = ("_group", "_inner", "_over_backend", "_result", "_run", "_transport", "needs_all", "ranks")
 
     def __init__(
         self,
         transport: OneMachineTransport,
         group: Group,
         run: Callable[[SharedMemory], Any],
-        over_gloo: Callable[[], Work],
+        over_backend: Callable[[], Work],
     ) -> None:
         self._transport, self._group = transport, group
         self._run: Callable[[SharedMemory], Any] | None = run
-        self._over_gloo = over_gloo
+        self._over_backend = over_backend
         self._inner: Work | None = None
         self._result: Any = None
-        self.ranks = awaited_ranks(transport.handle_of(group), group.ranks)
+        self.ranks = transport.awaited_in(group)
         self.needs_all = True
 
     @property
     def group_name(self) -> str:
-        handle = self._transport.handle_of(self._group)
-        return handle.group_name if isinstance(handle, ProcessGroup) else ""
+        return self._transport.name_of(self._group)
 
     def start(self) -> None:
         self._run = None
-        self._inner = self._over_gloo()
+        self._inner = self._over_backend()
         self._inner.start()
 
     @waits_for_ranks
@@ -288,12 +307,12 @@ class _SharedWork(Work):
         if run is not None:
             memory = self._transport.memory_of(self._group)
             if memory is None:
-                self._inner = self._over_gloo()
+                self._inner = self._over_backend()
             else:
                 try:
                     self._result = memory.run(run, self._group)
                 except RuntimeError as error:
-                    connections.raise_with_cause(error)
+                    connections.raise_with_cause(self._transport.as_own(error))
         return self._result if self._inner is None else self._inner.wait()
 
     def is_completed(self) -> bool:

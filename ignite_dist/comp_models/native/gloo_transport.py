@@ -1,0 +1,61 @@
+"""The transport of gloo contexts: over shared memory in the groups whose ranks are on one machine."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ignite_dist import _torch
+from ignite_dist.comp_models.native import gloo
+from ignite_dist.comp_models.native.reducer_group import ReducerGroup
+from ignite_dist.comp_models.native.transport import NativeTransport
+from ignite_dist.comp_models.native.works import awaited_ranks
+from ignite_dist.comp_models.shared_memory.transport import OneMachineTransport
+from ignite_dist.comp_models.transport import Group
+from ignite_dist.comp_models.work import Steps, Work
+from ignite_dist.values.calls import call_of
+
+
+class GlooTransport(OneMachineTransport, NativeTransport):
+    """Carries blocking collectives of CPU tensors over shared memory, and all others over process groups."""
+
+    handle_of = NativeTransport.handle_of
+
+    def reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Work:
+        over_backend = partial(super().reduce_narrow, tensor, op, group)
+        work = self._work(tensor.device, group, lambda memory: memory.all_reduce(tensor, op), over_backend)
+        # gloo needs several collectives for a large tensor, which start() cannot begin.
+        return work if gloo.fits_one_round(tensor.nbytes, len(group.ranks)) else Steps(work.wait)
+
+    def reducer_group(self, group: Group) -> ProcessGroup | None:
+        if self.shares_memory(group) is False or self.memory_of(group) is None:
+            return None
+        return ReducerGroup(self.handle_of(group), partial(self._sum_in_memory, group=group))
+
+    def _sum_in_memory(self, tensor: Tensor, group: Group) -> Work | None:
+        if not self.shares_memory(group):
+            return None
+        call = call_of("gradients of a backward pass", "", tensor)
+        return self.all_reduce(tensor, "SUM", group.in_call(call))
+
+    def timeout_of(self, handle: Any) -> timedelta:
+        return _torch.timeout_of(handle, self._device())
+
+    def name_of(self, group: Group) -> str:
+        handle = self.handle_of(group)
+        return handle.group_name if isinstance(handle, ProcessGroup) else ""
+
+    def awaited_in(self, group: Group) -> tuple[int, ...]:
+        return awaited_ranks(self.handle_of(group), group.ranks)
+
+    def barrier_device(self) -> torch.device:
+        return self._device()
+
+    def forget(self) -> None:
+        NativeTransport.forget(self)
+        OneMachineTransport.forget(self)

@@ -110,8 +110,14 @@ def _silent_pairs(rank: int, every: int) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "every"), [(2, 11), pytest.param(2, 1, marks=pytest.mark.long), (3, 23)]
+    ("backend", "num_ranks", "every"),
+    [
+        ("gloo", 2, 11),
+        pytest.param("gloo", 2, 1, marks=pytest.mark.long),
+        ("gloo", 3, 23),
+        pytest.param("horovod", 2, 5, marks=pytest.mark.horovod),
+    ],
 )
-def test_no_pair_of_different_calls_is_silent(num_ranks: int, every: int) -> None:
-    found = idist.spawn("gloo", _silent_pairs, (every,), nproc_per_node=num_ranks)
+def test_no_pair_of_different_calls_is_silent(backend: str, num_ranks: int, every: int) -> None:
+    found = idist.spawn(backend, _silent_pairs, (every,), nproc_per_node=num_ranks)
     assert found == [[]] * num_ranks, found[0]

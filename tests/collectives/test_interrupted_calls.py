@@ -95,8 +95,17 @@ def _calls(rank: int, name: str) -> tuple[int, list[tuple[int, Any]]]:
     return k, wrong
 
 
-@pytest.mark.parametrize("name", list(CALLS))
-def test_calls_go_together_after_an_interrupt_at_any_moment(name: str) -> None:
-    (num_calls, wrong), (_, others) = idist.spawn("gloo", _calls, (name,), nproc_per_node=2)
+ON_HOROVOD = ("all_reduce", "number", "large object", "broadcast")
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        *(("gloo", name) for name in CALLS),
+        *(pytest.param("horovod", name, marks=pytest.mark.horovod) for name in ON_HOROVOD),
+    ],
+)
+def test_calls_go_together_after_an_interrupt_at_any_moment(backend: str, name: str) -> None:
+    (num_calls, wrong), (_, others) = idist.spawn(backend, _calls, (name,), nproc_per_node=2)
     assert (wrong, others) == ([], [])
     assert num_calls > 20

@@ -168,12 +168,14 @@ def _call_while_it_ends(_: int) -> str:
     return f"{len(pending)} given up"
 
 
-def test_a_call_that_comes_while_horovod_ends_is_refused() -> None:
+def test_a_call_that_comes_while_horovod_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread gives up a thousand calls and takes the GIL for it, under a lock the next call needs."""
+    monkeypatch.setenv("IGNITE_DIST_SHARED_MEMORY", "0")
     assert spawn(_call_while_it_ends) == ["1000 given up", "left"]
 
 
 def _interrupted(_: int) -> str:
+    idist.barrier()
     if idist.get_rank() == 1:
         return "left"  # to the barrier of the end
     signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -188,8 +190,9 @@ def _interrupted(_: int) -> str:
     raise ValueError("enough")
 
 
-def test_a_ctrl_c_gets_through_to_a_rank_that_waits() -> None:
+def test_a_ctrl_c_gets_through_to_a_rank_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """hvd.synchronize() alone would not let it."""
+    monkeypatch.setenv("IGNITE_DIST_SHARED_MEMORY", "0")
     with pytest.raises(idist.WorkerRaisedError, match="ValueError: enough"):
         spawn(_interrupted)
 

@@ -194,6 +194,7 @@ def test_a_timeout_in_one_thread_is_not_another_threads() -> None:
 def _refused_while_under_way(_: int) -> tuple[str, list[float]]:
     rank, seen = idist.get_rank(), ""
     own = idist.new_group([0, 1])
+    idist.barrier()
     if rank == 0:
         results: list[list[float]] = []
         errors: list[str] = []
@@ -222,6 +223,7 @@ def _refused_while_under_way(_: int) -> tuple[str, list[float]]:
 
 
 @pytest.mark.horovod
-def test_one_group_in_two_threads_is_refused_by_horovod() -> None:
+def test_one_group_in_two_threads_is_refused_by_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IGNITE_DIST_SHARED_MEMORY", "0")  # where the second thread waits for the first
     found = spawn("horovod", _refused_while_under_way, nproc_per_node=2)
     assert found == [("refused", [2.0, 2.0, 2.0]), ("", [2.0, 2.0, 2.0])]

@@ -21,8 +21,8 @@ from ignite_dist.comp_models.base import ProcessModel, weak_method
 from ignite_dist.comp_models.horovod import _horovod, transport
 from ignite_dist.comp_models.horovod._horovod import init_mark_of
 from ignite_dist.comp_models.horovod.launcher import HorovodLauncher
+from ignite_dist.comp_models.horovod.one_machine import HorovodOnOneMachine
 from ignite_dist.comp_models.horovod.training import HorovodTraining
-from ignite_dist.comp_models.horovod.transport import HorovodTransport
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.environments import variables
 from ignite_dist.errors import EnvironmentVariablesError
@@ -52,7 +52,7 @@ class HorovodModel(ProcessModel):
     available_backends: ClassVar[tuple[str, ...]] = _available_backends()
     library: ClassVar[str] = "horovod.torch"
     launcher: ClassVar[type[HorovodLauncher]] = HorovodLauncher
-    transport: HorovodTransport
+    transport: HorovodOnOneMachine
 
     def __init__(self, undo: Callable[[], None] | None = None) -> None:
         import horovod.torch as hvd
@@ -69,7 +69,7 @@ class HorovodModel(ProcessModel):
             self._fixed_device = torch.device("cpu")
         else:
             self._fixed_device = devices.current_accelerator() if undo is not None else None
-        super().__init__(HorovodTransport(hvd, weak_method(self.is_current)), undo)
+        super().__init__(HorovodOnOneMachine(hvd, weak_method(self.is_current)), undo)
         self.training = HorovodTraining(self, hvd, self.transport)
 
     # --- lifecycle ---------------------------------------------------------------------------------
@@ -115,10 +115,12 @@ class HorovodModel(ProcessModel):
         return init_mark_of(self._mpi_ops) is self._init_mark and self._is_initialized()
 
     def close(self) -> None:
+        self.transport.forget()
         self._hvd.shutdown()
 
     def abort(self) -> None:
         # The first shutdown() ends Horovod on all ranks: the other ranks' pending calls raise.
+        self.transport.forget()
         self._hvd.shutdown()
 
     def context_mark(self) -> object:

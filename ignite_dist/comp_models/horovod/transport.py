@@ -48,7 +48,7 @@ _WAITING_FOR_GROUP = (
     "Rank %d waits for the other ranks to make the group %s. With Horovod, every rank of the world must make "
     "a new group, also the ranks outside it: call new_group, or a collective with the list of ranks."
 )
-_SHUT_DOWN = (
+SHUT_DOWN = (
     "Horovod has been shut down by another rank, which has called hvd.shutdown() or finalize(), or has "
     "failed. See the output of that rank."
 )
@@ -196,7 +196,7 @@ class HorovodTransport(Transport):
     def errors_with_cause(self) -> Iterator[None]:
         try:
             if not self._is_running():
-                raise self._mpi_ops.HorovodInternalError(_SHUT_DOWN)
+                raise self._mpi_ops.HorovodInternalError(SHUT_DOWN)
             yield
         except self._mpi_ops.HorovodInternalError as error:
             connections.raise_with_cause(error)
@@ -276,7 +276,7 @@ class HorovodTransport(Transport):
     ) -> Work:
         """Submit a call under a name that is equal on all ranks."""
         if not self._is_running():
-            connections.raise_with_cause(self._mpi_ops.HorovodInternalError(_SHUT_DOWN))
+            connections.raise_with_cause(self._mpi_ops.HorovodInternalError(SHUT_DOWN))
         process_set = self._hvd.global_process_set if group.handle is None else group.handle
         if process_set.process_set_id == 0:  # ADASUM rejects other handles of the world
             process_set = self._hvd.global_process_set
@@ -323,7 +323,7 @@ class HorovodTransport(Transport):
                 os.sched_yield()
                 continue
             if not self._is_running() and not self._hvd.poll(handle):
-                raise self._mpi_ops.HorovodInternalError(_SHUT_DOWN)
+                raise self._mpi_ops.HorovodInternalError(SHUT_DOWN)
             if waited > patience:
                 patience = inf
                 _logger.warning(_WAITING, self._rank, waited, name)

@@ -1,0 +1,42 @@
+"""The transport of Horovod contexts: over shared memory in the groups whose ranks are on one machine."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import DistBackendError
+
+from ignite_dist.comp_models.horovod.transport import SHUT_DOWN, HorovodTransport
+from ignite_dist.comp_models.shared_memory.transport import OneMachineTransport
+from ignite_dist.comp_models.transport import Group
+from ignite_dist.comp_models.work import Work
+
+
+class HorovodOnOneMachine(OneMachineTransport, HorovodTransport):
+    """Carries blocking collectives of CPU tensors over shared memory, and all others over Horovod."""
+
+    def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
+        if op == "ADASUM":
+            return HorovodTransport.all_reduce(self, tensor, op, group)
+        return super().all_reduce(tensor, op, group)
+
+    def handle_of(self, group: Group) -> Any:
+        return self.world_handle() if group.handle is None else group.handle
+
+    def name_of(self, group: Group) -> str:
+        return self._tag(group)
+
+    def timeout_of(self, handle: Any) -> timedelta:
+        return timedelta.max  # Horovod waits for ever
+
+    def check_backend(self) -> None:
+        if not self._is_running():
+            raise DistBackendError(SHUT_DOWN)
+
+    def as_own(self, error: RuntimeError) -> RuntimeError:
+        """Horovod's error of a lost rank, which elastic scripts wait for."""
+        if not isinstance(error, DistBackendError):
+            return error
+        return self._mpi_ops.HorovodInternalError(str(error))  # type: ignore[no-any-return]

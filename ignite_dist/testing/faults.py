@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from ignite_dist.comp_models import ComputationModel
-from ignite_dist.comp_models.transport import Transport
+from ignite_dist.comp_models.native.transport import NativeTransport
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics.announcing import get_or_create_recorder
 
@@ -109,7 +109,7 @@ def disconnect(*, rank: int, at: str, call: int = 1) -> AbstractContextManager[N
         with faults.disconnect(rank=1, at="barrier"), pytest.raises(RuntimeError):
             idist.barrier()
     """
-    if type(current_model().transport).end_waits is Transport.end_waits:
+    if not isinstance(current_model().transport, NativeTransport):
         raise ValueError("disconnect() needs a context of torch.distributed.")
     return _fault(rank, at, call, lambda model: model.transport.end_waits())
 

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import torch
 import helpers
 import ignite_dist as idist
 from ignite_dist.comp_models.horovod import transport as horovod_transport
+from ignite_dist.comp_models.horovod.one_machine import HorovodOnOneMachine
 
 pytestmark = pytest.mark.horovod
 
@@ -222,7 +224,7 @@ def test_comm_of_all_ranks(comm: str, tmp_path: Path) -> None:
 def _late_group(_: int, told: Path) -> str:
     """Rank 0 uses a group that rank 1 has not made; it is told what it waits for."""
     if idist.get_rank() == 0:
-        horovod_transport._PATIENCE_SECONDS = 0.3
+        horovod_transport.PATIENCE_SECONDS = 0.3
         handler = logging.StreamHandler()
         handler.addFilter(lambda record: told.touch() or True)
         horovod_transport._logger.addHandler(handler)
@@ -240,8 +242,54 @@ def test_a_group_that_some_rank_does_not_make_is_named(
     assert output.count("Rank 0 waits for the other ranks to make the group [0].") == 1
 
 
+def _late_call(_: int, told: Path) -> int:
+    """Without a watchdog too, a rank says for whom it waits."""
+    if idist.get_rank() == 0:
+        HorovodOnOneMachine.patience_seconds = 0.3
+        handler = logging.StreamHandler()
+        handler.addFilter(lambda record: told.touch() or True)
+        logging.getLogger("ignite_dist").addHandler(handler)
+    idist.barrier()
+    while idist.get_rank() == 1 and not told.exists():
+        time.sleep(0.01)
+    return idist.all_reduce(1)
+
+
+def test_a_rank_that_waits_in_shared_memory_says_for_whom(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert spawn(_late_call, tmp_path / "told") == [2, 2]
+    output = capfd.readouterr().err
+    assert re.search(r"Rank 0 has waited \d+ s for rank 1 \(pid \d+\) in all_reduce at comp_models/", output)
+
+
+def _interrupted_behind_another(_: int, told: Path) -> int:
+    """Rank 0 waits for its asynchronous call, in whose thread the memory is held, and is interrupted."""
+    idist.barrier()
+    if idist.get_rank() == 0:
+        work = idist.all_reduce(torch.ones(2), async_op=True)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            idist.barrier()
+        told.touch()
+    else:
+        while not told.exists():
+            time.sleep(0.01)
+        work = idist.all_reduce(torch.ones(2), async_op=True)
+    assert work.wait().tolist() == [2.0, 2.0]
+    if idist.get_rank() == 1:
+        with pytest.raises(idist.CollectiveMismatchError):
+            idist.barrier()
+    return idist.all_reduce(1)
+
+
+def test_an_interrupt_behind_an_asynchronous_call_arrives_and_counts(tmp_path: Path) -> None:
+    assert spawn(_interrupted_behind_another, tmp_path / "told") == [2, 2]
+
+
 def _different_shapes(_: int) -> None:
-    horovod_transport._PATIENCE_SECONDS = 0.3
+    horovod_transport.PATIENCE_SECONDS = 0.3
     idist.all_reduce(torch.ones(2 + idist.get_rank()))
 
 

@@ -23,6 +23,7 @@ from ignite_dist.comp_models.horovod._horovod import init_mark_of
 from ignite_dist.comp_models.horovod.launcher import HorovodLauncher
 from ignite_dist.comp_models.horovod.one_machine import HorovodOnOneMachine
 from ignite_dist.comp_models.horovod.training import HorovodTraining
+from ignite_dist.comp_models.shared_memory.segment import unavailable_reason
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.environments import variables
 from ignite_dist.errors import EnvironmentVariablesError
@@ -102,6 +103,7 @@ class HorovodModel(ProcessModel):
             if _DYNAMIC_SETS not in os.environ:  # hvd.init() reads this variable; new groups need it
                 os.environ[_DYNAMIC_SETS] = "1"
                 undo.callback(os.environ.pop, _DYNAMIC_SETS, None)
+            unavailable_reason()  # raises if the variable of shared memory is wrong
             hvd.init(comm)
             undo.callback(variables.restore)
             variables.set_missing(
@@ -122,6 +124,10 @@ class HorovodModel(ProcessModel):
         # The first shutdown() ends Horovod on all ranks: the other ranks' pending calls raise.
         self.transport.forget()
         self._hvd.shutdown()
+
+    def forget(self) -> None:
+        self.transport.forget()
+        super().forget()
 
     def context_mark(self) -> object:
         return self._init_mark

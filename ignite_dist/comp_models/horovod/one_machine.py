@@ -8,17 +8,20 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import DistBackendError
 
-from ignite_dist.comp_models.horovod.transport import SHUT_DOWN, HorovodTransport
+from ignite_dist.comp_models.horovod.transport import PATIENCE_SECONDS, SHUT_DOWN, HorovodTransport
 from ignite_dist.comp_models.shared_memory.transport import OneMachineTransport
 from ignite_dist.comp_models.transport import Group
 from ignite_dist.comp_models.work import Work
 
 
 class HorovodOnOneMachine(OneMachineTransport, HorovodTransport):
-    """Carries blocking collectives of CPU tensors over shared memory, and all others over Horovod."""
+    """Carries collectives of CPU tensors over shared memory, and all others over Horovod."""
+
+    patience_seconds = PATIENCE_SECONDS  # a context of the user's own has no watchdog
 
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
         if op == "ADASUM":
+            self._leave_to_backend(group)
             return HorovodTransport.all_reduce(self, tensor, op, group)
         return super().all_reduce(tensor, op, group)
 
@@ -32,7 +35,7 @@ class HorovodOnOneMachine(OneMachineTransport, HorovodTransport):
         return timedelta.max  # Horovod waits for ever
 
     def check_backend(self) -> None:
-        if not self._is_running():
+        if not (self._is_current() and self._is_running()):
             raise DistBackendError(SHUT_DOWN)
 
     def as_own(self, error: RuntimeError) -> RuntimeError:

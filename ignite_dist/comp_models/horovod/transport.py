@@ -40,7 +40,7 @@ _SLEEP_SECONDS = 200e-6
 _LOCK_SECONDS = 0.1
 
 # A rank that waits longer logs a warning.
-_PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 10.0
 _WAITING = (
     "Rank %d has waited %.0f s in %s. Another rank has not made this call, or the shapes or dtypes differ."
 )
@@ -126,7 +126,7 @@ class HorovodTransport(Transport):
     def _new_process_set(self, ranks: tuple[int, ...]) -> Any:
         hvd = self._hvd
         late_warning = threading.Timer(
-            _PATIENCE_SECONDS, _logger.warning, (_WAITING_FOR_GROUP, self._rank, list(ranks))
+            PATIENCE_SECONDS, _logger.warning, (_WAITING_FOR_GROUP, self._rank, list(ranks))
         )
         late_warning.daemon = True
         late_warning.start()
@@ -205,7 +205,7 @@ class HorovodTransport(Transport):
     def result(self, call: tuple[int, str], process_set: Any) -> Any:
         # The watchdog reads `process_set` in this frame: this rank waits for the ranks of the process set.
         handle, name = call
-        self._wait(handle, name, _PATIENCE_SECONDS)
+        self._wait(handle, name, PATIENCE_SECONDS)
         return self._hvd.synchronize(handle)
 
     # --- primitives ------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class HorovodTransport(Transport):
         with self._clearer_errors():
             handle = submit(name=full_name, process_set=process_set)
         self._num_begun[tag] = self._num_begun.get(tag, 0) + 1
-        patience = _PATIENCE_SECONDS if warns_if_late else inf
+        patience = PATIENCE_SECONDS if warns_if_late else inf
         return _HorovodWork(self, handle, full_name, patience, tag, group.ranks)
 
     @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -58,6 +59,7 @@ class SharedMemory:
         self._call, self._token = NO_CALL, 0  # of the last steps; guarded by _lock
         self._lock = threading.RLock()  # a signal handler does not wait for its own thread
         self._is_running = False  # guarded by _lock
+        self._interrupted_late: deque[tuple[Call, int]] = deque()
 
     def run(self, collective: Callable[[SharedMemory], Any], group: Group) -> Any:
         """Run ``collective`` in ``group``. Only one thread at a time may be in a collective of the group.
@@ -72,6 +74,7 @@ class SharedMemory:
                     "A signal handler or a finalizer has called a collective while its thread was in a "
                     "collective of the same group. Let the handler set a flag, and call the collective later."
                 )
+            self._count_late()
             number = self.segment.number
             self._is_running, self._call = True, group.call
             try:
@@ -91,14 +94,28 @@ class SharedMemory:
                 raise
             finally:
                 self._is_running = False
+                self._count_late()
 
     def count_interrupted(self, call: Call, token: int) -> None:
         """Count ``call``, in which this rank was interrupted, unless it has made a step."""
-        with self._lock:
-            if self._is_running or self.segment.has_left or token == self._token != 0:
-                return
-            self._count(token)
-            self._end_early(call)
+        # The thread of an asynchronous call may hold the lock while it waits for other ranks. It counts then.
+        if not self._lock.acquire(blocking=False):
+            self._interrupted_late.append((call, token))
+            return
+        try:
+            self._count_interrupted(call, token)
+        finally:
+            self._lock.release()
+
+    def _count_late(self) -> None:
+        while self._interrupted_late:
+            self._count_interrupted(*self._interrupted_late.popleft())
+
+    def _count_interrupted(self, call: Call, token: int) -> None:
+        if self._is_running or self.segment.has_left or token == self._token != 0:
+            return
+        self._count(token)
+        self._end_early(call)
 
     def _end_early(self, call: Call) -> None:
         number = self.segment.number + 1

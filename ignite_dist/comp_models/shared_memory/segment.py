@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
+import math
 import mmap
 import os
 import platform
@@ -33,6 +35,8 @@ from torch.distributed import DistBackendError
 from ignite_dist.call_sites import users_frame
 from ignite_dist.comp_models.work import begun_call, place_of
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, without_link
+
+_logger = logging.getLogger(__name__)
 
 VARIABLE = "IGNITE_DIST_SHARED_MEMORY"
 """The environment variable that turns shared memory off, by ``0`` on any rank."""
@@ -59,6 +63,8 @@ _PLACE_BYTES, _PLACE_SECONDS = 256, 1.0
 _LOOKS = 500
 # After this time a sleeping rank checks whether the others are alive. Signals are handled then at the latest.
 _SLEEP_SECONDS = 0.5
+
+_WAITING = "Rank %d has waited %.0f s for %s in %s."
 
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL_SLEEPERS = 202, 0, 1, 0x7FFFFFFF  # the system call on x86-64
 _TIMEOUT = struct.pack("qq", 0, int(_SLEEP_SECONDS * 1e9))
@@ -107,6 +113,7 @@ class Segment:
         peers: the processes of the group.
         timeout: how long to wait for another rank.
         check_backend: called while this rank waits; raises if the ranks cannot meet any more.
+        patience_seconds: after this time a waiting rank logs for whom it waits.
 
     Attributes:
         call: number of the call of the next steps, from 1.
@@ -119,6 +126,7 @@ class Segment:
         peers: list[_Offer],
         timeout: timedelta,
         check_backend: Callable[[], None],
+        patience_seconds: float,
     ) -> None:
         self.position = position
         self.others = [place for place in range(len(peers)) if place != position]
@@ -126,6 +134,7 @@ class Segment:
         self._peers = peers
         self._timeout = timeout
         self._check_backend = check_backend
+        self._patience_seconds = patience_seconds
         self._header_bytes = _header_bytes(len(peers))
         self._bytes = memoryview(memory)
         self._words = self._bytes[: self._header_bytes].cast("Q")
@@ -243,6 +252,7 @@ class Segment:
     def _sleep(self, word: int, number: int) -> None:
         words = self._words
         began = checked = time.monotonic()
+        patience = self._patience_seconds
         words[self._own + _SLEEPS_FOR] = word // _WORDS_PER_RANK + 1
         while (seen := words[word]) < number:
             _syscall(_FUTEX, self._address + 8 * word, _FUTEX_WAIT, seen & _LOW_BITS, _TIMEOUT)
@@ -250,9 +260,13 @@ class Segment:
             if self.has_left or words[word + _WHY_LEFT] or now - checked >= _SLEEP_SECONDS:
                 checked = now
                 self._check_peers(number)
-                late = [place for place in self.others if words[place * _WORDS_PER_RANK] < number]
+                late = self._late(number)
+                names = ", ".join(self._peers[place].who for place in late)
+                if late and now - began > patience:
+                    patience = math.inf
+                    rank = self._peers[self.position].rank
+                    _logger.warning(_WAITING, rank, now - began, names, _call())
                 if late and now - began > self._timeout.total_seconds():
-                    names = ", ".join(self._peers[place].who for place in late)
                     seconds = self._timeout.total_seconds()
                     why = (
                         f"Connection closed: this rank has waited for {names} for {seconds:g} s, its timeout."
@@ -273,7 +287,15 @@ class Segment:
                 if (why or has_ended) and self._words[word] < number:
                     what = "has ended" if has_ended else _LEFT_BY[why]
                     raise DistBackendError(f"Connection closed by peer: {peer.who} {what}.")
-        self._check_backend()
+        try:
+            self._check_backend()
+        except DistBackendError:  # another rank may have ended it after its part of this step
+            if self._late(number):
+                raise
+
+    def _late(self, number: int) -> list[int]:
+        """The positions of the ranks that have not published ``number``."""
+        return [place for place in self.others if self._words[place * _WORDS_PER_RANK] < number]
 
     def raise_mismatch(self, number: int) -> None:
         """Raise ``CollectiveMismatchError`` with the step ``number`` of each rank."""
@@ -318,9 +340,7 @@ class Segment:
     def write_place(self, number: int) -> None:
         """Write for the other ranks where this rank has made its step of this number."""
         start = len(self._peers) * _WORDS_PER_RANK * 8 + self.position * _PLACE_BYTES
-        frame = sys._getframe()
-        place = begun_call(frame) or (place_of(frame) if users_frame(frame) else "")
-        text = place.encode()[: _PLACE_BYTES - 8].ljust(_PLACE_BYTES - 8)
+        text = _call().encode()[: _PLACE_BYTES - 8].ljust(_PLACE_BYTES - 8)
         self._bytes[start + 8 : start + _PLACE_BYTES] = text
         self._bytes[start : start + 8] = number.to_bytes(8, "little")
 
@@ -337,6 +357,12 @@ class Segment:
                 self._why_left = why
                 self._words[self._own + _WHY_LEFT] = how
             self._wake()
+
+
+def _call() -> str:
+    """The call of this thread, and where the user has made it; empty if no user has."""
+    frame = sys._getframe(1)
+    return begun_call(frame) or (place_of(frame) if users_frame(frame) else "")
 
 
 def _with_place(description: str, place: str, call: str) -> str:
@@ -415,6 +441,7 @@ def open_segment(
     group_size: int,
     timeout: timedelta,
     check_backend: Callable[[], None],
+    patience_seconds: float,
 ) -> Segment | str:
     """The memory of a group, or the reason why its ranks share none. Every rank of the group calls this.
 
@@ -425,6 +452,7 @@ def open_segment(
         group_size: number of ranks.
         timeout: how long to wait for another rank in a collective.
         check_backend: called while a rank waits; raises if the ranks cannot meet any more.
+        patience_seconds: after this time a waiting rank logs for whom it waits.
     """
     fd, size = -1, _header_bytes(group_size) + 2 * group_size * part_bytes(group_size)
     offer = _Offer("", rank)
@@ -450,7 +478,7 @@ def open_segment(
         _, reason = _exchange(gather, offer, group_size)
         if memory is None or reason:
             return reason
-        return Segment(memory, position, offers, timeout, check_backend)
+        return Segment(memory, position, offers, timeout, check_backend, patience_seconds)
     finally:
         if fd >= 0:
             os.close(fd)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import weakref
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -32,6 +34,7 @@ from ignite_dist.values.serialization import as_tensor
 _logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
+_NUM_TOKENS = 64  # more than the threads of a rank
 
 
 class OneMachineTransport(Transport):
@@ -39,15 +42,19 @@ class OneMachineTransport(Transport):
 
     To be inherited from before the transport of a backend. The ranks of a group find out whether they can
     share memory in the first of these collectives. If they cannot, the backend carries the collectives. The
-    backend also carries asynchronous collectives.
+    backend also carries collectives that are begun by ``start()``.
     """
 
     _rank: int
+    patience_seconds: float = math.inf
+    """A rank that waits longer in shared memory logs for whom it waits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         unavailable_reason()  # raises now if the environment variable is wrong
-        # By the id of the process group; None if its ranks share no memory.
+        # The tokens of the last calls that the backend carries.
+        self._of_backend: deque[int] = deque(maxlen=_NUM_TOKENS)
+        # By the id of the handle; None if its ranks share no memory.
         self._memories: dict[int, SharedMemory | None] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._openings: dict[int, Future[SharedMemory | None]] = {}
@@ -63,9 +70,12 @@ class OneMachineTransport(Transport):
         return self._work(tensor.device, group, lambda memory: memory.all_reduce(tensor, op), over_backend)
 
     def all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
-        rows = tensor.new_empty((len(group.ranks), *tensor.shape)) if out is None else out
-        over_backend = partial(super().all_gather, tensor, group, rows)  # type: ignore[safe-super]
-        return self._work(tensor.device, group, lambda memory: memory.all_gather(tensor, rows), over_backend)
+        def gather(memory: SharedMemory) -> Tensor:
+            rows = tensor.new_empty((len(group.ranks), *tensor.shape)) if out is None else out
+            return memory.all_gather(tensor, rows)
+
+        over_backend = partial(super().all_gather, tensor, group, out)  # type: ignore[safe-super]
+        return self._work(tensor.device, group, gather, over_backend)
 
     def all_to_all(self, tensor: Tensor, group: Group, out: Tensor, sizes: Sizes | None) -> Work:
         over_backend = partial(super().all_to_all, tensor, group, out, sizes)
@@ -107,8 +117,13 @@ class OneMachineTransport(Transport):
         over_backend: Callable[[], Work],
     ) -> Work:
         if device.type != "cpu" or self.shares_memory(group) is False:
+            self._leave_to_backend(group)
             return over_backend()
         return _SharedWork(self, group, run, over_backend)
+
+    def _leave_to_backend(self, group: Group) -> None:
+        """Note that the backend carries the call, so that an interrupt does not count in the memory."""
+        self._of_backend.append(group.token)
 
     # --- what the backend says ---
 
@@ -176,7 +191,9 @@ class OneMachineTransport(Transport):
         assert position is not None
         gather = partial(self._gather_over_backend, group=group)
         segment = open_segment(
-            gather, self._rank, position, len(group.ranks), self.timeout_of(handle), self.check_backend
+            *(gather, self._rank, position, len(group.ranks), self.timeout_of(handle)),
+            check_backend=self.check_backend,
+            patience_seconds=self.patience_seconds,
         )
         if isinstance(segment, str):
             _logger.info("%s share no memory: %s", describe_ranks(group.ranks).capitalize(), segment)
@@ -205,6 +222,8 @@ class OneMachineTransport(Transport):
 
     def count_interrupted(self, group: Group) -> None:
         if self.shares_memory(group) is False or group.position(self._rank) is None:
+            return
+        if group.token in self._of_backend:
             return
         handle = self.handle_of(group)
         self._forget_with(handle)

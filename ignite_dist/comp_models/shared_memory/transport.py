@@ -123,7 +123,8 @@ class OneMachineTransport(Transport):
 
     def _leave_to_backend(self, group: Group) -> None:
         """Note that the backend carries the call, so that an interrupt does not count in the memory."""
-        self._of_backend.append(group.token)
+        if group.token:
+            self._of_backend.append(group.token)
 
     # --- what the backend says ---
 

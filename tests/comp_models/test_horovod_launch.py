@@ -337,6 +337,14 @@ def test_no_restart_through_horovod_run(how: str, tmp_path: Path) -> None:
     assert {path.name[:9] for path in tmp_path.iterdir()} == {"attempt 0"}
 
 
+def test_a_job_that_was_ended_before_a_rank_had_failed_is_not_started_again() -> None:
+    with pytest.raises(idist.WorkerExitedError, match="SIGTERM") as caught, jobs._restore_signals():
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.raise_signal(signal.SIGTERM)
+        raise RuntimeError("Read data from KVStore server failed.")  # as Horovod does
+    assert caught.value.is_permanent
+
+
 def test_a_job_of_one_process_on_a_named_host() -> None:
     with pytest.raises(idist.WorkerRaisedError, match="beside a progress bar"):
         spawn(_end, "progress", nproc_per_node=1, hosts="localhost:1")

@@ -262,7 +262,8 @@ def _parse_report(
 def _restore_signals() -> Iterator[None]:
     """Restore the signal handlers that ``horovod.run`` replaces, and turn Ctrl-C into KeyboardInterrupt.
 
-    An error after SIGTERM is permanent: there is no restart.
+    An error after SIGTERM is permanent: there is no restart. Horovod then ends all workers by SIGTERM. If none of
+    them had failed before, it raises that their results are missing.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     reader, writer = os.pipe()
@@ -271,12 +272,17 @@ def _restore_signals() -> Iterator[None]:
     previous_fd = signal.set_wakeup_fd(writer)  # Python writes each signal's number into the pipe
     try:
         yield
-    except RankFailedError as error:
+    except RuntimeError as error:
+        received = b""
         with suppress(BlockingIOError):
             received = os.read(reader, 1024)
-            if signal.SIGINT in received:
-                raise KeyboardInterrupt from None
+        if signal.SIGINT in received:
+            raise KeyboardInterrupt from None
+        if isinstance(error, RankFailedError):
             error.is_permanent = error.is_permanent or signal.SIGTERM in received
+        elif signal.SIGTERM in received:
+            ended = Failure(inf, "", "", "", -signal.SIGTERM, is_permanent=True)
+            raise error_of([FailedRank(0, 0, 0, "", ended)]) from None
         raise
     finally:
         signal.set_wakeup_fd(previous_fd)

@@ -262,8 +262,8 @@ def _parse_report(
 def _restore_signals() -> Iterator[None]:
     """Restore the signal handlers that ``horovod.run`` replaces, and turn Ctrl-C into KeyboardInterrupt.
 
-    An error after SIGTERM is permanent: there is no restart. Horovod then ends all workers by SIGTERM. If none of
-    them had failed before, it raises that their results are missing.
+    An error after SIGTERM is permanent: there is no restart. Horovod then ends all workers by SIGTERM, and
+    raises that their results are missing if none of them had failed before.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     reader, writer = os.pipe()

@@ -397,7 +397,7 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
     if zero and live.get_world_size() > 1:
         _check_zero(live, optimizer)
         optimizer = live.training.shard_optimizer(optimizer)
-    drain(live, live.groups.world)  # ranks match collectives by their order
+    drain(live, live.groups.world)  # asynchronous collectives that were begun before come first
     wrapped = live.training.wrap_optimizer(optimizer, **kwargs)
     live.training.optimizers[id(wrapped)] = wrapped
     if not live.training.averages_gradients and live.get_world_size() > 1:

@@ -73,7 +73,7 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """``python *args`` in a fork of a Python that has imported torch; its output is text.
 
-    The ranks of torchrun are such forks, too. What is still running after ``seconds`` is ended.
+    If ``args`` start torchrun, its ranks are forks too. What is still running after ``seconds`` is ended.
     """
     command = [str(arg) for arg in args]
     env = plain_environ() if env is None else env

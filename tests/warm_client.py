@@ -51,7 +51,7 @@ class Request(NamedTuple):
     args: list[str]  # of python
     env: dict[str, str]
     cwd: str
-    fds: list[int]  # the numbers that the files get in the fork; those of JOINED come behind them
+    fds: list[int]  # the numbers that the files get in the fork; behind the files, the namespaces are sent
     mask: set[int]
     ignored: set[int]
     limits: list[tuple[int, tuple[int, int]]]

@@ -71,7 +71,7 @@ def _can_be_written(tensor: Tensor) -> bool:
 
 
 def _broadcast(live: ComputationModel, tensors: list[Tensor], group: Group) -> None:
-    drain(live, group)  # ranks match collectives by their order
+    drain(live, group)  # asynchronous collectives that were begun before come first
     if len(group.ranks) > 1:
         broadcast_tensors(live, tensors, group.ranks[0], group)
 

@@ -39,7 +39,7 @@ class HorovodOnOneMachine(OneMachineTransport, HorovodTransport):
             raise DistBackendError(SHUT_DOWN)
 
     def as_own(self, error: RuntimeError) -> RuntimeError:
-        """Horovod's error of a lost rank, which elastic scripts wait for."""
+        """A lost rank is a ``HorovodInternalError``, which elastic scripts catch."""
         if not isinstance(error, DistBackendError):
             return error
         return self._mpi_ops.HorovodInternalError(str(error))  # type: ignore[no-any-return]

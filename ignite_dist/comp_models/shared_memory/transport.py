@@ -7,7 +7,6 @@ import math
 import threading
 import weakref
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -34,7 +33,6 @@ from ignite_dist.values.serialization import as_tensor
 _logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-_NUM_TOKENS = 64  # more than the threads of a rank
 
 
 class OneMachineTransport(Transport):
@@ -52,8 +50,7 @@ class OneMachineTransport(Transport):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         unavailable_reason()  # raises now if the environment variable is wrong
-        # The tokens of the last calls that the backend carries.
-        self._of_backend: deque[int] = deque(maxlen=_NUM_TOKENS)
+        self._of_thread = threading.local()  # its `token` is that of the last call that the backend carried
         # By the id of the handle; None if its ranks share no memory.
         self._memories: dict[int, SharedMemory | None] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
@@ -123,8 +120,7 @@ class OneMachineTransport(Transport):
 
     def _leave_to_backend(self, group: Group) -> None:
         """Note that the backend carries the call, so that an interrupt does not count in the memory."""
-        if group.token:
-            self._of_backend.append(group.token)
+        self._of_thread.token = group.token
 
     # --- what the backend says ---
 
@@ -202,6 +198,7 @@ class OneMachineTransport(Transport):
         return SharedMemory(segment, self.name_of(group))
 
     def _gather_over_backend(self, buffer: bytearray, group: Group) -> bytearray:
+        """As ``Transport.gather_bytes``, whose ``all_gather`` would wait for this memory."""
         gathered = bytearray(len(group.ranks) * len(buffer))
         rows = as_tensor(gathered).view(len(group.ranks), len(buffer))
         super().all_gather(as_tensor(buffer), group, rows).wait()  # type: ignore[safe-super]
@@ -224,7 +221,7 @@ class OneMachineTransport(Transport):
     def count_interrupted(self, group: Group) -> None:
         if self.shares_memory(group) is False or group.position(self._rank) is None:
             return
-        if group.token in self._of_backend:
+        if group.token == getattr(self._of_thread, "token", 0) != 0:
             return
         handle = self.handle_of(group)
         self._forget_with(handle)

@@ -21,7 +21,6 @@ from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.data.loaders import auto_dataloader
-from ignite_dist.diagnostics.pending_calls import drain
 from ignite_dist.gradients import parameters_of
 from ignite_dist.samplers import DistributedProxySampler
 from ignite_dist.training.data_meshes import DataMesh, check_shardable, find_data_mesh
@@ -397,7 +396,6 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
     if zero and live.get_world_size() > 1:
         _check_zero(live, optimizer)
         optimizer = live.training.shard_optimizer(optimizer)
-    drain(live, live.groups.world)  # asynchronous collectives that were begun before come first
     wrapped = live.training.wrap_optimizer(optimizer, **kwargs)
     live.training.optimizers[id(wrapped)] = wrapped
     if not live.training.averages_gradients and live.get_world_size() > 1:

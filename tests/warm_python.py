@@ -1,10 +1,11 @@
 """A Python that has imported torch. Tests run scripts in forks of it, so that a script need not import torch.
 
 A fork has the arguments, environment, folder, streams, limits of files, processes and memory, main module
-and exit status of ``python SCRIPT``. A fork server that the script starts is a fork too, made before the
-script's first line. What differs: all forks have one hash seed (ranks that loop over a set of strings see
-one order), their parent is this Python, and no terminal controls them. Tests of such things, and of the
-start of Python, use :func:`helpers.run_new_python` or the programs of ``commands.BIN``.
+and exit status of ``python SCRIPT``, and its client's network, host name and mounts. A fork server that the
+script starts is a fork too, made before the script's first line. What differs: all forks have one hash seed
+(ranks that loop over a set of strings see one order), their parent is this Python, and no terminal controls
+them. Tests of such things, and of the start of Python, use :func:`helpers.run_new_python` or the programs
+of ``commands.BIN``.
 
 ``python warm_python.py FD OWNER`` is that Python, which ends with the process OWNER. ``FD`` is a socket that
 listens: each connection is one request (see :mod:`warm_client`). The answers are ``"started PID"`` and

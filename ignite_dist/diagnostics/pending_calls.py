@@ -122,7 +122,7 @@ def submit(model: ComputationModel, group: Group, begin: Callable[[Group], Work]
     def run() -> Any:
         own_group = queue.group.wait()
         queue.group = Completed(own_group)
-        return begin(own_group).wait()
+        return begin(own_group.in_call(group.call, group.token)).wait()
 
     return queue.submit(Steps(run), call)
 

@@ -15,7 +15,6 @@ from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import check_dense, check_writable, is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.coordination import Caller, exchange_outcomes
-from ignite_dist.diagnostics.pending_calls import drain
 from ignite_dist.training.data_meshes import DataMesh
 from ignite_dist.training.state_dicts import as_sharded
 
@@ -71,7 +70,6 @@ def _can_be_written(tensor: Tensor) -> bool:
 
 
 def _broadcast(live: ComputationModel, tensors: list[Tensor], group: Group) -> None:
-    drain(live, group)  # asynchronous collectives that were begun before come first
     if len(group.ranks) > 1:
         broadcast_tensors(live, tensors, group.ranks[0], group)
 

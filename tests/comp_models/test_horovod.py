@@ -264,7 +264,7 @@ def test_a_rank_that_waits_in_shared_memory_says_for_whom(
 
 
 def _interrupted_behind_another(_: int, told: Path) -> int:
-    """Rank 0 waits for its asynchronous call, in whose thread the memory is held, and is interrupted."""
+    """Rank 0 waits for its asynchronous call, and is interrupted."""
     idist.barrier()
     if idist.get_rank() == 0:
         work = idist.all_reduce(torch.ones(2), async_op=True)

@@ -147,7 +147,7 @@ def test_when_a_rank_leaves_after_an_exception_the_others_are_told() -> None:
     assert "shut down" in first and second == "left"
 
 
-def _call_while_it_ends(_: int) -> str:
+def _call_while_it_ends(_: int, error: str) -> str:
     if idist.get_rank() == 1:
         idist.barrier()
         try:
@@ -163,15 +163,18 @@ def _call_while_it_ends(_: int) -> str:
     while live.current_model().transport._is_running():  # type: ignore[attr-defined]
         pass
     for _attempt in range(2):
-        with pytest.raises(RuntimeError, match="shut down"):
+        with pytest.raises(RuntimeError, match=error):
             idist.all_reduce(torch.ones(1))
     return f"{len(pending)} given up"
 
 
-def test_a_call_that_comes_while_horovod_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("memory", "error"), [("0", "shut down"), ("1", r"rank 1 \(pid \d+\) has ended")])
+def test_a_call_that_comes_while_horovod_ends_is_refused(
+    memory: str, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its thread gives up a thousand calls and takes the GIL for it, under a lock the next call needs."""
-    monkeypatch.setenv("IGNITE_DIST_SHARED_MEMORY", "0")
-    assert spawn(_call_while_it_ends) == ["1000 given up", "left"]
+    monkeypatch.setenv("IGNITE_DIST_SHARED_MEMORY", memory)
+    assert spawn(_call_while_it_ends, error) == ["1000 given up", "left"]
 
 
 def _interrupted(_: int) -> str:

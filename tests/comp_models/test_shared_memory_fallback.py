@@ -138,7 +138,7 @@ def _run(script: Path, *prefixes: tuple[str, ...], arguments: tuple[tuple[str, .
     ranks = [
         subprocess.Popen(
             [
-                *(*prefix, sys.executable if prefix else helpers.python_that_forks(), str(script)),
+                *(*prefix, helpers.python_that_forks(), str(script)),
                 *(arguments[rank] if arguments else ()),
             ],
             env=helpers.plain_environ(**{**helpers.loopback(), **environs[rank]}),

@@ -6,18 +6,20 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_shared_memory_failures import when_waiting
 from test_threads_of_a_rank import SECONDS, together
 
 import ignite_dist as idist
 from ignite_dist.comp_models.shared_memory.segment import VARIABLE
 from ignite_dist.context.live import current_model
 from on_ranks import on_ranks
+from waiting import RUN, SLEEP, wait_until_at, when_waiting
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +39,33 @@ def _check_round(number: int, group: Any = None) -> None:
     assert idist.all_reduce(values, group=group).tolist() == expected
     assert idist.all_gather((rank, number), group) == [(other, number) for other in range(size)]
     assert idist.broadcast(torch.full((3,), rank), number % size, group=group).tolist() == [number % size] * 3
+
+
+def _interrupted_behind_a_thread(_: int, told: Path) -> int:
+    """The main thread of rank 0 is interrupted while another thread waits in the memory that it needs."""
+    idist.barrier()
+    if idist.get_rank() == 1:
+        while not told.exists():
+            time.sleep(0.01)
+        assert idist.all_reduce(2) == 4
+        with pytest.raises(idist.CollectiveMismatchError):
+            idist.barrier()
+        return idist.all_reduce(1)
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(idist.all_reduce(2)))
+    thread.start()
+    wait_until_at(SLEEP, thread)
+    when_waiting(lambda: os.kill(os.getpid(), signal.SIGINT), RUN)
+    with pytest.raises(KeyboardInterrupt):
+        idist.barrier()
+    told.touch()
+    thread.join(SECONDS)
+    assert results == [4]
+    return idist.all_reduce(1)
+
+
+def test_an_interrupt_behind_a_thread_in_the_memory_arrives_and_counts(tmp_path: Path) -> None:
+    assert on_ranks(_interrupted_behind_a_thread, tmp_path / "told") == [2, 2]
 
 
 def _in_two_groups(_: int, num: int) -> None:

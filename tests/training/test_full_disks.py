@@ -55,9 +55,8 @@ def run(folder: Path, target: Path, kind: str, *prefix: str, num_bytes: int | No
         if num_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
-    python = sys.executable if prefix else python_that_forks()  # no fork sees the disk of another namespace
     ended = subprocess.run(
-        [*prefix, python, write_script(folder, SCRIPT), target / "checkpoint.pt", kind],
+        [*prefix, python_that_forks(), write_script(folder, SCRIPT), target / "checkpoint.pt", kind],
         env=plain_environ(OMP_NUM_THREADS="1"),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

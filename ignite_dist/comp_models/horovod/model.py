@@ -23,7 +23,7 @@ from ignite_dist.comp_models.horovod._horovod import init_mark_of
 from ignite_dist.comp_models.horovod.launcher import HorovodLauncher
 from ignite_dist.comp_models.horovod.one_machine import HorovodOnOneMachine
 from ignite_dist.comp_models.horovod.training import HorovodTraining
-from ignite_dist.comp_models.shared_memory.segment import unavailable_reason
+from ignite_dist.comp_models.shared_memory.segment import check_variable
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.environments import variables
 from ignite_dist.errors import EnvironmentVariablesError
@@ -103,7 +103,7 @@ class HorovodModel(ProcessModel):
             if _DYNAMIC_SETS not in os.environ:  # hvd.init() reads this variable; new groups need it
                 os.environ[_DYNAMIC_SETS] = "1"
                 undo.callback(os.environ.pop, _DYNAMIC_SETS, None)
-            unavailable_reason()  # raises if the variable of shared memory is wrong
+            check_variable()  # before anything is to be undone
             hvd.init(comm)
             undo.callback(variables.restore)
             variables.set_missing(

@@ -11,11 +11,11 @@ from torch.distributed import DistBackendError
 from ignite_dist.comp_models.horovod.transport import PATIENCE_SECONDS, SHUT_DOWN, HorovodTransport
 from ignite_dist.comp_models.shared_memory.transport import OneMachineTransport
 from ignite_dist.comp_models.transport import Group
-from ignite_dist.comp_models.work import Work
+from ignite_dist.comp_models.work import Completed, Work
 
 
 class HorovodOnOneMachine(OneMachineTransport, HorovodTransport):
-    """Carries collectives of CPU tensors over shared memory, and all others over Horovod."""
+    """Carries blocking collectives of CPU tensors over shared memory, and all others over Horovod."""
 
     patience_seconds = PATIENCE_SECONDS  # a context of the user's own has no watchdog
 
@@ -24,6 +24,17 @@ class HorovodOnOneMachine(OneMachineTransport, HorovodTransport):
             self._leave_to_backend(group)
             return HorovodTransport.all_reduce(self, tensor, op, group)
         return super().all_reduce(tensor, op, group)
+
+    def separate_group(self, group: Group) -> Work:
+        # Another handle of the process set, without a memory: its collectives go over Horovod, which matches
+        # them by name. In the memory they would have to keep an order with those of other threads.
+        known = self.handle_of(group)
+        handle = self._hvd.ProcessSet(list(group.ranks))
+        handle.process_set_id = known.process_set_id
+        handle.ignite_dist_number = self._number_of(group)
+        self._forget_with(handle)
+        self._memories[id(handle)] = None
+        return Completed(Group(handle, group.ranks))
 
     def handle_of(self, group: Group) -> Any:
         return self.world_handle() if group.handle is None else group.handle

@@ -257,36 +257,31 @@ class Segment:
         while (seen := words[word]) < number:
             _syscall(_FUTEX, self._address + 8 * word, _FUTEX_WAIT, seen & _LOW_BITS, _TIMEOUT)
             now = time.monotonic()
-            if self.has_left or words[word + _WHY_LEFT] or now - checked >= _SLEEP_SECONDS:
-                checked = now
-                self._check_peers(number)
-                late = self._late(number)
-                names = ", ".join(self._peers[place].who for place in late)
-                if late and now - began > patience:
-                    patience = math.inf
-                    rank = self._peers[self.position].rank
-                    _logger.warning(_WAITING, rank, now - began, names, _call())
-                if late and now - began > self._timeout.total_seconds():
-                    seconds = self._timeout.total_seconds()
-                    why = (
-                        f"Connection closed: this rank has waited for {names} for {seconds:g} s, its timeout."
-                    )
-                    self._leave(_TIMED_OUT, why)
-                    raise RuntimeError(
-                        f"Timed out waiting {seconds * 1e3:.0f}ms for {names} in a collective."
-                    )
+            if not (self.has_left or words[word + _WHY_LEFT] or now - checked >= _SLEEP_SECONDS):
+                continue
+            checked = now
+            self._check_peers(number)
+            late = self._late(number)
+            names = ", ".join(self._peers[place].who for place in late)
+            if late and now - began > patience:
+                patience = math.inf
+                _logger.warning(_WAITING, self._peers[self.position].rank, now - began, names, _call())
+            if late and now - began > self._timeout.total_seconds():
+                seconds = self._timeout.total_seconds()
+                why = f"Connection closed: this rank has waited for {names} for {seconds:g} s, its timeout."
+                self._leave(_TIMED_OUT, why)
+                raise RuntimeError(f"Timed out waiting {seconds * 1e3:.0f}ms for {names} in a collective.")
         words[self._own + _SLEEPS_FOR] = 0
 
     def _check_peers(self, number: int) -> None:
         """Raise if one of the awaited ranks has ended."""
         self.check()
-        for place in self.others:
+        for place in self._late(number):
             word, peer = place * _WORDS_PER_RANK, self._peers[place]
-            if self._words[word] < number:
-                why, has_ended = self._words[word + _WHY_LEFT], _has_ended(peer)
-                if (why or has_ended) and self._words[word] < number:
-                    what = "has ended" if has_ended else _LEFT_BY[why]
-                    raise DistBackendError(f"Connection closed by peer: {peer.who} {what}.")
+            why, has_ended = self._words[word + _WHY_LEFT], _has_ended(peer)
+            if (why or has_ended) and self._words[word] < number:
+                what = "has ended" if has_ended else _LEFT_BY[why]
+                raise DistBackendError(f"Connection closed by peer: {peer.who} {what}.")
         try:
             self._check_backend()
         except DistBackendError:  # another rank may have ended it after its part of this step
@@ -412,16 +407,25 @@ class _Offer(NamedTuple):
         return f"rank {self.rank} (pid {self.pid})"
 
 
-def unavailable_reason() -> str:
-    """The reason why this process cannot share memory; empty if it can.
+def check_variable() -> None:
+    """Check :data:`VARIABLE`.
 
     Raises:
-        EnvironmentVariablesError: :data:`VARIABLE` is neither 0 nor 1.
+        EnvironmentVariablesError: it is neither 0 nor 1.
     """
     text = os.environ.get(VARIABLE, "")
     if text not in ("", "0", "1"):
         raise EnvironmentVariablesError(f"The environment variable {VARIABLE} must be 0 or 1, got {text!r}.")
-    if text == "0":
+
+
+def unavailable_reason() -> str:
+    """The reason why this process cannot share memory; empty if it can.
+
+    Raises:
+        EnvironmentVariablesError: see :func:`check_variable`.
+    """
+    check_variable()
+    if os.environ.get(VARIABLE) == "0":
         return f"{VARIABLE}=0"
     if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
         return f"only on Linux and x86-64, not on {sys.platform} and {platform.machine()}"

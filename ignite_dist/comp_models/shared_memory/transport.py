@@ -19,9 +19,9 @@ from torch import Tensor
 from ignite_dist.comp_models.shared_memory.collectives import SharedMemory
 from ignite_dist.comp_models.shared_memory.segment import (
     MAX_RANKS,
+    check_variable,
     open_segment,
     part_bytes,
-    unavailable_reason,
 )
 from ignite_dist.comp_models.transport import Group, Sizes, Transport
 from ignite_dist.comp_models.work import Steps, Work, waits_for_ranks
@@ -40,7 +40,7 @@ class OneMachineTransport(Transport):
 
     To be inherited from before the transport of a backend. The ranks of a group find out whether they can
     share memory in the first of these collectives. If they cannot, the backend carries the collectives. The
-    backend also carries collectives that are begun by ``start()``.
+    backend also carries asynchronous collectives. (mypy does not see the backend behind ``super()``.)
     """
 
     _rank: int
@@ -49,7 +49,7 @@ class OneMachineTransport(Transport):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        unavailable_reason()  # raises now if the environment variable is wrong
+        check_variable()  # at the beginning of the context, not in its first collective
         self._of_thread = threading.local()  # its `token` is that of the last call that the backend carried
         # By the id of the handle; None if its ranks share no memory.
         self._memories: dict[int, SharedMemory | None] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from ignite_dist.call_sites import site_of, users_frame, warn_user
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, waits_for_ranks
+from ignite_dist.context.forks import WorkOfParent
 from ignite_dist.context.live import before_end_hooks, end_hooks
 from ignite_dist.diagnostics import pending_calls
 from ignite_dist.diagnostics.pending_calls import PendingCall
@@ -124,6 +126,12 @@ class PendingWork(Work):
             return False
         return True
 
+    def leave_to_parent(self) -> Work | None:
+        """In a forked child: make :meth:`wait` raise. Return the collective, which nobody may free."""
+        self._lock = threading.Lock()  # a thread of the parent may hold the old one
+        inner, self._inner = self._inner, WorkOfParent()
+        return inner
+
     def __del__(self) -> None:
         if getattr(self, "_inner", None) is not None:
             self._pending.works.pop(id(self), None)
@@ -161,6 +169,10 @@ class _Pending:
         self.released: Counter[str] = Counter()
         self._lock = threading.RLock()  # guards released, also from a handler of a signal
 
+    def held(self) -> list[PendingWork]:
+        """Those that the user still has, the oldest first."""
+        return [work for reference in list(self.works.values()) if (work := reference()) is not None]
+
     def release(self) -> None:
         """Free two dropped works if they have completed without an error. Else they wait at the end."""
         for _ in range(min(2, len(self.dropped))):
@@ -181,7 +193,7 @@ def _wait_for_all(model: ComputationModel) -> None:
     pending = _pending.get(model)
     if pending is None:
         return
-    works = [work for reference in list(pending.works.values()) if (work := reference()) is not None]
+    works = pending.held()
     calls = [*pending.released.elements(), *(work.call for work in [*pending.dropped, *works])]
     for call in calls:
         warn_user(f"No wait() was called for the {call}: call wait() of the Work.")
@@ -197,5 +209,20 @@ def _forget_all(model: ComputationModel) -> None:
     pending_calls.queues.pop(model)
 
 
+_of_parent: list[Any] = []  # what the child of a fork keeps: the memory of calls that still run in the parent
+
+
+def _leave_all_to_parent() -> None:
+    """In a forked child: wait for none of the parent's works, which other threads complete."""
+    for pending in _pending:
+        _of_parent.append(pending)
+        _of_parent.extend(work.leave_to_parent() for work in [*pending.dropped, *pending.held()])
+    _of_parent.extend(pending_calls.queues)
+    _pending.clear()
+    pending_calls.queues.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all_to_parent)
 before_end_hooks.insert(0, _wait_for_all)
 end_hooks.append(_forget_all)

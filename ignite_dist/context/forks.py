@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from torch.utils.data import get_worker_info
 
 from ignite_dist.comp_models import ComputationModel, registered_computation_models
+from ignite_dist.comp_models.work import Work
 
 # For each attribute of a model, the methods of that object that communicate or prepare communication.
 _REFUSED = {
@@ -64,6 +65,18 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _do_nothing() -> None:
     pass
+
+
+class WorkOfParent(Work):
+    """A collective that the parent has begun. The child has no thread that completes it."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: object = None) -> NoReturn:  # noqa: D102
+        _refuse()
+
+    def is_completed(self) -> bool:  # noqa: D102
+        return True
 
 
 def after_fork(model: ComputationModel) -> None:

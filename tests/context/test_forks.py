@@ -131,6 +131,42 @@ def _end_as_a_script_does(status: int) -> None:
     os._exit(status)
 
 
+def forks_during_asynchronous_calls(local_rank: int, goes_on: Any) -> None:
+    """Rank 0 begins the calls when the child of rank 1 has ended."""
+    if local_rank == 0:
+        assert goes_on.wait(SECONDS)
+    tensor, tree = torch.ones(1000), {"loss": 1}
+    works = [idist.all_reduce(value, async_op=True) for value in (tensor, tree)]
+    if local_rank == 1:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                found = []
+                for work in works:
+                    with pytest.raises(RuntimeError, match=REFUSED):
+                        work.wait()
+                    found.append(work.is_completed())
+                with pytest.raises(RuntimeError, match=REFUSED):
+                    idist.all_reduce(1)
+                idist.finalize()
+                status = 0 if found == [True, True] else 2
+            finally:
+                os._exit(status)
+        try:
+            assert end_of(pid) == 0
+        finally:
+            goes_on.set()
+    assert works[0].wait().sum() == 2000 and works[1].wait() == {"loss": 2}
+    still_works()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_child_waits_for_none_of_the_asynchronous_calls(backend: str) -> None:
+    event = multiprocessing.get_context("spawn").Event()
+    idist.spawn(backend, forks_during_asynchronous_calls, (event,), nproc_per_node=2)
+
+
 @pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_forked_child_gets_an_error_at_once_and_harms_nobody(backend: str, how: str) -> None:

@@ -24,7 +24,8 @@ _OPS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}
 _DTYPES_REDUCED_BY_TPUS = STANDARD_DTYPES - {torch.float64} | {torch.bfloat16}
 
 # Replicas of one process must run the same compiled module. Two replicas that compile the same graph at the
-# same time get two modules. With this lock, the second replica finds the first replica's module.
+# same time get two modules. With this lock, the second replica finds the first replica's module. Two that
+# make graphs of a collective while a third compiles have crashed in torch_xla (SIGSEGV), so it covers both.
 _compiling = threading.Lock()
 
 
@@ -177,8 +178,8 @@ class XlaTransport(Transport):
         # none. A replica that left here would block the devices of the others.
         with interrupts.delayed():
             self._meeting.meet(self._context.get_rank(), call)
-            result = collective(tensor)  # not in place: PJRT's CPU hangs if an input is donated
             with _compiling:
+                result = collective(tensor)  # not in place: PJRT's CPU hangs if an input is donated
                 _torch_xla.begin_to_compute(result)
             # Otherwise the next collective would depend on this collective, which has already started.
             _torch_xla.forget_order_of_collectives(tensor.device)

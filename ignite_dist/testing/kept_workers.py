@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import signal
 import socket
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ignite_dist.errors import DistributedError
 
 _POLLING_SECONDS = 0.02
 _START_SECONDS = 120.0
+_STACKS_SECONDS = 1.0  # from the signal until a worker has written its stacks, at most
+_STACKS_SIGNAL = signal.SIGUSR2
+
+_stacks: TextIO | None = None  # the file of this worker
+
+
+def write_stacks(address: str) -> None:
+    """Called in a worker: write the stacks of its threads when it crashes, or is asked for them."""
+    global _stacks
+    if _stacks is None:  # else another replica of this process has opened it
+        _stacks = Path(f"{address}-{os.getpid()}").open("w", encoding="utf-8")  # noqa: SIM115  # kept open
+        faulthandler.register(_STACKS_SIGNAL, _stacks)
+        faulthandler.enable(_stacks)
 
 
 class KeptWorkers:
     """Workers that wait for messages.
 
-    Every worker connects to the address with ``multiprocessing.connection.Client``, and sends its rank and
-    its process id.
+    Every worker calls :func:`write_stacks`, connects to the address with
+    ``multiprocessing.connection.Client``, and sends its rank and its process id.
 
     Attributes:
         workers: what ``start`` has returned.
@@ -43,23 +59,19 @@ class KeptWorkers:
         """
         self.connections: dict[int, Connection] = {}
         self.pids: dict[int, int] = {}
-        with (
-            tempfile.TemporaryDirectory(prefix="idist-") as folder,
-            socket.socket(socket.AF_UNIX) as listener,
-        ):
-            address = str(Path(folder) / "workers")
-            listener.bind(address)
+        with ExitStack() as end, socket.socket(socket.AF_UNIX) as listener:
+            folder = end.enter_context(tempfile.TemporaryDirectory(prefix="idist-"))
+            self._address = str(Path(folder) / "workers")
+            listener.bind(self._address)
             listener.listen(world_size)
-            self.workers = start(address)
+            self.workers = start(self._address)
+            end.callback(self._end_workers)
             deadline = time.monotonic() + _START_SECONDS
-            try:
-                while len(self.connections) < world_size:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"the workers had not started after {_START_SECONDS:.0f} s.")
-                    self._accept(listener)
-            except BaseException:
-                self.close()
-                raise
+            while len(self.connections) < world_size:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the workers had not started after {_START_SECONDS:.0f} s.")
+                self._accept(listener)
+            self._end = end.pop_all()
 
     def _accept(self, listener: socket.socket) -> None:
         listener.settimeout(_POLLING_SECONDS)
@@ -73,8 +85,29 @@ class KeptWorkers:
         rank, pid = connection.recv()
         self.connections[rank], self.pids[rank] = connection, pid
 
+    def stacks(self, rank: int) -> str:
+        """The stacks of all threads of a worker; a sentence if it has not written them in a second.
+
+        Raises:
+            ProcessLookupError: the worker has ended.
+        """
+        os.kill(self.pids[rank], _STACKS_SIGNAL)
+        size, before, until = 0, -1, time.monotonic() + _STACKS_SECONDS
+        while time.monotonic() < until and not (size and size == before):
+            time.sleep(_POLLING_SECONDS)
+            size, before = len(self.written(rank)), size
+        return self.written(rank) or "It wrote no stacks within a second."
+
+    def written(self, rank: int) -> str:
+        """The stacks that a worker has written: when it crashed, for example. Empty if there are none."""
+        file = Path(f"{self._address}-{self.pids[rank]}")
+        return file.read_text(encoding="utf-8", errors="replace")
+
     def close(self) -> None:
         """End the workers."""
+        self._end.close()
+
+    def _end_workers(self) -> None:
         for connection in self.connections.values():
             connection.close()
         self.workers.terminate()

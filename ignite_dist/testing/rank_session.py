@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import pickle
-import signal
 import sys
 import time
 from collections.abc import Generator
@@ -19,11 +17,9 @@ from ignite_dist.context import identity
 from ignite_dist.context.live import current_model
 from ignite_dist.testing import fixtures
 from ignite_dist.testing.debugging import RankDebugger
+from ignite_dist.testing.kept_workers import write_stacks
 from ignite_dist.testing.line_coverage import LineCoverage
 from ignite_dist.testing.settings import Request, SessionSettings
-
-STACKS_SIGNAL = signal.SIGUSR2
-"""Makes a worker write the stacks of its threads."""
 
 
 class RankReport(NamedTuple):
@@ -103,17 +99,16 @@ class NotStarted(NamedTuple):
 
 def serve(local_rank: int, address: str, settings: SessionSettings) -> None:
     """Run pytest in this worker until the launching pytest closes the connection."""
+    write_stacks(address)
     with Client(address, "AF_UNIX") as connection:
         connection.send((identity.get_rank(), os.getpid()))
         os.chdir(settings.directory)
         sys.path[:] = settings.module_path
         os.environ.pop("PYTEST_ADDOPTS", None)  # is in the options already
-        with open(Path(settings.folder) / str(os.getpid()), "w", encoding="utf-8") as stacks:
-            faulthandler.register(STACKS_SIGNAL, stacks)
-            debugger = RankDebugger(connection)
-            session = RankSession(connection, settings, debugger)
-            plugins = [session, debugger, fixtures, *LineCoverage.plugins(settings.options)]
-            exit_code = pytest.main(settings.arguments, plugins=plugins)
+        debugger = RankDebugger(connection)
+        session = RankSession(connection, settings, debugger)
+        plugins = [session, debugger, fixtures, *LineCoverage.plugins(settings.options)]
+        exit_code = pytest.main(settings.arguments, plugins=plugins)
         if not session.has_started:
             connection.send(NotStarted(f"pytest did not start in a worker ({exit_code!r}): see its output."))
     os._exit(0)  # the ranks of a world that was closed do not wait for each other

@@ -37,7 +37,7 @@ class SessionSettings(NamedTuple):
         arguments: command line of the worker's pytest.
         options: values of pytest's options, by name.
         worker_input: what pytest-xdist has told the launching pytest, for plugins that read it.
-        folder: for the files of the tests, and for the stacks of ranks that hang.
+        folder: for the files of the tests.
     """
 
     directory: str

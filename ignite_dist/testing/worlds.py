@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ignite_dist import launcher
@@ -24,7 +22,6 @@ from ignite_dist.testing.rank_session import (
 )
 from ignite_dist.testing.settings import Request, SessionSettings, WorldSettings
 
-_POLLING_SECONDS = 0.02
 # For the start of pytest in the workers and the import of the tests.
 _START_SECONDS = 120.0
 _END_SECONDS = 10.0  # from the end of a worker's connection to the end of its process, at most
@@ -140,23 +137,16 @@ class World:
             return None
 
     def _describe(self, rank: int, seconds: float) -> Unfinished:
-        pid = self._pids[rank]
         exit_code = self._exit_code(rank)
         ended = self._lost.get(rank, time.monotonic())
         if exit_code is not None:
             return Unfinished(f"ended during the test ({_describe_exit(exit_code)})", "", ended)
         if rank in self._lost:
             return Unfinished("ended during the test", "", ended)
-        file = Path(self._session.folder) / str(pid)
         try:
-            os.kill(pid, rank_session.STACKS_SIGNAL)
+            stacks = self._kept.stacks(rank)
         except ProcessLookupError:
             return Unfinished("ended during the test", "", ended)
-        size, before, until = 0, -1, time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < until and not (size and size == before):
-            time.sleep(_POLLING_SECONDS)
-            size, before = file.stat().st_size, size
-        stacks = file.read_text(encoding="utf-8", errors="replace") or "It wrote no stacks within a second."
         return Unfinished(f"had not finished the test after {seconds:.0f} s", relevant_frames(stacks), None)
 
     def _exit_code(self, rank: int) -> int | None:

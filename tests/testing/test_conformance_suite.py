@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import helpers
+import ignite_dist as idist
 from commands import BIN, documented
-from ignite_dist.testing.conformance import plugin
+from ignite_dist.testing.conformance import plugin, worlds
+from ignite_dist.testing.conformance.cases import on_every_rank
+from ignite_dist.testing.kept_workers import KeptWorkers
 from installed import copy_checkout, new_environment
 
 SUITE = "ignite_dist.testing.conformance"
@@ -160,3 +168,47 @@ def test_other_suites_may_have_options_of_these_names(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(text)
     ended = helpers.run_python("-m", "pytest", "-p", "pytest_ignite_dist", "--backend=other", cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout
+
+
+@on_every_rank
+def one_rank_hangs() -> None:
+    if idist.get_rank() == 1:
+        threading.Event().wait()
+
+
+@on_every_rank
+def one_rank_crashes() -> None:
+    if idist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (one_rank_hangs, r"no answer within 5 s from ranks \[1\]\n(.*\n)*.* in one_rank_hangs\n"),
+        (one_rank_crashes, r"rank 1:\nthe worker died\nFatal Python error: (.*\n)*.* in one_rank_crashes\n"),
+    ],
+)
+def test_a_rank_that_hangs_or_crashes_is_shown(
+    case: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worlds, "SECONDS_PER_CASE", 5)
+    world = worlds.SpawnedWorld("gloo", 2)
+    try:
+        with pytest.raises(pytest.fail.Exception, match=expected):
+            world.run(case.on_rank)
+    finally:
+        world.close()
+
+
+def cannot_start(local_rank: int) -> None:
+    raise OSError("no")
+
+
+def test_workers_that_cannot_start_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(idist.DistributedError):
+        KeptWorkers(lambda address: idist.spawn("gloo", cannot_start, nproc_per_node=2, join=False), 2)
+    assert list(tmp_path.iterdir()) == []

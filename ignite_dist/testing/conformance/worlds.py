@@ -68,6 +68,8 @@ class SpawnedWorld:
         silent = sorted(set(range(self.size)) - set(answers))
         if silent:
             failures.append(f"no answer within {SECONDS_PER_CASE} s from ranks {silent}")
+            one_of_each = {self._kept.pids[rank]: rank for rank in silent}  # replicas of XLA share a process
+            failures += [self._kept.stacks(rank) for rank in one_of_each.values()]
         if failures:
             self.close()
             pytest.fail("\n".join(failures), pytrace=False)
@@ -88,7 +90,7 @@ class SpawnedWorld:
                 try:
                     answers[rank] = kept.connections[rank].recv()
                 except (EOFError, OSError):
-                    answers[rank] = ("the worker died", None)
+                    answers[rank] = (f"the worker died\n{kept.written(rank)}", None)
         return answers
 
     def close(self) -> None:

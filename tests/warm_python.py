@@ -3,18 +3,24 @@
 A fork has the arguments, environment, folder, streams, limits of files, processes and memory, main module
 and exit status of ``python SCRIPT``, and its client's network, host name and mounts. A fork server that the
 script starts is a fork too, made before the script's first line. What differs: all forks have one hash seed
-(ranks that loop over a set of strings see one order), their parent is this Python, and no terminal controls
-them. Tests of such things, and of the start of Python, use :func:`helpers.run_new_python` or the programs
-of ``commands.BIN``.
+(ranks that loop over a set of strings see one order), their parent is this Python, no terminal controls them,
+and they do not free what they share with this Python. Tests of such things, and of the start of Python, use
+:func:`helpers.run_new_python` or the programs of ``commands.BIN``. For the exit there is
+``warm_client.WHOLE_EXIT``.
 
 ``python warm_python.py FD OWNER`` is that Python, which ends with the process OWNER. ``FD`` is a socket that
 listens: each connection is one request (see :mod:`warm_client`). The answers are ``"started PID"`` and
 ``"ended STATUS"``. The fork is killed if the client closes the connection before that.
 """
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import atexit
+
+atexit.register(lambda: _keep_what_forks_share())  # before any other function, which are then called first
+
 import ctypes
 import fcntl
 import gc
@@ -38,7 +44,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
 
-from warm_client import JOINED, Request, is_open, receive, send
+from warm_client import JOINED, WHOLE_EXIT, Request, is_open, receive, send
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _FIRST_FREE_FD = 500  # above those that a script may have passed on
@@ -181,6 +187,20 @@ def _is_terminal(number: int) -> bool:
     return is_open(number) and os.isatty(number)
 
 
+def _keep_what_forks_share() -> None:
+    """The last that ``atexit`` calls: let this process end without freeing what all forks share.
+
+    It would first copy that memory. Python then clears no module that was imported before the fork. C's
+    ``exit`` writes the streams of C, and ends the process before the destructors of torch's libraries.
+    """
+    if WHOLE_EXIT.items() <= os.environ.items():
+        return
+    kept = [module for name in _shared_modules if (module := sys.modules.pop(name, None)) is not None]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    _libc.on_exit(_libc._exit, None)
+    _libc.__cxa_atexit(_libc.fflush, None, None)  # the last to be registered is the first to be called
+
+
 def _run_and_exit(args: Sequence[str]) -> NoReturn:
     """What ``python *args`` does once it has started."""
     if args[0] == "-u" or os.environ.get("PYTHONUNBUFFERED"):
@@ -235,6 +255,7 @@ if __name__ == "__main__":
     import torch._dynamo  # noqa: F401  # torch, and what every optimizer imports
 
     _site_path = sys.path[1:]
+    _shared_modules = {*sys.modules} - {"__main__", "builtins", "sys"}
     gc.collect()
     gc.freeze()
     _request = _serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -22,6 +22,7 @@ import helpers
 import ignite_dist as idist
 from contexts import SHORT, by_test_rank, facts, messages_of, my_rank, topology
 from ignite_dist.context import live
+from warm_client import WHOLE_EXIT
 
 CPU = torch.device("cpu")
 BRIEF = timedelta(seconds=2)
@@ -546,7 +547,9 @@ def test_a_collective_may_be_the_last_statement_of_a_script(tmp_path: Path, last
     # gloo's thread still holds the tensors; without the interpreter it could only abort the process.
     script = helpers.write_script(tmp_path, LAST_STATEMENT.format(last=last))
     ranks = [
-        subprocess.Popen([helpers.python_that_forks(), script], env=helpers.plain_environ(**environ))
+        subprocess.Popen(
+            [helpers.python_that_forks(), script], env=helpers.plain_environ(**environ, **WHOLE_EXIT)
+        )
         for environ in helpers.torchrun_environs(3, helpers.free_port(), agent_store=False)
     ]
     try:

@@ -21,6 +21,7 @@ import helpers
 import ignite_dist as idist
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics.announcing import recorder_of
+from warm_client import WHOLE_EXIT
 
 BACKENDS = ["gloo", pytest.param("horovod", marks=pytest.mark.horovod)]
 REFUSED = "collective would hang here"
@@ -200,7 +201,7 @@ SCRIPT = """
 @pytest.mark.long
 def test_a_child_that_ends_as_scripts_do_ends_nothing_else(tmp_path: Path) -> None:
     script = helpers.write_script(tmp_path, SCRIPT)
-    environ = helpers.plain_environ(OMP_NUM_THREADS="1", **helpers.loopback())
+    environ = helpers.plain_environ(OMP_NUM_THREADS="1", **helpers.loopback(), **WHOLE_EXIT)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     ended = helpers.run_python(*launcher, script, seconds=120, env=environ)
     assert ended.returncode == 0, ended.stdout

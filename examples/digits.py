@@ -231,7 +231,7 @@ def parse_arguments(launched):
         description="Train on scikit-learn's handwritten digits, on one process or on many."
     )
     add = parser.add_argument
-    add("--epochs", type=positive_int, default=10, help="total, with epochs before --resume (%(default)s)")
+    add("--epochs", type=positive_int, default=5, help="total, with epochs before --resume (%(default)s)")
     add("--batch-size", type=positive_int, default=32, help="images over all processes (%(default)s)")
     add("--lr", type=float, default=0.05, help="learning rate of the first epoch (%(default)s)")
     add("--seed", type=int, default=0, help="seed of weights and image order (%(default)s)")

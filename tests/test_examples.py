@@ -22,7 +22,7 @@ from machines import machines, needs_namespaces
 pytestmark = pytest.mark.long
 
 DIGITS = ROOT / "examples" / "digits.py"
-EPOCHS = 10  # the script's default
+EPOCHS = 5  # the script's default
 NUM_TEST = 360
 
 

@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -235,9 +235,44 @@ THINGS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def _leave(rank: int, folder: Path, how: str = "returns") -> None:
+# --- what trackers of experiments have not written yet
+
+
+def summary_writer(path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    kept.append(SummaryWriter(str(path)))
+    kept[-1].add_scalar("loss", 0.5, 3)
+
+
+def hdf5_file(path: Path) -> None:
+    """Not in ``kept``: if that is the launcher's list, a fork of the launcher leaves it alone."""
+    global hdf5
+    import h5py
+
+    hdf5 = h5py.File(path, "w")
+    hdf5["x"] = [1.0] * 3
+
+
+def wandb_run(path: Path) -> None:
+    import wandb
+
+    path.mkdir()
+    settings = wandb.Settings(console="off", silent=True, root_dir=str(path), x_disable_stats=True)
+    kept.append(wandb.init(mode="offline", project="test", settings=settings))
+    kept[-1].log({"loss": 0.5}, step=3)
+
+
+TRACKERS: dict[str, Callable[[Path], None]] = {
+    one.__name__: one for one in (summary_writer, hdf5_file, wandb_run)
+}
+
+
+def _leave(rank: int, folder: Path, how: str = "returns", trackers: Sequence[str] = ()) -> None:
     for name, leave in THINGS.items():
         leave(folder / f"{name}-{rank}")
+    for name in trackers:
+        TRACKERS[name](folder / f"{name}-{rank}")
     if how != "returns":  # a failure interrupts a rank that has not left everything
         idist.barrier()
     if how == "raises":
@@ -267,81 +302,20 @@ def _found(folder: Path, rank: int, is_forked: bool = True) -> dict[str, Any]:
     return found
 
 
-EXPECTED = {
-    **dict.fromkeys(THINGS, b"done"),
-    **{"database": ("done",), "shelf": "done", "tar": ["member"], "profile": True, "folders": []},
-    **{"numpy_array": [1.0] * 3, "pickle_of_a_tensor": [1.0] * 3},
-}
+def _tracked(folder: Path, rank: int, tracker: str) -> Any:
+    path = folder / f"{tracker}-{rank}"
+    if tracker == "summary_writer":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+        return [(one.step, one.value) for one in EventAccumulator(str(path)).Reload().Scalars("loss")]
+    if tracker == "hdf5_file":
+        import h5py
 
-def test_what_torch_promises(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_leave, (tmp_path,), nprocs=1)
-    assert _found(tmp_path, 0, is_forked=False) == EXPECTED
-
-
-@pytest.mark.parametrize("how", ["returns", "raises", "exits"])
-@pytest.mark.parametrize("method", METHODS)
-def test_nothing_is_lost(method: str, how: str, tmp_path: Path) -> None:
-    if how == "returns":
-        spawn(_leave, tmp_path, how, start_method=method)
-    else:
-        with pytest.raises(idist.RankFailedError) as caught:
-            spawn(_leave, tmp_path, how, start_method=method)
-        assert getattr(caught.value, "exit_code", "raised") == {"raises": "raised", "exits": 3}[how]
-    for rank in range(2):
-        assert _found(tmp_path, rank, method != "spawn") == EXPECTED
-
-
-# --- what trackers of experiments have not written yet ---------------------------------------------------
-
-
-def summary_writer(path: Path) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    kept.append(SummaryWriter(str(path)))
-    kept[-1].add_scalar("loss", 0.5, 3)
-
-
-def hdf5_file(path: Path) -> None:
-    """Not in ``kept``: if that is the launcher's list, a fork of the launcher leaves it alone."""
-    global hdf5
-    import h5py
-
-    hdf5 = h5py.File(path, "w")
-    hdf5["x"] = [1.0] * 3
-
-
-def wandb_run(path: Path) -> None:
-    import wandb
-
-    path.mkdir()
-    settings = wandb.Settings(console="off", silent=True, root_dir=str(path), x_disable_stats=True)
-    kept.append(wandb.init(mode="offline", project="test", settings=settings))
-    kept[-1].log({"loss": 0.5}, step=3)
-
-
-def _track(rank: int, folder: Path, trackers: str, how: str = "returns") -> None:
-    for track in TRACKERS[trackers]:
-        track(folder / f"{track.__name__}-{rank}")
-    if how == "raises":
-        idist.barrier()
-        raise LookupError("no data")
-
-
-TRACKERS = {"files": (summary_writer, hdf5_file), "wandb": (wandb_run,)}
-
-
-def _tracked(folder: Path, trackers: str, rank: int) -> Any:
-    if trackers == "wandb":
-        (path,) = (folder / f"wandb_run-{rank}" / "wandb").glob("offline-run-*/*.wandb")
-        kinds = _kinds_of_records(path.read_bytes())
-        return kinds.count("history"), kinds[-1]
-    import h5py
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / f"summary_writer-{rank}")).Reload()
-    with h5py.File(folder / f"hdf5_file-{rank}") as file:
-        return [(one.step, one.value) for one in events.Scalars("loss")], file["x"][:].tolist()
+        with h5py.File(path) as file:
+            return file["x"][:].tolist()
+    (path,) = (path / "wandb").glob("offline-run-*/*.wandb")
+    kinds = _kinds_of_records(path.read_bytes())
+    return kinds.count("history"), kinds[-1]
 
 
 def _kinds_of_records(data: bytes) -> list[Any]:
@@ -357,32 +331,49 @@ def _kinds_of_records(data: bytes) -> list[Any]:
     return kinds
 
 
-TRACKED = {"files": ([(3, 0.5)], [1.0] * 3), "wandb": (1, "exit")}
-LONG = ["files", pytest.param("wandb", marks=pytest.mark.long)]  # wandb starts a program of its own
+EXPECTED = {
+    **dict.fromkeys(THINGS, b"done"),
+    **{"database": ("done",), "shelf": "done", "tar": ["member"], "profile": True, "folders": []},
+    **{"numpy_array": [1.0] * 3, "pickle_of_a_tensor": [1.0] * 3},
+}
+TRACKED = {"summary_writer": [(3, 0.5)], "hdf5_file": [1.0] * 3, "wandb_run": (1, "exit")}
+FILES, WANDB = ("summary_writer", "hdf5_file"), ("wandb_run",)  # wandb starts a program of its own
 
 
-@pytest.mark.parametrize("trackers", LONG)
-def test_what_torch_promises_trackers(trackers: str, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_track, (tmp_path, trackers), nprocs=1)
-    assert _tracked(tmp_path, trackers, 0) == TRACKED[trackers]
+def _assert_all_is_there(folder: Path, rank: int, trackers: Sequence[str], is_forked: bool = True) -> None:
+    assert _found(folder, rank, is_forked) == EXPECTED
+    for tracker in trackers:
+        assert _tracked(folder, rank, tracker) == TRACKED[tracker]
 
 
-@pytest.mark.parametrize("trackers", LONG)
-@pytest.mark.parametrize("method", METHODS)
-def test_what_is_tracked_is_not_lost(method: str, trackers: str, tmp_path: Path) -> None:
-    spawn(_track, tmp_path, trackers, start_method=method)
+@pytest.mark.parametrize("trackers", [FILES, pytest.param(WANDB, marks=pytest.mark.long)])
+def test_what_torch_promises(trackers: Sequence[str], tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_leave, (tmp_path, "returns", trackers), nprocs=1)
+    _assert_all_is_there(tmp_path, 0, trackers, is_forked=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "how", "trackers"),
+    [
+        *((method, how, FILES) for method in ("fork", "forkserver") for how in ("returns", "raises")),
+        *((method, "exits", ()) for method in ("fork", "forkserver")),
+        *(
+            pytest.param(method, how, trackers, marks=pytest.mark.long)
+            for method, trackers in (("fork", WANDB), ("forkserver", WANDB), ("spawn", (*FILES, *WANDB)))
+            for how in ("returns", "raises")
+        ),
+        pytest.param("spawn", "exits", (), marks=pytest.mark.long),
+    ],
+)
+def test_nothing_is_lost(method: str, how: str, trackers: Sequence[str], tmp_path: Path) -> None:
+    if how == "returns":
+        spawn(_leave, tmp_path, how, trackers, start_method=method)
+    else:
+        with pytest.raises(idist.RankFailedError) as caught:
+            spawn(_leave, tmp_path, how, trackers, start_method=method)
+        assert getattr(caught.value, "exit_code", "raised") == {"raises": "raised", "exits": 3}[how]
     for rank in range(2):
-        assert _tracked(tmp_path, trackers, rank) == TRACKED[trackers]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("trackers", TRACKERS)
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_what_is_tracked_is_not_lost_in_a_failure(method: str, trackers: str, tmp_path: Path) -> None:
-    with pytest.raises(idist.RankFailedError, match="no data"):
-        spawn(_track, tmp_path, trackers, "raises", start_method=method)
-    for rank in range(2):
-        assert _tracked(tmp_path, trackers, rank) == TRACKED[trackers]
+        _assert_all_is_there(tmp_path, rank, trackers, method != "spawn")
 
 
 # --- after the failure of another rank --------------------------------------------------------------------

@@ -27,6 +27,7 @@ from helpers import (
     end_of_ranks,
     loopback,
     plain_environ,
+    python_that_forks,
     torchrun_environs,
     without_gloos,
     write_script,
@@ -92,9 +93,12 @@ class Run(NamedTuple):
 
 
 class Watched:
-    """The example as a process of its own, whose checkpoint is read whenever it has changed."""
+    """The example as a process of its own, whose checkpoint is read whenever it has changed.
 
-    def __init__(self, folder: Path, *command: Any) -> None:
+    The ranks of torchrun are forks, and end with the processes that torchrun has started for them.
+    """
+
+    def __init__(self, folder: Path, *command: Any, programs: Path = BIN) -> None:
         self.path = folder / "checkpoint.pt"
         self.epoch = 0  # of the checkpoint
         self._seen: tuple[int, ...] = ()
@@ -106,7 +110,8 @@ class Watched:
                 env=plain_environ(
                     CUDA_VISIBLE_DEVICES="",
                     OMP_NUM_THREADS="1",
-                    PATH=f"{BIN}:{os.environ['PATH']}",
+                    PATH=f"{programs}:{os.environ['PATH']}",
+                    PYTHON_EXEC=python_that_forks(),
                     **loopback(),
                 ),
                 cwd=ROOT,
@@ -128,7 +133,7 @@ class Watched:
             if over:
                 return
             assert time.monotonic() < deadline, self.progress[-4000:]
-            time.sleep(0.01)
+            time.sleep(0.03)
 
     def _look(self) -> None:
         if self.path.exists():
@@ -162,8 +167,8 @@ class Watched:
 
 
 @contextmanager
-def watched(folder: Path, *command: Any) -> Iterator[Watched]:
-    run = Watched(folder, *command)
+def watched(folder: Path, *command: Any, programs: Path = BIN) -> Iterator[Watched]:
+    run = Watched(folder, *command, programs=programs)
     try:
         yield run
     finally:
@@ -172,7 +177,9 @@ def watched(folder: Path, *command: Any) -> Iterator[Watched]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    with watched(tmp_path_factory.mktemp("undisturbed"), "python", DIGITS, "--nproc-per-node", 2) as run:
+    command = ("python", DIGITS, "--nproc-per-node", 2)
+    forks = Path(python_that_forks()).parent
+    with watched(tmp_path_factory.mktemp("undisturbed"), *command, programs=forks) as run:
         return run.finish()
 
 

@@ -125,7 +125,7 @@ conformance-newest:  ## run the conformance suite on the newest torch, in .venv-
 
 conformance-gloo: $(call needs,test examples)  ## run the conformance suite with two ranks, without shared memory
 	IGNITE_DIST_SHARED_MEMORY=0 $(PY) -m pytest ignite_dist/testing/conformance -n logical \
-	    -m "$(ON_CPUS)" -k gloo-2 $(ARGS)
+	    -m "$(ON_CPUS)" -k "gloo-2 and not test_compiled" $(ARGS)
 
 # Two ranks: what one rank and more ranks add does not depend on torch's version.
 other-torch: $(call needs,test examples)

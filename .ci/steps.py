@@ -192,7 +192,11 @@ def _show(steps: list[Step], seconds: float, busy: float) -> None:
 _ALL = ("environment", "horovod")
 _KEEP = 'ARGS="--conformance-results=build/conformance-{}.json"'
 _INSTALLER = f"python3 -m venv {INSTALLER} && {INSTALLER}/bin/python -m pip install -q -c constraints.txt uv"
-_ENVIRONMENT = "make .venv/.has-{test,examples,lint,docs,dist,mpi4py,launchers}"
+# Collecting the tests compiles their modules. Otherwise each of the processes that begin at once would.
+_ENVIRONMENT = (
+    "make .venv/.has-{test,examples,lint,docs,dist,mpi4py,launchers} && "
+    "PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest --collect-only -qq >/dev/null"
+)
 _XLA = "make xla && make VENV=.venv-xla CONSTRAINTS=constraints-xla.txt .venv-xla/.has-test"
 _NEWEST = "make VENV=.venv-newest CONSTRAINTS=constraints-newest.txt .venv-newest/.has-{test,examples}"
 _PYTHON = (

@@ -103,7 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(
         "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     )
-    # Horovod's ranks ask each other for work in each cycle. By default that is every millisecond: an idle rank
+    # Ranks of Horovod ask each other for work in each cycle, by default every millisecond: an idle one then
     # takes half of a core.
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "10")
     # Most tests say what happens on CPUs.

@@ -123,6 +123,7 @@ conformance-oldest: xla  ## run the conformance suite on the oldest torch that t
 conformance-newest:  ## run the conformance suite on the newest torch, in .venv-newest (6 GB)
 	+$(MAKE) VENV=.venv-newest CONSTRAINTS=constraints-newest.txt other-torch
 
+# Without graphs: they make the same calls with and without shared memory, and take the longest.
 conformance-gloo: $(call needs,test examples)  ## run the conformance suite with two ranks, without shared memory
 	IGNITE_DIST_SHARED_MEMORY=0 $(PY) -m pytest ignite_dist/testing/conformance -n logical \
 	    -m "$(ON_CPUS)" -k "gloo-2 and not test_compiled" $(ARGS)

@@ -41,7 +41,7 @@ class XlaWorld(SpawnedWorld):
 
 
 class XlaWorldOfThree(XlaWorld):
-    """The older fusion rounds a third of a float8 twice: the case that sees this has workers of its own."""
+    """One case divides float8 numbers by three. The older fusion rounds twice: it has workers without."""
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -103,8 +103,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(
         "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     )
-    # Ranks of Horovod ask each other for work in each cycle, by default every millisecond: an idle one then
-    # takes half of a core.
+    # By default each rank of Horovod asks the others for work every millisecond. An idle rank takes half of a
+    # core then.
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "10")
     # Most tests say what happens on CPUs.
     if config.option.markexpr != "gpu":

@@ -195,7 +195,7 @@ _INSTALLER = f"python3 -m venv {INSTALLER} && {INSTALLER}/bin/python -m pip inst
 # Collecting the tests compiles their modules. Otherwise each of the processes that begin at once would.
 _ENVIRONMENT = (
     "make .venv/.has-{test,examples,lint,docs,dist,mpi4py,launchers} && "
-    "PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest --collect-only -qq >/dev/null"
+    "PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest --collect-only -qq | tail -n 50"
 )
 _XLA = "make xla && make VENV=.venv-xla CONSTRAINTS=constraints-xla.txt .venv-xla/.has-test"
 _NEWEST = "make VENV=.venv-newest CONSTRAINTS=constraints-newest.txt .venv-newest/.has-{test,examples}"

@@ -13,7 +13,7 @@ from commands import at_a_shell
 from helpers import ROOT
 from pages import Block, blocks, commands_of
 
-# What an agent of torchrun says if the agent with the store has ended first, which neither waits for.
+# What torchrun's agent writes if the agent that serves the store has ended before it. No agent waits.
 _STORE_HAS_ENDED = re.compile(
     r"^\[W.*TCPStore\.cpp:\d+\] \[c10d\] .*\n(?:(?:Exception raised |frame #|<omitting ).*\n|\n)*"
     r"W.* has failed to shutdown the rendezvous '.*' due to an error of type RendezvousConnectionError\.\n",

@@ -47,6 +47,7 @@ from typing import Any, NoReturn
 from warm_client import JOINED, WHOLE_EXIT, Request, is_open, receive, send
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_pid_of_script = 0  # of the script or the fork server, not of what these fork
 _FIRST_FREE_FD = 500  # above those that a script may have passed on
 
 
@@ -190,10 +191,11 @@ def _is_terminal(number: int) -> bool:
 def _keep_what_forks_share() -> None:
     """The last that ``atexit`` calls: let this process end without freeing what all forks share.
 
-    It would first copy that memory. Python then clears no module that was imported before the fork. C's
-    ``exit`` writes the streams of C, and ends the process before the destructors of torch's libraries.
+    It would first copy that memory. Python then clears no module that was imported before the fork, and C's
+    ``exit`` writes the streams of C and ends the process. No destructor of a C library runs, also not of one
+    that the script has loaded.
     """
-    if WHOLE_EXIT.items() <= os.environ.items():
+    if os.getpid() != _pid_of_script or WHOLE_EXIT.items() <= os.environ.items():
         return
     kept = [module for name in _shared_modules if (module := sys.modules.pop(name, None)) is not None]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
@@ -203,6 +205,8 @@ def _keep_what_forks_share() -> None:
 
 def _run_and_exit(args: Sequence[str]) -> NoReturn:
     """What ``python *args`` does once it has started."""
+    global _pid_of_script
+    _pid_of_script = os.getpid()
     if args[0] == "-u" or os.environ.get("PYTHONUNBUFFERED"):
         args = args[args[0] == "-u" :]
         sys.stdout = sys.__stdout__ = _unbuffered(1)

@@ -17,7 +17,7 @@ from ignite_dist.arguments import check_timeout
 from ignite_dist.call_sites import site_of, users_frame, warn_user
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
-from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, waits_for_ranks
+from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, never_free, waits_for_ranks
 from ignite_dist.context.forks import WorkOfParent
 from ignite_dist.context.live import before_end_hooks, end_hooks
 from ignite_dist.diagnostics import pending_calls
@@ -126,11 +126,11 @@ class PendingWork(Work):
             return False
         return True
 
-    def leave_to_parent(self) -> Work | None:
-        """In a forked child: make :meth:`wait` raise. Return the collective, which nobody may free."""
+    def leave_to_parent(self) -> None:
+        """In a forked child: make :meth:`wait` raise."""
         self._lock = threading.Lock()  # a thread of the parent may hold the old one
-        inner, self._inner = self._inner, WorkOfParent()
-        return inner
+        never_free([self._inner])
+        self._inner = WorkOfParent()
 
     def __del__(self) -> None:
         if getattr(self, "_inner", None) is not None:
@@ -209,16 +209,12 @@ def _forget_all(model: ComputationModel) -> None:
     pending_calls.queues.pop(model)
 
 
-_of_parent: list[Any] = []  # what the child of a fork keeps: the memory of calls that still run in the parent
-
-
 def _leave_all_to_parent() -> None:
-    """In a forked child: wait for none of the parent's works, which other threads complete."""
+    """In a forked child: let no call wait for the parent's works. Their threads are in the parent."""
     for pending in _pending:
-        _of_parent.append(pending)
-        _of_parent.extend(work.leave_to_parent() for work in [*pending.dropped, *pending.held()])
-    _of_parent.extend(pending_calls.queues)
-    _pending.clear()
+        for work in [*pending.dropped, *pending.held()]:
+            work.leave_to_parent()
+    never_free(pending_calls.queues)
     pending_calls.queues.clear()
 
 

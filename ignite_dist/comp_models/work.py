@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -140,6 +141,12 @@ class _Then(Work):
 
     def is_completed(self) -> bool:
         return self._inner.is_completed()
+
+
+def never_free(objects: Iterable[object]) -> None:
+    """Keep groups or works until the process ends: their destructors would need their threads or the GPU."""
+    for one in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 # --- waiting threads -------------------------------------------------------------------------------------

@@ -54,6 +54,11 @@ def keep_only_getters(model: ComputationModel, parent: int) -> None:
     model.groups.once.forget()
 
 
+def is_inherited(model: ComputationModel) -> bool:
+    """True if the context of ``model`` belongs to another process, from which this one is a fork."""
+    return model.close is _do_nothing
+
+
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     what = "a worker of a DataLoader" if get_worker_info() is not None else "a forked child"
     raise RuntimeError(
@@ -87,5 +92,5 @@ def after_fork(model: ComputationModel) -> None:
             mark = kind.prepare_forked_child()
             if mark is not None:
                 _inherited.append(mark)
-                _parent = os.getppid()
+                _parent = _parent or os.getppid()  # a fork of a fork: the first of them
     disable_if_inherited(model)

@@ -285,7 +285,8 @@ def finalize() -> None:
 def conclude() -> None:
     """End the context after success, as :func:`finalize` does when no exception is being handled."""
     model = current_model()
-    _call_hooks(before_end_hooks, model)
+    if not forks.is_inherited(model):  # else the parent waits for what it has begun
+        _call_hooks(before_end_hooks, model)
     model.meet_at_end()
     _call_hooks(end_hooks, model)  # before the rank that serves the store exits
     model.close()

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -22,21 +23,22 @@ _STACKS_SECONDS = 1.0  # from the signal until a worker has written its stacks, 
 _STACKS_SIGNAL = signal.SIGUSR2
 
 _stacks: TextIO | None = None  # the file of this worker
+_lock = threading.Lock()  # guards _stacks: replicas of XLA are threads of one worker
 
 
-def write_stacks(address: str) -> None:
-    """Called in a worker: write the stacks of its threads when it crashes, or is asked for them."""
+def register_stacks(address: str) -> None:
+    """In a worker: let :meth:`KeptWorkers.stacks` ask it for the stacks of its threads."""
     global _stacks
-    if _stacks is None:  # else another replica of this process has opened it
-        _stacks = Path(f"{address}-{os.getpid()}").open("w", encoding="utf-8")  # noqa: SIM115  # kept open
-        faulthandler.register(_STACKS_SIGNAL, _stacks)
-        faulthandler.enable(_stacks)
+    with _lock:
+        if _stacks is None:
+            _stacks = Path(f"{address}-{os.getpid()}").open("w", encoding="utf-8")  # noqa: SIM115
+            faulthandler.register(_STACKS_SIGNAL, _stacks)
 
 
 class KeptWorkers:
     """Workers that wait for messages.
 
-    Every worker calls :func:`write_stacks`, connects to the address with
+    Every worker calls :func:`register_stacks`, connects to the address with
     ``multiprocessing.connection.Client``, and sends its rank and its process id.
 
     Attributes:
@@ -91,17 +93,21 @@ class KeptWorkers:
         Raises:
             ProcessLookupError: the worker has ended.
         """
+        file = Path(f"{self._address}-{self.pids[rank]}")
         os.kill(self.pids[rank], _STACKS_SIGNAL)
         size, before, until = 0, -1, time.monotonic() + _STACKS_SECONDS
         while time.monotonic() < until and not (size and size == before):
             time.sleep(_POLLING_SECONDS)
-            size, before = len(self.written(rank)), size
-        return self.written(rank) or "It wrote no stacks within a second."
+            size, before = file.stat().st_size, size
+        return file.read_text(encoding="utf-8", errors="replace") or "It wrote no stacks within a second."
 
-    def written(self, rank: int) -> str:
-        """The stacks that a worker has written: when it crashed, for example. Empty if there are none."""
-        file = Path(f"{self._address}-{self.pids[rank]}")
-        return file.read_text(encoding="utf-8", errors="replace")
+    def failure(self) -> str:
+        """How the workers have failed, when one of them has ended; empty if that is not known in a second."""
+        try:
+            self.workers.join(1)
+        except DistributedError as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
         """End the workers."""

@@ -17,7 +17,7 @@ from ignite_dist.context import identity
 from ignite_dist.context.live import current_model
 from ignite_dist.testing import fixtures
 from ignite_dist.testing.debugging import RankDebugger
-from ignite_dist.testing.kept_workers import write_stacks
+from ignite_dist.testing.kept_workers import register_stacks
 from ignite_dist.testing.line_coverage import LineCoverage
 from ignite_dist.testing.settings import Request, SessionSettings
 
@@ -99,7 +99,7 @@ class NotStarted(NamedTuple):
 
 def serve(local_rank: int, address: str, settings: SessionSettings) -> None:
     """Run pytest in this worker until the launching pytest closes the connection."""
-    write_stacks(address)
+    register_stacks(address)
     with Client(address, "AF_UNIX") as connection:
         connection.send((identity.get_rank(), os.getpid()))
         os.chdir(settings.directory)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -132,32 +133,44 @@ def _end_as_a_script_does(status: int) -> None:
     os._exit(status)
 
 
+def _wait_in_a_child(works: list[Any]) -> None:
+    for work in works:
+        assert work.is_completed()  # wait() raises, and waits for nobody
+        with pytest.raises(RuntimeError, match=REFUSED):
+            work.wait(timeout=timedelta(seconds=1))
+    with pytest.raises(RuntimeError, match=REFUSED):
+        idist.all_reduce(1)
+
+
 def forks_during_asynchronous_calls(local_rank: int, goes_on: Any) -> None:
     """Rank 0 begins the calls when the child of rank 1 has ended."""
     if local_rank == 0:
         assert goes_on.wait(SECONDS)
     tensor, tree = torch.ones(1000), {"loss": 1}
     works = [idist.all_reduce(value, async_op=True) for value in (tensor, tree)]
+    idist.all_reduce(2, async_op=True)  # a work that nobody has
     if local_rank == 1:
+        waiting = threading.Thread(target=works[0].wait)
+        waiting.start()
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
-                found = []
-                for work in works:
-                    with pytest.raises(RuntimeError, match=REFUSED):
-                        work.wait()
-                    found.append(work.is_completed())
-                with pytest.raises(RuntimeError, match=REFUSED):
-                    idist.all_reduce(1)
-                idist.finalize()
-                status = 0 if found == [True, True] else 2
+                idist.finalize()  # while all calls are pending
+                _wait_in_a_child(works)
+                if os.fork() == 0:  # the child of the child
+                    _wait_in_a_child(works)
+                    idist.finalize()
+                else:
+                    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+                status = 0
             finally:
                 os._exit(status)
         try:
             assert end_of(pid) == 0
         finally:
             goes_on.set()
+        waiting.join()
     assert works[0].wait().sum() == 2000 and works[1].wait() == {"loss": 2}
     still_works()
 

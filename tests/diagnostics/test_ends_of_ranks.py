@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import helpers
 import ignite_dist as idist
+from warm_client import WHOLE_EXIT
 
 # Longer than a watchdog takes to be sure that a wait cannot end.
 A_WHILE = 8.0
@@ -289,7 +290,9 @@ SCRIPT = """
 def test_under_torchrun(how: str, tmp_path: Path) -> None:
     script = helpers.write_script(tmp_path, SCRIPT)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    environ = helpers.plain_environ(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", **helpers.loopback())
+    environ = helpers.plain_environ(
+        CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", **helpers.loopback(), **WHOLE_EXIT
+    )
     ended = helpers.run_python(*launcher, script, how.split()[0], env=environ)
     assert ended.returncode == 1, ended.stdout
     assert "MissingRanksError: Rank 1 did not come" in ended.stdout

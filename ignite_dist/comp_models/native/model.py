@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,6 +25,7 @@ from ignite_dist.comp_models.native.launcher import NativeLauncher
 from ignite_dist.comp_models.native.training import NativeTraining
 from ignite_dist.comp_models.native.transport import NativeTransport
 from ignite_dist.comp_models.topology import Topology
+from ignite_dist.comp_models.work import never_free
 from ignite_dist.environments import Environment, variables
 from ignite_dist.errors import EnvironmentVariablesError
 from ignite_dist.rendezvous import connections, roll_call, stores
@@ -182,7 +182,7 @@ class NativeModel(ProcessModel):
         self.transport.end_waits()
         # A gloo thread that sends on a connection that is being shut down may not notice, and wait on.
         if not gloo.wait_for_threads():
-            _never_free(groups)
+            never_free(groups)
 
     def forget(self) -> None:
         self.transport.forget()
@@ -194,7 +194,7 @@ class NativeModel(ProcessModel):
     @classmethod
     def prepare_forked_child(cls) -> object | None:
         gloo.forget_lent()
-        _never_free(_torch.groups_and_stores())  # the child does not have their threads
+        never_free(_torch.groups_and_stores())  # the child does not have their threads
         return dist.group.WORLD
 
     # --- identity ------------------------------------------------------------------------------------
@@ -253,12 +253,6 @@ def _find_device(world: ProcessGroup, backends: Mapping[str, str], is_own: bool)
         return torch.device("cpu")
     # Another thread has another current device, and a forked process cannot ask for its own.
     return devices.current_accelerator() if is_own else world.bound_device_id
-
-
-def _never_free(groups: Sequence[object]) -> None:
-    """Keep ``groups`` until the process ends, because their destructors would wait for their threads."""
-    for group in groups:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _make_undo(excepthook: Callable[..., Any]) -> Callable[[], None]:

@@ -24,8 +24,9 @@ _OPS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}
 _DTYPES_REDUCED_BY_TPUS = STANDARD_DTYPES - {torch.float64} | {torch.bfloat16}
 
 # Replicas of one process must run the same compiled module. Two replicas that compile the same graph at the
-# same time get two modules. With this lock, the second replica finds the first replica's module. Two that
-# make graphs of a collective while a third compiles have crashed in torch_xla (SIGSEGV), so it covers both.
+# same time get two modules. With this lock, the second replica finds the first replica's module. The lock
+# also covers the making of the graph: torch_xla has crashed (SIGSEGV) when two replicas made the graph of a
+# collective while a third compiled.
 _compiling = threading.Lock()
 
 

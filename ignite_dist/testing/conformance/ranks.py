@@ -18,7 +18,7 @@ import pytest
 import ignite_dist as idist
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.context import live
-from ignite_dist.testing.kept_workers import write_stacks
+from ignite_dist.testing.kept_workers import register_stacks
 
 # pytest starts no session here. It rewrites the assertions of the cases, so that failures show their values.
 _ARGUMENTS = ("--capture=no", "--noconftest", "-c", os.devnull, "--rootdir", os.curdir)
@@ -56,7 +56,7 @@ def serve(local_rank: int, address: str, *modules: Any) -> None:
         address: of the process that sends the cases.
         modules: those that this rank has imported before it made the context.
     """
-    write_stacks(address)
+    register_stacks(address)
     with Client(address, "AF_UNIX") as connection:
         connection.send((idist.get_rank(), os.getpid()))
         idist.barrier()  # gloo's ranks decide whether they share memory in their first collective

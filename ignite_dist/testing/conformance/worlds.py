@@ -24,6 +24,7 @@ from ignite_dist.testing.conformance import ranks
 from ignite_dist.testing.conformance.cases import SECONDS_PER_CASE
 from ignite_dist.testing.kept_workers import KeptWorkers
 
+_DIED = "the worker died"
 _END_SECONDS = 30.0  # from SIGTERM to the end of a launcher
 
 
@@ -69,7 +70,11 @@ class SpawnedWorld:
         if silent:
             failures.append(f"no answer within {SECONDS_PER_CASE} s from ranks {silent}")
             one_of_each = {self._kept.pids[rank]: rank for rank in silent}  # replicas of XLA share a process
-            failures += [self._kept.stacks(rank) for rank in one_of_each.values()]
+            for pid, rank in one_of_each.items():
+                with suppress(ProcessLookupError):  # it has ended since
+                    failures.append(f"stacks of process {pid}:\n{self._kept.stacks(rank)}")
+        if any(text == _DIED for text, _ in answers.values()):
+            failures.append(self._kept.failure())
         if failures:
             self.close()
             pytest.fail("\n".join(failures), pytrace=False)
@@ -90,7 +95,7 @@ class SpawnedWorld:
                 try:
                     answers[rank] = kept.connections[rank].recv()
                 except (EOFError, OSError):
-                    answers[rank] = (f"the worker died\n{kept.written(rank)}", None)
+                    answers[rank] = (_DIED, None)
         return answers
 
     def close(self) -> None:

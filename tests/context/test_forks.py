@@ -181,6 +181,27 @@ def test_a_child_waits_for_none_of_the_asynchronous_calls(backend: str) -> None:
     idist.spawn(backend, forks_during_asynchronous_calls, (event,), nproc_per_node=2)
 
 
+def forks_during_a_checkpoint(local_rank: int, path: Path) -> None:
+    save = idist.save_checkpoint(path, asynchronous=True, step=1)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            idist.finalize()
+            with pytest.raises(RuntimeError, match=REFUSED):
+                save.wait()
+            status = 0
+        finally:
+            os._exit(status)
+    assert end_of(pid) == 0
+    assert save.wait() == path
+    still_works()
+
+
+def test_a_child_waits_for_no_checkpoint(tmp_path: Path) -> None:
+    idist.spawn("gloo", forks_during_a_checkpoint, (tmp_path / "checkpoint.pt",), nproc_per_node=2)
+
+
 @pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_forked_child_gets_an_error_at_once_and_harms_nobody(backend: str, how: str) -> None:

@@ -41,7 +41,7 @@ class XlaWorld(SpawnedWorld):
 
 
 class XlaWorldOfThree(XlaWorld):
-    """One case divides float8 numbers by three. The older fusion rounds twice: it has workers without."""
+    """The case that divides float8 numbers has workers without the older fusion, which rounds them twice."""
 
     def __init__(self) -> None:
         super().__init__(3)

@@ -170,7 +170,7 @@ class _Pending:
         self._lock = threading.RLock()  # guards released, also from a handler of a signal
 
     def held(self) -> list[PendingWork]:
-        """Those that the user still has, the oldest first."""
+        """The works that the user still has, the oldest first."""
         return [work for reference in list(self.works.values()) if (work := reference()) is not None]
 
     def release(self) -> None:

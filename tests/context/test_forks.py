@@ -148,7 +148,7 @@ def forks_during_asynchronous_calls(local_rank: int, goes_on: Any) -> None:
         assert goes_on.wait(SECONDS)
     tensor, tree = torch.ones(1000), {"loss": 1}
     works = [idist.all_reduce(value, async_op=True) for value in (tensor, tree)]
-    idist.all_reduce(2, async_op=True)  # a work that nobody has
+    idist.all_reduce(2, async_op=True)  # dropped at once
     if local_rank == 1:
         waiting = threading.Thread(target=works[0].wait)
         waiting.start()

@@ -235,7 +235,7 @@ THINGS: dict[str, Callable[[Path], None]] = {
 }
 
 
-# --- what trackers of experiments have not written yet
+# --- what trackers of experiments have not written yet ---------------------------------------------------
 
 
 def summary_writer(path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import nbformat
 from jupyter_client.blocking import BlockingKernelClient
-from jupyter_client.manager import KernelManager
+from jupyter_client.manager import AsyncKernelManager, KernelManager
 from nbclient import NotebookClient
 
 from helpers import ROOT, plain_environ
@@ -27,13 +27,17 @@ _COLOR = re.compile(r"\x1b\[[\d;]*m")
 
 
 @contextmanager
-def _environ() -> Iterator[dict[str, str]]:
-    """The environment of a kernel that reads and writes no settings of the user."""
+def _manager(kind: type[Any]) -> Iterator[tuple[Any, dict[str, str]]]:
+    """The manager of a kernel, and the environment that keeps it from the user's settings.
+
+    They talk through files. Over TCP, the manager looks for free ports and hands their numbers to the kernel:
+    until that binds them, which takes a second, anything on the machine may take them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         names = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
         environ = plain_environ(CUDA_VISIBLE_DEVICES="", **dict.fromkeys(names, folder))
         environ.pop("PYTEST_CURRENT_TEST", None)  # under pytest, ipykernel does not capture the files 1 and 2
-        yield environ
+        yield kind(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel"), environ
 
 
 def read(path: Path) -> Any:
@@ -54,8 +58,8 @@ class _Client(NotebookClient):
 def executed(path: Path) -> tuple[Any, int]:
     """The notebook with the outputs of a run, and how often a cell has replaced what it shows."""
     notebook = read(path)
-    client = _Client(notebook, timeout=120, kernel_name="python3", coalesce_streams=True, record_timing=False)
-    with _environ() as environ:
+    with _manager(AsyncKernelManager) as (manager, environ):
+        client = _Client(notebook, km=manager, timeout=120, coalesce_streams=True, record_timing=False)
         client.execute(env=environ)
     return notebook, client.num_updates
 
@@ -114,8 +118,7 @@ class Kernel:
 @contextmanager
 def kernel() -> Iterator[Kernel]:
     """A kernel with ``import ignite_dist as idist``."""
-    with _environ() as environ:
-        manager: Any = KernelManager(kernel_name="python3")
+    with _manager(KernelManager) as (manager, environ):
         manager.start_kernel(env=environ)
         client = manager.client()
         client.start_channels()

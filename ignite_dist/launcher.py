@@ -9,7 +9,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, overload
 
-from ignite_dist import restarts
+from ignite_dist import limits, restarts
 from ignite_dist.arguments import as_int, as_port, check_keywords, check_signature, keywords_of
 from ignite_dist.call_sites import warn_user
 from ignite_dist.context import identity, live
@@ -155,24 +155,28 @@ def spawn(
             ``ProcessExitedException``, unless a machine is lost.
         LaunchError: a port is in use, or the other machines did not join within ``timeout`` (30 minutes), or
             they have a different job. The message names these machines. Nothing was started.
+        MemoryError: this process has no memory left; names the limit (``ulimit -v``) if there is one.
         ValueError, TypeError, RuntimeError: wrong arguments. Nothing was started.
     """
-    _check_call(backend, fn, args)
-    backend = live.resolve_backend(backend)
-    model = live.find_model(backend)
-    check_keywords("spawn", kwargs, model.launcher.options() | _OWN_KEYWORDS)
-    if nproc_per_node == "auto":
-        nproc_per_node = model.launcher.auto_nproc_per_node()
-    options = _with_python_ints({"nproc_per_node": nproc_per_node, **kwargs})
-    max_restarts = options.pop("max_restarts", 0)
-    restarts.check_max_restarts(model.launcher, max_restarts, options)
-    check_signature(fn, args, kwargs_dict or {})
-    _warn_of_launcher()
-    entry = restarts.Entry(backend, fn, tuple(args), dict(kwargs_dict or {}))
     try:
+        _check_call(backend, fn, args)
+        backend = live.resolve_backend(backend)
+        model = live.find_model(backend)
+        check_keywords("spawn", kwargs, model.launcher.options() | _OWN_KEYWORDS)
+        if nproc_per_node == "auto":
+            nproc_per_node = model.launcher.auto_nproc_per_node()
+        options = _with_python_ints({"nproc_per_node": nproc_per_node, **kwargs})
+        max_restarts = options.pop("max_restarts", 0)
+        restarts.check_max_restarts(model.launcher, max_restarts, options)
+        check_signature(fn, args, kwargs_dict or {})
+        _warn_of_launcher()
+        entry = restarts.Entry(backend, fn, tuple(args), dict(kwargs_dict or {}))
         return restarts.start(model.launcher, entry, max_restarts, backend=backend, **options)
     except (DistributedError, KeyboardInterrupt) as error:
         raise error.with_traceback(None)  # noqa: B904  # the frames of the launcher would hide the message
+    except MemoryError as error:  # Python's own has no text
+        about = f"{str(error) or 'out of memory'}. {limits.sentences_about('MemoryError')}".rstrip()
+        raise MemoryError(f"spawn cannot go on: {about}") from error
 
 
 # Workers of spawn may start more workers. On a TPU pod, the hosts' processes connect by PJRT.

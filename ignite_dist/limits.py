@@ -13,18 +13,25 @@ from pathlib import Path
 
 from ignite_dist.errors import LaunchError
 
-# For each limit: the texts of errors that it causes, its name, and a sentence about it.
+# For each limit: the texts of errors that it causes, its name, and a sentence about it. The texts are
+# compiled here, because there may be no memory for it later.
 _LIMITS = (
-    ("Too many open files(?! in system)", "NOFILE", "A process may open {limit} files here (ulimit -n)."),
     (
-        "Resource temporarily unavailable|can't start new thread",
+        re.compile("Too many open files(?! in system)"),
+        "NOFILE",
+        "A process may open {limit} files here (ulimit -n).",
+    ),
+    (
+        re.compile("Resource temporarily unavailable|can't start new thread"),
         "NPROC",
         "This user may run {limit} processes and threads here (ulimit -u).",
     ),
-    ("File too large", "FSIZE", "A file may have {limit} bytes here (ulimit -f)."),
+    (re.compile("File too large"), "FSIZE", "A file may have {limit} bytes here (ulimit -f)."),
     (
-        "[Cc]annot allocate memory|MemoryError|can't allocate memory|bad_alloc|failed to map"
-        "|can't start new thread|Resource temporarily unavailable",  # there is no room for a thread's stack
+        re.compile(
+            "[Cc]annot allocate memory|MemoryError|can't allocate memory|bad_alloc|failed to map"
+            "|can't start new thread|Resource temporarily unavailable"  # no room for a thread's stack
+        ),
         "AS",
         "A process may map {limit} bytes of memory here (ulimit -v).",
     ),
@@ -40,7 +47,7 @@ def sentences_about(text: str) -> str:
     found = []
     for pattern, name, sentence in _LIMITS:
         limit, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
-        if limit != resource.RLIM_INFINITY and re.search(pattern, text):
+        if limit != resource.RLIM_INFINITY and pattern.search(text):
             found.append(sentence.format(limit=f"{limit:,}"))
     return " ".join(found)
 

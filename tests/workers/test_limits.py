@@ -192,6 +192,19 @@ def test_little_memory(megabytes: int, method: str, tmp_path: Path) -> None:
         assert "process_end.py" not in found, found
 
 
+def test_the_launcher_s_own_memory_error_tells_the_limit(tmp_path: Path) -> None:
+    """Python's has no text."""
+    script = LITTLE_MEMORY.replace(
+        "nproc_per_node=2", "nproc_per_node=type('Many', (), {'__index__': lambda _: len(bytes(10**9))})()"
+    )
+    ended = run_new_python(write_script(tmp_path, script), 400, "forkserver", seconds=SECONDS)
+    limit, _, found = ended.stdout.partition("\n")
+    assert found == (
+        "MemoryError: spawn cannot go on: out of memory. "
+        f"A process may map {limit} bytes of memory here (ulimit -v).\n"
+    )
+
+
 def test_an_abort_under_a_limit_of_memory_tells_the_limit(tmp_path: Path) -> None:
     """C++ aborts where it gets no memory."""
     aborts = LITTLE_MEMORY.replace("return idist.all_reduce(1)", "import os; os.abort()")

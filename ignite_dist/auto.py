@@ -35,6 +35,7 @@ from ignite_dist.training.initial_values import (
     State,
     bring_from_meta,
     check_initialisable,
+    check_same,
     equalise,
     equalise_frozen,
     initialise,
@@ -134,6 +135,9 @@ def auto_model(
         The wrapped module, or ``model`` itself.
 
     Raises:
+        CollectiveMismatchError: the models of the ranks differ in the names, order, shapes or dtypes of
+            parameters and buffers, or in what is frozen; or some ranks make another call. Raised on every
+            rank.
         TypeError: ``model`` is not a module.
         ValueError: ``model`` is wrapped already, an unknown ``strategy`` or ``comm_hook``, ``"bf16"`` without
             NCCL, ``"fsdp"`` or ``mesh`` with Horovod or XLA, DDP options with ``"fsdp"`` or a tensor-parallel
@@ -152,6 +156,7 @@ def auto_model(
     if live.get_world_size() > 1:
         _warn_of_max_norm(model)
     data = _find_ranks(live, model, strategy, mesh, kwargs)
+    _check_same(live, model, data, strategy, **kwargs)
     if strategy == "fsdp":
         return _sharded(live, model, wrap, data, state, **kwargs)
     if data.tensor_groups:
@@ -251,6 +256,33 @@ def _find_ranks(
     if strategy == "fsdp":
         check_shardable(data)
     return data
+
+
+def _check_same(
+    live: ComputationModel,
+    model: Module,
+    data: DataMesh,
+    strategy: str,
+    process_group: Any = None,
+    broadcast_buffers: bool = True,
+    **_: Any,
+) -> None:
+    """Compare the models of the ranks that take the values of one rank."""
+    if live.get_world_size() == 1:
+        return
+    group = data.group
+    left_out: set[str] = set()
+    gets_wrapper = strategy == "ddp" and _is_trained(model) and live.training.averages_in_backward
+    if not data.is_explicit:
+        if process_group is not None and (gets_wrapper or not _is_trained(model)):
+            group = live.groups.resolve(process_group)
+        left_out.update(name for name, one in model.named_parameters() if is_sharded(one))
+    if gets_wrapper:
+        left_out.update(_torch.ignored_by_ddp(model))
+        if not broadcast_buffers:
+            left_out.update(name for name, _ in model.named_buffers())
+    if len(group.ranks) > 1:
+        check_same(live, model, group, left_out, strategy)
 
 
 def _is_trained(model: Module) -> bool:

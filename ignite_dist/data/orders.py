@@ -20,6 +20,7 @@ from ignite_dist.passes import Order
 from ignite_dist.samplers import draw_seed, length_or_none, place_of
 from ignite_dist.training.seeding import latest_seed
 from ignite_dist.values import meshes
+from ignite_dist.values.ranks import describe_by_rank
 from ignite_dist.values.serialization import as_bytes
 
 # What a checkpoint compares: the rest may change between two runs.
@@ -124,9 +125,7 @@ def _compare(members: Group, rows: Sequence[Any]) -> None:
     if not different:
         return
     name = different[0]
-    by_rank = ", ".join(
-        f"rank {rank}: {one.get(name)!r}" for rank, one in zip(members.ranks, named, strict=True)
-    )
+    by_rank = describe_by_rank(members.ranks, [repr(one.get(name)) for one in named])
     raise CollectiveMismatchError(
         f"auto_dataloader needs the same data set and settings on every rank, but the ranks differ in "
         f"{', '.join(different)}. By rank, {name!r} is: {by_rank}. {_ADVICE.get(name, '')}".rstrip()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Container, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 from torch.random import fork_rng
 
 from ignite_dist.call_sites import warn_user
@@ -15,8 +18,10 @@ from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import check_dense, check_writable, is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.coordination import Caller, exchange_outcomes
+from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.training.data_meshes import DataMesh
 from ignite_dist.training.state_dicts import as_sharded
+from ignite_dist.values.ranks import describe_by_rank
 
 State = Mapping[str, Any]
 
@@ -26,6 +31,40 @@ def place(live: ComputationModel, model: Module) -> None:
     device = live.device()
     if any(value.device != device for value in _tensors(model)):
         _move(model, device)
+
+
+def check_same(
+    live: ComputationModel, model: Module, group: Group, left_out: Container[str], strategy: str
+) -> None:
+    """Raise on every rank of ``group`` if their models differ. Each of these ranks calls this.
+
+    The values may differ. The parameters and buffers have the same names, order, shapes and dtypes, and the
+    same parameters are frozen; those whose names are ``left_out`` do not count.
+
+    Raises:
+        CollectiveMismatchError: the models or the strategies differ, or a rank has made another call.
+    """
+    caller = Caller("auto_model", f"strategy={strategy!r}")
+    found = [(name, _described(one)) for name, one in _named(model) if name not in left_out]
+    digest = hashlib.sha1(repr(found).encode(), usedforsecurity=False).digest()
+    if len(set(exchange_outcomes(live, group, None, digest, caller))) <= 1:
+        return
+    models: list[Any] = exchange_outcomes(live, group, None, found, caller)
+    number, different = next(
+        (number, row) for number, row in enumerate(zip_longest(*models)) if len(set(row)) > 1
+    )
+    texts = ["nothing" if one is None else f"{one[0]!r}, {one[1]}" for one in different]
+    raise CollectiveMismatchError(
+        "auto_model needs the same model on every rank, because all take the values of rank "
+        f"{group.ranks[0]}. The ranks differ in parameter or buffer {number + 1}: "
+        f"{describe_by_rank(group.ranks, texts)}."
+    )
+
+
+def _described(tensor: Tensor) -> str:
+    shape = "of unknown shape" if is_lazy(tensor) else str(tuple(tensor.shape))
+    is_frozen = isinstance(tensor, Parameter) and not tensor.requires_grad
+    return f"{tensor.dtype} {shape}{', frozen' if is_frozen else ''}"
 
 
 def equalise(live: ComputationModel, model: Module, data: DataMesh) -> None:
@@ -49,8 +88,7 @@ def equalise_frozen(live: ComputationModel, model: Module, group: Group) -> None
     Shards are left alone, because no mesh was named. So are sparse, quantized and expanded tensors, with a
     warning: no collective fills them.
     """
-    named = [*model.named_parameters(), *model.named_buffers()]
-    whole = {name: one for name, one in named if not is_sharded(one)}
+    whole = {name: one for name, one in _named(model) if not is_sharded(one)}
     sent = {name: one for name, one in whole.items() if _can_be_written(one)}
     if left := [name for name in whole if name not in sent]:
         warn_user(
@@ -186,14 +224,17 @@ def _tensors(model: Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
+def _named(model: Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
 def _own_tensors(module: Module) -> list[tuple[str, Tensor]]:
     """The parameters and buffers of ``module`` without those of its children."""
     return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
 
 
 def _names_on_meta(model: Module) -> list[str]:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return [name for name, tensor in named if tensor.is_meta]
+    return [name for name, tensor in _named(model) if tensor.is_meta]
 
 
 def _move(model: Module, device: torch.device, is_empty: bool = False) -> None:

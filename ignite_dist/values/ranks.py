@@ -15,6 +15,14 @@ def describe_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
 
 
+def describe_by_rank(ranks: Sequence[int], texts: Sequence[str]) -> str:
+    """``"rank 0: one; ranks 1-2: another"``, from a text of each rank."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        ranks_of.setdefault(text, []).append(rank)
+    return "; ".join(f"{describe_ranks(members)}: {text}" for text, members in ranks_of.items())
+
+
 def ranges(ranks: Sequence[int]) -> str:
     """``"3"``, or ``"0-2, 5"``."""
     runs: list[list[int]] = []

@@ -119,6 +119,17 @@ def test_steps_of_smaller_floats(replicas: Replicas) -> None:
     equal_those_of_a_single_process(replicas, _trained, brain, rtol=0.05, atol=0.06)
 
 
+def _models_of_other_dtypes() -> Any:
+    model = Linear(2, 2, dtype=torch.bfloat16 if idist.get_rank() else torch.float32)
+    with pytest.raises(idist.CollectiveMismatchError, match=r"rank 0: 'weight', torch.float32 .*; rank 1: "):
+        idist.auto_model(model)
+    return idist.all_reduce(1)
+
+
+def test_models_that_differ_are_refused(replicas: Replicas) -> None:
+    assert replicas.run(_models_of_other_dtypes) == [2, 2]
+
+
 KINDS = [
     ((3, 5), torch.float32),
     ((7,), torch.bfloat16),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -111,6 +112,109 @@ def _different_starts(_: int) -> list[Any]:
 
 def test_every_rank_starts_from_the_parameters_of_rank_zero() -> None:
     assert on_ranks(_different_starts) == [[one.tolist() for one in _drawn(0).parameters()]] * 2
+
+
+def _named(**tensors: torch.Tensor) -> Module:
+    model = Module()
+    for name, tensor in tensors.items():
+        value = torch.nn.Parameter(tensor) if tensor.requires_grad else None
+        model.register_parameter(name, value) if value is not None else model.register_buffer(name, tensor)
+    return model
+
+
+_W = torch.ones(2, 2, requires_grad=True)
+# A model of rank 0, one of all other ranks, and what the error says of each.
+DIFFERENT = {
+    "dtype": (
+        lambda: _named(w=_W.half()),
+        lambda: _named(w=_W.bfloat16()),
+        "1: rank 0: 'w', torch.float16 (2, 2); rank 1: 'w', torch.bfloat16 (2, 2)",
+    ),
+    "dtype of a buffer": (
+        lambda: _named(w=_W, b=torch.ones(4)),
+        lambda: _named(w=_W, b=torch.ones(4, dtype=torch.int32)),
+        "2: rank 0: 'b', torch.float32 (4,); rank 1: 'b', torch.int32 (4,)",
+    ),
+    "shape": (
+        lambda: _named(w=_W.view(1, 4)),
+        lambda: _named(w=_W),
+        "1: rank 0: 'w', torch.float32 (1, 4); rank 1: 'w', torch.float32 (2, 2)",
+    ),
+    "order": (
+        lambda: _named(w=_W, v=_W),
+        lambda: _named(v=_W, w=_W),
+        "1: rank 0: 'w', torch.float32 (2, 2); rank 1: 'v', torch.float32 (2, 2)",
+    ),
+    "number": (
+        lambda: _named(w=_W),
+        lambda: _named(w=_W, v=_W),
+        "2: rank 0: nothing; rank 1: 'v', torch.float32 (2, 2)",
+    ),
+    "frozen parameter": (
+        lambda: Linear(1, 1),
+        lambda: Linear(1, 1).requires_grad_(False),
+        "1: rank 0: 'weight', torch.float32 (1, 1); rank 1: 'weight', torch.float32 (1, 1), frozen",
+    ),
+    "frozen model": (
+        lambda: Linear(1, 1).requires_grad_(False),
+        lambda: Linear(1, 1).double().requires_grad_(False),
+        "1: rank 0: 'weight', torch.float32 (1, 1), frozen; rank 1: 'weight', torch.float64 (1, 1), frozen",
+    ),
+}
+
+
+def _different_models(_: int, strategy: str) -> None:
+    for made, made_elsewhere, says in DIFFERENT.values():
+        model = (made if idist.get_rank() == 0 else made_elsewhere)()
+        values = [value.clone() for value in model.state_dict().values()]
+        with pytest.raises(idist.CollectiveMismatchError, match=re.escape(f"buffer {says}.")):
+            idist.auto_model(model, strategy=strategy)
+        torch.testing.assert_close([*model.state_dict().values()], values)
+        assert idist.all_reduce(1) == idist.get_world_size()
+
+
+@pytest.mark.parametrize(
+    ("backend", "strategy"),
+    [
+        ("gloo", "ddp"),
+        ("gloo", "fsdp"),
+        pytest.param("horovod", "ddp", marks=pytest.mark.horovod),
+    ],
+)
+def test_models_that_differ_are_refused_before_any_is_changed(backend: str, strategy: str) -> None:
+    idist.spawn(backend, _different_models, (strategy,), nproc_per_node=2)
+
+
+def _left_out_of_ddp(_: int) -> list[Any]:
+    rank = idist.get_rank()
+    ignored = _named(w=torch.ones(2, requires_grad=True), own=torch.full((1 + rank,), 1.0))
+    ignored._ddp_params_and_buffers_to_ignore = ["own"]
+    kept = _named(w=torch.ones(2, requires_grad=True), own=torch.full((1 + rank,), 1.0))
+    idist.auto_model(kept, broadcast_buffers=False)
+    group = idist.new_group([0])
+    if rank == 0:
+        idist.auto_model(Linear(1, 1), process_group=group)
+    return [idist.unwrap_model(idist.auto_model(ignored)).own.tolist(), kept.own.tolist()]
+
+
+def test_what_no_rank_takes_from_another_may_differ() -> None:
+    assert on_ranks(_left_out_of_ddp) == [[[1.0], [1.0]], [[1.0, 1.0], [1.0, 1.0]]]
+
+
+def _on_some_ranks(_: int, kind: str) -> None:
+    if idist.get_rank() == 0:
+        idist.auto_model(Linear(1, 1).requires_grad_(kind != "frozen"))
+    elif kind == "other strategy":
+        idist.auto_model(Linear(1, 1), strategy="fsdp")
+    else:
+        idist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["trained", "frozen", "other strategy"])
+def test_a_model_of_some_ranks_only_is_a_mismatch(kind: str) -> None:
+    other = "auto_model at .*strategy='fsdp'" if kind == "other strategy" else "barrier at "
+    with pytest.raises(idist.WorkerRaisedError, match=rf"\(rank 0: auto_model at .*; rank 1: {other}"):
+        on_ranks(_on_some_ranks, kind)
 
 
 def test_alone_model_and_optimizer_are_themselves() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from ignite_dist.training.pending_saves import PendingSave, wait_for_pending
 from ignite_dist.training.unwrapped_states import unwrapped_state
 from ignite_dist.values.copies import Copies
 from ignite_dist.values.random_states import RandomStates
+from ignite_dist.values.ranks import describe_by_rank
 
 _Part = TypeVar("_Part")
 Several = Mapping[str, _Part] | list[_Part] | tuple[_Part, ...]
@@ -87,8 +88,8 @@ def save_checkpoint(
     Raises:
         TypeError: a value, or an object in ``model``, ``optimizer``, ``scheduler`` or ``loader``, is of
             another type; or a name is not a str.
-        ValueError: ``keep`` is less than 1, ``path`` is a folder, the ranks are at different batches, or a
-            name is empty. The name of a model must have no dot.
+        ValueError: ``keep`` is less than 1, ``path`` is a folder, the ranks pass different paths or are at
+            different batches, or a name is empty. The name of a model must have no dot.
         OSError: the file cannot be written, or the previous asynchronous write has failed. If the disk is
             full, the text has the bytes that are needed and free.
         RuntimeError: the state of an object cannot be taken.
@@ -118,9 +119,10 @@ def save_checkpoint(
         content["values"] = {
             name: plain(state_of(name, value), name, copies.promise) for name, value in values.items()
         }
-        return _part_of_rank(live, path, parts["loader"])
+        return {"path": str(given), **_part_of_rank(live, path, parts["loader"])}
 
     ranks = same_outcome(live, prepare, "save_checkpoint")
+    _check_same_paths("save_checkpoint", [one["path"] for one in ranks])
     _check_positions(ranks)
     number = ranks[0]["number"]
     shards = _take_states(live, parts, content, copies)
@@ -167,6 +169,15 @@ def _prepare_folder(path: Path) -> int:
     # Left behind by a job that was killed before it wrote the file.
     shutil.rmtree(checkpoint_files.shards_folder(path, number), ignore_errors=True)
     return number
+
+
+def _check_same_paths(function: str, paths: Sequence[str]) -> None:
+    if any(one != paths[0] for one in paths):
+        raise ValueError(
+            f"{function} needs the same path on every rank, because rank 0 writes and reads one file for "
+            f"all. Got {describe_by_rank(range(len(paths)), [repr(one) for one in paths])}. For a file of "
+            "each rank use torch.save and torch.load."
+        )
 
 
 def _check_positions(ranks: list[dict[str, Any]]) -> None:
@@ -287,7 +298,7 @@ def load_checkpoint(
         FileNotFoundError: there is no such file.
         ValueError: it is torn, not a checkpoint, of a newer version, of another optimizer, data set or
             sampler, its position is behind the end, it lacks one of the objects, or the ranks pass different
-            ones.
+            objects or paths.
         RuntimeError: names or shapes of a model differ, also of one in ``values``.
         TypeError: an object is of another type; or a number or another object without a state is in
             ``values``. Every rank raises each of these errors, before anything is changed.
@@ -307,16 +318,18 @@ def load_checkpoint(
     path, content = Path(path), {}
     parts = parts_of(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 
-    def read() -> list[str]:
+    def read() -> tuple[str, list[str]]:
         for part in parts.values():
             part.check()
         value_states = own_states(values)
         if live.get_rank() == 0:
             content.update(checkpoint_files.read(path))
             check_fits(content, parts, values, value_states)
-        return [*(part.described() for part in parts.values() if part.is_given), *sorted(values)]
+        return str(path), [*(part.described() for part in parts.values() if part.is_given), *sorted(values)]
 
-    _check_same_objects(same_outcome(live, read, "load_checkpoint"))
+    paths, objects = zip(*same_outcome(live, read, "load_checkpoint"), strict=True)
+    _check_same_paths("load_checkpoint", paths)
+    _check_same_objects(objects)
     module, optimizers = parts["model"].as_module(), parts["optimizer"].objects
     states = LoadedStates(live, path, content)
     states.check(module, *optimizers.values())
@@ -341,12 +354,10 @@ def load_checkpoint(
 _RECEIVED = ("scheduler", "loader", "values", "random_states")
 
 
-def _check_same_objects(objects: list[list[str]]) -> None:
+def _check_same_objects(objects: Sequence[list[str]]) -> None:
     if any(one != objects[0] for one in objects):
-        by_rank = (f"rank {rank}: {', '.join(one) or 'nothing'}" for rank, one in enumerate(objects))
-        raise ValueError(
-            f"load_checkpoint needs the same objects on every rank, but got {'; '.join(by_rank)}."
-        )
+        by_rank = describe_by_rank(range(len(objects)), [", ".join(one) or "nothing" for one in objects])
+        raise ValueError(f"load_checkpoint needs the same objects on every rank, but got {by_rank}.")
 
 
 def _restore_ranks(live: ComputationModel, received: dict[str, Any], loader: Part) -> None:
@@ -371,10 +382,13 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         folder: a folder, which need not exist.
 
     Raises:
+        ValueError: the ranks pass different folders; raised on every rank.
         OSError: rank 0 cannot read the folder; raised on rank 0.
         RankFailedError: this happened; raised on the other ranks.
     """
-    wait_for_pending(current_model())
+    live = current_model()
+    wait_for_pending(live)
+    _check_same_paths("latest", same_outcome(live, lambda: str(Path(folder)), "latest"))
     found: str | None = _latest(Path(folder))
     return None if found is None else Path(found)
 

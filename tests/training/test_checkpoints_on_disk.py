@@ -508,6 +508,30 @@ def test_ranks_at_other_batches_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def _other_paths(_: int, folder: Path) -> None:
+    rank = idist.get_rank()
+    idist.save_checkpoint(folder / "all.pt", own=1)
+    says = (
+        rf"same path .* Got rank 0: '.*{folder.name}/0(.pt)?'; rank 1: '.*{folder.name}/1(.pt)?'\. For a file"
+    )
+    with pytest.raises(ValueError, match=f"save_checkpoint needs the {says}"):
+        idist.save_checkpoint(folder / f"{rank}.pt", own=rank)
+    with pytest.raises(ValueError, match=f"save_checkpoint needs the {says}"):
+        idist.save_checkpoint(folder / f"{rank}.pt", own=rank, asynchronous=True)
+    for name in "01":
+        if rank == 0:
+            shutil.copy(folder / "all.pt", folder / f"{name}.pt")
+    with pytest.raises(ValueError, match=f"load_checkpoint needs the {says}"):
+        idist.load_checkpoint(folder / f"{rank}.pt")
+    with pytest.raises(ValueError, match=f"latest needs the {says}"):
+        idist.latest(folder / f"{rank}")
+
+
+def test_a_path_of_each_rank_is_refused(tmp_path: Path) -> None:
+    on_ranks(_other_paths, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pt", "1.pt", "all.pt"]
+
+
 # --- several models --------------------------------------------------------------------------------------
 
 

@@ -109,3 +109,23 @@ def test_a_worker_that_waits_in_torchs_own_call_says_it_too(tmp_path: Path) -> N
         idist.spawn("gloo", _in_torchs_own_call, (tmp_path,), nproc_per_node=2, timeout=timedelta(seconds=2))
     assert "Rank 1 did not come to all_reduce at diagnostics/test_timeouts.py:" in str(caught.value)
     assert "pass timeout= to initialize, spawn or Parallel" in str(caught.value)
+
+
+def _alone_in_a_group(local_rank: int, folder: Path, collective: bool) -> str:
+    if local_rank != 0:
+        _wait_for(folder / "raised")
+        return ""
+    try:
+        with pytest.raises(idist.MissingRanksError) as raised:
+            idist.all_reduce(1, group=[0, 1]) if collective else idist.new_group([0, 1], backend="gloo")
+    finally:
+        (folder / "raised").touch()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("collective", [False, True])
+def test_a_group_that_only_some_of_its_ranks_make(collective: bool, tmp_path: Path) -> None:
+    found = idist.spawn(
+        "gloo", _alone_in_a_group, (tmp_path, collective), nproc_per_node=3, timeout=timedelta(seconds=3)
+    )
+    assert "The group of ranks 0-1 is not complete: some of them have not made it" in found[0]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import (
     DeviceMesh,
     DistError,
+    DistStoreError,
     GroupMember,
     PrefixStore,
     ProcessGroup,
@@ -23,6 +24,7 @@ from torch.distributed import (
 
 from ignite_dist import _torch
 from ignite_dist.comp_models.transport import Group
+from ignite_dist.errors import MissingRanksError
 from ignite_dist.rendezvous import connections
 from ignite_dist.values.ranks import describe_ranks
 
@@ -62,14 +64,22 @@ class GroupFactory:
         if not ranks:  # torch treats an empty list as all ranks
             inspect.signature(dist.new_group).bind([], **options)
             return GroupMember.NON_GROUP_MEMBER
-        if options:
-            with self._connecting(), self.connections.recording():
-                return dist.new_group(list(ranks), **options)
-        # torch names a group by the number of groups that this rank has made, so ranks with different numbers
-        # would wait for each other forever. With a name made of the ranks, only members must call.
-        generation = next(self._generations.setdefault(ranks, count(1)))
-        digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
-        return self._make_named(f"ignite_dist:{digest}:{generation}", ranks)
+        try:
+            if options:
+                with self._connecting(), self.connections.recording():
+                    return dist.new_group(list(ranks), **options)
+            # torch names a group by the number of groups that this rank has made, so ranks with different
+            # numbers would wait for each other forever. With a name made of the ranks, only members call.
+            generation = next(self._generations.setdefault(ranks, count(1)))
+            digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
+            return self._make_named(f"ignite_dist:{digest}:{generation}", ranks)
+        except DistStoreError as error:
+            if "timeout" not in str(error):
+                raise
+            raise MissingRanksError(
+                f"The group of {describe_ranks(ranks)} is not complete: some of them have not made it within "
+                "the timeout. Each of them calls new_group, or the first collective with this list of ranks."
+            ) from error
 
     def make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
         """See :meth:`Transport.make_mesh`."""

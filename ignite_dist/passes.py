@@ -96,7 +96,6 @@ class Progress:
     Attributes:
         epoch: of the pass.
         batches: number of batches of the epoch that the caller has received, with those before the pass.
-        num_received: those of this pass.
         is_read_ahead: True while the caller has a batch, or knows of the end, and the training loop does not
             yet: :func:`accumulate` looks one batch ahead.
         is_exhausted: True if the caller has received the last batch and asked for another.
@@ -107,7 +106,7 @@ class Progress:
 
     def __init__(self, epoch: int, batches: int, states: RandomStates | None, has_workers: bool) -> None:
         self.epoch, self.batches, self.states, self.has_workers = epoch, batches, states, has_workers
-        self.num_received = 0
+        self._num_before = batches
         self.is_read_ahead = self.is_exhausted = self.is_left = False
 
     def is_counted(self) -> bool:
@@ -115,8 +114,12 @@ class Progress:
         return self.is_read_ahead or not self.is_exhausted
 
     def position(self) -> int:
-        """The number of batches that the training loop has received."""
+        """The number of batches of the epoch that the training loop has received."""
         return self.batches - int(self.is_read_ahead and not self.is_exhausted)
+
+    def num_received(self) -> int:
+        """The number of batches of this pass that the training loop has received."""
+        return self.position() - self._num_before
 
 
 class Pass:
@@ -154,7 +157,6 @@ class Pass:
                 self._loader.end_epoch()
             raise
         progress.batches += 1
-        progress.num_received += 1
         progress.is_left = False
         return batch
 
@@ -262,11 +264,11 @@ class Resumable:
         if latest is None or latest.epoch != epoch or not latest.is_counted():
             self._furthest = furthest
             return
-        if latest.num_received > 1 and not self._has_warned and self.host_loader().order.seed is not None:
+        if latest.num_received() > 1 and not self._has_warned and self.host_loader().order.seed is not None:
             self._has_warned = True
             warn_user(
                 f"This pass begins with the batches of the pass before it, which was left after "
-                f"{latest.num_received} batches: the order depends on the epoch, and epoch {epoch} has not "
+                f"{latest.num_received()} batches: the order depends on the epoch, and epoch {epoch} has not "
                 "ended. For other batches call loader.set_epoch(number) before the pass, or go on with one "
                 "iterator: batches = iter(loader), then next(batches)."
             )

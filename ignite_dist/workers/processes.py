@@ -318,7 +318,9 @@ class Workers:
                     self._conclude()
                 except BaseException as error:  # Ctrl-C, for example
                     is_interrupt = isinstance(error, KeyboardInterrupt)
-                    self.pass_on(signal.SIGINT if is_interrupt else signal.SIGTERM, type(error).__name__)
+                    number = signal.SIGINT if is_interrupt else signal.SIGTERM
+                    is_named = isinstance(error, SigtermReceived)
+                    self.pass_on(number, number.name if is_named else type(error).__name__)
                     if is_interrupt:
                         error.with_traceback(None)  # the user does not need the line of this package
                     raise
@@ -326,15 +328,16 @@ class Workers:
             raise self._error()
         return self._results
 
-    def pass_on(self, number: int, reason: str) -> None:
+    def pass_on(self, number: signal.Signals, reason: str) -> None:
         """Let the workers receive a signal of the launcher, and end them after the grace period."""
         deadline = time.monotonic() + self._grace_seconds
         self._was_terminated = True
         try:
             self._send(number, self._running())
             if self._running():
-                text = "%s: the workers have %d s to save and to end (%s). Ctrl-C ends them now."
-                _logger.warning(text, reason, self._grace_seconds, GRACE_VARIABLE)
+                whose = "the workers" if number == signal.SIGINT else "workers that handle it"
+                text = "%s: %s have %d s to save and to end (%s). Ctrl-C ends them now."
+                _logger.warning(text, reason, whose, self._grace_seconds, GRACE_VARIABLE)
             while self._running() and (left := deadline - time.monotonic()) > 0:
                 self._read(left)
             if failed := [rank for rank in self._local_failures() if not rank.failure.is_end_by_signal]:

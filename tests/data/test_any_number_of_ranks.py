@@ -491,6 +491,16 @@ def test_a_pass_that_draws_the_same_batches_again_says_so_once() -> None:
     assert found[:2] == found[2:4]
     assert "left after 2 batches" in message and "set_epoch" in message and "iter(loader)" in message
 
+    def accumulated() -> None:
+        loader, model = shuffled(), torch.nn.Linear(1, 1)
+        for _ in range(2):
+            for number, _ in enumerate(idist.accumulate(loader, model, 2), 1):  # looks one batch ahead
+                if number == 2:
+                    break
+
+    _, (message,) = warned(accumulated)
+    assert "left after 2 batches" in message
+
     def epochs() -> list[list[int]]:
         loader = shuffled()
         seen = []

@@ -122,7 +122,8 @@ def test_workers_that_ignore_signals_are_killed(number: signal.Signals, tmp_path
         code, saved, _ = found.end()
         assert (code, saved) == (-number, [[], []])
     said = (tmp_path / "stderr").read_text()
-    assert ": the workers have 1 s to save and to end (IGNITE_DIST_GRACE_SECONDS)" in said
+    who = "Interrupt: the workers" if number == signal.SIGINT else "SIGTERM: workers that handle it"
+    assert f"{who} have 1 s to save and to end (IGNITE_DIST_GRACE_SECONDS)" in said
     assert "The workers had not ended, and are ended now: ranks 0, 1\n" in said
 
 
@@ -208,7 +209,7 @@ def test_what_goes_wrong_after_a_signal_is_shown(
     with interrupted_jobs.job(CLEANS_UP, how, folder=tmp_path, seconds=60) as found:
         found.launcher.send_signal(number)
         _, err = found.launcher.communicate(timeout=280)
-    name = {signal.SIGINT: "KeyboardInterrupt", signal.SIGTERM: "SigtermReceived"}[number]
+    name = {signal.SIGINT: "KeyboardInterrupt", signal.SIGTERM: "SIGTERM"}[number]
     assert found.launcher.returncode == -number
     if expected is None:
         assert "A worker failed" not in err

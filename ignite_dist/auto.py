@@ -40,7 +40,9 @@ from ignite_dist.training.initial_values import (
     equalise_frozen,
     initialise,
     is_on_meta,
+    named_tensors,
     place,
+    sent_of_frozen,
 )
 from ignite_dist.training.state_dicts import load_model_state
 from ignite_dist.training.unaveraged_parameters import watch_first_step, watch_frozen
@@ -67,7 +69,7 @@ def auto_model(
     state: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Module:
-    """``model`` on :func:`device`, wrapped for the live context.
+    """``model`` on :func:`device`, wrapped for the live context. Every rank that trains it calls this.
 
     torch.distributed with more than one rank: ``DistributedDataParallel``, or sharding in place with
     ``strategy="fsdp"``. Several GPUs without a context: ``DataParallel``. With Horovod and XLA the optimizer
@@ -136,14 +138,15 @@ def auto_model(
 
     Raises:
         CollectiveMismatchError: the models of the ranks differ in the names, order, shapes or dtypes of
-            parameters and buffers, or in what is frozen; or some ranks make another call. Raised on every
-            rank.
+            parameters and buffers, or in what is frozen (with Horovod and XLA each rank may freeze other
+            parameters); or some ranks make another call. Raised on every rank. With a ``wrapper`` of your own
+            the models are compared if ``process_group`` or ``mesh`` names the ranks.
         TypeError: ``model`` is not a module.
-        ValueError: ``model`` is wrapped already, an unknown ``strategy`` or ``comm_hook``, ``"bf16"`` without
-            NCCL, ``"fsdp"`` or ``mesh`` with Horovod or XLA, DDP options with ``"fsdp"`` or a tensor-parallel
-            model, or parameters that are sharded over data dimensions or an unknown mesh; raised before any
-            communication. Or no rank has values for tensors on the meta device, and their module has no
-            ``reset_parameters``; raised on every rank.
+        ValueError: ``model`` is wrapped already, an unknown ``strategy`` or ``comm_hook``, ``"fsdp"`` or
+            ``mesh`` with Horovod or XLA, DDP options with ``"fsdp"`` or a tensor-parallel model, or
+            parameters that are sharded over data dimensions or an unknown mesh; raised before any
+            communication. Or ``comm_hook="bf16"`` without NCCL; or no rank has values for tensors on the meta
+            device, and their module has no ``reset_parameters``; raised on every rank.
     """
     check_module("auto_model", model)
     if any(isinstance(module, _WRAPPERS) for module in model.modules()):
@@ -156,11 +159,12 @@ def auto_model(
     if live.get_world_size() > 1:
         _warn_of_max_norm(model)
     data = _find_ranks(live, model, strategy, mesh, kwargs)
-    _check_same(live, model, data, strategy, **kwargs)
+    if data.tensor_groups:
+        _check_no_options("a tensor-parallel model", sync_bn, options)
+    _check_same(live, model, strategy, data, wrapper, **kwargs)
     if strategy == "fsdp":
         return _sharded(live, model, wrap, data, state, **kwargs)
     if data.tensor_groups:
-        _check_no_options("a tensor-parallel model", sync_bn, options)
         return _replicated(live, model, data, state, **kwargs)
     if is_on_meta(model):
         check_initialisable(model, state)
@@ -215,7 +219,7 @@ def _adapted(
         group = live.training.gradient_group(wrapped, ())
         if wrapped is model:  # a wrapper has broadcast the parameters
             equalise(live, model, DataMesh(None, group))
-        elif (unsent := _unsent_buffers(model)) and len(group.ranks) > 1:
+        elif broadcast_buffers and (unsent := _unsent_buffers(model)) and len(group.ranks) > 1:
             broadcast_tensors(live, list(unsent.values()), group.ranks[0], group)
         remember_model(live, inner, group, broadcast_buffers)
         live.training.average_further_passes(wrapped, _average_over(live, group))
@@ -261,28 +265,37 @@ def _find_ranks(
 def _check_same(
     live: ComputationModel,
     model: Module,
-    data: DataMesh,
     strategy: str,
+    data: DataMesh,
+    wrapper: Any,
     process_group: Any = None,
+    device_mesh: Any = None,
     broadcast_buffers: bool = True,
     **_: Any,
 ) -> None:
-    """Compare the models of the ranks that take the values of one rank."""
+    """Compare what the ranks take from one rank, before they do."""
+    what = f"strategy={strategy!r}"
+    named = named_tensors(model)
     if live.get_world_size() == 1:
         return
-    group = data.group
-    left_out: set[str] = set()
-    gets_wrapper = strategy == "ddp" and _is_trained(model) and live.training.averages_in_backward
-    if not data.is_explicit:
-        if process_group is not None and (gets_wrapper or not _is_trained(model)):
-            group = live.groups.resolve(process_group)
-        left_out.update(name for name, one in model.named_parameters() if is_sharded(one))
-    if gets_wrapper:
-        left_out.update(_torch.ignored_by_ddp(model))
+    if strategy == "fsdp" or data.tensor_groups:
+        check_same(live, named, data.group, what, frozen_counts=True)
+        plain = [(name, one) for name, one in named if not is_sharded(one)]
+        for group in data.tensor_groups:
+            check_same(live, plain, group, what, frozen_counts=True)
+        return
+    members = process_group if device_mesh is None else device_mesh
+    if not _is_trained(model):
+        group = data.group if data.is_explicit else live.groups.resolve(process_group)
+        check_same(live, sent_of_frozen(model).items(), group, what, frozen_counts=True)
+    elif not live.training.averages_in_backward:
+        check_same(live, named, data.group, what, frozen_counts=False)
+    elif wrapper is None or data.is_explicit or members is not None:  # else the wrapper chooses the ranks
+        group = data.group if data.is_explicit or members is None else live.groups.resolve(members)
+        ignored = {*_torch.ignored_by_ddp(model)}
         if not broadcast_buffers:
-            left_out.update(name for name, _ in model.named_buffers())
-    if len(group.ranks) > 1:
-        check_same(live, model, group, left_out, strategy)
+            ignored.update(name for name, _ in model.named_buffers())
+        check_same(live, [row for row in named if row[0] not in ignored], group, what, frozen_counts=True)
 
 
 def _is_trained(model: Module) -> bool:

@@ -133,7 +133,8 @@ class MissingRanksError(DistributedError, TimeoutError):
     """Ranks did not join a collective, or the start of the job, before the timeout.
 
     Attributes:
-        ranks: the missing ranks, ascending. Empty on a rank that joined after the timeout of the others.
+        ranks: the missing ranks, ascending. Empty on a rank that joined after the timeout of the others, and
+            for a group that is not complete.
         where: the last call or the stack of each missing rank, if known.
     """
 

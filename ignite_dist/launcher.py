@@ -155,7 +155,7 @@ def spawn(
             ``ProcessExitedException``, unless a machine is lost.
         LaunchError: a port is in use, or the other machines did not join within ``timeout`` (30 minutes), or
             they have a different job. The message names these machines. Nothing was started.
-        MemoryError: this process has no memory left; names the limit (``ulimit -v``) if there is one.
+        MemoryError: the launcher has no memory left; names the limit (``ulimit -v``) if there is one.
         ValueError, TypeError, RuntimeError: wrong arguments. Nothing was started.
     """
     try:
@@ -174,9 +174,11 @@ def spawn(
         return restarts.start(model.launcher, entry, max_restarts, backend=backend, **options)
     except (DistributedError, KeyboardInterrupt) as error:
         raise error.with_traceback(None)  # noqa: B904  # the frames of the launcher would hide the message
-    except MemoryError as error:  # Python's own has no text
-        about = f"{str(error) or 'out of memory'}. {limits.sentences_about('MemoryError')}".rstrip()
-        raise MemoryError(f"spawn cannot go on: {about}") from error
+    except MemoryError as error:
+        if str(error):
+            raise
+        about = limits.sentences_about("MemoryError")
+        raise MemoryError(f"spawn has no memory left. {about}".rstrip()) from error
 
 
 # Workers of spawn may start more workers. On a TPU pod, the hosts' processes connect by PJRT.

@@ -60,7 +60,7 @@ def executed(path: Path) -> tuple[Any, int]:
     notebook = read(path)
     with _manager(AsyncKernelManager) as (manager, environ):
         client = _Client(notebook, km=manager, timeout=120, coalesce_streams=True, record_timing=False)
-        client.execute(env=environ)
+        client.execute(env=environ, cleanup_kc=True)  # the client does not own the manager
     return notebook, client.num_updates
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,10 +119,10 @@ def save_checkpoint(
         content["values"] = {
             name: plain(state_of(name, value), name, copies.promise) for name, value in values.items()
         }
-        return {"path": str(given), **_part_of_rank(live, path, parts["loader"])}
+        return _part_of_rank(live, path, parts["loader"])
 
+    _check_same_path(live, "save_checkpoint", given)
     ranks = same_outcome(live, prepare, "save_checkpoint")
-    _check_same_paths("save_checkpoint", [one["path"] for one in ranks])
     _check_positions(ranks)
     number = ranks[0]["number"]
     shards = _take_states(live, parts, content, copies)
@@ -171,12 +171,14 @@ def _prepare_folder(path: Path) -> int:
     return number
 
 
-def _check_same_paths(function: str, paths: Sequence[str]) -> None:
+def _check_same_path(live: ComputationModel, function: str, path: Path) -> None:
+    """Raise ``ValueError`` on every rank if they pass different paths to ``function``. Each calls this."""
+    paths = same_outcome(live, lambda: str(path), function)
     if any(one != paths[0] for one in paths):
         raise ValueError(
-            f"{function} needs the same path on every rank, because rank 0 writes and reads one file for "
-            f"all. Got {describe_by_rank(range(len(paths)), [repr(one) for one in paths])}. For a file of "
-            "each rank use torch.save and torch.load."
+            f"{function} needs the same path on every rank, because rank 0 reads and writes for all. Got "
+            f"{describe_by_rank(range(len(paths)), [repr(one) for one in paths])}. If it depends on the time "
+            "or the machine, pass idist.broadcast(path). For a file of each rank use torch.save."
         )
 
 
@@ -318,18 +320,17 @@ def load_checkpoint(
     path, content = Path(path), {}
     parts = parts_of(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 
-    def read() -> tuple[str, list[str]]:
+    def read() -> list[str]:
         for part in parts.values():
             part.check()
         value_states = own_states(values)
         if live.get_rank() == 0:
             content.update(checkpoint_files.read(path))
             check_fits(content, parts, values, value_states)
-        return str(path), [*(part.described() for part in parts.values() if part.is_given), *sorted(values)]
+        return [*(part.described() for part in parts.values() if part.is_given), *sorted(values)]
 
-    paths, objects = zip(*same_outcome(live, read, "load_checkpoint"), strict=True)
-    _check_same_paths("load_checkpoint", paths)
-    _check_same_objects(objects)
+    _check_same_path(live, "load_checkpoint", path)
+    _check_same_objects(same_outcome(live, read, "load_checkpoint"))
     module, optimizers = parts["model"].as_module(), parts["optimizer"].objects
     states = LoadedStates(live, path, content)
     states.check(module, *optimizers.values())
@@ -354,7 +355,7 @@ def load_checkpoint(
 _RECEIVED = ("scheduler", "loader", "values", "random_states")
 
 
-def _check_same_objects(objects: Sequence[list[str]]) -> None:
+def _check_same_objects(objects: list[list[str]]) -> None:
     if any(one != objects[0] for one in objects):
         by_rank = describe_by_rank(range(len(objects)), [", ".join(one) or "nothing" for one in objects])
         raise ValueError(f"load_checkpoint needs the same objects on every rank, but got {by_rank}.")
@@ -388,8 +389,9 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     """
     live = current_model()
     wait_for_pending(live)
-    _check_same_paths("latest", same_outcome(live, lambda: str(Path(folder)), "latest"))
-    found: str | None = _latest(Path(folder))
+    folder = Path(folder)
+    _check_same_path(live, "latest", folder)
+    found: str | None = _latest(folder)
     return None if found is None else Path(found)
 
 

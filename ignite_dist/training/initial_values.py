@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -33,38 +33,54 @@ def place(live: ComputationModel, model: Module) -> None:
         _move(model, device)
 
 
-def check_same(
-    live: ComputationModel, model: Module, group: Group, left_out: Container[str], strategy: str
-) -> None:
-    """Raise on every rank of ``group`` if their models differ. Each of these ranks calls this.
+def sent_of_frozen(model: Module) -> dict[str, Tensor]:
+    """What :func:`equalise_frozen` fills, by name."""
+    return {name: one for name, one in named_tensors(model) if not is_sharded(one) and _can_be_written(one)}
 
-    The values may differ. The parameters and buffers have the same names, order, shapes and dtypes, and the
-    same parameters are frozen; those whose names are ``left_out`` do not count.
+
+def check_same(
+    live: ComputationModel, named: Iterable[tuple[str, Tensor]], group: Group, what: str, frozen_counts: bool
+) -> None:
+    """Raise on every rank of ``group`` if their tensors differ in more than values. Each of them calls this.
+
+    Args:
+        live: the context.
+        named: parameters and buffers with their names.
+        group: the ranks that compare them.
+        what: arguments of ``auto_model`` that are equal on all ranks.
+        frozen_counts: True compares which parameters are frozen, too.
 
     Raises:
-        CollectiveMismatchError: the models or the strategies differ, or a rank has made another call.
+        CollectiveMismatchError: names, order, kinds, shapes, dtypes or ``what`` differ, or a rank has made
+            another call.
     """
-    caller = Caller("auto_model", f"strategy={strategy!r}")
-    found = [(name, _described(one)) for name, one in _named(model) if name not in left_out]
-    digest = hashlib.sha1(repr(found).encode(), usedforsecurity=False).digest()
-    if len(set(exchange_outcomes(live, group, None, digest, caller))) <= 1:
+    if len(group.ranks) == 1:
         return
-    models: list[Any] = exchange_outcomes(live, group, None, found, caller)
-    number, different = next(
-        (number, row) for number, row in enumerate(zip_longest(*models)) if len(set(row)) > 1
-    )
-    texts = ["nothing" if one is None else f"{one[0]!r}, {one[1]}" for one in different]
+    texts = [_described(name, one, frozen_counts) for name, one in named]
+    digest = hashlib.sha1(repr(texts).encode(), usedforsecurity=False).digest()
+    # A rank outside the group sees no rows. Where it takes part, it cannot know of a second exchange.
+    first = texts if live.transport.groups_need_all_ranks else digest
+    rows: list[Any] = exchange_outcomes(live, group, None, first, Caller("auto_model", what))
+    if all(row == first for row in rows):
+        return
+    if first is digest:
+        rows = exchange_outcomes(live, group, None, texts, Caller("auto_model", what))
+    different = next(row for row in zip_longest(*rows, fillvalue="nothing") if len(set(row)) > 1)
     raise CollectiveMismatchError(
         "auto_model needs the same model on every rank, because all take the values of rank "
-        f"{group.ranks[0]}. The ranks differ in parameter or buffer {number + 1}: "
-        f"{describe_by_rank(group.ranks, texts)}."
+        f"{group.ranks[0]}. The first difference is: {describe_by_rank(group.ranks, different)}."
     )
 
 
-def _described(tensor: Tensor) -> str:
+def _described(name: str, tensor: Tensor, frozen_counts: bool) -> str:
+    kind = "parameter" if isinstance(tensor, Parameter) else "buffer"
     shape = "of unknown shape" if is_lazy(tensor) else str(tuple(tensor.shape))
-    is_frozen = isinstance(tensor, Parameter) and not tensor.requires_grad
-    return f"{tensor.dtype} {shape}{', frozen' if is_frozen else ''}"
+    words = [f"{kind} {name.replace('_orig_mod.', '')!r}", f"{tensor.dtype} {shape}"]  # of torch.compile
+    if is_sharded(tensor):
+        words.append(f"DTensor {tensor.placements}")  # type: ignore[attr-defined]
+    if frozen_counts and kind == "parameter" and not tensor.requires_grad:
+        words.append("frozen")
+    return ", ".join(words)
 
 
 def equalise(live: ComputationModel, model: Module, data: DataMesh) -> None:
@@ -88,9 +104,8 @@ def equalise_frozen(live: ComputationModel, model: Module, group: Group) -> None
     Shards are left alone, because no mesh was named. So are sparse, quantized and expanded tensors, with a
     warning: no collective fills them.
     """
-    whole = {name: one for name, one in _named(model) if not is_sharded(one)}
-    sent = {name: one for name, one in whole.items() if _can_be_written(one)}
-    if left := [name for name in whole if name not in sent]:
+    sent = sent_of_frozen(model)
+    if left := [name for name, one in named_tensors(model) if name not in sent and not is_sharded(one)]:
         warn_user(
             f"auto_model leaves {', '.join(left)} of this frozen model as they are on each rank: sparse, "
             "quantized and expanded tensors are not sent."
@@ -224,7 +239,8 @@ def _tensors(model: Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _named(model: Module) -> list[tuple[str, Tensor]]:
+def named_tensors(model: Module) -> list[tuple[str, Tensor]]:
+    """The parameters, then the buffers, with their names."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
@@ -234,7 +250,7 @@ def _own_tensors(module: Module) -> list[tuple[str, Tensor]]:
 
 
 def _names_on_meta(model: Module) -> list[str]:
-    return [name for name, tensor in _named(model) if tensor.is_meta]
+    return [name for name, tensor in named_tensors(model) if tensor.is_meta]
 
 
 def _move(model: Module, device: torch.device, is_empty: bool = False) -> None:

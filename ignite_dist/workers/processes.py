@@ -319,8 +319,8 @@ class Workers:
                 except BaseException as error:  # Ctrl-C, for example
                     is_interrupt = isinstance(error, KeyboardInterrupt)
                     number = signal.SIGINT if is_interrupt else signal.SIGTERM
-                    is_named = isinstance(error, SigtermReceived)
-                    self.pass_on(number, number.name if is_named else type(error).__name__)
+                    reason = number.name if isinstance(error, SigtermReceived) else type(error).__name__
+                    self.pass_on(number, reason)
                     if is_interrupt:
                         error.with_traceback(None)  # the user does not need the line of this package
                     raise
@@ -335,9 +335,9 @@ class Workers:
         try:
             self._send(number, self._running())
             if self._running():
-                whose = "the workers" if number == signal.SIGINT else "workers that handle it"
+                workers = "the workers" if number == signal.SIGINT else "workers that handle SIGTERM"
                 text = "%s: %s have %d s to save and to end (%s). Ctrl-C ends them now."
-                _logger.warning(text, reason, whose, self._grace_seconds, GRACE_VARIABLE)
+                _logger.warning(text, reason, workers, self._grace_seconds, GRACE_VARIABLE)
             while self._running() and (left := deadline - time.monotonic()) > 0:
                 self._read(left)
             if failed := [rank for rank in self._local_failures() if not rank.failure.is_end_by_signal]:

@@ -121,7 +121,9 @@ def test_steps_of_smaller_floats(replicas: Replicas) -> None:
 
 def _models_of_other_dtypes() -> Any:
     model = Linear(2, 2, dtype=torch.bfloat16 if idist.get_rank() else torch.float32)
-    with pytest.raises(idist.CollectiveMismatchError, match=r"rank 0: 'weight', torch.float32 .*; rank 1: "):
+    with pytest.raises(
+        idist.CollectiveMismatchError, match=r"rank 0: parameter 'weight', torch.float32 .*; rank 1: "
+    ):
         idist.auto_model(model)
     return idist.all_reduce(1)
 

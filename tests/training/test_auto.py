@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import BatchNorm1d, Linear, Module, ReLU, Sequential, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
@@ -128,37 +130,44 @@ DIFFERENT = {
     "dtype": (
         lambda: _named(w=_W.half()),
         lambda: _named(w=_W.bfloat16()),
-        "1: rank 0: 'w', torch.float16 (2, 2); rank 1: 'w', torch.bfloat16 (2, 2)",
+        "rank 0: parameter 'w', torch.float16 (2, 2); rank 1: parameter 'w', torch.bfloat16 (2, 2)",
     ),
     "dtype of a buffer": (
         lambda: _named(w=_W, b=torch.ones(4)),
         lambda: _named(w=_W, b=torch.ones(4, dtype=torch.int32)),
-        "2: rank 0: 'b', torch.float32 (4,); rank 1: 'b', torch.int32 (4,)",
+        "rank 0: buffer 'b', torch.float32 (4,); rank 1: buffer 'b', torch.int32 (4,)",
     ),
     "shape": (
         lambda: _named(w=_W.view(1, 4)),
         lambda: _named(w=_W),
-        "1: rank 0: 'w', torch.float32 (1, 4); rank 1: 'w', torch.float32 (2, 2)",
+        "rank 0: parameter 'w', torch.float32 (1, 4); rank 1: parameter 'w', torch.float32 (2, 2)",
     ),
     "order": (
         lambda: _named(w=_W, v=_W),
         lambda: _named(v=_W, w=_W),
-        "1: rank 0: 'w', torch.float32 (2, 2); rank 1: 'v', torch.float32 (2, 2)",
+        "rank 0: parameter 'w', torch.float32 (2, 2); rank 1: parameter 'v', torch.float32 (2, 2)",
     ),
     "number": (
         lambda: _named(w=_W),
         lambda: _named(w=_W, v=_W),
-        "2: rank 0: nothing; rank 1: 'v', torch.float32 (2, 2)",
+        "rank 0: nothing; rank 1: parameter 'v', torch.float32 (2, 2)",
     ),
-    "frozen parameter": (
+    "kind": (
+        lambda: _named(w=_W, v=_W),
+        lambda: _named(w=_W, v=_W.detach()),
+        "rank 0: parameter 'v', torch.float32 (2, 2); rank 1: buffer 'v', torch.float32 (2, 2)",
+    ),
+    "model that is frozen": (
         lambda: Linear(1, 1),
         lambda: Linear(1, 1).requires_grad_(False),
-        "1: rank 0: 'weight', torch.float32 (1, 1); rank 1: 'weight', torch.float32 (1, 1), frozen",
+        "rank 0: parameter 'weight', torch.float32 (1, 1); "
+        "rank 1: parameter 'weight', torch.float32 (1, 1), frozen",
     ),
     "frozen model": (
         lambda: Linear(1, 1).requires_grad_(False),
         lambda: Linear(1, 1).double().requires_grad_(False),
-        "1: rank 0: 'weight', torch.float32 (1, 1), frozen; rank 1: 'weight', torch.float64 (1, 1), frozen",
+        "rank 0: parameter 'weight', torch.float32 (1, 1), frozen; "
+        "rank 1: parameter 'weight', torch.float64 (1, 1), frozen",
     ),
 }
 
@@ -167,7 +176,7 @@ def _different_models(_: int, strategy: str) -> None:
     for made, made_elsewhere, says in DIFFERENT.values():
         model = (made if idist.get_rank() == 0 else made_elsewhere)()
         values = [value.clone() for value in model.state_dict().values()]
-        with pytest.raises(idist.CollectiveMismatchError, match=re.escape(f"buffer {says}.")):
+        with pytest.raises(idist.CollectiveMismatchError, match=re.escape(f"difference is: {says}.")):
             idist.auto_model(model, strategy=strategy)
         torch.testing.assert_close([*model.state_dict().values()], values)
         assert idist.all_reduce(1) == idist.get_world_size()
@@ -185,20 +194,49 @@ def test_models_that_differ_are_refused_before_any_is_changed(backend: str, stra
     idist.spawn(backend, _different_models, (strategy,), nproc_per_node=2)
 
 
-def _left_out_of_ddp(_: int) -> list[Any]:
+def _own_buffer(dtype: torch.dtype = torch.float32, size: int = 1, fill: float = 1.0) -> Module:
+    return _named(w=torch.ones(2, requires_grad=True), own=torch.full((size,), fill, dtype=dtype))
+
+
+def _what_may_differ(_: int) -> list[Any]:
     rank = idist.get_rank()
-    ignored = _named(w=torch.ones(2, requires_grad=True), own=torch.full((1 + rank,), 1.0))
-    ignored._ddp_params_and_buffers_to_ignore = ["own"]
-    kept = _named(w=torch.ones(2, requires_grad=True), own=torch.full((1 + rank,), 1.0))
-    idist.auto_model(kept, broadcast_buffers=False)
-    group = idist.new_group([0])
-    if rank == 0:
-        idist.auto_model(Linear(1, 1), process_group=group)
-    return [idist.unwrap_model(idist.auto_model(ignored)).own.tolist(), kept.own.tolist()]
+    ignored = _own_buffer(size=1 + rank)
+    ignored._ddp_params_and_buffers_to_ignore = ["own"]  # type: ignore[assignment]
+    found = [ignored, *(_own_buffer(dtype, 1 + rank, rank) for dtype in (torch.float32, torch.int16))]
+    idist.auto_model(ignored)
+    for model in found[1:]:
+        idist.auto_model(model, broadcast_buffers=False)
+    frozen = _named(w=torch.ones(1), own=torch.eye(1 + rank).to_sparse())
+    with pytest.warns(UserWarning, match="leaves own of this frozen model"):
+        idist.auto_model(frozen)
+    pairs = [idist.new_group([0, 1]), idist.new_group([2])]  # stages of a pipeline
+    stage = Linear(1 + rank // 2, 1)
+    if rank < 2:
+        idist.auto_model(stage, process_group=pairs[0])
+    idist.auto_model(Linear(1, 1 + rank), wrapper=lambda model, **_: Sequential(model))
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("stages",))
+    alone = DeviceMesh.from_group(dist.new_group([rank], use_local_synchronization=True), "cpu")
+    idist.auto_model(Linear(1, 1 + rank), device_mesh=alone)
+    idist.auto_model(Linear(1, 1), device_mesh=mesh)
+    return [model.own.tolist() for model in found]
 
 
 def test_what_no_rank_takes_from_another_may_differ() -> None:
-    assert on_ranks(_left_out_of_ddp) == [[[1.0], [1.0]], [[1.0, 1.0], [1.0, 1.0]]]
+    found = on_ranks(_what_may_differ, world_size=3)
+    assert found == [[[1.0] * n, [n - 1.0] * n, [n - 1] * n] for n in (1, 2, 3)]
+
+
+def _tensor_parallel(_: int) -> None:
+    mesh = idist.mesh(dp=1, tp=2)
+    dtype = torch.float32 if idist.get_rank() == 0 else torch.bfloat16
+    model = Sequential(Linear(2, 2), Linear(2, 2, bias=False, dtype=dtype))
+    model = parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    with pytest.raises(idist.CollectiveMismatchError, match=r"rank 0: parameter '1.weight', torch.float32"):
+        idist.auto_model(model, mesh=mesh)
+
+
+def test_the_plain_parameters_of_a_tensor_parallel_model_are_compared() -> None:
+    on_ranks(_tensor_parallel)
 
 
 def _on_some_ranks(_: int, kind: str) -> None:

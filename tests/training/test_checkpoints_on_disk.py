@@ -511,9 +511,8 @@ def test_ranks_at_other_batches_are_refused(tmp_path: Path) -> None:
 def _other_paths(_: int, folder: Path) -> None:
     rank = idist.get_rank()
     idist.save_checkpoint(folder / "all.pt", own=1)
-    says = (
-        rf"same path .* Got rank 0: '.*{folder.name}/0(.pt)?'; rank 1: '.*{folder.name}/1(.pt)?'\. For a file"
-    )
+    got = [rf"rank {number}: '.*{folder.name}/{number}(.pt)?'" for number in (0, 1)]
+    says = rf"same path .* Got {'; '.join(got)}\. If it depends"
     with pytest.raises(ValueError, match=f"save_checkpoint needs the {says}"):
         idist.save_checkpoint(folder / f"{rank}.pt", own=rank)
     with pytest.raises(ValueError, match=f"save_checkpoint needs the {says}"):

@@ -122,7 +122,7 @@ def test_workers_that_ignore_signals_are_killed(number: signal.Signals, tmp_path
         code, saved, _ = found.end()
         assert (code, saved) == (-number, [[], []])
     said = (tmp_path / "stderr").read_text()
-    who = "Interrupt: the workers" if number == signal.SIGINT else "SIGTERM: workers that handle it"
+    who = "Interrupt: the workers" if number == signal.SIGINT else "SIGTERM: workers that handle SIGTERM"
     assert f"{who} have 1 s to save and to end (IGNITE_DIST_GRACE_SECONDS)" in said
     assert "The workers had not ended, and are ended now: ranks 0, 1\n" in said
 

@@ -200,7 +200,7 @@ def test_the_launcher_s_own_memory_error_tells_the_limit(tmp_path: Path) -> None
     ended = run_new_python(write_script(tmp_path, script), 400, "forkserver", seconds=SECONDS)
     limit, _, found = ended.stdout.partition("\n")
     assert found == (
-        "MemoryError: spawn cannot go on: out of memory. "
+        "MemoryError: spawn has no memory left. "
         f"A process may map {limit} bytes of memory here (ulimit -v).\n"
     )
 

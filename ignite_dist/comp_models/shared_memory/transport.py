@@ -322,14 +322,14 @@ class _SharedWork(Work):
     def wait(self, timeout: timedelta | None = None) -> Any:
         run, self._run = self._run, None
         if run is not None:
-            try:
-                memory = self._transport.memory_of(self._group)
-                if memory is not None:
-                    self._result = memory.run(run, self._group)
-            except RuntimeError as error:
-                connections.raise_with_cause(self._transport.as_own(error))
+            memory = self._transport.memory_of(self._group)
             if memory is None:
                 self._inner = self._over_backend()
+            else:
+                try:
+                    self._result = memory.run(run, self._group)
+                except RuntimeError as error:
+                    connections.raise_with_cause(self._transport.as_own(error))
         return self._result if self._inner is None else self._inner.wait()
 
     def is_completed(self) -> bool:

@@ -89,7 +89,9 @@ class Run(NamedTuple):
 
     @property
     def epochs_begun(self) -> list[int]:
-        return [int(epoch) for epoch in re.findall(rf"epoch +(\d+)/{EPOCHS}: +0%", self.progress)]
+        """A bar is one line. It shows 0% when it begins, and again if it ends before the first batch."""
+        bars = (re.search(rf"epoch +(\d+)/{EPOCHS}: +0%", line) for line in self.progress.split("\n"))
+        return [int(bar[1]) for bar in bars if bar]
 
 
 class Watched:
@@ -122,7 +124,7 @@ class Watched:
 
     @property
     def progress(self) -> str:
-        return self._progress.read_text()
+        return self._progress.read_bytes().decode()  # a bar begins again after each \r
 
     def watch_until(self, is_over: Callable[[], bool], seconds: float = 200) -> None:
         """Look at the checkpoint until ``is_over()``: whenever it is there, it is whole."""

@@ -138,9 +138,10 @@ def auto_model(
 
     Raises:
         CollectiveMismatchError: the models of the ranks differ in the names, order, shapes or dtypes of
-            parameters and buffers, or in what is frozen (with Horovod and XLA each rank may freeze other
-            parameters); or some ranks make another call. Raised on every rank. With a ``wrapper`` of your own
-            the models are compared if ``process_group`` or ``mesh`` names the ranks.
+            parameters and buffers, in what is frozen (with Horovod and XLA each rank may freeze other
+            parameters), or in settings such as ``strategy``; or some ranks make another call. Raised on every
+            rank. With a ``wrapper`` of your own the models are compared if ``process_group`` or ``mesh``
+            names the ranks.
         TypeError: ``model`` is not a module.
         ValueError: ``model`` is wrapped already, an unknown ``strategy`` or ``comm_hook``, ``"fsdp"`` or
             ``mesh`` with Horovod or XLA, DDP options with ``"fsdp"`` or a tensor-parallel model, or
@@ -161,7 +162,9 @@ def auto_model(
     data = _find_ranks(live, model, strategy, mesh, kwargs)
     if data.tensor_groups:
         _check_no_options("a tensor-parallel model", sync_bn, options)
-    _check_same(live, model, strategy, data, wrapper, **kwargs)
+    settings = {"sync_bn": sync_bn, "wrap": [one.__name__ for one in wrap], "state": state is not None}
+    settings.update(comm_hook=_name_of(comm_hook), buffer_hook=_name_of(buffer_hook))
+    _check_same(live, model, strategy, data, wrapper, settings, **kwargs)
     if strategy == "fsdp":
         return _sharded(live, model, wrap, data, state, **kwargs)
     if data.tensor_groups:
@@ -262,22 +265,38 @@ def _find_ranks(
     return data
 
 
+# With other values, ranks make other collectives. ``device_ids`` and ``output_device`` may differ.
+_SAME_KEYWORDS = (
+    "bucket_cap_mb",
+    "find_unused_parameters",
+    "init_sync",
+    "reshard_after_forward",
+    "static_graph",
+)
+
+
+def _name_of(hook: Any) -> str | None:
+    """``hook`` as the ranks compare it."""
+    return hook if hook is None or isinstance(hook, str) else getattr(hook, "name", "own")
+
+
 def _check_same(
     live: ComputationModel,
     model: Module,
     strategy: str,
     data: DataMesh,
     wrapper: Any,
+    settings: Mapping[str, Any],
     process_group: Any = None,
     device_mesh: Any = None,
-    broadcast_buffers: bool = True,
-    **_: Any,
+    **kwargs: Any,
 ) -> None:
-    """Compare what the ranks take from one rank, before they do."""
-    what = f"strategy={strategy!r}"
-    named = named_tensors(model)
+    """Compare the settings, and what the ranks take from one rank, before they do."""
     if live.get_world_size() == 1:
         return
+    given = {"strategy": strategy, **settings, **{name: kwargs.get(name) for name in _SAME_KEYWORDS}}
+    what = ", ".join(f"{name}={value!r}" for name, value in given.items() if value not in (None, False, []))
+    named = named_tensors(model)
     if strategy == "fsdp" or data.tensor_groups:
         check_same(live, named, data.group, what, frozen_counts=True)
         plain = [(name, one) for name, one in named if not is_sharded(one)]
@@ -293,7 +312,7 @@ def _check_same(
     elif wrapper is None or data.is_explicit or members is not None:  # else the wrapper chooses the ranks
         group = data.group if data.is_explicit or members is None else live.groups.resolve(members)
         ignored = {*_torch.ignored_by_ddp(model)}
-        if not broadcast_buffers:
+        if not kwargs.get("broadcast_buffers", True):
             ignored.update(name for name, _ in model.named_buffers())
         check_same(live, [row for row in named if row[0] not in ignored], group, what, frozen_counts=True)
 

@@ -119,7 +119,9 @@ def auto_dataloader(
     requested, group = group, data_group(model) if group is None else group
     place = place_in(model, group)
     is_whole = shard or not isinstance(dataset, IterableDataset)
-    order = agree_on_order(model, requested, dataset, place, seed, kwargs) if is_whole else Order()
+    order = Order()
+    if is_whole:
+        order = agree_on_order(model, requested, dataset, place, exact, seed, kwargs)
     kwargs.setdefault("pin_memory", model.device().type == "cuda")
     if kwargs.get("shuffle") and length_or_none(dataset) == 0:  # torch's RandomSampler raises
         kwargs["shuffle"] = False

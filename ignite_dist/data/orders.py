@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from ignite_dist.collectives.path import perform
 from ignite_dist.comp_models import ComputationModel, Group
@@ -17,7 +25,7 @@ from ignite_dist.comp_models.work import Steps
 from ignite_dist.data.splitting import Place
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.passes import Order
-from ignite_dist.samplers import draw_seed, length_or_none, place_of
+from ignite_dist.samplers import draw_seed, length_or_none, place_of, with_inner
 from ignite_dist.training.seeding import latest_seed
 from ignite_dist.values import meshes
 from ignite_dist.values.ranks import describe_by_rank
@@ -36,6 +44,7 @@ def _facts_of(dataset: Any, sampler: Any, kwargs: dict[str, Any]) -> dict[str, A
         "indices": indices,
         "contents": contents,
         "sampler": None if sampler is None else type(sampler).__name__,
+        "draws of the sampler": None if sampler is None else _draws_of(sampler),
         "batch_size": kwargs.get("batch_size", 1),
         "shuffle": bool(kwargs.get("shuffle")),
         "drop_last": bool(kwargs.get("drop_last")),
@@ -51,7 +60,13 @@ def batch_sampler_keyword(kwargs: dict[str, Any]) -> str:
 
 
 def agree_on_order(
-    model: ComputationModel, group: Any, dataset: Any, place: Place, seed: int | None, kwargs: dict[str, Any]
+    model: ComputationModel,
+    group: Any,
+    dataset: Any,
+    place: Place,
+    exact: bool | str,
+    seed: int | None,
+    kwargs: dict[str, Any],
 ) -> Order:
     """The order of a loader, equal on all ranks that share the data. Each of them calls this.
 
@@ -60,6 +75,7 @@ def agree_on_order(
         group: the ``group=`` of ``auto_dataloader``.
         dataset: the data set.
         place: this rank among those that share the data.
+        exact: the ``exact=`` of ``auto_dataloader``.
         seed: the ``seed=`` of ``auto_dataloader``.
         kwargs: the keywords of ``DataLoader``.
 
@@ -77,7 +93,7 @@ def agree_on_order(
         has_all_ranks = members is not None and len(members.ranks) == model.get_world_size()
         seed = draw_seed(sampler, generator) if has_all_ranks or generator is not None else latest_seed()
     fault = "" if found in (None, tuple(place)) else _wrong_place(sampler, found, place)
-    row = {"seed": given, **facts}, seed, fault
+    row = {"seed": given, "exact": exact, "ranks that share the data": place.num_ranks, **facts}, seed, fault
     if members is not None and len(members.ranks) > 1:
         rows = perform(
             model,
@@ -133,6 +149,8 @@ def _compare(members: Group, rows: Sequence[Any]) -> None:
 
 
 _ADVICE = {
+    "draws of the sampler": "Make the sampler from the same indices, weights and settings on every rank: the "
+    "loader splits its draws.",
     "indices": "A random_split draws other indices on ranks with other seeds: give it "
     "generator=torch.Generator().manual_seed(0).",
     "contents": "Pass the whole data set on every rank, not a share of it (of idist.split, say): the loader "
@@ -141,6 +159,23 @@ _ADVICE = {
     "number of samples": "Pass the whole data set on every rank: the loader splits it. For each rank's own "
     "data use torch's DataLoader.",
 }
+
+
+_SETTINGS_OF_SAMPLERS = ("batch_size", "drop_last", "replacement", "seed", "shuffle")
+
+
+def _draws_of(sampler: Any) -> str:
+    """What determines the draws of torch's samplers. Of other samplers the length, if it has no rank."""
+    facts = [] if place_of(sampler) is not None else [f"{length_or_none(sampler)} draws"]
+    for one in with_inner(sampler):
+        if type(one).__module__.startswith("torch.utils.data."):
+            names = [name for name in _SETTINGS_OF_SAMPLERS if hasattr(one, name)]
+            facts += [f"{name}={getattr(one, name)!r}" for name in names]
+            if isinstance(one, SubsetRandomSampler):
+                facts.append(f"indices {_digest_of_indices(one.indices)}")
+            if isinstance(one, WeightedRandomSampler):
+                facts.append(f"weights {_digest(one.weights)}")
+    return ", ".join(facts)
 
 
 def _digests(dataset: Dataset[Any] | Any) -> tuple[str | None, str | None]:

@@ -88,8 +88,9 @@ def save_checkpoint(
     Raises:
         TypeError: a value, or an object in ``model``, ``optimizer``, ``scheduler`` or ``loader``, is of
             another type; or a name is not a str.
-        ValueError: ``keep`` is less than 1, ``path`` is a folder, the ranks pass different paths or are at
-            different batches, or a name is empty. The name of a model must have no dot.
+        ValueError: ``keep`` is less than 1, ``path`` is a folder, the ranks pass different ``path`` or
+            ``asynchronous`` or are at different batches, or a name is empty. The name of a model must have no
+            dot.
         OSError: the file cannot be written, or the previous asynchronous write has failed. If the disk is
             full, the text has the bytes that are needed and free.
         RuntimeError: the state of an object cannot be taken.
@@ -121,7 +122,7 @@ def save_checkpoint(
         }
         return _part_of_rank(live, path, parts["loader"])
 
-    _check_same_path(live, "save_checkpoint", given)
+    _check_same_call(live, "save_checkpoint", path=given, asynchronous=bool(asynchronous))
     ranks = same_outcome(live, prepare, "save_checkpoint")
     _check_positions(ranks)
     number = ranks[0]["number"]
@@ -171,15 +172,22 @@ def _prepare_folder(path: Path) -> int:
     return number
 
 
-def _check_same_path(live: ComputationModel, function: str, path: Path) -> None:
-    """Raise ``ValueError`` on every rank if they pass different paths to ``function``. Each calls this."""
-    paths = same_outcome(live, lambda: str(path), function)
-    if any(one != paths[0] for one in paths):
-        raise ValueError(
-            f"{function} needs the same path on every rank, because rank 0 reads and writes for all. Got "
-            f"{describe_by_rank(range(len(paths)), [repr(one) for one in paths])}. If it depends on the time "
-            "or the machine, pass idist.broadcast(path). For a file of each rank use torch.save."
-        )
+def _check_same_call(live: ComputationModel, function: str, **settings: Any) -> None:
+    """Raise ``ValueError`` on every rank if they pass other ``settings`` to ``function``. Each calls this."""
+    rows = same_outcome(live, lambda: {name: str(value) for name, value in settings.items()}, function)
+    for name in settings:
+        values = [row[name] for row in rows]
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"{function} needs the same {name} on every rank. Got "
+                f"{describe_by_rank(range(len(values)), values)}.{_ADVICE.get(name, '')}"
+            )
+
+
+_ADVICE = {
+    "path": " Rank 0 reads and writes for all. If the path depends on the time or the machine, pass "
+    "idist.broadcast(path). For a file of each rank use torch.save."
+}
 
 
 def _check_positions(ranks: list[dict[str, Any]]) -> None:
@@ -329,7 +337,7 @@ def load_checkpoint(
             check_fits(content, parts, values, value_states)
         return [*(part.described() for part in parts.values() if part.is_given), *sorted(values)]
 
-    _check_same_path(live, "load_checkpoint", path)
+    _check_same_call(live, "load_checkpoint", path=path)
     _check_same_objects(same_outcome(live, read, "load_checkpoint"))
     module, optimizers = parts["model"].as_module(), parts["optimizer"].objects
     states = LoadedStates(live, path, content)
@@ -390,7 +398,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     live = current_model()
     wait_for_pending(live)
     folder = Path(folder)
-    _check_same_path(live, "latest", folder)
+    _check_same_call(live, "latest", path=folder)
     found: str | None = _latest(folder)
     return None if found is None else Path(found)
 

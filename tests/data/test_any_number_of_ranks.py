@@ -319,6 +319,10 @@ def test_a_sampler_that_never_ends_is_drawn_from_as_far_as_it_is_needed() -> Non
 # --- what must agree -----------------------------------------------------------------------------------
 
 
+def loader_of(sampler: Any, batch_size: int | None = 2) -> Any:
+    return idist.auto_dataloader(list(range(8)), batch_size=batch_size, sampler=sampler)
+
+
 def differing(_: int) -> list[str]:
     rank, messages = idist.get_rank(), []
     idist.seed_everything(0)  # per rank
@@ -332,6 +336,14 @@ def differing(_: int) -> list[str]:
         lambda: idist.auto_dataloader(whole[rank:], batch_size=4, shuffle=True),
         lambda: idist.auto_dataloader(whole, batch_size=4 + 2 * rank, shuffle=True),
         lambda: idist.auto_dataloader(whole, batch_size=4, shuffle=True, seed=rank),
+        lambda: idist.auto_dataloader(whole, batch_size=4, shuffle=False, exact=rank == 0),
+        lambda: loader_of(SubsetRandomSampler([rank, 2, 3])),
+        lambda: loader_of(SubsetRandomSampler(range(3 + rank))),
+        lambda: loader_of(WeightedRandomSampler([1.0 + rank, 2.0], 4)),
+        lambda: loader_of(RandomSampler(whole, replacement=rank == 0)),
+        lambda: loader_of(DistributedSampler(whole, 2, rank, seed=rank)),
+        lambda: loader_of(DistributedSampler(whole, 2, rank, shuffle=rank == 0)),
+        lambda: loader_of(BatchSampler(SequentialSampler(whole), 2 + 2 * rank, drop_last=False), None),
     ):
         with pytest.raises(CollectiveMismatchError) as info:
             wrong()
@@ -345,6 +357,7 @@ def test_what_differs_is_said_on_every_rank_before_anything_is_drawn() -> None:
     first, second = on_ranks(differing)
     assert first == second
     wanted = ("random_split", "random_split", "whole data set", "number of samples", "batch_size", "seed")
+    wanted += ("exact", *["draws of the sampler"] * 7)
     for message, text in zip(first, wanted, strict=True):
         assert text in message and "rank 0: " in message and "rank 1: " in message
 

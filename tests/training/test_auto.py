@@ -239,6 +239,27 @@ def test_the_plain_parameters_of_a_tensor_parallel_model_are_compared() -> None:
     on_ranks(_tensor_parallel)
 
 
+def _other_settings(_: int) -> None:
+    settings: list[dict[str, Any]] = [
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"bucket_cap_mb": 1},
+        {"comm_hook": "fp16"},
+        {"strategy": "fsdp"},
+        {"strategy": "fsdp", "reshard_after_forward": True},
+    ]
+    for other in settings:
+        mine = other if idist.get_rank() else {}
+        name, value = [*other.items()][-1]
+        with pytest.raises(idist.CollectiveMismatchError, match=re.escape(f"{name}={value!r}")):
+            idist.auto_model(Linear(1, 1), **mine)
+        assert idist.all_reduce(1) == 2
+
+
+def test_settings_that_differ_are_refused() -> None:
+    on_ranks(_other_settings)
+
+
 def _on_some_ranks(_: int, kind: str) -> None:
     if idist.get_rank() == 0:
         idist.auto_model(Linear(1, 1).requires_grad_(kind != "frozen"))

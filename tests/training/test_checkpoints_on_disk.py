@@ -511,8 +511,12 @@ def test_ranks_at_other_batches_are_refused(tmp_path: Path) -> None:
 def _other_paths(_: int, folder: Path) -> None:
     rank = idist.get_rank()
     idist.save_checkpoint(folder / "all.pt", own=1)
-    got = [rf"rank {number}: '.*{folder.name}/{number}(.pt)?'" for number in (0, 1)]
-    says = rf"same path .* Got {'; '.join(got)}\. If it depends"
+    got = [rf"rank {number}: .*{folder.name}/{number}(.pt)?" for number in (0, 1)]
+    says = rf"same path on every rank. Got {'; '.join(got)}\. Rank 0 reads"
+    with pytest.raises(
+        ValueError, match=r"same asynchronous on every rank. Got rank 0: True; rank 1: False\."
+    ):
+        idist.save_checkpoint(folder / "one.pt", own=rank, asynchronous=rank == 0)
     with pytest.raises(ValueError, match=f"save_checkpoint needs the {says}"):
         idist.save_checkpoint(folder / f"{rank}.pt", own=rank)
     with pytest.raises(ValueError, match=f"save_checkpoint needs the {says}"):

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,8 @@ def apply_launch(
     """Use the environment and the output files of the launch in this worker. Returns ``name``."""
     if fault_writer is not None and not faulthandler.is_enabled():  # keep the user's handler
         faulthandler.enable(fault_writer)  # keeps the pipe open
+    if any(os.environ.get(name) != environ.get(name) for name in ("TMPDIR", "TEMP", "TMP")):
+        tempfile.tempdir = None  # the fork server has found the folder of its own environment
     os.environ.clear()
     os.environ.update(environ)
     for fd, duplicate in outputs.items():

@@ -300,6 +300,31 @@ def test_workers_that_seed_nothing_draw_different_numbers_as_under_torchrun() ->
     assert len(set(drawn)) == 4
 
 
+def test_each_launch_has_its_own_temporary_folder(tmp_path: Path) -> None:
+    """Also the second, whose fork server has used the folder of the first."""
+    helpers.write_script(tmp_path, "import tempfile; tempfile.gettempdir()", "uses_it.py")
+    script = """
+        import multiprocessing, os, sys, tempfile
+        import ignite_dist as idist
+
+        multiprocessing.set_forkserver_preload(["uses_it"])
+
+        def folder(local_rank):
+            return tempfile.gettempdir()
+
+        if __name__ == "__main__":
+            for name in sys.argv[1:]:
+                os.environ["TMPDIR"] = name
+                print(*idist.spawn("gloo", folder))
+    """
+    folders = [str(tmp_path / name) for name in ("a", "b")]
+    for name in folders:
+        os.mkdir(name)
+    environ = helpers.plain_environ(PYTHONPATH=f"{helpers.ROOT}:{tmp_path}")
+    ended = helpers.run_python(helpers.write_script(tmp_path, script), *folders, env=environ)
+    assert ended.stdout.split() == folders, ended.stdout
+
+
 LONG_FOLDER = """
     import multiprocessing.util, os, sys
     import torch

@@ -41,7 +41,7 @@ class XlaWorld(SpawnedWorld):
 
 
 class XlaWorldOfThree(XlaWorld):
-    """The case that divides float8 numbers has workers without the older fusion, which rounds them twice."""
+    """The older fusion rounds a quotient of float8 numbers twice. So that case has workers without it."""
 
     def __init__(self) -> None:
         super().__init__(3)

@@ -69,7 +69,7 @@ def auto_model(
     state: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Module:
-    """``model`` on :func:`device`, wrapped for the live context. Every rank that trains it calls this.
+    """``model`` on :func:`device`, wrapped for the live context. Every rank that has the model calls this.
 
     torch.distributed with more than one rank: ``DistributedDataParallel``, or sharding in place with
     ``strategy="fsdp"``. Several GPUs without a context: ``DataParallel``. With Horovod and XLA the optimizer
@@ -265,7 +265,8 @@ def _find_ranks(
     return data
 
 
-# With other values, ranks make other collectives. ``device_ids`` and ``output_device`` may differ.
+# Ranks with different values of these keywords make different collectives. Other keywords, for example
+# ``device_ids`` and ``output_device``, are not compared: their values differ by rank.
 _SAME_KEYWORDS = (
     "bucket_cap_mb",
     "find_unused_parameters",
@@ -291,7 +292,7 @@ def _check_same(
     device_mesh: Any = None,
     **kwargs: Any,
 ) -> None:
-    """Compare the settings, and what the ranks take from one rank, before they do."""
+    """Compare the settings of the ranks, and the tensors that they will take from one rank."""
     if live.get_world_size() == 1:
         return
     given = {"strategy": strategy, **settings, **{name: kwargs.get(name) for name in _SAME_KEYWORDS}}
@@ -309,7 +310,8 @@ def _check_same(
         check_same(live, sent_of_frozen(model).items(), group, what, frozen_counts=True)
     elif not live.training.averages_in_backward:
         check_same(live, named, data.group, what, frozen_counts=False)
-    elif wrapper is None or data.is_explicit or members is not None:  # else the wrapper chooses the ranks
+    # A wrapper of the user chooses its ranks itself, unless they are named. Then nothing is compared.
+    elif wrapper is None or data.is_explicit or members is not None:
         group = data.group if data.is_explicit or members is None else live.groups.resolve(members)
         ignored = {*_torch.ignored_by_ddp(model)}
         if not kwargs.get("broadcast_buffers", True):

@@ -30,7 +30,7 @@ _LIMITS = (
     (
         re.compile(
             "[Cc]annot allocate memory|MemoryError|can't allocate memory|bad_alloc|failed to map"
-            "|can't start new thread|Resource temporarily unavailable"  # no room for a thread's stack
+            "|can't start new thread|Resource temporarily unavailable"  # also for a thread's stack
         ),
         "AS",
         "A process may map {limit} bytes of memory here (ulimit -v).",

@@ -13,7 +13,7 @@ from commands import at_a_shell
 from helpers import ROOT
 from pages import Block, blocks, commands_of
 
-# What torchrun's agent writes if the agent that serves the store has ended before it.
+# What an agent of torchrun writes if the other agent, which serves the store, has ended first.
 _STORE_HAS_ENDED = re.compile(
     r"^\[W.*TCPStore\.cpp:\d+\] \[c10d\] .*\n(?:(?:Exception raised |frame #|<omitting ).*\n|\n)*"
     r"W.* has failed to shutdown the rendezvous '.*' due to an error of type RendezvousConnectionError\.\n",

@@ -25,6 +25,7 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.context.live import current_model
 from ignite_dist.errors import CollectiveMismatchError
+from ignite_dist.values.ranks import describe_by_rank
 
 
 class _AdaptedModel(NamedTuple):
@@ -208,14 +209,11 @@ def _raise_buffer_mismatch(
     names = dict.fromkeys(name for described in gathered for name in described)
     differing = (name for name in names if len({described.get(name) for described in gathered}) > 1)
     first = next(differing, None)
-    by_rank = [
-        f"rank {rank}: {described.get(first or '')}"
-        for rank, described in zip(group.ranks, gathered, strict=True)
-    ]
+    by_rank = describe_by_rank(group.ranks, [str(described.get(first or "")) for described in gathered])
     raise CollectiveMismatchError(
         f"The ranks have different buffers in a {type(module).__name__} and cannot all take the buffers of "
         + (
-            f"rank {group.ranks[0]}: {first!r} is {', '.join(by_rank)}. "
+            f"rank {group.ranks[0]}: {first!r} is {by_rank}. "
             if first
             else f"rank {group.ranks[0]}: the buffers are in a different order. "
         )

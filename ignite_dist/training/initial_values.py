@@ -21,6 +21,7 @@ from ignite_dist.coordination import Caller, exchange_outcomes
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.training.data_meshes import DataMesh
 from ignite_dist.training.state_dicts import as_sharded
+from ignite_dist.values.layouts import describe_layout, layout_of
 from ignite_dist.values.ranks import describe_by_rank
 
 State = Mapping[str, Any]
@@ -34,7 +35,7 @@ def place(live: ComputationModel, model: Module) -> None:
 
 
 def sent_of_frozen(model: Module) -> dict[str, Tensor]:
-    """What :func:`equalise_frozen` fills, by name."""
+    """The tensors that :func:`equalise_frozen` fills, by name."""
     return {name: one for name, one in named_tensors(model) if not is_sharded(one) and _can_be_written(one)}
 
 
@@ -58,7 +59,7 @@ def check_same(
         return
     texts = [_described(name, one, frozen_counts) for name, one in named]
     digest = hashlib.sha1(repr(texts).encode(), usedforsecurity=False).digest()
-    # A rank outside the group sees no rows. Where it takes part, it cannot know of a second exchange.
+    # Where ranks outside the group take part, they see no rows, so they cannot know of a second exchange.
     first = texts if live.transport.groups_need_all_ranks else digest
     rows: list[Any] = exchange_outcomes(live, group, None, first, Caller("auto_model", what))
     if all(row == first for row in rows):
@@ -74,8 +75,9 @@ def check_same(
 
 def _described(name: str, tensor: Tensor, frozen_counts: bool) -> str:
     kind = "parameter" if isinstance(tensor, Parameter) else "buffer"
-    shape = "of unknown shape" if is_lazy(tensor) else str(tuple(tensor.shape))
-    words = [f"{kind} {name.replace('_orig_mod.', '')!r}", f"{tensor.dtype} {shape}"]  # of torch.compile
+    name = name.replace("_orig_mod.", "")  # a prefix of torch.compile
+    layout = f"{tensor.dtype} of unknown shape" if is_lazy(tensor) else describe_layout(layout_of(tensor))
+    words = [f"{kind} {name!r}", layout]
     if is_sharded(tensor):
         words.append(f"DTensor {tensor.placements}")  # type: ignore[attr-defined]
     if frozen_counts and kind == "parameter" and not tensor.requires_grad:
@@ -240,7 +242,7 @@ def _tensors(model: Module) -> list[Tensor]:
 
 
 def named_tensors(model: Module) -> list[tuple[str, Tensor]]:
-    """The parameters, then the buffers, with their names."""
+    """Names and tensors: first the parameters, then the buffers."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 

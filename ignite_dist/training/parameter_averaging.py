@@ -20,6 +20,7 @@ from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.training.wrapped_models import unwrap_model
+from ignite_dist.values.ranks import describe_by_rank
 
 
 @counts_interrupts
@@ -90,11 +91,10 @@ def _average(live: ComputationModel, tensors: Sequence[Tensor], layout: int, gro
     own = layout, len(tensors), sum(tensor.numel() for tensor in tensors)
     rows: list[Any] = live.objects.gather(own, group)
     if any(row != rows[0] for row in rows):
-        by_rank = zip(group.ranks, rows, strict=True)
-        sizes = (f"rank {rank}: {row[1]} tensors with {row[2]} elements" for rank, row in by_rank)
+        sizes = [f"{num_tensors} tensors with {numel} elements" for _, num_tensors, numel in rows]
         raise CollectiveMismatchError(
             "The ranks called average_parameters with different models. The names, shapes or dtypes of the "
-            f"parameters and buffers differ ({', '.join(sizes)})."
+            f"parameters and buffers differ ({describe_by_rank(group.ranks, sizes)})."
         )
     average_tensors(live, [tensor for tensor in tensors if _has_mean(tensor)], group)
     if others := [tensor for tensor in tensors if not _has_mean(tensor)]:

@@ -238,7 +238,7 @@ def test_different_calls_raise_and_the_group_remains_usable() -> None:
         raised = [bool(message) for message in found[name]]
         assert raised == [who == "all", True, True], (name, found[name])
         for message in filter(None, found[name]):
-            assert "rank 0: " in message and "rank 1, 2: " in message, (name, message)
+            assert "rank 0: " in message and "ranks 1-2: " in message, (name, message)
 
 
 # --- interrupts ----------------------------------------------------------------------------------------

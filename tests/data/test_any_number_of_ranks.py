@@ -507,7 +507,7 @@ def test_a_pass_that_draws_the_same_batches_again_says_so_once() -> None:
     def accumulated() -> None:
         loader, model = shuffled(), torch.nn.Linear(1, 1)
         for _ in range(2):
-            for number, _ in enumerate(idist.accumulate(loader, model, 2), 1):  # looks one batch ahead
+            for number, _ in enumerate(idist.accumulate(loader, model, 2), 1):  # which fetches one batch more
                 if number == 2:
                     break
 

@@ -125,7 +125,7 @@ def _named(**tensors: torch.Tensor) -> Module:
 
 
 _W = torch.ones(2, 2, requires_grad=True)
-# A model of rank 0, one of all other ranks, and what the error says of each.
+# For each difference: the model of rank 0, the model of rank 1, and the end of the error.
 DIFFERENT = {
     "dtype": (
         lambda: _named(w=_W.half()),

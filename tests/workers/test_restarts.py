@@ -124,7 +124,7 @@ class Watched:
 
     @property
     def progress(self) -> str:
-        return self._progress.read_bytes().decode()  # a bar begins again after each \r
+        return self._progress.read_bytes().decode()  # read_text() would replace each \r by \n
 
     def watch_until(self, is_over: Callable[[], bool], seconds: float = 200) -> None:
         """Look at the checkpoint until ``is_over()``: whenever it is there, it is whole."""

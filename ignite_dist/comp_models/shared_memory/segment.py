@@ -35,6 +35,7 @@ from torch.distributed import DistBackendError
 from ignite_dist.call_sites import users_frame
 from ignite_dist.comp_models.work import begun_call, place_of
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, without_link
+from ignite_dist.values.ranks import describe_by_rank
 
 _logger = logging.getLogger(__name__)
 
@@ -297,8 +298,8 @@ class Segment:
         places, slot = self._places(number), number % _SLOTS
         numbers = [self._words[place * _WORDS_PER_RANK + _CALLS + slot] for place in range(len(places))]
         in_one_call = len(set(numbers)) == 1
-        calls: dict[str, list[str]] = {}
-        for place, peer in enumerate(self._peers):
+        calls: list[str] = []
+        for place in range(len(self._peers)):
             word = place * _WORDS_PER_RANK
             start = (word + _DESCRIPTIONS) * 8 + slot * DESCRIPTION_BYTES
             description = bytes(self._bytes[start : start + DESCRIPTION_BYTES]).rstrip().decode()
@@ -307,12 +308,12 @@ class Segment:
                 description = "not there yet" if self._words[word] < number else "a later call"
             else:
                 description = _with_place(description, places[place], call)
-            calls.setdefault(description, []).append(str(peer.rank))
-        texts = [f"rank {', '.join(ranks)}: {description}" for description, ranks in calls.items()]
+            calls.append(description)
+        by_rank = describe_by_rank([peer.rank for peer in self._peers], calls)
         hint = "" if all(places) else " idist.debug() shows their places."
         if not in_one_call:
             hint = " A rank has skipped a call, or has left one early, for example by a KeyboardInterrupt."
-        raise CollectiveMismatchError(f"The ranks made different calls ({'; '.join(texts)}).{hint}")
+        raise CollectiveMismatchError(f"The ranks made different calls ({by_rank}).{hint}")
 
     def _places(self, number: int) -> list[str]:
         """Where each rank has made its step of this number; empty for a rank that does not say it in time."""

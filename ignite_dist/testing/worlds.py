@@ -181,7 +181,7 @@ class _Progress:
         self.started = time.monotonic()
         self.deadline = self.started + timeout + _START_SECONDS
         self.outcome = Outcome({}, {}, [], {}, None, is_reusable=True)
-        self._timeout = timeout
+        self._seconds = timeout  # that the ranks have once all of them have collected the test
         self._collecting = set(running)
 
     def receive(self, rank: int, message: Any) -> None:
@@ -196,10 +196,7 @@ class _Progress:
         elif isinstance(message, NotStarted):
             raise RuntimeError(message.text)
         elif isinstance(message, Running):
-            self._collecting.discard(rank)
-            if not self._collecting:
-                self.started = time.monotonic()
-                self.deadline = min(self.deadline, self.started + self._timeout)
+            self._has_collected(rank)
         elif isinstance(message, RankReport):
             has_failed = message.has_failed
             if message.is_of_subtest:
@@ -212,10 +209,23 @@ class _Progress:
         else:
             has_failed = True
             del self.running[rank]
+            self._has_collected(rank)
             if isinstance(message, SessionExit):
                 self.outcome = outcome._replace(exit=message.text)
         if has_failed:
-            self.deadline = min(self.deadline, time.monotonic() + GRACE_SECONDS)
+            self._seconds = min(self._seconds, GRACE_SECONDS)
+            if not self._collecting:
+                self._limit(self._seconds)
+
+    def _has_collected(self, rank: int) -> None:
+        if rank in self._collecting:
+            self._collecting.remove(rank)
+            if not self._collecting:
+                self.started = time.monotonic()
+                self._limit(self._seconds)
+
+    def _limit(self, seconds: float) -> None:
+        self.deadline = min(self.deadline, time.monotonic() + seconds)
 
 
 def _describe_exit(exit_code: int) -> str:

@@ -100,6 +100,31 @@ def test_a_failure_names_the_rank_and_costs_only_its_world(run: Runner) -> None:
 
 
 @pytest.mark.long
+def test_a_rank_that_fails_while_another_is_not_at_the_test_yet(run: Runner) -> None:
+    found, output = run("""
+        if idist.get_rank() == 1:
+            time.sleep(3)  # the import of this file takes longer than a rank has after the failure of another
+
+        @pytest.fixture
+        def stuck(rank):
+            if rank == 1:
+                threading.Event().wait()
+
+        @pytest.mark.ranks(2)
+        def test_everywhere():
+            assert False
+
+        @pytest.mark.ranks(2)
+        def test_stuck(stuck):
+            assert False, "what rank 0 says"
+    """)
+    assert found == {"test_everywhere[gloo-2]": "failure", "test_stuck[gloo-2]": "error"}, output
+    assert "test_everywhere[gloo-2]: rank 0 failed first" in output and "rank 1 failed too" in output, output
+    assert "Rank 1 had not finished the test after" in output and "in stuck" in output, output
+    assert "test_stuck[gloo-2]: rank 0 failed first" in output and "what rank 0 says" in output, output
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("body", "timeout", "expected"),
     [

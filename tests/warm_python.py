@@ -166,11 +166,12 @@ def _prepare_fork_server() -> None:
     start = util.spawnv_passfds
 
     def spawnv_passfds(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
-        if "forkserver import main" not in str(args[-1]) or os.getpid() != owner or ours.fileno() < 0:
+        code = [os.fsdecode(one) for one in args]
+        code = code[code.index("-c") :] if "-c" in code else ["", ""]  # newer Pythons add sys.argv
+        if "forkserver import main" not in code[1] or os.getpid() != owner or ours.fileno() < 0:
             return start(path, args, passfds)
         kept = [number for number in (0, 1, 2) if is_open(number)]
         numbers = sorted({*kept, *map(int, passfds)})
-        code = [os.fsdecode(one) for one in args[-2:]]  # -c CODE
         send(ours, code, os.environ, os.getcwd(), {number: number for number in numbers})
         ours.close()
         return server

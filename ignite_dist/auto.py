@@ -23,6 +23,7 @@ from ignite_dist.context.live import current_model
 from ignite_dist.data.loaders import auto_dataloader
 from ignite_dist.gradients import parameters_of
 from ignite_dist.samplers import DistributedProxySampler
+from ignite_dist.training.comparisons import check_same_model, check_same_optimizer, named_tensors
 from ignite_dist.training.data_meshes import DataMesh, check_shardable, find_data_mesh
 from ignite_dist.training.exact_passes import group_of_parameters, remember_model
 from ignite_dist.training.gradient_averaging import (
@@ -35,12 +36,10 @@ from ignite_dist.training.initial_values import (
     State,
     bring_from_meta,
     check_initialisable,
-    check_same,
     equalise,
     equalise_frozen,
     initialise,
     is_on_meta,
-    named_tensors,
     place,
     sent_of_frozen,
 )
@@ -299,24 +298,25 @@ def _check_same(
     what = ", ".join(f"{name}={value!r}" for name, value in given.items() if value not in (None, False, []))
     named = named_tensors(model)
     if strategy == "fsdp" or data.tensor_groups:
-        check_same(live, named, data.group, what, frozen_counts=True)
+        check_same_model(live, named, data.group, what, frozen_counts=True)
         plain = [(name, one) for name, one in named if not is_sharded(one)]
         for group in data.tensor_groups:
-            check_same(live, plain, group, what, frozen_counts=True)
+            check_same_model(live, plain, group, what, frozen_counts=True)
         return
     members = process_group if device_mesh is None else device_mesh
     if not _is_trained(model):
         group = data.group if data.is_explicit else live.groups.resolve(process_group)
-        check_same(live, sent_of_frozen(model).items(), group, what, frozen_counts=True)
+        check_same_model(live, sent_of_frozen(model).items(), group, what, frozen_counts=True)
     elif not live.training.averages_in_backward:
-        check_same(live, named, data.group, what, frozen_counts=False)
+        check_same_model(live, named, data.group, what, frozen_counts=False)
     # A wrapper of the user chooses its ranks itself, unless they are named. Then nothing is compared.
     elif wrapper is None or data.is_explicit or members is not None:
         group = data.group if data.is_explicit or members is None else live.groups.resolve(members)
         ignored = {*_torch.ignored_by_ddp(model)}
         if not kwargs.get("broadcast_buffers", True):
             ignored.update(name for name, _ in model.named_buffers())
-        check_same(live, [row for row in named if row[0] not in ignored], group, what, frozen_counts=True)
+        sent = [row for row in named if row[0] not in ignored]
+        check_same_model(live, sent, group, what, frozen_counts=True)
 
 
 def _is_trained(model: Module) -> bool:
@@ -450,6 +450,10 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         The optimizer to use from now on, for schedulers too.
 
     Raises:
+        CollectiveMismatchError: the optimizers of the ranks that train a model of :func:`auto_model` differ
+            in their class, in the number, order or shapes of parameters, in having a state, or in settings
+            such as ``lr`` (under Horovod all ranks take the state and the settings of rank 0); or some ranks
+            make another call, or pass another ``zero``. Raised on every rank.
         TypeError: ``optimizer`` is not an optimizer.
         ValueError: ``zero`` is True, and the backend does not support it, or only some ranks train the model.
             ``zero`` or ``strategy="fsdp"`` is used with an optimizer whose step needs all parameters
@@ -461,6 +465,8 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
     live.groups.check_not_joining()
     if zero and live.get_world_size() > 1:
         _check_zero(live, optimizer)
+    check_same_optimizer(live, optimizer, zero)
+    if zero and live.get_world_size() > 1:
         optimizer = live.training.shard_optimizer(optimizer)
     wrapped = live.training.wrap_optimizer(optimizer, **kwargs)
     live.training.optimizers[id(wrapped)] = wrapped

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -21,11 +23,12 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics.announcing import recorder_of
-from ignite_dist.errors import RankFailedError, without_link
+from ignite_dist.errors import CollectiveMismatchError, RankFailedError, without_link
 from ignite_dist.rendezvous.connections import last_lines
 from ignite_dist.tracing import untraced
 from ignite_dist.values import serialization
 from ignite_dist.values.calls import Call
+from ignite_dist.values.ranks import describe_by_rank
 from ignite_dist.workers.failures import text_of
 from ignite_dist.workers.sent_exceptions import message_of
 
@@ -103,6 +106,40 @@ def exchange_outcomes(
         first = min(failed, key=lambda outcome: outcome.time)
         raise RankFailedError(first.rank, first.error_type, first.traceback)
     return [outcome.value for outcome in outcomes]
+
+
+def check_same(
+    model: ComputationModel, group: Group, texts: Sequence[str], caller: Caller, needed: str
+) -> None:
+    """Raise on every rank of ``group`` if their ``texts`` differ. Each of them calls this.
+
+    It costs one digest per rank. The texts are sent only if the digests differ.
+
+    Args:
+        model: the context.
+        group: the ranks that compare.
+        texts: what this rank has. The error shows the first that differs.
+        caller: the public function, with arguments that must be equal on all ranks.
+        needed: what the function needs, for the error: ``"the same model on every rank"``.
+
+    Raises:
+        CollectiveMismatchError: the texts differ, or a rank has made another call.
+    """
+    if len(group.ranks) == 1:
+        return
+    texts = list(texts)
+    digest = hashlib.sha1(repr(texts).encode(), usedforsecurity=False).digest()
+    # Where ranks outside the group take part, they see no rows, so they cannot know of a second exchange.
+    first: Any = texts if model.transport.groups_need_all_ranks else digest
+    rows = exchange_outcomes(model, group, None, first, caller)
+    if all(row == first for row in rows):
+        return
+    if first is digest:
+        rows = exchange_outcomes(model, group, None, texts, caller)
+    different = next(row for row in zip_longest(*rows, fillvalue="nothing") if len(set(row)) > 1)
+    raise CollectiveMismatchError(
+        f"{caller.name} needs {needed}. The first difference is: {describe_by_rank(group.ranks, different)}."
+    )
 
 
 @contextmanager

@@ -49,6 +49,9 @@ class Training:
     averages_in_backward: ClassVar[bool] = False
     """True if the model from :meth:`wrap_model` averages gradients in the backward pass."""
 
+    shares_optimizers: ClassVar[bool] = False
+    """True if :meth:`wrap_optimizer` gives all ranks the state and the settings of rank 0's optimizer."""
+
     computes_lazily: bool = False
     """True if tensors are computed only when Python reads them. A training step should then not read any."""
 

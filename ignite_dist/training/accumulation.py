@@ -8,11 +8,15 @@ from functools import partial
 from math import inf
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from ignite_dist.call_sites import warn_user
+from ignite_dist.collectives.checks import is_sharded
+from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
-from ignite_dist.coordination import exchange_outcomes
+from ignite_dist.coordination import Caller, check_same, exchange_outcomes
 from ignite_dist.gradients import scale_gradients
 from ignite_dist.passes import Resumable
 from ignite_dist.training.exact_passes import group_of_parameters
@@ -68,7 +72,8 @@ def accumulate(
     step of a pass may have fewer than ``steps`` microbatches. Every rank makes the same number of steps. If
     the number of microbatches in a step differs between ranks, pass ``weight=lambda batch: 1``; with
     MULTI_AUTO_SYNC, and for a model with buffers, the numbers must be equal. Gradients must be None or zero
-    when a step begins, because existing values count as part of the sum. A rank may skip the passes in a
+    when a step begins, because existing values count as part of the sum; the first step of a pass warns of
+    such values (not with XLA). A rank may skip the passes in a
     block; the microbatch then counts with a zero gradient. Every rank enters the block of the last
     microbatch. Results of ``torch.autograd.grad`` in a block stay unchanged. An error of ``loader`` or
     ``weight`` is raised on its own rank only.
@@ -91,6 +96,8 @@ def accumulate(
         ``(batch, microbatch)``, see :class:`Microbatch`.
 
     Raises:
+        CollectiveMismatchError: the ranks pass another ``strategy``, without weights another ``steps``, or
+            only some pass ``weight``; raised on every rank, at the first batch.
         ValueError: ``steps`` is not a positive int, a weight is negative, or the weights of all ranks are 0.
         RuntimeError: the block of a step's last microbatch was not entered; or called inside of
             :func:`join`, where ranks make different numbers of steps.
@@ -113,7 +120,10 @@ def accumulate(
         strategy = DDPSyncStrategy.MULTI_AUTO_SYNC
     current_model().groups.check_not_joining()
     make_sync = partial(grad_sync, model, optimizers, strategy=strategy)
-    return _accumulate(loader, model, steps, weight, make_sync, optimizers)
+    # With weights, a rank may have more microbatches in a step than another.
+    texts = [f"strategy={strategy.name}", f"steps={steps}, no weight" if weight is None else "a weight"]
+    check = partial(_check_same, model, optimizers, texts)
+    return _accumulate(loader, model, steps, weight, make_sync, optimizers, check)
 
 
 def _accumulate(
@@ -123,7 +133,9 @@ def _accumulate(
     weight: Callable[[Any], float] | None,
     make_sync: Callable[..., AbstractContextManager[None]],
     optimizers: Optimizer | Sequence[Optimizer] | None,
+    check: Callable[[], None],
 ) -> Iterator[tuple[Any, Microbatch]]:
+    check()
     batches, end = iter(loader), object()
     source = getattr(loader, "iterable", loader)  # of a bar of tqdm
     next_batch = next(batches, end)
@@ -205,14 +217,49 @@ def _checked_weight(weight: Any) -> float:
     return value
 
 
+def _check_same(
+    model: Module, optimizers: Optimizer | Sequence[Optimizer] | None, texts: Sequence[str]
+) -> None:
+    live = current_model()
+    group = _group_of(live, model, optimizers)
+    check_same(live, group, texts, Caller("accumulate"), "the same arguments on every rank")
+    if not live.training.computes_lazily and (left := _left_gradients(model)):
+        warn_user(
+            f"accumulate begins with gradients that are there already, for example that of {left[0]!r}. They "
+            "count as part of the first sum. Was an earlier loop left in the middle of a step? Call "
+            "optimizer.zero_grad() first."
+        )
+
+
+def _left_gradients(model: Module) -> list[str]:
+    """The names of parameters whose gradients are neither None nor zero."""
+    return [
+        name
+        for name, one in model.named_parameters()
+        if one.grad is not None and bool(_own_values(one.grad).any())
+    ]
+
+
+def _own_values(gradient: Tensor) -> Tensor:
+    if is_sharded(gradient):
+        return gradient.to_local()  # type: ignore[attr-defined, no-any-return]
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _group_of(
+    live: ComputationModel, model: Module, optimizers: Optimizer | Sequence[Optimizer] | None
+) -> Group:
+    """The ranks over which the gradients are averaged."""
+    if fsdp_modules(model):
+        return group_of_parameters(live, model.parameters())
+    return live.training.gradient_group(model, optimizers_of(live, model, optimizers))
+
+
 def _mean_over_ranks(
     model: Module, optimizers: Optimizer | Sequence[Optimizer] | None, weight: float
 ) -> float:
     live = current_model()
-    if fsdp_modules(model):
-        group = group_of_parameters(live, model.parameters())
-    else:
-        group = live.training.gradient_group(model, optimizers_of(live, model, optimizers))
+    group = _group_of(live, model, optimizers)
     # Not all_reduce: with FORCED_SYNC a rank whose block raised calls exchange_outcomes too.
     weight_by_rank: list[float] = exchange_outcomes(live, group, None, weight)
     if not any(weight_by_rank):

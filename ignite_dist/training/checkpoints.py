@@ -28,6 +28,7 @@ from ignite_dist.training.checkpoint_parts import (
     state_of,
 )
 from ignite_dist.training.checkpoint_trees import plain, split_shards
+from ignite_dist.training.drift import Samples
 from ignite_dist.training.loaded_states import LoadedStates, share
 from ignite_dist.training.pending_saves import PendingSave, wait_for_pending
 from ignite_dist.training.unwrapped_states import unwrapped_state
@@ -110,6 +111,7 @@ def save_checkpoint(
     parts = parts_of(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
     content: dict[str, Any] = {}
     copies = Copies(of_cpu=asynchronous)
+    samples: list[Samples] = []
 
     def prepare() -> dict[str, Any]:
         _check_target(path, keep)
@@ -120,11 +122,13 @@ def save_checkpoint(
         content["values"] = {
             name: plain(state_of(name, value), name, copies.promise) for name, value in values.items()
         }
-        return _part_of_rank(live, path, parts["loader"])
+        samples.append(Samples(live, parts["model"].objects))
+        return {**_part_of_rank(live, path, parts["loader"]), "samples": samples[0].digests}
 
     _check_same_call(live, "save_checkpoint", path=given, asynchronous=bool(asynchronous))
     ranks = same_outcome(live, prepare, "save_checkpoint")
     _check_positions(ranks)
+    samples[0].warn_if_different(live, "save_checkpoint", [one["samples"] for one in ranks])
     number = ranks[0]["number"]
     shards = _take_states(live, parts, content, copies)
     folder = checkpoint_files.shards_folder(path, number) if shards else None

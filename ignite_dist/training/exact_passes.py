@@ -87,13 +87,18 @@ def remembered_models(live: ComputationModel) -> list[Module]:
 
 def group_of_parameters(live: ComputationModel, parameters: Iterable[Tensor]) -> Group:
     """The group of the ``auto_model`` model that has any of ``parameters``; the world if there is none."""
+    return find_group(live, parameters) or live.groups.world
+
+
+def find_group(live: ComputationModel, parameters: Iterable[Tensor]) -> Group | None:
+    """The group of the ``auto_model`` model that has any of ``parameters``; None if there is none."""
     ids = {id(parameter) for parameter in parameters}
     for adapted in _models_by_group(live).values():
         for model in adapted.models:
             module = model.module()
             if module is not None and any(id(parameter) in ids for parameter in module.parameters()):
                 return adapted.group
-    return live.groups.world
+    return None
 
 
 # --- buffers -----------------------------------------------------------------------------------------

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.parameter import is_lazy
 from torch.random import fork_rng
 
 from ignite_dist.call_sites import warn_user
@@ -18,11 +15,9 @@ from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import check_dense, check_writable, is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.coordination import Caller, exchange_outcomes
-from ignite_dist.errors import CollectiveMismatchError
+from ignite_dist.training.comparisons import named_tensors
 from ignite_dist.training.data_meshes import DataMesh
 from ignite_dist.training.state_dicts import as_sharded
-from ignite_dist.values.layouts import describe_layout, layout_of
-from ignite_dist.values.ranks import describe_by_rank
 
 State = Mapping[str, Any]
 
@@ -37,52 +32,6 @@ def place(live: ComputationModel, model: Module) -> None:
 def sent_of_frozen(model: Module) -> dict[str, Tensor]:
     """The tensors that :func:`equalise_frozen` fills, by name."""
     return {name: one for name, one in named_tensors(model) if not is_sharded(one) and _can_be_written(one)}
-
-
-def check_same(
-    live: ComputationModel, named: Iterable[tuple[str, Tensor]], group: Group, what: str, frozen_counts: bool
-) -> None:
-    """Raise on every rank of ``group`` if their tensors differ in more than values. Each of them calls this.
-
-    Args:
-        live: the context.
-        named: parameters and buffers with their names.
-        group: the ranks that compare them.
-        what: arguments of ``auto_model`` that are equal on all ranks.
-        frozen_counts: True compares which parameters are frozen, too.
-
-    Raises:
-        CollectiveMismatchError: names, order, kinds, shapes, dtypes or ``what`` differ, or a rank has made
-            another call.
-    """
-    if len(group.ranks) == 1:
-        return
-    texts = [_described(name, one, frozen_counts) for name, one in named]
-    digest = hashlib.sha1(repr(texts).encode(), usedforsecurity=False).digest()
-    # Where ranks outside the group take part, they see no rows, so they cannot know of a second exchange.
-    first = texts if live.transport.groups_need_all_ranks else digest
-    rows: list[Any] = exchange_outcomes(live, group, None, first, Caller("auto_model", what))
-    if all(row == first for row in rows):
-        return
-    if first is digest:
-        rows = exchange_outcomes(live, group, None, texts, Caller("auto_model", what))
-    different = next(row for row in zip_longest(*rows, fillvalue="nothing") if len(set(row)) > 1)
-    raise CollectiveMismatchError(
-        "auto_model needs the same model on every rank, because all take the values of rank "
-        f"{group.ranks[0]}. The first difference is: {describe_by_rank(group.ranks, different)}."
-    )
-
-
-def _described(name: str, tensor: Tensor, frozen_counts: bool) -> str:
-    kind = "parameter" if isinstance(tensor, Parameter) else "buffer"
-    name = name.replace("_orig_mod.", "")  # a prefix of torch.compile
-    layout = f"{tensor.dtype} of unknown shape" if is_lazy(tensor) else describe_layout(layout_of(tensor))
-    words = [f"{kind} {name!r}", layout]
-    if is_sharded(tensor):
-        words.append(f"DTensor {tensor.placements}")  # type: ignore[attr-defined]
-    if frozen_counts and kind == "parameter" and not tensor.requires_grad:
-        words.append("frozen")
-    return ", ".join(words)
 
 
 def equalise(live: ComputationModel, model: Module, data: DataMesh) -> None:
@@ -239,11 +188,6 @@ def _reset(module: Module) -> None:
 
 def _tensors(model: Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def named_tensors(model: Module) -> list[tuple[str, Tensor]]:
-    """Names and tensors: first the parameters, then the buffers."""
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _own_tensors(module: Module) -> list[tuple[str, Tensor]]:

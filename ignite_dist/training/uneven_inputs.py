@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.context.live import current_model
+from ignite_dist.coordination import Caller, check_same
 
 
 @contextmanager
@@ -39,6 +40,7 @@ def join(
             Horovod supports only False.
 
     Raises:
+        CollectiveMismatchError: the ranks pass different options, or make another call; raised on every rank.
         ValueError: the backend does not support the request. Nothing was sent.
         RuntimeError: called inside of another ``join()``.
 
@@ -55,6 +57,9 @@ def join(
         "throw_on_early_termination": throw_on_early_termination,
     }
     with live.training.join(model, optimizer, **options) as sources:
+        group = live.training.gradient_group(model, [] if optimizer is None else [optimizer])
+        texts = [f"{name}={bool(one)}" for name, one in options.items()]
+        check_same(live, group, texts, Caller("join"), "the same options on every rank")
         live.groups.is_joining = True
         try:
             yield

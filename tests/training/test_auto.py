@@ -508,3 +508,30 @@ def test_max_norm_whose_weights_drift_apart_is_said_aloud() -> None:
     for messages in idist.spawn("gloo", _max_norm, nproc_per_node=2):
         assert len(messages) == 1 and "Embedding(max_norm=) '0' changes its weight" in messages[0]
     assert _max_norm(0) == []
+
+
+def _left_in_the_middle(local_rank: int) -> None:
+    model = idist.auto_model(Linear(1, 1))
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def loop(is_left: bool) -> list[str]:
+        def steps() -> None:
+            for x, sync in idist.accumulate([torch.ones(1, 1)] * 2, model, 2):
+                with sync:
+                    model(x).sum().backward()
+                if is_left:
+                    break
+                if sync.is_final:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=False)
+
+        return warned(steps)[1]
+
+    assert loop(is_left=False) == []
+    assert loop(is_left=True) == [], "zeros are no gradients that were left"
+    (message,) = loop(is_left=False)
+    assert "gradients that are there already, for example that of 'module.weight'" in message
+
+
+def test_gradients_left_by_an_earlier_loop_are_said_aloud() -> None:
+    on_ranks(_left_in_the_middle)

@@ -30,6 +30,7 @@ class HorovodTraining(Training):
     """
 
     averages_gradients: ClassVar[bool] = True
+    shares_optimizers: ClassVar[bool] = True
 
     def __init__(self, context: ComputationModel, hvd: Any, calls: Calls) -> None:
         super().__init__(context)

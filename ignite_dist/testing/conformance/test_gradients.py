@@ -16,7 +16,7 @@ from torch.nn import BatchNorm1d, Linear, Module, Sequential
 from torch.optim import SGD, Optimizer
 
 import ignite_dist as idist
-from ignite_dist import DDPSyncStrategy, RankFailedError
+from ignite_dist import CollectiveMismatchError, DDPSyncStrategy, RankFailedError
 from ignite_dist.context.live import current_model
 from ignite_dist.testing.conformance.cases import count_collectives, on_every_rank, raises
 
@@ -321,6 +321,37 @@ def test_weights_that_are_none() -> None:
     _, sync = next(idist.accumulate([1], model, 2, weight=lambda batch: 0))
     with raises(ValueError, "are zero"), sync:
         pass
+
+
+@on_every_rank
+def test_ranks_that_accumulate_in_other_ways_are_refused() -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    model, optimizer = adapted(find_unused_parameters=True)
+
+    def begin(steps: int = 2, weight: Any = None, strategy: str = "single_auto_sync") -> None:
+        next(idist.accumulate([1, 2], model, steps, weight, DDPSyncStrategy(strategy)))
+
+    for of_rank_0, says in (
+        ({"steps": 3}, "rank 0: steps=3, no weight; rank"),
+        ({"weight": len}, "rank 0: a weight; rank"),
+        ({"strategy": "forced_sync"}, "rank 0: strategy=FORCED_SYNC; rank"),
+    ):
+        if size > 1:
+            with raises(CollectiveMismatchError, f"The first difference is: {says}"):
+                begin(**of_rank_0 if rank == 0 else {})  # type: ignore[arg-type]
+
+    # With weights a rank may have more microbatches in a step.
+    microbatches = of_all_ranks(always, 2)
+    microbatches[0] = microbatches[0][:1]
+    for one, sync in idist.accumulate(microbatches[rank], model, 1 + bool(rank), weight=lambda _: 1):
+        with sync:
+            model(*here(one)).mean().backward()
+    optimizer.step()
+
+    def loss(model: Module) -> Tensor:
+        return torch.stack([model(*one).mean() for rank in microbatches for one in rank]).mean()
+
+    assert_equal(model, step_of_one_process(loss))
 
 
 @on_every_rank

@@ -19,12 +19,14 @@ def test_accumulation_belongs_outside() -> None:
     model = idist.auto_model(Linear(2, 1))
     optimizer = idist.auto_optim(SGD(model.parameters(), lr=0.1))
     batches = [torch.ones(1, 2, device=idist.device())] * (1 + idist.get_rank())
-    begun_before = idist.accumulate(batches, model, 2)
+    not_begun, begun_before = (idist.accumulate(batches, model, 2) for _ in range(2))
+    batch, sync = next(begun_before)
     with idist.join(model, optimizer):
         for weight in (None, len):
             with raises(RuntimeError, "Make collectives after the block"):
                 idist.accumulate(batches, model, 2, weight=weight)
-        batch, sync = next(begun_before)
+        with raises(RuntimeError, "Make collectives after the block"):
+            next(not_begun)
         with raises(RuntimeError, "Make collectives after the block"), sync:
             model(batch).sum().backward()
         for batch in batches:
@@ -43,4 +45,20 @@ def test_the_state_of_a_sharded_optimizer_is_gathered_outside() -> None:
     optimizer = idist.auto_optim(SGD(model.parameters(), lr=0.1, momentum=0.9), zero=True)
     with idist.join(model, optimizer), raises(RuntimeError, "Make collectives after the block"):
         idist.optimizer_state(optimizer)
+    assert idist.all_reduce(1) == idist.get_world_size()
+
+
+@on_every_rank
+def test_options_that_differ_are_refused_on_every_rank() -> None:
+    """Horovod has no options; XLA has no join()."""
+    if current_model().name != "native-dist" or idist.get_world_size() == 1:
+        return
+    model = idist.auto_model(Linear(2, 1))
+    rank = idist.get_rank()
+    for name in ("divide_by_initial_world_size", "throw_on_early_termination"):
+        with (
+            raises(idist.CollectiveMismatchError, f"difference is: rank 0: {name}=True; rank"),
+            idist.join(model, **{name: rank == 0}),
+        ):
+            raise AssertionError("not reached")
     assert idist.all_reduce(1) == idist.get_world_size()

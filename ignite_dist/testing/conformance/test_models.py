@@ -13,7 +13,7 @@ from torch.nn import BatchNorm1d, Linear, Module, Sequential
 from torch.optim import SGD, AdamW, Optimizer
 
 import ignite_dist as idist
-from ignite_dist import RankFailedError
+from ignite_dist import CollectiveMismatchError, RankFailedError
 from ignite_dist.context.live import current_model
 from ignite_dist.testing.conformance.cases import has_join, on_every_rank, raises
 from ignite_dist.testing.conformance.test_all_reduce import DTYPES, name_of
@@ -416,3 +416,56 @@ def test_buffers_of_every_dtype_become_those_of_the_first_rank() -> None:
     model(samples(0).to(idist.device())).sum().backward()
     for name, buffer in idist.unwrap_model(model).named_buffers():
         assert buffer.cpu().to(torch.complex128).real.tolist() == [1.0] * 3, name
+
+
+def _optimizers() -> dict[str, tuple[Any, Any]]:
+    """By what the error says: functions that make an optimizer of a model, on rank 0 and on other ranks."""
+
+    def stepped(model: Module) -> Optimizer:
+        optimizer = SGD(model.parameters(), lr=0.5, momentum=0.5)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        model.zero_grad()
+        return optimizer
+
+    def plain(model: Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.5, momentum=0.5)
+
+    shapes = {
+        "rank 0: SGD; {others}: AdamW": (plain, lambda model: AdamW(model.parameters(), lr=0.5)),
+        "rank 0: group 0: 4 parameters; {others}: group 0: 2 parameters": (
+            plain,
+            lambda model: SGD([{"params": one.parameters()} for one in idist.unwrap_model(model).children()]),
+        ),
+        "rank 0: group 0, parameter 0: shape (3, 3); {others}: group 0, parameter 0: shape (1,)": (
+            plain,
+            lambda model: SGD(reversed([*model.parameters()]), lr=0.5, momentum=0.5),
+        ),
+    }
+    if current_model().training.shares_optimizers:
+        return shapes
+    return {
+        **shapes,
+        "rank 0: group 0: lr=0.5; {others}: group 0: lr=0.25": (
+            plain,
+            lambda model: SGD(model.parameters(), lr=torch.tensor(0.25), momentum=0.5),
+        ),
+        "rank 0: SGD without a state; {others}: SGD with a state": (plain, stepped),
+    }
+
+
+@on_every_rank
+def test_optimizers_that_differ_are_refused_on_every_rank() -> None:
+    size = idist.get_world_size()
+    others = "rank 1" if size == 2 else f"ranks 1-{size - 1}"
+    model = idist.auto_model(Net())
+    for text, (of_rank_0, of_others) in _optimizers().items() if size > 1 else ():
+        made = (of_others if idist.get_rank() else of_rank_0)(model)
+        with raises(CollectiveMismatchError, f"The first difference is: {text.format(others=others)}."):
+            idist.auto_optim(made)
+    own = Linear(1, 1, device=idist.device())  # no model of auto_model: each rank may train its own
+    if not current_model().training.averages_gradients or current_model().training.shares_optimizers:
+        return
+    if idist.get_rank() == 0:
+        idist.auto_optim(SGD(own.parameters(), lr=0.5))

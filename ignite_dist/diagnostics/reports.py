@@ -32,6 +32,7 @@ def report_of(
         "seconds": seconds,
         "site": _site(frame),
         "stack": _stack(frame) if frame is not None else "",
+        "place": _place(frame, is_waiting) if frame is not None else "",
         "last": str(log.calls[-1]) if log.calls else "",
         "error": log.error,
         "block": log.block,
@@ -39,6 +40,15 @@ def report_of(
         "numbers": dict(log.num_by_group),
         "calls": [call.row() for call in list(log.calls)],
     }
+
+
+def _place(frame: FrameType, is_waiting: bool) -> str:
+    """What ranks at one place share: of a rank that waits, the user's part of the stack.
+
+    Below that, one rank looks for the others and another one sleeps already.
+    """
+    users = users_frame(frame) if is_waiting else None
+    return _stack(users or frame)
 
 
 def _site(frame: FrameType | None) -> str:
@@ -113,7 +123,7 @@ def waiting_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
-    """Text that says where each rank is. Ranks with the same stack share a paragraph, most ranks first.
+    """Text that says where each rank is. Ranks at one place share a paragraph, most ranks first.
 
     One line if the ranks wait on purpose for a rank in its block of ``one_rank_first`` or ``one_rank_only``.
     """
@@ -125,20 +135,20 @@ def explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
                 f"Rank {rank} is in {report['block']}, now at {report['site']}, and the other ranks have "
                 f"waited for it for {longest:.0f} s."
             )
-    places: dict[str, list[int]] = {}
+    places: dict[tuple[str, str], list[int]] = {}
     for rank, report in reports.items():
-        places.setdefault(report["stack"], []).append(rank)
+        places.setdefault((report["waits_in"], report["place"]), []).append(rank)
     by_size = sorted(places.items(), key=lambda place: (-len(place[1]), place[1]))
     parts = [
         f"A collective has waited for {longest:.0f} s and still waits. Where the {world_size} ranks are:"
     ]
-    for stack, ranks in by_size:
+    for _, ranks in by_size:
         first = reports[ranks[0]]
         waits = f"waits in {first['waits_in']}" if first["waits_in"] else "is not in a collective"
         verb = waits if len(ranks) == 1 else waits.replace("waits", "wait").replace("is not", "are not")
         processes = ", ".join(f"pid {reports[rank]['pid']} on {reports[rank]['host']}" for rank in ranks[:4])
         error = f", after {first['error']}" if first["error"] else ""
-        parts.append(f"{describe_ranks(ranks).capitalize()} {verb}{error} ({processes}):\n{stack.rstrip()}")
+        parts.append(f"{describe_ranks(ranks).capitalize()} {verb}{error} ({processes}):\n{first['stack'].rstrip()}")
     silent = sorted(set(range(world_size)) - set(reports))
     if silent:
         parts.append(f"{describe_ranks(silent).capitalize()} {SILENT}")

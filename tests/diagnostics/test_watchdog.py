@@ -23,7 +23,7 @@ import helpers
 import ignite_dist as idist
 from ignite_dist.comp_models import SerialModel
 from ignite_dist.context.live import current_model
-from ignite_dist.diagnostics import announcing, flight_recorder
+from ignite_dist.diagnostics import announcing, flight_recorder, reports
 from ignite_dist.values.ranks import describe_ranks
 
 SHORT = timedelta(seconds=2)  # more than a busy machine keeps a rank waiting
@@ -293,7 +293,29 @@ def foreign(folder: Path) -> list[str]:
 def test_a_context_that_somebody_else_has_made(tmp_path: Path) -> None:
     told = helpers.run_ranks(foreign, tmp_path, world_size=3)
     message = only(told)
-    assert "Ranks 0, 2 wait in all_gather" in message
+    assert "Ranks 0, 2 wait in all_gather" in message, message
+
+
+def test_ranks_that_wait_in_one_call_are_told_together() -> None:
+    """Whether a rank still looks for the others, or sleeps until they come."""
+
+    def report(stack: str, place: str, waits_in: str = "all_gather") -> dict[str, Any]:
+        about = {"pid": 1, "host": "here", "seconds": 3.0, "site": "", "last": "", "error": "", "block": ""}
+        kept = {"compares": False, "numbers": {}, "calls": [], "keeps": True}
+        return {**about, **kept, "waits_in": waits_in, "stack": stack, "place": place}
+
+    user = "script.py, line 1"
+    text = reports.explanation(
+        {
+            0: report(f"{user}\nlooks", user),
+            1: report(f"{user}\nlooks", user, waits_in=""),
+            2: report(f"{user}\nsleeps", user),
+            3: report("script.py, line 2\nsleeps", "script.py, line 2"),
+        },
+        world_size=4,
+    )
+    assert "Ranks 0, 2 wait in all_gather" in text and text.count("looks") == 2, text
+    assert "Rank 1 is not in a collective" in text and "Rank 3 waits in all_gather" in text, text
 
 
 def watchdogs() -> int:

@@ -223,7 +223,8 @@ def _adapted(
             equalise(live, model, DataMesh(None, group))
         elif broadcast_buffers and (unsent := _unsent_buffers(model)) and len(group.ranks) > 1:
             broadcast_tensors(live, list(unsent.values()), group.ranks[0], group)
-        remember_model(live, inner, group, broadcast_buffers)
+        is_shared = wrapped is model or isinstance(wrapped, DistributedDataParallel)
+        remember_model(live, inner, group, broadcast_buffers, is_shared)
         live.training.average_further_passes(wrapped, _average_over(live, group))
     else:
         equalise_frozen(live, model, live.groups.resolve(process_group))
@@ -416,6 +417,8 @@ def _check_no_options(what: str, sync_bn: bool, options: dict[str, Any]) -> None
 def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optimizer:
     """``optimizer``, adapted to the live context. It is a new object only under Horovod or with ``zero``.
 
+    Every rank that trains the model calls this, and all in the same order if there are several optimizers.
+
     On every backend the loss of a closure is averaged after each call of the closure: over the ranks on
     which :func:`auto_model` trains the model, or over all ranks for an unknown model. An optimizer whose
     step depends on the loss (the line search of ``torch.optim.LBFGS``) then takes the same step on all ranks,
@@ -451,13 +454,14 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
 
     Raises:
         CollectiveMismatchError: the optimizers of the ranks that train a model of :func:`auto_model` differ
-            in their class, in the number, order or shapes of parameters, in having a state, or in settings
-            such as ``lr`` (under Horovod all ranks take the state and the settings of rank 0); or some ranks
-            make another call, or pass another ``zero``. Raised on every rank.
+            in their class, in the number, order or shapes of this model's parameters, in having a state, or
+            in settings such as ``lr`` (under Horovod all ranks take the state and the settings of rank 0);
+            or some ranks make another call, or pass another ``zero``. Raised on every rank. Other parameters
+            of the optimizer may be each rank's own (not under Horovod).
         TypeError: ``optimizer`` is not an optimizer.
         ValueError: ``zero`` is True, and the backend does not support it, or only some ranks train the model.
             ``zero`` or ``strategy="fsdp"`` is used with an optimizer whose step needs all parameters
-            together (one that requires a closure: LBFGS). Raised before any communication.
+            together (one that requires a closure: LBFGS). Raised before anything is changed.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"auto_optim takes a torch optimizer, got {kind_of(optimizer)}.")
@@ -465,7 +469,7 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
     live.groups.check_not_joining()
     if zero and live.get_world_size() > 1:
         _check_zero(live, optimizer)
-    check_same_optimizer(live, optimizer, zero)
+    check_same_optimizer(live, optimizer, "zero=True" if zero else "", **kwargs)
     if zero and live.get_world_size() > 1:
         optimizer = live.training.shard_optimizer(optimizer)
     wrapped = live.training.wrap_optimizer(optimizer, **kwargs)

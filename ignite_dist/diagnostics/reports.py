@@ -148,7 +148,9 @@ def explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
         verb = waits if len(ranks) == 1 else waits.replace("waits", "wait").replace("is not", "are not")
         processes = ", ".join(f"pid {reports[rank]['pid']} on {reports[rank]['host']}" for rank in ranks[:4])
         error = f", after {first['error']}" if first["error"] else ""
-        parts.append(f"{describe_ranks(ranks).capitalize()} {verb}{error} ({processes}):\n{first['stack'].rstrip()}")
+        parts.append(
+            f"{describe_ranks(ranks).capitalize()} {verb}{error} ({processes}):\n{first['stack'].rstrip()}"
+        )
     silent = sorted(set(range(world_size)) - set(reports))
     if silent:
         parts.append(f"{describe_ranks(silent).capitalize()} {SILENT}")

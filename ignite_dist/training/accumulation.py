@@ -19,7 +19,7 @@ from ignite_dist.context.live import current_model
 from ignite_dist.coordination import Caller, check_same, exchange_outcomes
 from ignite_dist.gradients import scale_gradients
 from ignite_dist.passes import Resumable
-from ignite_dist.training.exact_passes import group_of_parameters
+from ignite_dist.training.exact_passes import group_of_parameters, parameters_by_group
 from ignite_dist.training.gradient_sync import (
     DDPSyncStrategy,
     check_not_sharded,
@@ -27,6 +27,7 @@ from ignite_dist.training.gradient_sync import (
     grad_sync,
     optimizers_of,
 )
+from ignite_dist.training.wrapped_models import unwrap_model
 
 
 class Microbatch:
@@ -143,13 +144,15 @@ def _accumulate(
     if reading is not None:  # for the position in a checkpoint
         reading.is_read_ahead = True
     weights: list[float] = []
+    is_first = not current_model().training.computes_lazily
     while next_batch is not end:
         batch, next_batch = next_batch, next(batches, end)
         weights.append(1.0 if weight is None else _checked_weight(weight(batch)))
         is_final = len(weights) == steps or next_batch is end
 
         mean = None if weight is None else partial(_mean_over_ranks, model, optimizers)
-        context = partial(_weighted_microbatch, model, tuple(weights), is_final, mean, make_sync)
+        context = partial(_weighted_microbatch, model, tuple(weights), is_final, mean, make_sync, is_first)
+        is_first = False
         microbatch = Microbatch(len(weights) - 1, is_final, context)
         yield batch, microbatch
         if is_final:
@@ -170,6 +173,7 @@ def _weighted_microbatch(
     is_final: bool,
     mean: Callable[[float], float] | None,
     make_sync: Callable[..., AbstractContextManager[None]],
+    is_first: bool,
 ) -> Iterator[None]:
     """The block of one microbatch, whose weight is ``weights[-1]``; the others are of earlier microbatches.
 
@@ -177,6 +181,8 @@ def _weighted_microbatch(
     division is linear, so the average over the ranks may come before or after the division.
     """
     current_model().groups.check_not_joining()  # in join() is_final differs between ranks
+    if is_first:
+        _warn_of_left_gradients(model)
     factor = weights[-1]
     if is_final:
         total = sum(weights) if mean is None else mean(sum(weights))
@@ -220,24 +226,32 @@ def _checked_weight(weight: Any) -> float:
 def _check_same(
     model: Module, optimizers: Optimizer | Sequence[Optimizer] | None, texts: Sequence[str]
 ) -> None:
+    """Compare ``texts`` between the ranks that train ``model``, or a part of it, together."""
     live = current_model()
-    group = _group_of(live, model, optimizers)
-    check_same(live, group, texts, Caller("accumulate"), "the same arguments on every rank")
-    if not live.training.computes_lazily and (left := _left_gradients(model)):
+    own = set(map(id, model.parameters()))
+    for group, shared in parameters_by_group(live):
+        if own.isdisjoint(map(id, shared)):
+            continue
+        if live.training.shares_optimizers:  # Horovod's, which may average over some ranks only
+            group = live.training.gradient_group(model, optimizers_of(live, model, optimizers))
+        check_same(live, group, texts, Caller("accumulate"), "the same arguments on every rank")
+
+
+def _warn_of_left_gradients(model: Module) -> None:
+    if left := _left_gradient(model):
         warn_user(
-            f"accumulate begins with gradients that are there already, for example that of {left[0]!r}. They "
+            f"accumulate begins with gradients that are there already, for example that of {left!r}. They "
             "count as part of the first sum. Was an earlier loop left in the middle of a step? Call "
-            "optimizer.zero_grad() first."
+            "model.zero_grad() first."
         )
 
 
-def _left_gradients(model: Module) -> list[str]:
-    """The names of parameters whose gradients are neither None nor zero."""
-    return [
-        name
-        for name, one in model.named_parameters()
-        if one.grad is not None and bool(_own_values(one.grad).any())
-    ]
+def _left_gradient(model: Module) -> str | None:
+    """The name of a parameter whose gradient is neither None nor zero."""
+    for name, one in unwrap_model(model).named_parameters():
+        if one.grad is not None and bool(_own_values(one.grad).any()):
+            return name
+    return None
 
 
 def _own_values(gradient: Tensor) -> Tensor:

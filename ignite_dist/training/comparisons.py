@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from numbers import Number
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.coordination import Caller, check_same
 from ignite_dist.gradients import parameters_of
-from ignite_dist.training.exact_passes import find_group
+from ignite_dist.training.exact_passes import parameters_by_group
 from ignite_dist.values.layouts import describe_layout, layout_of
 
 
@@ -58,42 +58,66 @@ def _described_tensor(name: str, tensor: Tensor, frozen_counts: bool) -> str:
     return ", ".join(words)
 
 
-def check_same_optimizer(live: ComputationModel, optimizer: Optimizer, zero: bool) -> None:
+def check_same_optimizer(live: ComputationModel, optimizer: Optimizer, arguments: str, **kwargs: Any) -> None:
     """Raise on every rank that trains a model of ``auto_model`` if their optimizers differ. Each calls this.
 
+    Only what the ranks train together is compared. ``kwargs`` are those of ``hvd.DistributedOptimizer``.
+
     Raises:
-        CollectiveMismatchError: classes, numbers, order or shapes of parameters, settings or ``zero`` differ,
-            or a rank has made another call.
+        CollectiveMismatchError: classes, numbers, order or shapes of parameters, settings or ``arguments``
+            differ, or a rank has made another call.
     """
+    own = {id(one) for one in parameters_of(optimizer)}
     shares = live.training.shares_optimizers
-    group = live.groups.world if shares else find_group(live, parameters_of(optimizer))
-    if group is not None and len(group.ranks) > 1:
-        texts = [*_described_optimizer(optimizer, without_settings=shares)]
-        check_same(
-            live, group, texts, Caller("auto_optim", "zero=True" * zero), "the same optimizer on every rank"
-        )
+    compared: list[tuple[Group, set[int]]] = []
+    if not shares:
+        compared = [(group, own & set(map(id, shared))) for group, shared in parameters_by_group(live)]
+    elif kwargs.get("process_set") is None:
+        compared = [(live.groups.world, own)]
+    for group, ids in compared:
+        if ids and len(group.ranks) > 1:
+            texts = [*_described_optimizer(optimizer, ids, without_settings=shares)]
+            caller = Caller("auto_optim", arguments)
+            check_same(live, group, texts, caller, "the same optimizer on every rank that trains the model")
 
 
-def _described_optimizer(optimizer: Optimizer, without_settings: bool) -> Iterator[str]:
+def _described_optimizer(optimizer: Optimizer, ids: set[int], without_settings: bool) -> Iterator[str]:
+    """``ids``: of the parameters that are compared."""
     kind = type(optimizer).__name__
     yield kind
     if not without_settings:
-        yield f"{kind} with{'' if optimizer.state else 'out'} a state"
-    for number, group in enumerate(optimizer.param_groups):
+        yield f"{kind} with{'' if getattr(optimizer, 'state', None) else 'out'} a state"
+    number = 0
+    for group in optimizer.param_groups:
+        shapes = [tuple(one.shape) for one in group["params"] if id(one) in ids]
+        if not shapes:
+            continue
         name = f"group {number}"
-        yield f"{name}: {len(group['params'])} parameters"
-        for position, parameter in enumerate(group["params"]):
-            yield f"{name}, parameter {position}: shape {tuple(parameter.shape)}"
+        number += 1
+        yield f"{name}: {len(shapes)} parameters"
+        yield from (f"{name}, parameter {position}: shape {shape}" for position, shape in enumerate(shapes))
         if not without_settings:
-            texts = sorted(
-                (str(key), _described_setting(one)) for key, one in group.items() if key != "params"
-            )
-            yield from (f"{name}: {key}={text}" for key, text in texts if text)
+            given = {str(key): one for key, one in group.items() if key not in _NOT_COMPARED}
+            texts = {key: _described_setting(one) for key, one in sorted(given.items())}
+            yield from (f"{name}: {key}={text}" for key, text in texts.items() if text)
+
+
+# The parameters, their names, and how a rank's device computes the step.
+_NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable")
 
 
 def _described_setting(value: Any) -> str:
-    """Empty for other objects than numbers and strings: their texts may have addresses."""
-    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+    """Equal for equal numbers of any type. Empty for an object, whose text may have an address."""
+    if isinstance(value, (tuple, list)):
+        parts = [_described_setting(one) for one in value]
+        return f"({', '.join(parts)})" if all(parts) else ""
+    if (
+        isinstance(value, Tensor)
+        and not is_sharded(value)
+        and value.numel() == 1
+        and value.device.type == "cpu"
+    ):
         value = value.item()
-    parts = value if isinstance(value, (tuple, list)) else [value]
-    return repr(value) if all(isinstance(one, (Number, str, type(None))) for one in parts) else ""
+    if isinstance(value, (bool, str, type(None))):
+        return repr(value)
+    return f"{float(value):.7g}" if isinstance(value, Real) else ""  # the digits of a float32

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
-from torch.nn.parameter import is_lazy
+from torch.nn import Module, Parameter
 
 from ignite_dist.call_sites import warn_user
-from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.coordination import same_outcome
-from ignite_dist.training.exact_passes import find_group
+from ignite_dist.training.exact_passes import parameters_by_group
+from ignite_dist.training.gradient_sync import optimizers_of
+from ignite_dist.training.wrapped_models import unwrap_model
 from ignite_dist.values.ranks import describe_ranks
 
-_SAMPLES = 64  # of each parameter: what makes ranks differ changes most values of a parameter
+_SAMPLES = 64  # of each parameter: what trains ranks apart changes most values of some parameter
 
 _Ranks = tuple[int, ...]
 
@@ -28,28 +29,30 @@ class Samples:
 
     Args:
         live: the context.
-        models: the models by name; those that ``auto_model`` does not know have no samples.
+        models: the models by name, or modules that contain models of ``auto_model``.
 
     Attributes:
         digests: one digest for the ranks of each group. It can be sent.
     """
 
     def __init__(self, live: ComputationModel, models: Mapping[str, Module]) -> None:
+        names = {
+            id(one): f"{prefix}.{name}" if prefix else name
+            for prefix, model in models.items()
+            for name, one in unwrap_model(model).named_parameters()
+        }
         self._by_group: dict[_Ranks, dict[str, bytes]] = {}
-        for prefix, model in models.items():
-            named = {name: one for name, one in model.named_parameters() if _is_whole(one)}
-            group = find_group(live, named.values())
-            if group is not None and len(group.ranks) > 1:
-                taken = _taken_from(named)
-                values = {f"{prefix}.{name}" if prefix else name: one for name, one in taken.items()}
-                self._by_group.setdefault(group.ranks, {}).update(values)
+        for group, parameters in parameters_by_group(live) if _all_ranks_train(live, models) else ():
+            named = {names[id(one)]: one for one in parameters if id(one) in names and _is_whole(one)}
+            if named and len(group.ranks) > 1:
+                self._by_group[group.ranks] = _taken_from(named)
         self.digests = {ranks: _digest(b"".join(values.values())) for ranks, values in self._by_group.items()}
 
     def warn_if_different(
         self, live: ComputationModel, function: str, digests_by_rank: Sequence[dict[_Ranks, str]]
     ) -> None:
         """Warn on rank 0, with the name of the first parameter that differs. Every rank calls this."""
-        if not any(_different(ranks, digests_by_rank) for found in digests_by_rank for ranks in found):
+        if not any(_different(ranks, digests_by_rank, ranks) for found in digests_by_rank for ranks in found):
             return
         names = {
             (ranks, name): _digest(value)
@@ -58,25 +61,47 @@ class Samples:
         }
         rows = same_outcome(live, lambda: names, function)
         different = [key for row in rows for key in row if _different(key[0], rows, key)]
-        if live.get_rank() == 0 and different:
-            (first, *others), name = different[0]
-            own = rows[first].get(different[0])
-            others = [rank for rank in others if rows[rank].get(different[0]) != own]
-            warn_user(
-                f"{function} saves the parameters of rank {first}, but those of {describe_ranks(others)} "
-                f"differ, for example {name!r}. Something trains them apart: a step, a learning rate or a "
-                "clipping that depends on a value of each rank, for example. "
-                "idist.average_parameters(model) makes them equal."
-            )
+
+        def warn() -> None:
+            if live.get_rank() == 0 and different:
+                (first, *others), name = different[0]
+                own = rows[first].get(different[0])
+                others = [rank for rank in others if rows[rank].get(different[0]) != own]
+                warn_user(
+                    f"The parameters of {describe_ranks(others)} differ from those of rank {first}, for "
+                    f"example {name!r}, and {function} saves those of rank 0. Something trains them apart: a "
+                    "step, a learning rate or a clipping that depends on a value of each rank, for example. "
+                    "In local SGD, save after idist.average_parameters."
+                )
+
+        same_outcome(live, warn, function)  # a filter may make an error of the warning
 
 
-def _different(ranks: _Ranks, rows: Sequence[Mapping[Any, str]], key: Any = None) -> bool:
-    return len({rows[rank].get(ranks if key is None else key) for rank in ranks}) > 1
+def _different(ranks: _Ranks, rows: Sequence[Mapping[Any, str]], key: Any) -> bool:
+    return len({rows[rank].get(key) for rank in ranks}) > 1
+
+
+def _all_ranks_train(live: ComputationModel, models: Mapping[str, Module]) -> bool:
+    """False if an optimizer of Horovod averages over some ranks only, which ``auto_model`` cannot know."""
+    if not live.training.shares_optimizers:
+        return True
+    with suppress(ValueError):  # parts of a model are averaged over different ranks
+        groups = [
+            live.training.gradient_group(one, optimizers_of(live, one, None)) for one in models.values()
+        ]
+        return all(len(group.ranks) == live.get_world_size() for group in groups)
+    return False
 
 
 def _is_whole(parameter: Tensor) -> bool:
-    return not (is_sharded(parameter) or is_lazy(parameter) or parameter.is_meta) and (
-        parameter.layout is torch.strided and parameter.numel() > 0
+    """True for a plain tensor of this rank: no shard, and no class of another library."""
+    return (
+        type(parameter) is Parameter
+        and type(parameter.data) is Tensor
+        and parameter.layout is torch.strided
+        and not parameter.is_meta
+        and parameter.itemsize > 1
+        and parameter.numel() > 0
     )
 
 
@@ -84,7 +109,8 @@ def _taken_from(named: Mapping[str, Tensor]) -> dict[str, bytes]:
     """Bytes of evenly spaced values, by name: one copy to the CPU for all tensors of a dtype and a device."""
     by_kind: dict[Any, dict[str, Tensor]] = {}
     for name, tensor in named.items():
-        values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)]
+        step = max(1, tensor.numel() // _SAMPLES) | 1  # odd, to hit all columns of a matrix
+        values = tensor.detach().reshape(-1)[::step].clone()  # reshape may have copied it
         by_kind.setdefault((tensor.dtype, tensor.device), {})[name] = values
     found = {}
     for samples in by_kind.values():

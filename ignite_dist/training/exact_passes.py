@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from ignite_dist import _torch
 from ignite_dist.collectives.buckets import broadcast_tensors
@@ -29,11 +29,15 @@ from ignite_dist.values.ranks import describe_by_rank
 
 
 class _AdaptedModel(NamedTuple):
-    """A model without its wrapper. ``number`` is the same on every rank of the group."""
+    """A model without its wrapper. ``number`` is the same on every rank of the group.
+
+    ``is_shared`` is False in a wrapper of the user's own, which alone knows what its ranks share.
+    """
 
     number: int
     module: weakref.ref[Module]
     shares_buffers: bool
+    is_shared: bool
 
 
 @dataclass
@@ -60,7 +64,9 @@ def _models_by_group(live: ComputationModel) -> _ModelsByGroup:
         return _models_by_context.setdefault(live, {}).setdefault(live.get_rank(), {})
 
 
-def remember_model(live: ComputationModel, module: Module, group: Group, shares_buffers: bool) -> None:
+def remember_model(
+    live: ComputationModel, module: Module, group: Group, shares_buffers: bool, is_shared: bool = True
+) -> None:
     """Remember that the ranks of ``group`` train ``module``. All ranks of ``group`` call this.
 
     Args:
@@ -68,13 +74,14 @@ def remember_model(live: ComputationModel, module: Module, group: Group, shares_
         module: the module without its wrapper. A later call for the same module replaces this one.
         group: the group over which gradients are averaged.
         shares_buffers: True if all ranks evaluate with the buffers of the group's first rank.
+        is_shared: True if the ranks of the group have the same parameters.
     """
     by_group = _models_by_group(live)
     adapted = by_group.setdefault(group.ranks, _GroupModels(group))
     adapted.group = group  # an earlier group of the same ranks may have been destroyed
     for group_models in by_group.values():
         group_models.models = [one for one in group_models.models if one.module() not in (None, module)]
-    adapted.models.append(_AdaptedModel(adapted.count, weakref.ref(module), shares_buffers))
+    adapted.models.append(_AdaptedModel(adapted.count, weakref.ref(module), shares_buffers, is_shared))
     adapted.count += 1
     adapted.had_buffers |= shares_buffers and bool(_shared_buffers(module))
 
@@ -85,20 +92,34 @@ def remembered_models(live: ComputationModel) -> list[Module]:
     return [module for module in modules if module is not None]
 
 
+def parameters_by_group(live: ComputationModel) -> list[tuple[Group, list[Parameter]]]:
+    """What the ranks of each group train together, in an order that all ranks share.
+
+    Not what a rank has of its own: parameters that ``DistributedDataParallel`` must ignore, and those of
+    models that ``auto_model`` does not know, or whose wrapper it does not.
+    """
+    found = []
+    by_group = _models_by_group(live)
+    for ranks in sorted(by_group):
+        parameters = []
+        for adapted in by_group[ranks].models:
+            module = adapted.module()
+            if module is not None and adapted.is_shared:
+                ignored = _torch.ignored_by_ddp(module)
+                parameters += [one for name, one in module.named_parameters() if name not in ignored]
+        found.append((by_group[ranks].group, parameters))
+    return found
+
+
 def group_of_parameters(live: ComputationModel, parameters: Iterable[Tensor]) -> Group:
     """The group of the ``auto_model`` model that has any of ``parameters``; the world if there is none."""
-    return find_group(live, parameters) or live.groups.world
-
-
-def find_group(live: ComputationModel, parameters: Iterable[Tensor]) -> Group | None:
-    """The group of the ``auto_model`` model that has any of ``parameters``; None if there is none."""
     ids = {id(parameter) for parameter in parameters}
     for adapted in _models_by_group(live).values():
         for model in adapted.models:
             module = model.module()
             if module is not None and any(id(parameter) in ids for parameter in module.parameters()):
                 return adapted.group
-    return None
+    return live.groups.world
 
 
 # --- buffers -----------------------------------------------------------------------------------------

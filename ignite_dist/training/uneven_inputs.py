@@ -40,7 +40,8 @@ def join(
             Horovod supports only False.
 
     Raises:
-        CollectiveMismatchError: the ranks pass different options, or make another call; raised on every rank.
+        CollectiveMismatchError: the ranks pass different options (Horovod has only the defaults), or some
+            make another call; raised on every rank.
         ValueError: the backend does not support the request. Nothing was sent.
         RuntimeError: called inside of another ``join()``.
 

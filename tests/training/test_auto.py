@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -514,9 +515,11 @@ def _left_in_the_middle(local_rank: int) -> None:
     model = idist.auto_model(Linear(1, 1))
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
 
-    def loop(is_left: bool) -> list[str]:
+    def loop(is_left: bool, zeroes_first: bool = False) -> list[str]:
         def steps() -> None:
             for x, sync in idist.accumulate([torch.ones(1, 1)] * 2, model, 2):
+                if zeroes_first and sync.number == 0:
+                    optimizer.zero_grad()
                 with sync:
                     model(x).sum().backward()
                 if is_left:
@@ -525,12 +528,16 @@ def _left_in_the_middle(local_rank: int) -> None:
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=False)
 
-        return warned(steps)[1]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            steps()
+        return [str(one.message) for one in caught]
 
     assert loop(is_left=False) == []
     assert loop(is_left=True) == [], "zeros are no gradients that were left"
+    assert loop(is_left=True, zeroes_first=True) == []
     (message,) = loop(is_left=False)
-    assert "gradients that are there already, for example that of 'module.weight'" in message
+    assert "gradients that are there already, for example that of 'weight'" in message
 
 
 def test_gradients_left_by_an_earlier_loop_are_said_aloud() -> None:

@@ -464,8 +464,27 @@ def test_optimizers_that_differ_are_refused_on_every_rank() -> None:
         made = (of_others if idist.get_rank() else of_rank_0)(model)
         with raises(CollectiveMismatchError, f"The first difference is: {text.format(others=others)}."):
             idist.auto_optim(made)
-    own = Linear(1, 1, device=idist.device())  # no model of auto_model: each rank may train its own
-    if not current_model().training.averages_gradients or current_model().training.shares_optimizers:
+
+
+@on_every_rank
+def test_what_a_rank_trains_of_its_own_is_not_compared() -> None:
+    """Horovod averages all that is in an optimizer, and XLA too."""
+    rank, size = idist.get_rank(), idist.get_world_size()
+    if not current_model().training.averages_in_backward:
         return
-    if idist.get_rank() == 0:
+    model, own = idist.auto_model(Net()), Linear(1, 1 + rank, device=idist.device())
+    halves = [range((size + 1) // 2), range((size + 1) // 2, size)]
+    mine = next(half for half in halves if rank in half)
+    groups = [idist.new_group(list(half)) for half in halves if len(half)]
+    part = idist.auto_model(Linear(1, 1).double(), process_group=groups[halves.index(mine)])
+    groups_of_parameters = [
+        {"params": own.parameters(), "lr": 0.1 + rank},
+        {"params": [*part.parameters()], "lr": 0.1 + halves.index(mine)},
+        {"params": [*model.parameters()]},
+    ]
+    optimizer = idist.auto_optim(SGD(groups_of_parameters, lr=0.1))
+    assert len(optimizer.param_groups) == 3
+    if rank == 0:  # a model that no other rank has
         idist.auto_optim(SGD(own.parameters(), lr=0.5))
+        for _ in idist.accumulate([1, 2], own, 2):
+            break

@@ -32,6 +32,7 @@ from ignite_dist.training.gradient_averaging import (
     average_in_step,
     average_losses,
 )
+from ignite_dist.training.gradient_sync import fsdp_modules
 from ignite_dist.training.initial_values import (
     State,
     bring_from_meta,
@@ -223,8 +224,9 @@ def _adapted(
             equalise(live, model, DataMesh(None, group))
         elif broadcast_buffers and (unsent := _unsent_buffers(model)) and len(group.ranks) > 1:
             broadcast_tensors(live, list(unsent.values()), group.ranks[0], group)
-        is_shared = wrapped is model or isinstance(wrapped, DistributedDataParallel)
-        remember_model(live, inner, group, broadcast_buffers, is_shared)
+        is_of_user = wrapped is not model and not isinstance(wrapped, DistributedDataParallel)
+        shared = [] if is_of_user else _shared_parameters(inner)  # such a wrapper alone knows what is shared
+        remember_model(live, inner, group, broadcast_buffers, shared)
         live.training.average_further_passes(wrapped, _average_over(live, group))
     else:
         equalise_frozen(live, model, live.groups.resolve(process_group))
@@ -299,17 +301,16 @@ def _check_same(
     what = ", ".join(f"{name}={value!r}" for name, value in given.items() if value not in (None, False, []))
     named = named_tensors(model)
     if strategy == "fsdp" or data.tensor_groups:
-        check_same_model(live, named, data.group, what, frozen_counts=True)
         plain = [(name, one) for name, one in named if not is_sharded(one)]
-        for group in data.tensor_groups:
-            check_same_model(live, plain, group, what, frozen_counts=True)
+        compared = [(data.group, named), *((group, plain) for group in data.tensor_groups)]
+        check_same_model(live, compared, what, frozen_counts=True)
         return
     members = process_group if device_mesh is None else device_mesh
     if not _is_trained(model):
         group = data.group if data.is_explicit else live.groups.resolve(process_group)
-        check_same_model(live, sent_of_frozen(model).items(), group, what, frozen_counts=True)
+        check_same_model(live, [(group, [*sent_of_frozen(model).items()])], what, frozen_counts=True)
     elif not live.training.averages_in_backward:
-        check_same_model(live, named, data.group, what, frozen_counts=False)
+        check_same_model(live, [(data.group, named)], what, frozen_counts=False)
     # A wrapper of the user chooses its ranks itself, unless they are named. Then nothing is compared.
     elif wrapper is None or data.is_explicit or members is not None:
         group = data.group if data.is_explicit or members is None else live.groups.resolve(members)
@@ -317,7 +318,14 @@ def _check_same(
         if not kwargs.get("broadcast_buffers", True):
             ignored.update(name for name, _ in model.named_buffers())
         sent = [row for row in named if row[0] not in ignored]
-        check_same_model(live, sent, group, what, frozen_counts=True)
+        check_same_model(live, [(group, sent)], what, frozen_counts=True)
+
+
+def _shared_parameters(model: Module) -> list[Parameter]:
+    """The parameters without those that DDP or FSDP2 must ignore, which each rank trains for itself."""
+    ignored = _torch.ignored_by_ddp(model)
+    found = [one for name, one in model.named_parameters() if name not in ignored]
+    return [one for one in found if is_sharded(one)] if fsdp_modules(model) else found
 
 
 def _is_trained(model: Module) -> bool:
@@ -390,7 +398,7 @@ def _ready(
         initialise(live, model, (*data.tensor_groups, data.group), state)
     if live.get_world_size() > 1:
         inner = unwrap_model(model)
-        remember_model(live, inner, data.group, broadcast_buffers)
+        remember_model(live, inner, data.group, broadcast_buffers, _shared_parameters(inner))
         watch_frozen(live, inner, model, is_averaged_later)
     return _with_state(model, state)
 
@@ -456,8 +464,8 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         CollectiveMismatchError: the optimizers of the ranks that train a model of :func:`auto_model` differ
             in their class, in the number, order or shapes of this model's parameters, in having a state, or
             in settings such as ``lr`` (under Horovod all ranks take the state and the settings of rank 0);
-            or some ranks make another call, or pass another ``zero``. Raised on every rank. Other parameters
-            of the optimizer may be each rank's own (not under Horovod).
+            or some ranks make another call, or pass another ``zero``. Raised on every rank of a group that
+            differs. With DDP and FSDP2, parameters of no such model may be each rank's own.
         TypeError: ``optimizer`` is not an optimizer.
         ValueError: ``zero`` is True, and the backend does not support it, or only some ranks train the model.
             ``zero`` or ``strategy="fsdp"`` is used with an optimizer whose step needs all parameters
@@ -467,10 +475,9 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         raise TypeError(f"auto_optim takes a torch optimizer, got {kind_of(optimizer)}.")
     live = current_model()
     live.groups.check_not_joining()
+    check_same_optimizer(live, optimizer, "zero=True" if zero else "", kwargs.get("process_set"))
     if zero and live.get_world_size() > 1:
         _check_zero(live, optimizer)
-    check_same_optimizer(live, optimizer, "zero=True" if zero else "", **kwargs)
-    if zero and live.get_world_size() > 1:
         optimizer = live.training.shard_optimizer(optimizer)
     wrapped = live.training.wrap_optimizer(optimizer, **kwargs)
     live.training.optimizers[id(wrapped)] = wrapped

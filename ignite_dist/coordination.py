@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import zip_longest
@@ -109,37 +109,42 @@ def exchange_outcomes(
 
 
 def check_same(
-    model: ComputationModel, group: Group, texts: Sequence[str], caller: Caller, needed: str
+    model: ComputationModel, compared: Iterable[tuple[Group, Sequence[str]]], caller: Caller, needed: str
 ) -> None:
-    """Raise on every rank of ``group`` if their ``texts`` differ. Each of them calls this.
+    """Raise on every rank of a group whose ranks pass different texts. Every rank of the groups calls this.
 
-    It costs one digest per rank, and on XLA the texts. Elsewhere these are sent only if the digests differ.
+    The ranks of a group exchange a digest each, and the texts only if the digests differ. Where ranks outside
+    the group take part (XLA), they exchange the texts at once.
 
     Args:
         model: the context.
-        group: the ranks that compare.
-        texts: what this rank has. The error shows the first that differs.
+        compared: groups with this rank's texts, in an order that all ranks share. An error is raised only
+            after the last exchange, for which ranks of other groups may wait.
         caller: the public function, with arguments that must be equal on all ranks.
         needed: what the function needs, for the error: ``"the same model on every rank"``.
 
     Raises:
-        CollectiveMismatchError: the texts differ, or a rank has made another call.
+        CollectiveMismatchError: texts differ (the error shows the first), or a rank has made another call.
     """
-    if len(group.ranks) == 1:
-        return
-    texts = list(texts)
+    for error in [_difference(model, group, list(texts), caller, needed) for group, texts in compared]:
+        if error is not None:
+            raise error
+
+
+def _difference(
+    model: ComputationModel, group: Group, texts: list[str], caller: Caller, needed: str
+) -> CollectiveMismatchError | None:
     digest = hashlib.sha1(repr(texts).encode(), usedforsecurity=False).digest()
-    # Where ranks outside the group take part, they see no rows, so they cannot know of a second exchange.
+    # Ranks outside the group see no rows, so they cannot know of a second exchange.
     first: Any = texts if model.transport.groups_need_all_ranks else digest
     rows = exchange_outcomes(model, group, None, first, caller)
     if all(row == first for row in rows):
-        return
+        return None
     if first is digest:
         rows = exchange_outcomes(model, group, None, texts, caller)
     different = next(row for row in zip_longest(*rows, fillvalue="nothing") if len(set(row)) > 1)
-    raise CollectiveMismatchError(
-        f"{caller.name} needs {needed}. The first difference is: {describe_by_rank(group.ranks, different)}."
-    )
+    by_rank = describe_by_rank(group.ranks, different)
+    return CollectiveMismatchError(f"{caller.name} needs {needed}. The first difference is: {by_rank}.")
 
 
 @contextmanager

@@ -43,9 +43,9 @@ def report_of(
 
 
 def _place(frame: FrameType, is_waiting: bool) -> str:
-    """What ranks at one place share: of a rank that waits, the user's part of the stack.
+    """The stack that ranks at one place share. Of a rank that waits it is the user's part.
 
-    Below that, one rank looks for the others and another one sleeps already.
+    The package's frames differ: one rank polls, another one sleeps.
     """
     users = users_frame(frame) if is_waiting else None
     return _stack(users or frame)

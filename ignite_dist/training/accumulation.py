@@ -19,7 +19,8 @@ from ignite_dist.context.live import current_model
 from ignite_dist.coordination import Caller, check_same, exchange_outcomes
 from ignite_dist.gradients import scale_gradients
 from ignite_dist.passes import Resumable
-from ignite_dist.training.exact_passes import group_of_parameters, parameters_by_group
+from ignite_dist.training.comparisons import trained_together
+from ignite_dist.training.exact_passes import group_of_parameters
 from ignite_dist.training.gradient_sync import (
     DDPSyncStrategy,
     check_not_sharded,
@@ -73,8 +74,8 @@ def accumulate(
     step of a pass may have fewer than ``steps`` microbatches. Every rank makes the same number of steps. If
     the number of microbatches in a step differs between ranks, pass ``weight=lambda batch: 1``; with
     MULTI_AUTO_SYNC, and for a model with buffers, the numbers must be equal. Gradients must be None or zero
-    when a step begins, because existing values count as part of the sum; the first step of a pass warns of
-    such values (not with XLA). A rank may skip the passes in a
+    when a step begins, because existing values count as part of the sum; the first block of a pass warns of
+    such values (not with one process per replica of XLA). A rank may skip the passes in a
     block; the microbatch then counts with a zero gradient. Every rank enters the block of the last
     microbatch. Results of ``torch.autograd.grad`` in a block stay unchanged. An error of ``loader`` or
     ``weight`` is raised on its own rank only.
@@ -98,7 +99,8 @@ def accumulate(
 
     Raises:
         CollectiveMismatchError: the ranks pass another ``strategy``, without weights another ``steps``, or
-            only some pass ``weight``; raised on every rank, at the first batch.
+            only some pass ``weight``; raised at the first batch, on every rank of a group that trains
+            (a part of) the model.
         ValueError: ``steps`` is not a positive int, a weight is negative, or the weights of all ranks are 0.
         RuntimeError: the block of a step's last microbatch was not entered; or called inside of
             :func:`join`, where ranks make different numbers of steps.
@@ -151,8 +153,9 @@ def _accumulate(
         is_final = len(weights) == steps or next_batch is end
 
         mean = None if weight is None else partial(_mean_over_ranks, model, optimizers)
-        context = partial(_weighted_microbatch, model, tuple(weights), is_final, mean, make_sync, is_first)
-        is_first = False
+        context = partial(_weighted_microbatch, model, tuple(weights), is_final, mean, make_sync)
+        if is_first:
+            is_first, context = False, partial(_warns_of_left_gradients, model, context)
         microbatch = Microbatch(len(weights) - 1, is_final, context)
         yield batch, microbatch
         if is_final:
@@ -173,7 +176,6 @@ def _weighted_microbatch(
     is_final: bool,
     mean: Callable[[float], float] | None,
     make_sync: Callable[..., AbstractContextManager[None]],
-    is_first: bool,
 ) -> Iterator[None]:
     """The block of one microbatch, whose weight is ``weights[-1]``; the others are of earlier microbatches.
 
@@ -181,8 +183,6 @@ def _weighted_microbatch(
     division is linear, so the average over the ranks may come before or after the division.
     """
     current_model().groups.check_not_joining()  # in join() is_final differs between ranks
-    if is_first:
-        _warn_of_left_gradients(model)
     factor = weights[-1]
     if is_final:
         total = sum(weights) if mean is None else mean(sum(weights))
@@ -228,29 +228,33 @@ def _check_same(
 ) -> None:
     """Compare ``texts`` between the ranks that train ``model``, or a part of it, together."""
     live = current_model()
-    own = set(map(id, model.parameters()))
-    for group, shared in parameters_by_group(live):
-        if own.isdisjoint(map(id, shared)):
-            continue
-        if live.training.shares_optimizers:  # Horovod's, which may average over some ranks only
-            group = live.training.gradient_group(model, optimizers_of(live, model, optimizers))
-        check_same(live, group, texts, Caller("accumulate"), "the same arguments on every rank")
+    compared = [(group, texts) for group, _ in trained_together(live, model, optimizers)]
+    check_same(live, compared, Caller("accumulate"), "the same arguments on every rank")
 
 
-def _warn_of_left_gradients(model: Module) -> None:
-    if left := _left_gradient(model):
-        warn_user(
-            f"accumulate begins with gradients that are there already, for example that of {left!r}. They "
-            "count as part of the first sum. Was an earlier loop left in the middle of a step? Call "
-            "model.zero_grad() first."
-        )
+@contextmanager
+def _warns_of_left_gradients(
+    model: Module, block: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """``block``, and a warning if gradients from before it are still there at its end.
+
+    At its end, because a script may call ``zero_grad`` as late as before ``backward``.
+    """
+    left = _left_gradient(model)
+    with block():
+        yield
+        if left is not None and left[1].grad is left[2]:
+            warn_user(
+                f"The first step of accumulate counts gradients from before, for example of {left[0]!r}. "
+                "Was an earlier loop left in the middle of a step? Call model.zero_grad() first."
+            )
 
 
-def _left_gradient(model: Module) -> str | None:
-    """The name of a parameter whose gradient is neither None nor zero."""
+def _left_gradient(model: Module) -> tuple[str, Parameter, Tensor] | None:
+    """A parameter with its name and its gradient, which is neither None nor zero."""
     for name, one in unwrap_model(model).named_parameters():
         if one.grad is not None and bool(_own_values(one.grad).any()):
-            return name
+            return name, one, one.grad
     return None
 
 

@@ -56,7 +56,8 @@ def save_checkpoint(
     A kill at any moment leaves the previous file of this name, or none. The file also has the random states
     of each rank: torch's (CPU and device), Python's and numpy's. Rank 0 writes the file.
     ``torch.load(path, weights_only=True)`` reads it without this package: a dict with "model", "optimizer",
-    "scheduler" and "values". Rank 0 warns if the ranks that train a model together have other parameters.
+    "scheduler" and "values". Some values of
+    each whole parameter are compared: rank 0 warns if ranks that train together have others.
 
     Sharded tensors (``DTensor``: FSDP2, tensor parallel) are in a folder beside the file,
     ``<path>.shards-<number>``. All ranks write them with ``torch.distributed.checkpoint``, into the same file

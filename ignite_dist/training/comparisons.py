@@ -1,8 +1,8 @@
-"""What the ranks compare before they train together: a model in ``auto_model``, then its optimizer."""
+"""What the ranks train together, and what they compare before: the model, and its optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
 from typing import Any
 
@@ -16,6 +16,7 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.coordination import Caller, check_same
 from ignite_dist.gradients import parameters_of
 from ignite_dist.training.exact_passes import parameters_by_group
+from ignite_dist.training.gradient_sync import optimizers_of
 from ignite_dist.values.layouts import describe_layout, layout_of
 
 
@@ -25,14 +26,16 @@ def named_tensors(model: Module) -> list[tuple[str, Tensor]]:
 
 
 def check_same_model(
-    live: ComputationModel, named: Iterable[tuple[str, Tensor]], group: Group, what: str, frozen_counts: bool
+    live: ComputationModel,
+    compared: Iterable[tuple[Group, Sequence[tuple[str, Tensor]]]],
+    what: str,
+    frozen_counts: bool,
 ) -> None:
-    """Raise on every rank of ``group`` if their tensors differ in more than values. Each of them calls this.
+    """Raise on every rank of a group if their tensors differ in more than values. Each of them calls this.
 
     Args:
         live: the context.
-        named: parameters and buffers with their names.
-        group: the ranks that compare them.
+        compared: groups, with the parameters and buffers that their ranks compare, by name.
         what: arguments of ``auto_model`` that are equal on all ranks.
         frozen_counts: True compares which parameters are frozen, too.
 
@@ -40,10 +43,13 @@ def check_same_model(
         CollectiveMismatchError: names, order, kinds, shapes, dtypes or ``what`` differ, or a rank has made
             another call.
     """
-    if len(group.ranks) > 1:  # describing a large model takes time
-        texts = [_described_tensor(name, one, frozen_counts) for name, one in named]
-        needed = f"the same model on every rank, because all take the values of rank {group.ranks[0]}"
-        check_same(live, group, texts, Caller("auto_model", what), needed)
+    texts = [
+        (group, [_described_tensor(name, one, frozen_counts) for name, one in named])
+        for group, named in compared
+        if len(group.ranks) > 1
+    ]
+    needed = "the same model on every rank, because all take the values of one rank"
+    check_same(live, texts, Caller("auto_model", what), needed)
 
 
 def _described_tensor(name: str, tensor: Tensor, frozen_counts: bool) -> str:
@@ -58,48 +64,81 @@ def _described_tensor(name: str, tensor: Tensor, frozen_counts: bool) -> str:
     return ", ".join(words)
 
 
-def check_same_optimizer(live: ComputationModel, optimizer: Optimizer, arguments: str, **kwargs: Any) -> None:
-    """Raise on every rank that trains a model of ``auto_model`` if their optimizers differ. Each calls this.
+def check_same_optimizer(
+    live: ComputationModel, optimizer: Optimizer, arguments: str, process_set: Any
+) -> None:
+    """Raise on every rank of a group that trains together if their optimizers differ. Each calls this.
 
-    Only what the ranks train together is compared. ``kwargs`` are those of ``hvd.DistributedOptimizer``.
+    All parameters are compared where ``auto_optim`` averages their gradients (not with a ``process_set`` of
+    Horovod, which may be of some ranks); else those of models of ``auto_model``.
 
     Raises:
         CollectiveMismatchError: classes, numbers, order or shapes of parameters, settings or ``arguments``
             differ, or a rank has made another call.
     """
-    own = {id(one) for one in parameters_of(optimizer)}
-    shares = live.training.shares_optimizers
-    compared: list[tuple[Group, set[int]]] = []
-    if not shares:
-        compared = [(group, own & set(map(id, shared))) for group, shared in parameters_by_group(live)]
-    elif kwargs.get("process_set") is None:
-        compared = [(live.groups.world, own)]
-    for group, ids in compared:
-        if ids and len(group.ranks) > 1:
-            texts = [*_described_optimizer(optimizer, ids, without_settings=shares)]
-            caller = Caller("auto_optim", arguments)
-            check_same(live, group, texts, caller, "the same optimizer on every rank that trains the model")
+    parameters, has_settings = list(parameters_of(optimizer)), not live.training.shares_optimizers
+    trained = parameters_by_group(live)
+    if not live.training.averages_in_backward:
+        trained = [(live.groups.world, parameters)] if process_set is None else []
+    own = {*map(id, parameters)}
+    by_group = [(group, own & {*map(id, shared)}) for group, shared in trained if len(group.ranks) > 1]
+    compared = [
+        (group, [*_described_optimizer(optimizer, ids, has_settings)]) for group, ids in by_group if ids
+    ]
+    needed = "the same optimizer on every rank that trains the model"
+    check_same(live, compared, Caller("auto_optim", arguments), needed)
 
 
-def _described_optimizer(optimizer: Optimizer, ids: set[int], without_settings: bool) -> Iterator[str]:
-    """``ids``: of the parameters that are compared."""
+def trained_together(
+    live: ComputationModel, model: Module, optimizers: Optimizer | Sequence[Optimizer] | None = None
+) -> list[tuple[Group, list[Parameter]]]:
+    """The parameters of ``model`` that the ranks of each group train together.
+
+    Empty if an optimizer of Horovod averages over some ranks only, or none is known: then it, and not
+    ``auto_model``, decides which ranks train together. ``optimizers``: see :func:`optimizers_of`.
+    """
+    if live.training.shares_optimizers:
+        known = optimizers_of(live, model, optimizers)
+        try:
+            group = live.training.gradient_group(model, known)
+        except ValueError:  # several process sets
+            return []
+        if not known or len(group.ranks) < live.get_world_size():
+            return []
+    own = {id(one) for one in model.parameters()}
+    found = [
+        (group, [one for one in shared if id(one) in own]) for group, shared in parameters_by_group(live)
+    ]
+    return [(group, parameters) for group, parameters in found if parameters and len(group.ranks) > 1]
+
+
+def _described_optimizer(optimizer: Optimizer, ids: set[int], has_settings: bool) -> Iterator[str]:
+    """What is compared of an optimizer.
+
+    Args:
+        optimizer: the optimizer.
+        ids: of the parameters that are compared.
+        has_settings: False leaves out the state and the settings.
+    """
     kind = type(optimizer).__name__
     yield kind
-    if not without_settings:
-        yield f"{kind} with{'' if getattr(optimizer, 'state', None) else 'out'} a state"
-    number = 0
-    for group in optimizer.param_groups:
-        shapes = [tuple(one.shape) for one in group["params"] if id(one) in ids]
-        if not shapes:
-            continue
+    if has_settings:
+        has_state = any(id(one) in ids for one in getattr(optimizer, "state", ()))
+        yield f"{kind} with{'' if has_state else 'out'} a state"
+    groups = [
+        (group, shapes)
+        for group in optimizer.param_groups
+        if (shapes := [tuple(one.shape) for one in group["params"] if id(one) in ids])
+    ]
+    for number, (group, shapes) in enumerate(groups):
         name = f"group {number}"
-        number += 1
         yield f"{name}: {len(shapes)} parameters"
         yield from (f"{name}, parameter {position}: shape {shape}" for position, shape in enumerate(shapes))
-        if not without_settings:
-            given = {str(key): one for key, one in group.items() if key not in _NOT_COMPARED}
-            texts = {key: _described_setting(one) for key, one in sorted(given.items())}
-            yield from (f"{name}: {key}={text}" for key, text in texts.items() if text)
+        if has_settings:
+            texts = {
+                str(key): _described_setting(one) for key, one in group.items() if key not in _NOT_COMPARED
+            }
+            yield from (f"{name}: {key}={text}" for key, text in sorted(texts.items()) if text)
 
 
 # The parameters, their names, and how a rank's device computes the step.
@@ -107,16 +146,14 @@ _NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable")
 
 
 def _described_setting(value: Any) -> str:
-    """Equal for equal numbers of any type. Empty for an object, whose text may have an address."""
+    """The text of a setting: one for equal numbers of all types, and empty for other objects than numbers.
+
+    The text of another object may have an address, which differs between ranks.
+    """
     if isinstance(value, (tuple, list)):
         parts = [_described_setting(one) for one in value]
         return f"({', '.join(parts)})" if all(parts) else ""
-    if (
-        isinstance(value, Tensor)
-        and not is_sharded(value)
-        and value.numel() == 1
-        and value.device.type == "cpu"
-    ):
+    if type(value) is Tensor and value.numel() == 1 and value.device.type == "cpu":
         value = value.item()
     if isinstance(value, (bool, str, type(None))):
         return repr(value)

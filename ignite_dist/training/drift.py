@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,45 +13,43 @@ from torch.nn import Module, Parameter
 from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.coordination import same_outcome
-from ignite_dist.training.exact_passes import parameters_by_group
-from ignite_dist.training.gradient_sync import optimizers_of
+from ignite_dist.training.comparisons import trained_together
 from ignite_dist.training.wrapped_models import unwrap_model
 from ignite_dist.values.ranks import describe_ranks
 
-_SAMPLES = 64  # of each parameter: what trains ranks apart changes most values of some parameter
+_SAMPLES = 64  # about, of each parameter: what trains ranks apart changes most values of some parameter
 
 _Ranks = tuple[int, ...]
 
 
 class Samples:
-    """Some values of each parameter that the ranks of a group train together.
+    """Some values of the parameters that the ranks of a group train together.
 
     Args:
         live: the context.
         models: the models by name, or modules that contain models of ``auto_model``.
 
     Attributes:
-        digests: one digest for the ranks of each group. It can be sent.
+        digests: one for the ranks of each group. They can be sent.
     """
 
     def __init__(self, live: ComputationModel, models: Mapping[str, Module]) -> None:
-        names = {
-            id(one): f"{prefix}.{name}" if prefix else name
-            for prefix, model in models.items()
-            for name, one in unwrap_model(model).named_parameters()
-        }
         self._by_group: dict[_Ranks, dict[str, bytes]] = {}
-        for group, parameters in parameters_by_group(live) if _all_ranks_train(live, models) else ():
-            named = {names[id(one)]: one for one in parameters if id(one) in names and _is_whole(one)}
-            if named and len(group.ranks) > 1:
-                self._by_group[group.ranks] = _taken_from(named)
+        for prefix, model in models.items():
+            names = {
+                id(one): f"{prefix}.{name}" if prefix else name
+                for name, one in unwrap_model(model).named_parameters()
+            }
+            for group, parameters in trained_together(live, model):
+                named = {names[id(one)]: one for one in parameters if id(one) in names and _is_whole(one)}
+                self._by_group.setdefault(group.ranks, {}).update(_taken_from(named))
         self.digests = {ranks: _digest(b"".join(values.values())) for ranks, values in self._by_group.items()}
 
     def warn_if_different(
         self, live: ComputationModel, function: str, digests_by_rank: Sequence[dict[_Ranks, str]]
     ) -> None:
         """Warn on rank 0, with the name of the first parameter that differs. Every rank calls this."""
-        if not any(_different(ranks, digests_by_rank, ranks) for found in digests_by_rank for ranks in found):
+        if not any(_different(digests_by_rank, ranks, ranks) for row in digests_by_rank for ranks in row):
             return
         names = {
             (ranks, name): _digest(value)
@@ -60,37 +57,27 @@ class Samples:
             for name, value in values.items()
         }
         rows = same_outcome(live, lambda: names, function)
-        different = [key for row in rows for key in row if _different(key[0], rows, key)]
-
-        def warn() -> None:
-            if live.get_rank() == 0 and different:
-                (first, *others), name = different[0]
-                own = rows[first].get(different[0])
-                others = [rank for rank in others if rows[rank].get(different[0]) != own]
-                warn_user(
-                    f"The parameters of {describe_ranks(others)} differ from those of rank {first}, for "
-                    f"example {name!r}, and {function} saves those of rank 0. Something trains them apart: a "
-                    "step, a learning rate or a clipping that depends on a value of each rank, for example. "
-                    "In local SGD, save after idist.average_parameters."
-                )
-
-        same_outcome(live, warn, function)  # a filter may make an error of the warning
+        found = ((key, _different(rows, key[0], key)) for row in rows for key in row)
+        text = next((_text(key[1], different, function) for key, different in found if different), "")
+        # Every rank waits for rank 0, where a filter may make an error of the warning.
+        same_outcome(live, lambda: warn_user(text) if text and live.get_rank() == 0 else None, function)
 
 
-def _different(ranks: _Ranks, rows: Sequence[Mapping[Any, str]], key: Any) -> bool:
-    return len({rows[rank].get(key) for rank in ranks}) > 1
+def _different(rows: Sequence[Mapping[Any, str]], ranks: _Ranks, key: Any) -> list[int]:
+    """The first of ``ranks`` that has the key, and those with another digest; empty if there are none."""
+    having = [rank for rank in ranks if key in rows[rank]]
+    others = [rank for rank in having if rows[rank][key] != rows[having[0]][key]]
+    return [having[0], *others] if others else []
 
 
-def _all_ranks_train(live: ComputationModel, models: Mapping[str, Module]) -> bool:
-    """False if an optimizer of Horovod averages over some ranks only, which ``auto_model`` cannot know."""
-    if not live.training.shares_optimizers:
-        return True
-    with suppress(ValueError):  # parts of a model are averaged over different ranks
-        groups = [
-            live.training.gradient_group(one, optimizers_of(live, one, None)) for one in models.values()
-        ]
-        return all(len(group.ranks) == live.get_world_size() for group in groups)
-    return False
+def _text(name: str, different: list[int], function: str) -> str:
+    first, *others = different
+    return (
+        f"The parameters of {describe_ranks(others)} differ from those of rank {first}, for example "
+        f"{name!r}. {function} saves those of rank 0. Usual causes are a step, a learning rate or a clipping "
+        "that depends on a value of each rank, and other hardware. In local SGD, save after "
+        "idist.average_parameters."
+    )
 
 
 def _is_whole(parameter: Tensor) -> bool:
@@ -109,7 +96,7 @@ def _taken_from(named: Mapping[str, Tensor]) -> dict[str, bytes]:
     """Bytes of evenly spaced values, by name: one copy to the CPU for all tensors of a dtype and a device."""
     by_kind: dict[Any, dict[str, Tensor]] = {}
     for name, tensor in named.items():
-        step = max(1, tensor.numel() // _SAMPLES) | 1  # odd, to hit all columns of a matrix
+        step = tensor.numel() // _SAMPLES | 1  # odd, because an even one may stay in one column
         values = tensor.detach().reshape(-1)[::step].clone()  # reshape may have copied it
         by_kind.setdefault((tensor.dtype, tensor.device), {})[name] = values
     found = {}
@@ -122,4 +109,4 @@ def _taken_from(named: Mapping[str, Tensor]) -> dict[str, bytes]:
 
 
 def _digest(values: bytes) -> str:
-    return hashlib.sha1(values, usedforsecurity=False).hexdigest()[:8]
+    return hashlib.sha1(values, usedforsecurity=False).hexdigest()

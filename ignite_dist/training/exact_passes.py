@@ -31,13 +31,17 @@ from ignite_dist.values.ranks import describe_by_rank
 class _AdaptedModel(NamedTuple):
     """A model without its wrapper. ``number`` is the same on every rank of the group.
 
-    ``is_shared`` is False in a wrapper of the user's own, which alone knows what its ranks share.
+    ``parameters`` are those that the ranks train together. They may live longer than ``module``.
     """
 
     number: int
     module: weakref.ref[Module]
     shares_buffers: bool
-    is_shared: bool
+    parameters: tuple[weakref.ref[Parameter], ...]
+
+    def trained(self) -> list[Parameter]:
+        """The parameters that still live."""
+        return [one for reference in self.parameters if (one := reference()) is not None]
 
 
 @dataclass
@@ -65,7 +69,11 @@ def _models_by_group(live: ComputationModel) -> _ModelsByGroup:
 
 
 def remember_model(
-    live: ComputationModel, module: Module, group: Group, shares_buffers: bool, is_shared: bool = True
+    live: ComputationModel,
+    module: Module,
+    group: Group,
+    shares_buffers: bool,
+    parameters: Iterable[Parameter],
 ) -> None:
     """Remember that the ranks of ``group`` train ``module``. All ranks of ``group`` call this.
 
@@ -74,14 +82,16 @@ def remember_model(
         module: the module without its wrapper. A later call for the same module replaces this one.
         group: the group over which gradients are averaged.
         shares_buffers: True if all ranks evaluate with the buffers of the group's first rank.
-        is_shared: True if the ranks of the group have the same parameters.
+        parameters: those that the ranks of the group train together, not those that a rank has of its own.
     """
     by_group = _models_by_group(live)
     adapted = by_group.setdefault(group.ranks, _GroupModels(group))
     adapted.group = group  # an earlier group of the same ranks may have been destroyed
     for group_models in by_group.values():
-        group_models.models = [one for one in group_models.models if one.module() not in (None, module)]
-    adapted.models.append(_AdaptedModel(adapted.count, weakref.ref(module), shares_buffers, is_shared))
+        others = [one for one in group_models.models if one.module() is not module]
+        group_models.models = [one for one in others if one.module() is not None or one.trained()]
+    references = tuple(map(weakref.ref, parameters))
+    adapted.models.append(_AdaptedModel(adapted.count, weakref.ref(module), shares_buffers, references))
     adapted.count += 1
     adapted.had_buffers |= shares_buffers and bool(_shared_buffers(module))
 
@@ -95,20 +105,14 @@ def remembered_models(live: ComputationModel) -> list[Module]:
 def parameters_by_group(live: ComputationModel) -> list[tuple[Group, list[Parameter]]]:
     """What the ranks of each group train together, in an order that all ranks share.
 
-    Not what a rank has of its own: parameters that ``DistributedDataParallel`` must ignore, and those of
-    models that ``auto_model`` does not know, or whose wrapper it does not.
+    It does not depend on the garbage collector: a parameter that somebody still has is in it, also if the
+    module has been deleted.
     """
-    found = []
     by_group = _models_by_group(live)
-    for ranks in sorted(by_group):
-        parameters = []
-        for adapted in by_group[ranks].models:
-            module = adapted.module()
-            if module is not None and adapted.is_shared:
-                ignored = _torch.ignored_by_ddp(module)
-                parameters += [one for name, one in module.named_parameters() if name not in ignored]
-        found.append((by_group[ranks].group, parameters))
-    return found
+    return [
+        (by_group[ranks].group, [one for adapted in by_group[ranks].models for one in adapted.trained()])
+        for ranks in sorted(by_group)
+    ]
 
 
 def group_of_parameters(live: ComputationModel, parameters: Iterable[Tensor]) -> Group:

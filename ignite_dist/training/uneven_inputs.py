@@ -60,7 +60,7 @@ def join(
     with live.training.join(model, optimizer, **options) as sources:
         group = live.training.gradient_group(model, [] if optimizer is None else [optimizer])
         texts = [f"{name}={bool(one)}" for name, one in options.items()]
-        check_same(live, group, texts, Caller("join"), "the same options on every rank")
+        check_same(live, [(group, texts)], Caller("join"), "the same options on every rank")
         live.groups.is_joining = True
         try:
             yield

@@ -215,6 +215,12 @@ def each_its_own_order(local_rank: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    both = torch.nn.ModuleList([one, other])
+    for _, sync in idist.accumulate([1], both, 1 + (rank == 2)):  # who trains with whom is not compared
+        with sync:
+            (one(data(rank), "a") + other(data(rank), "b")).backward()
+    have(one, mean_over(one, 0, 1, 2, layers="a"))
+    have(other, mean_over(other, *((0, 1) if rank < 2 else (2,)), layers="b"))
 
 
 def test_a_pass_through_optimizers_of_two_process_sets() -> None:

@@ -297,7 +297,7 @@ def test_a_context_that_somebody_else_has_made(tmp_path: Path) -> None:
 
 
 def test_ranks_that_wait_in_one_call_are_told_together() -> None:
-    """Whether a rank still looks for the others, or sleeps until they come."""
+    """A rank that polls and a rank that sleeps wait in the same call."""
 
     def report(stack: str, place: str, waits_in: str = "all_gather") -> dict[str, Any]:
         about = {"pid": 1, "host": "here", "seconds": 3.0, "site": "", "last": "", "error": "", "block": ""}
@@ -307,14 +307,14 @@ def test_ranks_that_wait_in_one_call_are_told_together() -> None:
     user = "script.py, line 1"
     text = reports.explanation(
         {
-            0: report(f"{user}\nlooks", user),
-            1: report(f"{user}\nlooks", user, waits_in=""),
+            0: report(f"{user}\npolls", user),
+            1: report(f"{user}\npolls", user, waits_in=""),
             2: report(f"{user}\nsleeps", user),
             3: report("script.py, line 2\nsleeps", "script.py, line 2"),
         },
         world_size=4,
     )
-    assert "Ranks 0, 2 wait in all_gather" in text and text.count("looks") == 2, text
+    assert "Ranks 0, 2 wait in all_gather" in text and text.count("polls") == 2, text
     assert "Rank 1 is not in a collective" in text and "Rank 3 waits in all_gather" in text, text
 
 

@@ -518,10 +518,11 @@ def _left_in_the_middle(local_rank: int) -> None:
     def loop(is_left: bool, zeroes_first: bool = False) -> list[str]:
         def steps() -> None:
             for x, sync in idist.accumulate([torch.ones(1, 1)] * 2, model, 2):
-                if zeroes_first and sync.number == 0:
-                    optimizer.zero_grad()
                 with sync:
-                    model(x).sum().backward()
+                    loss = model(x).sum()
+                    if zeroes_first and sync.number == 0:
+                        optimizer.zero_grad()
+                    loss.backward()
                 if is_left:
                     break
                 if sync.is_final:
@@ -537,7 +538,7 @@ def _left_in_the_middle(local_rank: int) -> None:
     assert loop(is_left=True) == [], "zeros are no gradients that were left"
     assert loop(is_left=True, zeroes_first=True) == []
     (message,) = loop(is_left=False)
-    assert "gradients that are there already, for example that of 'weight'" in message
+    assert "counts gradients from before, for example of 'weight'" in message
 
 
 def test_gradients_left_by_an_earlier_loop_are_said_aloud() -> None:

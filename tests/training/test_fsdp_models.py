@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import BatchNorm1d, Linear, Module, Sequential
 
 import ignite_dist as idist
 from ignite_dist import RankFailedError
+from on_ranks import warned
 
 WIDTH = 3
 
@@ -274,3 +276,22 @@ def _optimizer_before(rank: int) -> str:
 def test_an_optimizer_that_was_made_before_the_model_was_sharded_is_refused() -> None:
     for message in idist.spawn("gloo", _optimizer_before, nproc_per_node=2):
         assert "then make the optimizer of model.parameters()" in message
+
+
+def _experts(rank: int, folder: Path) -> list[str]:
+    net = Sequential(Linear(WIDTH, WIDTH), Linear(WIDTH, 1))
+    own = [*net[1].parameters()]
+    model = idist.auto_model(net, strategy="fsdp", ignored_params=set(own))
+    groups = [{"params": [*model[0].parameters()]}, {"params": own, "lr": 0.1 + rank}]
+    optimizer = idist.auto_optim(torch.optim.SGD(groups, lr=0.5))
+    for _ in range(2):
+        model(torch.ones(2, WIDTH) * (1 + rank)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    biases = idist.all_gather(own[1].detach())
+    assert not torch.equal(*biases)
+    return warned(lambda: idist.save_checkpoint(folder / "run.pt", model=model))[1]
+
+
+def test_parameters_that_fsdp_ignores_are_each_ranks_own(tmp_path: Path) -> None:
+    assert idist.spawn("gloo", _experts, (tmp_path,), nproc_per_node=2) == [[], []]

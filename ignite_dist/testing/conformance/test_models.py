@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from contextlib import nullcontext
 from typing import Any
 
@@ -468,23 +469,59 @@ def test_optimizers_that_differ_are_refused_on_every_rank() -> None:
 
 @on_every_rank
 def test_what_a_rank_trains_of_its_own_is_not_compared() -> None:
-    """Horovod averages all that is in an optimizer, and XLA too."""
+    """Where the optimizer averages all that it has (Horovod, XLA), nothing in it is a rank's own."""
     rank, size = idist.get_rank(), idist.get_world_size()
-    if not current_model().training.averages_in_backward:
+    if not current_model().training.averages_in_backward or size == 1:
         return
     model, own = idist.auto_model(Net()), Linear(1, 1 + rank, device=idist.device())
-    halves = [range((size + 1) // 2), range((size + 1) // 2, size)]
-    mine = next(half for half in halves if rank in half)
-    groups = [idist.new_group(list(half)) for half in halves if len(half)]
-    part = idist.auto_model(Linear(1, 1).double(), process_group=groups[halves.index(mine)])
-    groups_of_parameters = [
-        {"params": own.parameters(), "lr": 0.1 + rank},
-        {"params": [*part.parameters()], "lr": 0.1 + halves.index(mine)},
-        {"params": [*model.parameters()]},
-    ]
-    optimizer = idist.auto_optim(SGD(groups_of_parameters, lr=0.1))
-    assert len(optimizer.param_groups) == 3
+    halves = [list(range((size + 1) // 2)), list(range((size + 1) // 2, size))]
+    groups = [idist.new_group(half) for half in halves]
+    half = int(rank in halves[1])
+    part = idist.auto_model(Linear(1, 1).double(), process_group=groups[half])
+
+    def all_three(own_rate: float, part_rate: float) -> SGD:
+        made = SGD(
+            [{"params": own.parameters(), "lr": own_rate}, {"params": [*part.parameters()], "lr": part_rate}],
+            momentum=0.5,
+        )
+        made.add_param_group({"params": [*model.parameters()], "lr": 0.1})
+        return made
+
+    optimizer = all_three(0.1 + rank, 0.1 + half)
+    if rank == 0:  # a rank may have trained its own part before
+        own(torch.ones(1, 1, device=idist.device())).sum().backward()
+        optimizer.step()
+    assert len(idist.auto_optim(optimizer).param_groups) == 3
     if rank == 0:  # a model that no other rank has
         idist.auto_optim(SGD(own.parameters(), lr=0.5))
         for _ in idist.accumulate([1, 2], own, 2):
             break
+
+    # A difference in one group is no wait for the ranks of the others.
+    optimizer = all_three(0.1, 0.1 + (rank == 0))
+    if half == 0 and len(halves[0]) > 1:
+        with raises(CollectiveMismatchError, "rank 0: group 0: lr=1.1; rank 1: group 0: lr=0.1"):
+            idist.auto_optim(optimizer)
+    else:
+        idist.auto_optim(optimizer)
+    assert idist.all_reduce(1) == size
+
+
+@on_every_rank
+def test_whether_a_deleted_model_is_collected_changes_nothing() -> None:
+    net = Net()
+    net.itself = [net]  # type: ignore[assignment]  # only the collector finds this cycle
+    idist.auto_model(net)
+    trunk = net.first
+    del net
+    if idist.get_rank() == 0:
+        gc.collect()
+    rate = 0.5 if idist.get_rank() == 0 or current_model().training.shares_optimizers else 0.25
+    if rate == 0.5 and idist.get_world_size() == 1:
+        return
+    with (
+        nullcontext()
+        if current_model().training.shares_optimizers
+        else raises(CollectiveMismatchError, "lr=0.5")
+    ):
+        idist.auto_optim(SGD(trunk.parameters(), lr=rate))

@@ -76,6 +76,10 @@ class _Parser(argparse.ArgumentParser):
         self.exit(_USAGE, f"{self.prog}: {message}\n")
 
 
+# Ours, torchrun's, and that of mpirun and horovodrun.
+_NPROC_PER_NODE = ("--nproc-per-node", "--nproc_per_node", "-np")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="ignite-dist",
@@ -127,8 +131,7 @@ def _add_run(commands: Any) -> None:
     )
     run.add_argument("--backend", default="auto", help="a backend that `env` shows (%(default)s)")
     run.add_argument(
-        "--nproc-per-node",
-        "--nproc_per_node",  # torchrun's spelling
+        *_NPROC_PER_NODE,
         type=_int_or_auto,
         default="auto",
         metavar="N",
@@ -164,8 +167,7 @@ def _arguments_of_ranks() -> _Parser:
     parser = _Parser(add_help=False, parents=[_arguments_of_nodes()])
     parser.add_argument("--backend", default="gloo", help="a backend that `env` shows (%(default)s)")
     parser.add_argument(
-        "--nproc-per-node",
-        "--nproc_per_node",
+        *_NPROC_PER_NODE,
         type=int,
         metavar="N",
         help="processes on this machine, without a launcher (2)",

@@ -42,10 +42,12 @@ def run(
         1, or 130 after a KeyboardInterrupt.
 
     Raises:
-        ValueError: there is no such file, or the arguments are incompatible. Nothing was started.
+        ValueError: there is no such file or module, or the arguments are incompatible. Nothing was started.
         RankFailedError: a worker failed.
     """
-    if not is_module and script != _STDIN and not os.path.exists(script):
+    if is_module:
+        _check_package(script)
+    elif script != _STDIN and not os.path.exists(script):
         raise ValueError(f"There is no script {script!r} in {os.getcwd()}.")
     source = None if is_module else _source_of_stream(script)
     keywords: Any = dict(options)
@@ -92,6 +94,14 @@ def _run_script(
         else:
             sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
             _run_file(os.path.abspath(script))
+
+
+def _check_package(module: str) -> None:
+    """Raise ``ValueError`` if the first part of the module's name cannot be found. Nothing is imported."""
+    name = module.partition(".")[0]
+    if name and (PathFinder.find_spec(name, [os.getcwd(), *sys.path]) or importlib.util.find_spec(name)):
+        return
+    raise ValueError(f"There is no module {name or module!r} in {os.getcwd()}, and none is installed.")
 
 
 def _source_of_stream(script: str) -> str | None:

@@ -98,6 +98,11 @@ def test_it_joins_the_processes_of_a_launcher(script: Path) -> None:
     assert ended.stdout.count("[0, 1] 2 beside [] torchrun\n") == 2
 
 
+def test_the_number_of_processes_as_mpirun_spells_it(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import ignite_dist as idist; idist.print(idist.get_world_size())")
+    assert _run("-np", "2", script).stdout == "2\n"
+
+
 def test_a_failure_shows_the_script_and_nothing_else(script: Path) -> None:
     ended = _run("--nproc-per-node", "2", script, "fail")
     assert ended.returncode == 1
@@ -125,6 +130,8 @@ def test_a_script_starts_again_on_two_nodes(script: Path) -> None:
     ("args", "text"),
     [
         (["missing.py"], "There is no script 'missing.py' in "),
+        (["-m", "missing.py"], "There is no module 'missing' in "),
+        (["-m", "./missing.py"], "There is no module './missing.py' in "),
         (["--nproc-per-node", "many", "missing.py"], "must be a number or 'auto', got 'many'"),
         ([], "script"),
     ],

@@ -73,6 +73,15 @@ def test_names_of_other_launchers(name: str, meant: str) -> None:
         idist.spawn("gloo", _where, **{name: 2})  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("number", ["many", "2", ""])
+def test_a_number_of_processes_in_words(number: str) -> None:
+    text = f"nproc_per_node must be a positive int or 'auto', got '{number}'"
+    with pytest.raises(ValueError, match=text):
+        idist.spawn("gloo", _where, nproc_per_node=number)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=text):
+        idist.Parallel("gloo", nproc_per_node=number)  # type: ignore[arg-type]
+
+
 def _returns_a_model(local_rank: int) -> Any:
     return idist.auto_model(torch.nn.Linear(2, 1))
 

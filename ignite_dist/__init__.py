@@ -42,7 +42,6 @@ from ignite_dist.context.identity import (
     world_group,
 )
 from ignite_dist.context.live import available_backends, finalize, initialize, sync
-from ignite_dist.context.meshes import mesh
 from ignite_dist.coordination import all_true, any_true, one_rank_first, one_rank_only, raise_together
 from ignite_dist.data.gathering import gather_in_order
 from ignite_dist.data.loaders import auto_dataloader
@@ -69,6 +68,7 @@ from ignite_dist.samplers import DistributedProxySampler, ExactSampler
 from ignite_dist.tracing import untrace_package
 from ignite_dist.training.accumulation import accumulate
 from ignite_dist.training.checkpoints import latest, load_checkpoint, save_checkpoint
+from ignite_dist.training.data_meshes import mesh
 from ignite_dist.training.gradient_sync import DDPSyncStrategy, clip_grad_norm, grad_sync, no_sync
 from ignite_dist.training.interruption import interrupted
 from ignite_dist.training.parameter_averaging import average_parameters

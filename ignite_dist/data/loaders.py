@@ -18,7 +18,6 @@ from torch.utils.data.distributed import DistributedSampler
 from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.context.live import current_model
-from ignite_dist.context.meshes import data_group
 from ignite_dist.data.orders import agree_on_order, batch_sampler_keyword
 from ignite_dist.data.splitting import Place, place_in
 from ignite_dist.passes import Order
@@ -32,6 +31,7 @@ from ignite_dist.samplers import (
     part_size,
     place_of,
 )
+from ignite_dist.training.data_meshes import data_group
 from ignite_dist.training.exact_passes import check_exact_group, share_buffers
 
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.context.live import current_model
-from ignite_dist.context.meshes import data_group
 from ignite_dist.samplers import part
+from ignite_dist.training.data_meshes import data_group
 
 
 class Place(NamedTuple):

@@ -104,6 +104,9 @@ class Transport(ABC):
     groups_need_all_ranks: ClassVar[bool] = False
     """True if every rank of the world, member or not, must call the collectives of a group."""
 
+    has_meshes: ClassVar[bool] = False
+    """True if :meth:`make_mesh` makes meshes."""
+
     overlap: bool = False
     """True if a rank may begin a collective of a group before the group's earlier collectives have completed.
 
@@ -248,7 +251,7 @@ class Transport(ABC):
         return None
 
     def make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
-        """A mesh of all ranks, by the names of its dimensions. Every rank calls this method.
+        """A mesh of all ranks, by the names of its dimensions. Every rank passes the same sizes.
 
         Raises:
             ValueError: the backend has no meshes.

@@ -11,6 +11,7 @@ from ignite_dist.call_sites import warn_user
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
+from ignite_dist.coordination import Caller, check_same
 from ignite_dist.values import meshes
 
 
@@ -41,6 +42,7 @@ def mesh(**sizes: int) -> DeviceMesh:
     Raises:
         ValueError: the product of the sizes is not the world size, or the backend has no meshes (Horovod,
             XLA) or is none; raised before any communication.
+        CollectiveMismatchError: the ranks pass other names or sizes, or another order of them.
         RuntimeError: called inside of :func:`join`.
 
     Example::
@@ -59,6 +61,10 @@ def mesh(**sizes: int) -> DeviceMesh:
             "data, replicate or shard; names of others with tp, pp, cp, sp or ep."
         )
     model.groups.check_not_joining()
+    if model.transport.has_meshes:
+        dimensions = [f"{name}={size}" for name, size in checked.items()]
+        needed = "the same dimensions, in the same order, on every rank"
+        check_same(model, [(model.groups.world, dimensions)], Caller("mesh"), needed)
     return model.transport.make_mesh(checked)
 
 

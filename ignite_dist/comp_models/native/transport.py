@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,8 @@ class NativeTransport(Transport):
         connecting: makes a context manager for code that opens connections between the ranks.
         own_store: True if only this package uses the context's store.
     """
+
+    has_meshes: ClassVar[bool] = True
 
     def __init__(
         self,

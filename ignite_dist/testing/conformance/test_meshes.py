@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 import torch
 
 import ignite_dist as idist
@@ -69,6 +70,25 @@ def test_wrong_sizes_are_refused_before_anything_is_sent() -> None:
                 idist.mesh(**sizes)
     assert counted.count == 0
     assert idist.all_reduce(1) == world_size
+
+
+@on_every_rank
+@pytest.mark.parametrize(
+    ("mine", "others"),
+    [
+        pytest.param({"dp": -1, "tp": 1}, {"dp": 1, "tp": -1}, id="sizes"),
+        pytest.param({"dp": -1, "tp": 1}, {"tp": 1, "dp": -1}, id="order"),
+        pytest.param({"dp": -1}, {"ddp": -1}, id="names"),
+        pytest.param({"dp": -1}, {"dp": -1, "tp": 1}, id="number"),
+    ],
+)
+def test_the_ranks_compare_the_dimensions(mine: dict[str, int], others: dict[str, int]) -> None:
+    rank, world_size = idist.get_rank(), idist.get_world_size()
+    if not has_meshes() or world_size == 1:
+        return
+    with raises(idist.CollectiveMismatchError, "mesh needs the same dimensions, in the same order,"):
+        idist.mesh(**mine if rank == 0 else others)
+    assert idist.mesh(dp=-1)["dp"].size() == world_size
 
 
 @on_every_rank

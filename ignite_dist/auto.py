@@ -20,6 +20,7 @@ from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
+from ignite_dist.coordination import Caller
 from ignite_dist.data.loaders import auto_dataloader
 from ignite_dist.gradients import parameters_of
 from ignite_dist.samplers import DistributedProxySampler
@@ -44,7 +45,7 @@ from ignite_dist.training.initial_values import (
     place,
     sent_of_frozen,
 )
-from ignite_dist.training.state_dicts import load_model_state
+from ignite_dist.training.state_dicts import fill_model
 from ignite_dist.training.unaveraged_parameters import watch_first_step, watch_frozen
 from ignite_dist.training.wrapped_models import unwrap_model
 from ignite_dist.values import meshes
@@ -299,18 +300,18 @@ def _check_same(
         return
     given = {"strategy": strategy, **settings, **{name: kwargs.get(name) for name in _SAME_KEYWORDS}}
     what = ", ".join(f"{name}={value!r}" for name, value in given.items() if value not in (None, False, []))
-    named = named_tensors(model)
+    caller, named = Caller("auto_model", what), named_tensors(model)
     if strategy == "fsdp" or data.tensor_groups:
         plain = [(name, one) for name, one in named if not is_sharded(one)]
         compared = [(data.group, named), *((group, plain) for group in data.tensor_groups)]
-        check_same_model(live, compared, what, frozen_counts=True)
+        check_same_model(live, compared, caller, frozen_counts=True)
         return
     members = process_group if device_mesh is None else device_mesh
     if not _is_trained(model):
         group = data.group if data.is_explicit else live.groups.resolve(process_group)
-        check_same_model(live, [(group, [*sent_of_frozen(model).items()])], what, frozen_counts=True)
+        check_same_model(live, [(group, [*sent_of_frozen(model).items()])], caller, frozen_counts=True)
     elif not live.training.averages_in_backward:
-        check_same_model(live, [(data.group, named)], what, frozen_counts=False)
+        check_same_model(live, [(data.group, named)], caller)
     # A wrapper of the user chooses its ranks itself, unless they are named. Then nothing is compared.
     elif wrapper is None or data.is_explicit or members is not None:
         group = data.group if data.is_explicit or members is None else live.groups.resolve(members)
@@ -318,7 +319,7 @@ def _check_same(
         if not kwargs.get("broadcast_buffers", True):
             ignored.update(name for name, _ in model.named_buffers())
         sent = [row for row in named if row[0] not in ignored]
-        check_same_model(live, [(group, sent)], what, frozen_counts=True)
+        check_same_model(live, [(group, sent)], caller, frozen_counts=True)
 
 
 def _shared_parameters(model: Module) -> list[Parameter]:
@@ -343,7 +344,7 @@ def _with_values(live: ComputationModel, model: Module, data: DataMesh, state: S
 
 def _with_state(model: Module, state: State | None) -> Module:
     if state is not None:
-        load_model_state(model, state)
+        fill_model(model, state)
     return model
 
 

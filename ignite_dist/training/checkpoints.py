@@ -16,7 +16,7 @@ from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.context.live import current_model
-from ignite_dist.coordination import one_rank_only, same_outcome
+from ignite_dist.coordination import Caller, one_rank_only, same_outcome
 from ignite_dist.training import checkpoint_files
 from ignite_dist.training.checkpoint_parts import (
     Part,
@@ -28,6 +28,7 @@ from ignite_dist.training.checkpoint_parts import (
     state_of,
 )
 from ignite_dist.training.checkpoint_trees import plain, split_shards
+from ignite_dist.training.comparisons import check_same_model, named_tensors
 from ignite_dist.training.drift import Samples
 from ignite_dist.training.loaded_states import LoadedStates, share
 from ignite_dist.training.pending_saves import PendingSave, wait_for_pending
@@ -315,6 +316,7 @@ def load_checkpoint(
             sampler, its position is behind the end, it lacks one of the objects, or the ranks pass different
             objects or paths.
         RuntimeError: names or shapes of a model differ, also of one in ``values``.
+        CollectiveMismatchError: the ranks pass models with other names, shapes or dtypes.
         TypeError: an object is of another type; or a number or another object without a state is in
             ``values``. Every rank raises each of these errors, before anything is changed.
         Exception: the ``load_state_dict()`` of a scheduler or of an object in ``values`` has raised it.
@@ -345,6 +347,8 @@ def load_checkpoint(
     _check_same_call(live, "load_checkpoint", path=path)
     _check_same_objects(same_outcome(live, read, "load_checkpoint"))
     module, optimizers = parts["model"].as_module(), parts["optimizer"].objects
+    if module is not None:
+        check_same_model(live, [(live.groups.world, named_tensors(module))], Caller("load_checkpoint"))
     states = LoadedStates(live, path, content)
     states.check(module, *optimizers.values())
     received = share(live, {name: content[name] for name in _RECEIVED} if content else {})

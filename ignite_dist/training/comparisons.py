@@ -28,20 +28,19 @@ def named_tensors(model: Module) -> list[tuple[str, Tensor]]:
 def check_same_model(
     live: ComputationModel,
     compared: Iterable[tuple[Group, Sequence[tuple[str, Tensor]]]],
-    what: str,
-    frozen_counts: bool,
+    caller: Caller,
+    frozen_counts: bool = False,
 ) -> None:
     """Raise on every rank of a group if their tensors differ in more than values. Each of them calls this.
 
     Args:
         live: the context.
         compared: groups, with the parameters and buffers that their ranks compare, by name.
-        what: arguments of ``auto_model`` that are equal on all ranks.
+        caller: the public function, with arguments that must be equal on all ranks.
         frozen_counts: True compares which parameters are frozen, too.
 
     Raises:
-        CollectiveMismatchError: names, order, kinds, shapes, dtypes or ``what`` differ, or a rank has made
-            another call.
+        CollectiveMismatchError: names, order, kinds, shapes or dtypes differ, or another call was made.
     """
     texts = [
         (group, [_described_tensor(name, one, frozen_counts) for name, one in named])
@@ -49,12 +48,13 @@ def check_same_model(
         if len(group.ranks) > 1
     ]
     needed = "the same model on every rank, because all take the values of one rank"
-    check_same(live, texts, Caller("auto_model", what), needed)
+    check_same(live, texts, caller, needed)
 
 
 def _described_tensor(name: str, tensor: Tensor, frozen_counts: bool) -> str:
     kind = "parameter" if isinstance(tensor, Parameter) else "buffer"
-    name = name.replace("_orig_mod.", "")  # a prefix of torch.compile
+    # Without the names of wrappers: torch.compile's, and DDP's.
+    name = ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))
     layout = f"{tensor.dtype} of unknown shape" if is_lazy(tensor) else describe_layout(layout_of(tensor))
     words = [f"{kind} {name!r}", layout]
     if is_sharded(tensor):

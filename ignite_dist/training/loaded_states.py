@@ -18,8 +18,8 @@ from ignite_dist.training.checkpoint_files import shards_folder
 from ignite_dist.training.checkpoint_trees import fill_marks, names_of_shards
 from ignite_dist.training.state_dicts import (
     as_sharded,
+    fill_model,
     fill_sharded_model,
-    load_model_state,
     load_optimizer_state,
 )
 from ignite_dist.training.unwrapped_states import as_unwrapped_state, name_reader, unwrapped_state
@@ -76,7 +76,7 @@ class LoadedStates:
     def load_model(self, model: Module) -> None:
         """Fill the model, which fits."""
         if self._header is None or not _has_shards(model):
-            load_model_state(model, self._whole("model"))
+            fill_model(model, self._whole("model"))
             return
         from ignite_dist.training import shard_files
 

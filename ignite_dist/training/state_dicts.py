@@ -16,8 +16,9 @@ from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.collectives.tensors import broadcast_tensor
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
-from ignite_dist.coordination import Caller, exchange_outcomes
+from ignite_dist.coordination import Caller, exchange_outcomes, same_outcome
 from ignite_dist.gradients import parameters_of
+from ignite_dist.training.comparisons import check_same_model, named_tensors
 from ignite_dist.training.unwrapped_states import (
     as_unwrapped_state,
     load_unwrapped_state,
@@ -58,7 +59,16 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
     Raises:
         RuntimeError: keys or shapes differ from the module's; raised on rank 0. Nothing was changed.
         RankFailedError: rank 0 raised this or any other error; raised on the other ranks.
+        CollectiveMismatchError: the ranks pass models with other names, shapes or dtypes; raised on every
+            rank. Nothing was changed.
     """
+    live = current_model()
+    check_same_model(live, [(live.groups.world, named_tensors(model))], Caller("load_model_state"))
+    fill_model(model, state)
+
+
+def fill_model(model: Module, state: Mapping[str, Any] | None) -> None:
+    """See :func:`load_model_state`. The models of all ranks have the same names, shapes and dtypes."""
     live = current_model()
     has_shards = any(map(is_sharded, unwrapped_state(model).values()))
 
@@ -186,7 +196,7 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> 
     saved: bytes = _on_rank_0("load_optimizer_state", lambda: safe_objects.save(state)) or b""
     received = live.objects.broadcast_bytes(saved, 0, live.groups.resolve(None))
     rank_0_state: Any = safe_objects.load(received, 0) if safe_objects.is_safe() else _load(received)
-    check_optimizer_state(optimizer, rank_0_state)
+    same_outcome(live, lambda: check_optimizer_state(optimizer, rank_0_state), "load_optimizer_state")
     for number, parameter in enumerate(parameters_of(optimizer)):
         values = rank_0_state["state"].get(number, {})
         if is_sharded(parameter):

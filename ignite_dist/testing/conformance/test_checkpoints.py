@@ -226,6 +226,19 @@ def test_a_checkpoint_of_another_run_changes_nothing(tmp_path: Path) -> None:
 
 
 @on_every_rank
+def test_a_rank_with_another_model_changes_nothing(tmp_path: Path) -> None:
+    if idist.get_world_size() == 1:
+        return
+    path, run = tmp_path / "run.pt", Run(9.0)
+    idist.save_checkpoint(path, **Run(1.0).parts())
+    before = run.states()
+    model = run.model if idist.get_rank() == 0 else torch.nn.Sequential(run.model, Linear(2, 2).double())
+    with raises(idist.CollectiveMismatchError, "load_checkpoint needs the same model on every rank"):
+        idist.load_checkpoint(path, model=model)
+    assert_same(run.states(), before)
+
+
+@on_every_rank
 def test_what_is_no_whole_checkpoint_is_refused_on_every_rank(tmp_path: Path) -> None:
     run, path = Run(1.0), tmp_path / "run.pt"
     before = run.states()

@@ -271,6 +271,42 @@ def test_a_state_that_does_not_fit_raises_on_every_rank() -> None:
         torch.testing.assert_close(after, before)
 
 
+class Other(Net):
+    """A model that differs from ``Net`` in more than values."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        if what == "order":
+            self.first = self._modules.pop("first")
+        elif what == "names":
+            self.third = self._modules.pop("second")
+        elif what == "shapes":
+            self.second = Linear(WIDTH, 2).double()
+        elif what == "dtypes":
+            self.second.float()
+        else:
+            self.register_buffer("more", torch.zeros(2))
+
+
+@on_every_rank
+@pytest.mark.parametrize("what", ["order", "names", "shapes", "dtypes", "buffers"])
+def test_a_state_for_models_that_differ_raises_on_every_rank(what: str) -> None:
+    if idist.get_world_size() == 1:
+        return
+    net = (Net() if idist.get_rank() == 0 else Other(what)).to(idist.device())
+    before = [parameter.clone() for parameter in net.parameters()]
+    with raises(CollectiveMismatchError, "load_model_state needs the same model on every rank"):
+        idist.load_model_state(net, Net(7).state_dict())
+    torch.testing.assert_close([*net.parameters()], before, rtol=0, atol=0)
+    _model, optimizer = adapted()
+    state = idist.optimizer_state(optimizer)
+    if idist.get_rank() == 0:
+        optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    with raises(ValueError, "The state does not fit this optimizer"):
+        idist.load_optimizer_state(optimizer, state)
+    assert idist.all_reduce(1) == idist.get_world_size()
+
+
 class Counting(Net):
     count = 0
 

@@ -17,6 +17,7 @@ from ignite_dist.coordination import Caller, check_same
 from ignite_dist.gradients import parameters_of
 from ignite_dist.training.exact_passes import parameters_by_group
 from ignite_dist.training.gradient_sync import optimizers_of
+from ignite_dist.training.unwrapped_states import bare_name
 from ignite_dist.values.layouts import describe_layout, layout_of
 
 
@@ -53,10 +54,8 @@ def check_same_model(
 
 def _described_tensor(name: str, tensor: Tensor, frozen_counts: bool) -> str:
     kind = "parameter" if isinstance(tensor, Parameter) else "buffer"
-    # Without the names of wrappers: torch.compile's, and DDP's.
-    name = ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))
     layout = f"{tensor.dtype} of unknown shape" if is_lazy(tensor) else describe_layout(layout_of(tensor))
-    words = [f"{kind} {name!r}", layout]
+    words = [f"{kind} {bare_name(name)!r}", layout]
     if is_sharded(tensor):
         words.append(f"DTensor {tensor.placements}")  # type: ignore[attr-defined]
     if frozen_counts and kind == "parameter" and not tensor.requires_grad:

@@ -90,9 +90,9 @@ def _readings(model: Module, own: Collection[str]) -> Iterator[Rename]:
         for paths in ({"": ""}, short_paths):
             yield partial(_read, outer=outer, short_paths=paths)
     found = {*own, *short_paths.values()}
-    counts = Counter(map(_bare, found))
-    by_bare_name = {_bare(name): name for name in found if counts[_bare(name)] == 1}
-    yield lambda name: by_bare_name.get(_bare(name), name)
+    counts = Counter(map(bare_name, found))
+    by_bare_name = {bare_name(name): name for name in found if counts[bare_name(name)] == 1}
+    yield lambda name: by_bare_name.get(bare_name(name), name)
 
 
 def _read(name: str, outer: str, short_paths: Mapping[str, str]) -> str:
@@ -101,7 +101,7 @@ def _read(name: str, outer: str, short_paths: Mapping[str, str]) -> str:
     return _shortened(name[len(outer) + 1 :] if is_inside else name, short_paths)
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
     """``name`` without any part that may be that of a wrapper."""
     return ".".join(part for part in name.split(".") if part not in _OF_WRAPPERS)
 

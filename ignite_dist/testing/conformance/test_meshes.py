@@ -72,7 +72,6 @@ def test_wrong_sizes_are_refused_before_anything_is_sent() -> None:
     assert idist.all_reduce(1) == world_size
 
 
-@on_every_rank
 @pytest.mark.parametrize(
     ("mine", "others"),
     [
@@ -82,6 +81,7 @@ def test_wrong_sizes_are_refused_before_anything_is_sent() -> None:
         pytest.param({"dp": -1}, {"dp": -1, "tp": 1}, id="number"),
     ],
 )
+@on_every_rank
 def test_the_ranks_compare_the_dimensions(mine: dict[str, int], others: dict[str, int]) -> None:
     rank, world_size = idist.get_rank(), idist.get_world_size()
     if not has_meshes() or world_size == 1:

@@ -288,8 +288,8 @@ class Other(Net):
             self.register_buffer("more", torch.zeros(2))
 
 
-@on_every_rank
 @pytest.mark.parametrize("what", ["order", "names", "shapes", "dtypes", "buffers"])
+@on_every_rank
 def test_a_state_for_models_that_differ_raises_on_every_rank(what: str) -> None:
     if idist.get_world_size() == 1:
         return

@@ -45,7 +45,7 @@ from ignite_dist.training.initial_values import (
     place,
     sent_of_frozen,
 )
-from ignite_dist.training.state_dicts import fill_model
+from ignite_dist.training.state_dicts import load_model_state
 from ignite_dist.training.unaveraged_parameters import watch_first_step, watch_frozen
 from ignite_dist.training.wrapped_models import unwrap_model
 from ignite_dist.values import meshes
@@ -344,7 +344,7 @@ def _with_values(live: ComputationModel, model: Module, data: DataMesh, state: S
 
 def _with_state(model: Module, state: State | None) -> Module:
     if state is not None:
-        fill_model(model, state)
+        load_model_state(model, state)
     return model
 
 

@@ -19,7 +19,6 @@ from ignite_dist.errors import DistributedError, EnvironmentVariablesError
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from ignite_dist.comp_models.launcher import Launcher
     from ignite_dist.workers.processes import Workers
 
 __all__ = ["Parallel", "spawn"]
@@ -164,8 +163,10 @@ def spawn(
         backend = live.resolve_backend(backend)
         model = live.find_model(backend)
         check_keywords("spawn", kwargs, model.launcher.options() | _OWN_KEYWORDS)
-        num_workers = _num_workers(model.launcher, nproc_per_node)
-        options = _with_python_ints({"nproc_per_node": num_workers, **kwargs})
+        _check_word(nproc_per_node)
+        if nproc_per_node == "auto":
+            nproc_per_node = model.launcher.auto_nproc_per_node()
+        options = _with_python_ints({"nproc_per_node": nproc_per_node, **kwargs})
         max_restarts = options.pop("max_restarts", 0)
         restarts.check_max_restarts(model.launcher, max_restarts, options)
         check_signature(fn, args, kwargs_dict or {})
@@ -204,17 +205,10 @@ def _check_call(backend: Any, fn: Any, args: Any) -> None:
         )
 
 
-def _num_workers(launcher: type[Launcher], nproc_per_node: Any) -> Any:
-    """``nproc_per_node``, for ``"auto"`` as a number. The launcher checks numbers.
-
-    Raises:
-        ValueError: another string.
-    """
-    if nproc_per_node == "auto":
-        return launcher.auto_nproc_per_node()
-    if isinstance(nproc_per_node, str):
+def _check_word(nproc_per_node: Any) -> None:
+    """Raise ``ValueError`` for another string than ``"auto"``. Launchers check numbers."""
+    if isinstance(nproc_per_node, str) and nproc_per_node != "auto":
         raise ValueError(f"nproc_per_node must be a positive int or 'auto', got {nproc_per_node!r}.")
-    return nproc_per_node
 
 
 def _warn_of_launcher() -> None:
@@ -327,6 +321,7 @@ class Parallel:
         if backend is None:
             _check_none(nproc_per_node=nproc_per_node, **node_kwargs)
             return
+        _check_word(nproc_per_node)
         model = live.find_model(backend)
         initialize_names, spawn_names = keywords_of(model.open), model.launcher.options() | {"max_restarts"}
         given = {"init_method": init_method, **spawn_kwargs}
@@ -336,12 +331,13 @@ class Parallel:
         check_keywords("Parallel", given, initialize_names | spawn_names | {"nproc_per_node"})
         self._initialize_kwargs = {name: given[name] for name in given if name in initialize_names}
         if not _joins(backend, nproc_per_node, nnodes or 1):
-            num_workers = _num_workers(model.launcher, nproc_per_node)
+            if nproc_per_node == "auto":
+                nproc_per_node = model.launcher.auto_nproc_per_node()
             given.update((name, value) for name, value in node_kwargs.items() if value is not None)
             check_keywords("Parallel", given, spawn_names)
             checked = {name: value for name, value in given.items() if name != "max_restarts"}
-            model.launcher.check(nproc_per_node=num_workers, **checked)
-            self._spawn_kwargs = {"nproc_per_node": num_workers, **given}
+            model.launcher.check(nproc_per_node=nproc_per_node, **checked)
+            self._spawn_kwargs = {"nproc_per_node": nproc_per_node, **given}
 
     def __enter__(self) -> Self:
         if self.backend is None or self._spawn_kwargs is not None:

@@ -251,7 +251,9 @@ class Transport(ABC):
         return None
 
     def make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
-        """A mesh of all ranks, by the names of its dimensions. Every rank passes the same sizes.
+        """A mesh of all ranks, by the names of its dimensions. Every rank calls this with the same sizes.
+
+        A backend that has this method sets :attr:`has_meshes`.
 
         Raises:
             ValueError: the backend has no meshes.

@@ -16,7 +16,7 @@ from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.context.live import current_model
-from ignite_dist.coordination import Caller, one_rank_only, same_outcome
+from ignite_dist.coordination import one_rank_only, same_outcome
 from ignite_dist.training import checkpoint_files
 from ignite_dist.training.checkpoint_parts import (
     Part,
@@ -28,9 +28,9 @@ from ignite_dist.training.checkpoint_parts import (
     state_of,
 )
 from ignite_dist.training.checkpoint_trees import plain, split_shards
-from ignite_dist.training.comparisons import check_same_model, named_tensors
+from ignite_dist.training.comparisons import check_same_state
 from ignite_dist.training.drift import Samples
-from ignite_dist.training.loaded_states import LoadedStates, share
+from ignite_dist.training.loaded_states import LoadedStates, has_shards, share
 from ignite_dist.training.pending_saves import PendingSave, wait_for_pending
 from ignite_dist.training.unwrapped_states import unwrapped_state
 from ignite_dist.values.copies import Copies
@@ -316,7 +316,8 @@ def load_checkpoint(
             sampler, its position is behind the end, it lacks one of the objects, or the ranks pass different
             objects or paths.
         RuntimeError: names or shapes of a model differ, also of one in ``values``.
-        CollectiveMismatchError: the ranks pass models with other names, shapes or dtypes.
+        CollectiveMismatchError: the models of the ranks differ in the names, order, shapes or dtypes of their
+            parameters and buffers.
         TypeError: an object is of another type; or a number or another object without a state is in
             ``values``. Every rank raises each of these errors, before anything is changed.
         Exception: the ``load_state_dict()`` of a scheduler or of an object in ``values`` has raised it.
@@ -342,13 +343,14 @@ def load_checkpoint(
         if live.get_rank() == 0:
             content.update(checkpoint_files.read(path))
             check_fits(content, parts, values, value_states)
-        return [*(part.described() for part in parts.values() if part.is_given), *sorted(values)]
+        given = [part.described() for part in parts.values() if part.is_given]
+        return [*given, *map(_described_groups, parts["optimizer"].objects.values()), *sorted(values)]
 
     _check_same_call(live, "load_checkpoint", path=path)
     _check_same_objects(same_outcome(live, read, "load_checkpoint"))
     module, optimizers = parts["model"].as_module(), parts["optimizer"].objects
     if module is not None:
-        check_same_model(live, [(live.groups.world, named_tensors(module))], Caller("load_checkpoint"))
+        check_same_state(live, module, "load_checkpoint")
     states = LoadedStates(live, path, content)
     states.check(module, *optimizers.values())
     received = share(live, {name: content[name] for name in _RECEIVED} if content else {})
@@ -370,6 +372,11 @@ def load_checkpoint(
 
 
 _RECEIVED = ("scheduler", "loader", "values", "random_states")
+
+
+def _described_groups(optimizer: Optimizer) -> str:
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    return f"groups of {sizes} parameters{' with shards' * has_shards(optimizer)}"
 
 
 def _check_same_objects(objects: list[list[str]]) -> None:

@@ -17,7 +17,7 @@ from ignite_dist.coordination import Caller, check_same
 from ignite_dist.gradients import parameters_of
 from ignite_dist.training.exact_passes import parameters_by_group
 from ignite_dist.training.gradient_sync import optimizers_of
-from ignite_dist.training.unwrapped_states import bare_name
+from ignite_dist.training.unwrapped_states import bare_name, names_of_extra_state, unwrapped_state
 from ignite_dist.values.layouts import describe_layout, layout_of
 
 
@@ -41,26 +41,49 @@ def check_same_model(
         frozen_counts: True compares which parameters are frozen, too.
 
     Raises:
-        CollectiveMismatchError: names, order, kinds, shapes or dtypes differ, or another call was made.
+        CollectiveMismatchError: names, order, kinds, shapes or dtypes differ, or a rank has made another
+            call.
     """
     texts = [
         (group, [_described_tensor(name, one, frozen_counts) for name, one in named])
         for group, named in compared
         if len(group.ranks) > 1
     ]
-    needed = "the same model on every rank, because all take the values of one rank"
-    check_same(live, texts, caller, needed)
+    check_same(live, texts, caller, _SAME_MODEL)
+
+
+_SAME_MODEL = "the same model on every rank, because all take the values of one rank"
+
+
+def check_same_state(live: ComputationModel, model: Module, caller: str) -> None:
+    """Raise on every rank if their models differ in what a loaded state fills. Every rank calls this.
+
+    Of a model with shards that is what :func:`unwrapped_state` has, of others also the buffers that are not
+    saved.
+
+    Raises:
+        CollectiveMismatchError: names, order, shapes or dtypes differ, or what has an extra state, or a rank
+            has made another call.
+    """
+    extra = names_of_extra_state(model)
+    state = unwrapped_state(model)  # FSDP2 also reshards parameters that a forward pass has gathered
+    named = [(name, one) for name, one in state.items() if name not in extra]
+    if not any(is_sharded(one) for _, one in named):
+        named = named_tensors(model)
+    texts = [f"{bare_name(name)!r}, {_layout(one)}" for name, one in named]
+    texts += [f"an extra state {name!r}" for name in sorted(extra)]
+    check_same(live, [(live.groups.world, texts)], Caller(caller), _SAME_MODEL)
 
 
 def _described_tensor(name: str, tensor: Tensor, frozen_counts: bool) -> str:
     kind = "parameter" if isinstance(tensor, Parameter) else "buffer"
+    is_frozen = frozen_counts and kind == "parameter" and not tensor.requires_grad
+    return f"{kind} {bare_name(name)!r}, {_layout(tensor)}{', frozen' * is_frozen}"
+
+
+def _layout(tensor: Tensor) -> str:
     layout = f"{tensor.dtype} of unknown shape" if is_lazy(tensor) else describe_layout(layout_of(tensor))
-    words = [f"{kind} {bare_name(name)!r}", layout]
-    if is_sharded(tensor):
-        words.append(f"DTensor {tensor.placements}")  # type: ignore[attr-defined]
-    if frozen_counts and kind == "parameter" and not tensor.requires_grad:
-        words.append("frozen")
-    return ", ".join(words)
+    return f"{layout}, DTensor {tensor.placements}" if is_sharded(tensor) else layout  # type: ignore[attr-defined]
 
 
 def check_same_optimizer(

@@ -1,4 +1,4 @@
-"""Meshes of the context's ranks: over which of them data and a model's parameters are shared."""
+"""Meshes, and the ranks that share the training of a model."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def mesh(**sizes: int) -> DeviceMesh:
 
     Raises:
         ValueError: the product of the sizes is not the world size, or the backend has no meshes (Horovod,
-            XLA) or is none; raised before any communication.
-        CollectiveMismatchError: the ranks pass other names or sizes, or another order of them.
+            XLA) or is none. Raised before any communication: a rank that is alone with it lets the others
+            wait.
+        CollectiveMismatchError: the ranks pass different names, sizes or orders of dimensions.
         RuntimeError: called inside of :func:`join`.
 
     Example::

@@ -66,7 +66,7 @@ class LoadedStates:
         from ignite_dist.training import shard_files
 
         tensors = {**names_of_shards(self._content.get("model")), **names_of_shards(self._header[2])}
-        reads = self._live.get_rank() == 0 or any(map(_has_shards, parts))
+        reads = self._live.get_rank() == 0 or any(map(has_shards, parts))
         same_outcome(
             self._live,
             lambda: shard_files.check(self._folder, tensors) if reads else None,
@@ -75,7 +75,7 @@ class LoadedStates:
 
     def load_model(self, model: Module) -> None:
         """Fill the model, which fits."""
-        if self._header is None or not _has_shards(model):
+        if self._header is None or not has_shards(model):
             fill_model(model, self._whole("model"))
             return
         from ignite_dist.training import shard_files
@@ -89,7 +89,7 @@ class LoadedStates:
 
     def load_optimizer(self, optimizer: Optimizer, name: str = "") -> None:
         """Fill the optimizer, which fits; ``name`` is its name among several."""
-        if self._header is None or not _has_shards(optimizer):
+        if self._header is None or not has_shards(optimizer):
             load_optimizer_state(optimizer, self._whole("optimizer", name))
             return
         from ignite_dist.training import shard_files
@@ -144,7 +144,8 @@ def share(live: ComputationModel, value: Any) -> Any:
     return value if is_rank_0 else safe_objects.load(received, 0)
 
 
-def _has_shards(part: Module | Optimizer | None) -> bool:
+def has_shards(part: Module | Optimizer | None) -> bool:
+    """True if parameters or buffers are shards."""
     if part is None:
         return False
     values = unwrapped_state(part).values() if isinstance(part, Module) else parameters_of(part)

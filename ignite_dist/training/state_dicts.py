@@ -18,7 +18,7 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import Caller, exchange_outcomes, same_outcome
 from ignite_dist.gradients import parameters_of
-from ignite_dist.training.comparisons import check_same_model, named_tensors
+from ignite_dist.training.comparisons import check_same_state
 from ignite_dist.training.unwrapped_states import (
     as_unwrapped_state,
     load_unwrapped_state,
@@ -59,16 +59,18 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
     Raises:
         RuntimeError: keys or shapes differ from the module's; raised on rank 0. Nothing was changed.
         RankFailedError: rank 0 raised this or any other error; raised on the other ranks.
-        CollectiveMismatchError: the ranks pass models with other names, shapes or dtypes; raised on every
-            rank. Nothing was changed.
+        CollectiveMismatchError: the models of the ranks differ in the names, order, shapes or dtypes of their
+            parameters and buffers; raised on every rank. Nothing was changed.
     """
-    live = current_model()
-    check_same_model(live, [(live.groups.world, named_tensors(model))], Caller("load_model_state"))
+    check_same_state(current_model(), model, "load_model_state")
     fill_model(model, state)
 
 
 def fill_model(model: Module, state: Mapping[str, Any] | None) -> None:
-    """See :func:`load_model_state`. The models of all ranks have the same names, shapes and dtypes."""
+    """Load rank 0's ``state`` into models that have been compared. Every rank calls this.
+
+    See :func:`load_model_state`.
+    """
     live = current_model()
     has_shards = any(map(is_sharded, unwrapped_state(model).values()))
 

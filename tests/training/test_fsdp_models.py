@@ -64,6 +64,27 @@ def test_a_module_registered_twice_has_one_state(was_evaluated: bool) -> None:
     assert states == [numbers(Twice(7.0).state_dict()), {}]
 
 
+def _after_an_evaluation(rank: int, path: Path) -> dict[str, Any]:
+    model: Any = idist.auto_model(Twice(7.0), strategy="fsdp")
+    idist.save_checkpoint(path, model=model)
+    model.register_buffer("cache", torch.zeros(1 + rank), persistent=False)  # of this rank
+    for load in (
+        lambda: idist.load_checkpoint(path, model=model),
+        lambda: idist.load_model_state(model, Twice(7.0).state_dict()),
+    ):
+        with torch.no_grad():
+            model.eval()(torch.ones(2, WIDTH))  # leaves the outermost module's parameters whole
+        if rank == 0:
+            model.state_dict()  # shards them again, here only
+        load()
+    return numbers(idist.model_state(model))
+
+
+def test_a_state_is_loaded_after_an_evaluation(tmp_path: Path) -> None:
+    states = idist.spawn("gloo", _after_an_evaluation, (tmp_path / "run.pt",), nproc_per_node=2)
+    assert states == [numbers(Twice(7.0).state_dict()), {}]
+
+
 def _refused(rank: int) -> str:
     model = idist.auto_model(Twice(1.0), strategy="fsdp")
     kind = RuntimeError if rank == 0 else RankFailedError

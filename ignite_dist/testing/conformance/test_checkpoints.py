@@ -226,7 +226,7 @@ def test_a_checkpoint_of_another_run_changes_nothing(tmp_path: Path) -> None:
 
 
 @on_every_rank
-def test_a_rank_with_another_model_changes_nothing(tmp_path: Path) -> None:
+def test_a_rank_with_other_objects_changes_nothing(tmp_path: Path) -> None:
     if idist.get_world_size() == 1:
         return
     path, run = tmp_path / "run.pt", Run(9.0)
@@ -235,6 +235,10 @@ def test_a_rank_with_another_model_changes_nothing(tmp_path: Path) -> None:
     model = run.model if idist.get_rank() == 0 else torch.nn.Sequential(run.model, Linear(2, 2).double())
     with raises(idist.CollectiveMismatchError, "load_checkpoint needs the same model on every rank"):
         idist.load_checkpoint(path, model=model)
+    groups = [{"params": [parameter]} for parameter in run.model.parameters()]
+    optimizer = run.optimizer if idist.get_rank() == 0 else Adam(groups, lr=0.1)
+    with raises(ValueError, "load_checkpoint needs the same objects on every rank"):
+        idist.load_checkpoint(path, model=run.model, optimizer=optimizer)
     assert_same(run.states(), before)
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import ignite_dist as idist
+from ignite_dist.context.live import current_model
 from ignite_dist.testing.conformance.cases import count_collectives, on_every_rank, raises
 
 
 def has_meshes() -> bool:
-    return idist.model_name() == "native-dist"
+    return current_model().transport.has_meshes
 
 
 def divisor(world_size: int) -> int:

@@ -271,6 +271,18 @@ def test_a_state_that_does_not_fit_raises_on_every_rank() -> None:
         torch.testing.assert_close(after, before)
 
 
+class Counting(Net):
+    count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        if state < 0:
+            raise RuntimeError("no such count")
+        self.count = state
+
+
 class Other(Net):
     """A model that differs from ``Net`` in more than values."""
 
@@ -284,20 +296,26 @@ class Other(Net):
             self.second = Linear(WIDTH, 2).double()
         elif what == "dtypes":
             self.second.float()
-        else:
+        elif what == "buffers":
             self.register_buffer("more", torch.zeros(2))
 
 
-@pytest.mark.parametrize("what", ["order", "names", "shapes", "dtypes", "buffers"])
+@pytest.mark.parametrize("what", ["order", "names", "shapes", "dtypes", "buffers", "extra states"])
 @on_every_rank
 def test_a_state_for_models_that_differ_raises_on_every_rank(what: str) -> None:
     if idist.get_world_size() == 1:
         return
-    net = (Net() if idist.get_rank() == 0 else Other(what)).to(idist.device())
-    before = [parameter.clone() for parameter in net.parameters()]
+    other = Counting() if what == "extra states" else Other(what)
+    net = (Net() if idist.get_rank() == 0 else other).to(idist.device())
+    before = copy.deepcopy(net.state_dict())
     with raises(CollectiveMismatchError, "load_model_state needs the same model on every rank"):
         idist.load_model_state(net, Net(7).state_dict())
-    torch.testing.assert_close([*net.parameters()], before, rtol=0, atol=0)
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert idist.all_reduce(1) == idist.get_world_size()
+
+
+@on_every_rank
+def test_an_optimizer_state_that_does_not_fit_on_one_rank_raises_on_every_rank() -> None:
     _model, optimizer = adapted()
     state = idist.optimizer_state(optimizer)
     if idist.get_rank() == 0:
@@ -305,18 +323,6 @@ def test_a_state_for_models_that_differ_raises_on_every_rank(what: str) -> None:
     with raises(ValueError, "The state does not fit this optimizer"):
         idist.load_optimizer_state(optimizer, state)
     assert idist.all_reduce(1) == idist.get_world_size()
-
-
-class Counting(Net):
-    count = 0
-
-    def get_extra_state(self) -> int:
-        return self.count
-
-    def set_extra_state(self, state: int) -> None:
-        if state < 0:
-            raise RuntimeError("no such count")
-        self.count = state
 
 
 @on_every_rank

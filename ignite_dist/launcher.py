@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -175,11 +176,16 @@ def spawn(
         return restarts.start(model.launcher, entry, max_restarts, backend=backend, **options)
     except (DistributedError, KeyboardInterrupt) as error:
         raise error.with_traceback(None)  # noqa: B904  # the frames of the launcher would hide the message
-    except MemoryError as error:
-        if str(error):
+    except (MemoryError, OSError) as error:
+        if not _lacks_memory(error):
             raise
         about = limits.sentences_about("MemoryError")
         raise MemoryError(f"spawn has no memory left. {about}".rstrip()) from error
+
+
+def _lacks_memory(error: MemoryError | OSError) -> bool:
+    """True for the system's error, and for Python's own, which has no text."""
+    return error.errno == errno.ENOMEM if isinstance(error, OSError) else not str(error)
 
 
 # Workers of spawn may start more workers. On a TPU pod, the hosts' processes connect by PJRT.

@@ -192,10 +192,11 @@ def test_little_memory(megabytes: int, method: str, tmp_path: Path) -> None:
         assert "process_end.py" not in found, found
 
 
-def test_the_launcher_s_own_memory_error_tells_the_limit(tmp_path: Path) -> None:
-    """Python's has no text."""
+@pytest.mark.parametrize("allocate", ["bytes(10**9)", "__import__('mmap').mmap(-1, 10**9)"])
+def test_the_launcher_s_own_memory_error_tells_the_limit(allocate: str, tmp_path: Path) -> None:
+    """Python's MemoryError has no text. Of the system comes an OSError."""
     script = LITTLE_MEMORY.replace(
-        "nproc_per_node=2", "nproc_per_node=type('Many', (), {'__index__': lambda _: len(bytes(10**9))})()"
+        "nproc_per_node=2", f"nproc_per_node=type('Many', (), {{'__index__': lambda _: len({allocate})}})()"
     )
     ended = run_new_python(write_script(tmp_path, script), 400, "forkserver", seconds=SECONDS)
     limit, _, found = ended.stdout.partition("\n")

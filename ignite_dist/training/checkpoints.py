@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -336,7 +336,7 @@ def load_checkpoint(
     path, content = Path(path), {}
     parts = parts_of(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 
-    def read() -> list[str]:
+    def read() -> tuple[list[str], list[str]]:
         for part in parts.values():
             part.check()
         value_states = own_states(values)
@@ -344,10 +344,11 @@ def load_checkpoint(
             content.update(checkpoint_files.read(path))
             check_fits(content, parts, values, value_states)
         given = [part.described() for part in parts.values() if part.is_given]
-        return [*given, *map(_described_groups, parts["optimizer"].objects.values()), *sorted(values)]
+        return [*given, *sorted(values)], [*map(_described_groups, parts["optimizer"].objects.values())]
 
     _check_same_call(live, "load_checkpoint", path=path)
-    _check_same_objects(same_outcome(live, read, "load_checkpoint"))
+    for objects in zip(*same_outcome(live, read, "load_checkpoint"), strict=True):
+        _check_same_objects(objects)
     module, optimizers = parts["model"].as_module(), parts["optimizer"].objects
     if module is not None:
         check_same_state(live, module, "load_checkpoint")
@@ -376,10 +377,10 @@ _RECEIVED = ("scheduler", "loader", "values", "random_states")
 
 def _described_groups(optimizer: Optimizer) -> str:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    return f"groups of {sizes} parameters{' with shards' * has_shards(optimizer)}"
+    return f"an optimizer with groups of {sizes} parameters{' with shards' * has_shards(optimizer)}"
 
 
-def _check_same_objects(objects: list[list[str]]) -> None:
+def _check_same_objects(objects: Sequence[list[str]]) -> None:
     if any(one != objects[0] for one in objects):
         by_rank = describe_by_rank(range(len(objects)), [", ".join(one) or "nothing" for one in objects])
         raise ValueError(f"load_checkpoint needs the same objects on every rank, but got {by_rank}.")

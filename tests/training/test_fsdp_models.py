@@ -64,7 +64,7 @@ def test_a_module_registered_twice_has_one_state(was_evaluated: bool) -> None:
     assert states == [numbers(Twice(7.0).state_dict()), {}]
 
 
-def _after_an_evaluation(rank: int, path: Path) -> dict[str, Any]:
+def _load_after_an_evaluation(rank: int, path: Path) -> dict[str, Any]:
     model: Any = idist.auto_model(Twice(7.0), strategy="fsdp")
     idist.save_checkpoint(path, model=model)
     model.register_buffer("cache", torch.zeros(1 + rank), persistent=False)  # of this rank
@@ -81,7 +81,7 @@ def _after_an_evaluation(rank: int, path: Path) -> dict[str, Any]:
 
 
 def test_a_state_is_loaded_after_an_evaluation(tmp_path: Path) -> None:
-    states = idist.spawn("gloo", _after_an_evaluation, (tmp_path / "run.pt",), nproc_per_node=2)
+    states = idist.spawn("gloo", _load_after_an_evaluation, (tmp_path / "run.pt",), nproc_per_node=2)
     assert states == [numbers(Twice(7.0).state_dict()), {}]
 
 

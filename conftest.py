@@ -106,8 +106,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # By default each rank of Horovod asks the others for work every millisecond. An idle rank takes half of a
     # core then.
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "10")
-    # For the processes that are started from here on: OpenMP's threads spin while they wait for each other.
-    # Where other processes want the cores, a step takes three times as long.
+    # OpenMP's threads spin while they wait for each other. Where other processes want the cores, training
+    # takes up to three times the processor time. This holds for processes that start from here on.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Most tests say what happens on CPUs.
     if config.option.markexpr != "gpu":

@@ -226,7 +226,7 @@ def _adapted(
         elif broadcast_buffers and (unsent := _unsent_buffers(model)) and len(group.ranks) > 1:
             broadcast_tensors(live, list(unsent.values()), group.ranks[0], group)
         is_of_user = wrapped is not model and not isinstance(wrapped, DistributedDataParallel)
-        shared = [] if is_of_user else _shared_parameters(inner)  # such a wrapper alone knows what is shared
+        shared = [] if is_of_user else _shared_parameters(inner)  # only that wrapper knows its own
         remember_model(live, inner, group, broadcast_buffers, shared)
         live.training.average_further_passes(wrapped, _average_over(live, group))
     else:

@@ -43,9 +43,9 @@ def report_of(
 
 
 def _place(frame: FrameType, is_waiting: bool) -> str:
-    """The stack that ranks at one place share. Of a rank that waits it is the user's part.
+    """The part of the stack that is the same for all ranks at one place.
 
-    The package's frames differ: one rank polls, another one sleeps.
+    Of a rank that waits that is the user's part: in the package one rank polls while another one sleeps.
     """
     users = users_frame(frame) if is_waiting else None
     return _stack(users or frame)

@@ -116,7 +116,7 @@ class RankTests:
         setup, call = reports["setup"], reports["call"]
         if setup is not None and not setup.passed and call is not None:  # pytest expects no call then
             setup.sections += call.sections
-            if call.failed:  # one rank was in its call already, another one still in its setup
+            if call.failed:  # another rank was still in its setup
                 setup.sections.append((str(call.location[2]), call.longreprtext))
             del reports["call"]
         yield from filter(None, reports.values())

@@ -30,8 +30,9 @@ from ignite_dist.training.checkpoint_parts import (
 from ignite_dist.training.checkpoint_trees import plain, split_shards
 from ignite_dist.training.comparisons import check_same_state
 from ignite_dist.training.drift import Samples
-from ignite_dist.training.loaded_states import LoadedStates, has_shards, share
+from ignite_dist.training.loaded_states import LoadedStates, share
 from ignite_dist.training.pending_saves import PendingSave, wait_for_pending
+from ignite_dist.training.state_dicts import has_shards
 from ignite_dist.training.unwrapped_states import unwrapped_state
 from ignite_dist.values.copies import Copies
 from ignite_dist.values.random_states import RandomStates

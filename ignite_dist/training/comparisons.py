@@ -66,7 +66,7 @@ def check_same_state(live: ComputationModel, model: Module, caller: str) -> None
             has made another call.
     """
     extra = names_of_extra_state(model)
-    state = unwrapped_state(model)  # FSDP2 also reshards parameters that a forward pass has gathered
+    state = unwrapped_state(model)  # with FSDP2 this shards again what a forward pass has gathered
     named = [(name, one) for name, one in state.items() if name not in extra]
     if not any(is_sharded(one) for _, one in named):
         named = named_tensors(model)
@@ -123,7 +123,7 @@ def trained_together(
         known = optimizers_of(live, model, optimizers)
         try:
             group = live.training.gradient_group(model, known)
-        except ValueError:  # several process sets
+        except ValueError:  # the optimizers have different process sets
             return []
         if not known or len(group.ranks) < live.get_world_size():
             return []

@@ -20,6 +20,7 @@ from ignite_dist.training.state_dicts import (
     as_sharded,
     fill_model,
     fill_sharded_model,
+    has_shards,
     load_optimizer_state,
 )
 from ignite_dist.training.unwrapped_states import as_unwrapped_state, name_reader, unwrapped_state
@@ -142,14 +143,6 @@ def share(live: ComputationModel, value: Any) -> Any:
     saved = safe_objects.save(value) if is_rank_0 else b""
     received = live.objects.broadcast_bytes(saved, 0, live.groups.resolve(None))
     return value if is_rank_0 else safe_objects.load(received, 0)
-
-
-def has_shards(part: Module | Optimizer | None) -> bool:
-    """True if parameters or buffers are shards."""
-    if part is None:
-        return False
-    values = unwrapped_state(part).values() if isinstance(part, Module) else parameters_of(part)
-    return any(map(is_sharded, values))
 
 
 def _allocate(like: Tensor, parameter: Tensor) -> Tensor:

@@ -67,21 +67,18 @@ def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
 
 
 def fill_model(model: Module, state: Mapping[str, Any] | None) -> None:
-    """Load rank 0's ``state`` into models that have been compared. Every rank calls this.
-
-    See :func:`load_model_state`.
-    """
+    """Do what :func:`load_model_state` does, without the comparison of the models. Every rank calls this."""
     live = current_model()
-    has_shards = any(map(is_sharded, unwrapped_state(model).values()))
+    is_whole = not has_shards(model)
 
     def load() -> dict[str, Any]:
         fitting = fitting_state(model, state)
-        if not has_shards:
+        if is_whole:
             load_unwrapped_state(model, fitting)
         return fitting
 
     loaded: dict[str, Any] = _on_rank_0("load_model_state", load) or {}
-    if has_shards:
+    if not is_whole:
         fill_sharded_model(model, loaded)
     elif live.get_world_size() > 1:
         world = live.groups.resolve(None)
@@ -228,6 +225,14 @@ def check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
 
 
 # --- shared ------------------------------------------------------------------------------------------
+
+
+def has_shards(part: Module | Optimizer | None) -> bool:
+    """True if the model or the optimizer has parameters or buffers that are shards."""
+    if part is None:
+        return False
+    values = unwrapped_state(part).values() if isinstance(part, Module) else parameters_of(part)
+    return any(map(is_sharded, values))
 
 
 def _gathered(state: Any) -> Any:

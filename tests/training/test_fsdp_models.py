@@ -73,9 +73,9 @@ def _load_after_an_evaluation(rank: int, path: Path) -> dict[str, Any]:
         lambda: idist.load_model_state(model, Twice(7.0).state_dict()),
     ):
         with torch.no_grad():
-            model.eval()(torch.ones(2, WIDTH))  # leaves the outermost module's parameters whole
+            model.eval()(torch.ones(2, WIDTH))  # afterwards the outermost module's parameters are whole
         if rank == 0:
-            model.state_dict()  # shards them again, here only
+            model.state_dict()  # shards them again, on this rank only
         load()
     return numbers(idist.model_state(model))
 

@@ -194,7 +194,7 @@ def test_little_memory(megabytes: int, method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("allocate", ["bytes(10**9)", "__import__('mmap').mmap(-1, 10**9)"])
 def test_the_launcher_s_own_memory_error_tells_the_limit(allocate: str, tmp_path: Path) -> None:
-    """Python's MemoryError has no text. Of the system comes an OSError."""
+    """Python raises a MemoryError without a text, the system an OSError."""
     script = LITTLE_MEMORY.replace(
         "nproc_per_node=2", f"nproc_per_node=type('Many', (), {{'__index__': lambda _: len({allocate})}})()"
     )

@@ -511,7 +511,7 @@ def test_optimizers_that_differ_are_refused_on_every_rank() -> None:
 
 @on_every_rank
 def test_what_a_rank_trains_of_its_own_is_not_compared() -> None:
-    """Where the optimizer averages all that it has (Horovod, XLA), nothing in it is a rank's own."""
+    """With Horovod and XLA the optimizer averages all its parameters: no rank has any of its own in it."""
     rank, size = idist.get_rank(), idist.get_world_size()
     if not current_model().training.averages_in_backward or size == 1:
         return

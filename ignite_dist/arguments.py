@@ -14,11 +14,12 @@ from torch.nn import Module
 
 def as_int(value: Any) -> Any:
     """``value`` as an int if it has ``__index__`` (a NumPy int). Other values, and bools, are unchanged."""
-    if type(value) is int or isinstance(value, bool) or not hasattr(value, "__index__"):
+    is_bool = isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # those of NumPy
+    if type(value) is int or is_bool or not hasattr(value, "__index__"):
         return value
     try:
         return index(value)
-    except TypeError:  # a NumPy bool
+    except TypeError:  # a tensor that is not one int
         return value
 
 

@@ -132,6 +132,8 @@ class _Unpickler(pickle.Unpickler):
                 return _strided
             if module.partition(".")[0] == "pathlib":  # the folder when it was written
                 return _no_path
+            if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3: a member of an enum
+                return _member
             if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
                 found: Any = super().find_class(module, name)
                 is_data = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
@@ -146,3 +148,9 @@ def _strided(_: str) -> torch.layout:
 
 def _no_path(*_: str) -> None:
     return None
+
+
+def _member(kind: Any, name: str) -> enum.Enum:
+    if not (isinstance(kind, enum.EnumMeta) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it contains {name} of {kind!r}, which is not data of a checkpoint")
+    return kind.__members__[name]

@@ -55,7 +55,7 @@ from ignite_dist.workers.nodes import ALONE, Nodes
 from ignite_dist.workers.out_of_memory import count_oom_kills, sigkill_reason
 from ignite_dist.workers.output import ForwardedOutput, InheritedFile
 from ignite_dist.workers.running_worker import FaultOutput, RunningWorker
-from ignite_dist.workers.sent_calls import encode_call
+from ignite_dist.workers.sent_calls import EncodedCall, encode_call
 from ignite_dist.workers.worker import TERMINATE_SECONDS, ReportPipe, SentCall, run_alone, worker_main
 
 _logger = logging.getLogger(__name__)
@@ -186,6 +186,8 @@ def _start_process(
     )
     try:
         careful = {"forkserver": interrupt_delayed, "fork": process_end.garbage_kept}.get(method, nullcontext)
+        if isinstance(sent_call, EncodedCall):
+            sent_call.refuse_semaphores_of_fork()
         with hidden_main(), careful():
             process.start()
     except BaseException as error:
@@ -321,8 +323,8 @@ class Workers:
                     number = signal.SIGINT if is_interrupt else signal.SIGTERM
                     reason = number.name if isinstance(error, SigtermReceived) else type(error).__name__
                     self.pass_on(number, reason)
-                    if is_interrupt:
-                        error.with_traceback(None)  # the user does not need the line of this package
+                    if is_interrupt:  # the user does not need the lines of this package
+                        raise error.with_traceback(None)  # noqa: B904
                     raise
         if self._error is not None:
             raise self._error()

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.synchronize import SemLock
 from socket import socket
 from typing import Any
 
@@ -18,6 +19,9 @@ from ignite_dist.values import serialization
 from ignite_dist.workers.unsent_parts import error_of_sending
 
 Call = Callable[..., Any]
+
+# Where the classes are whose objects have semaphores in their attributes.
+_WITH_SEMAPHORES = ("multiprocessing.queues", "multiprocessing.sharedctypes", "multiprocessing.synchronize")
 
 # The objects of the call that this thread decodes.
 _decoding = threading.local()
@@ -37,6 +41,17 @@ class EncodedCall:
     payload: bytes
     shared: tuple[Any, ...]
     sources: dict[str, list[str]]
+
+    def refuse_semaphores_of_fork(self) -> None:
+        """Raise if a shared object has a semaphore without a name, which only forked processes can use.
+
+        Python 3.11.5 and newer do so themselves. With older ones, the worker that uses it crashes.
+
+        Raises:
+            RuntimeError: as newer Pythons raise it.
+        """
+        if any(map(_is_for_fork, self.shared)):
+            raise RuntimeError("A SemLock created in a fork context cannot be used in other processes.")
 
     def decode(self) -> Call:
         """The call."""
@@ -146,3 +161,10 @@ def _is_shared(value: Any) -> bool:
     # Other types that are registered for processes: raw values (objects of ctypes), and the user's.
     reducer = ForkingPickler._extra_reducers.get(type(value))  # type: ignore[attr-defined]
     return reducer is not None and not reducer.__module__.startswith(("torch.", "multiprocessing.reduction"))
+
+
+def _is_for_fork(value: Any) -> bool:
+    if isinstance(value, SemLock):
+        return value._semlock.name is None  # type: ignore[attr-defined]
+    has_parts = any(kind.__module__ in _WITH_SEMAPHORES for kind in type(value).__mro__)
+    return has_parts and any(map(_is_for_fork, vars(value).values()))

@@ -28,7 +28,7 @@ OF_PYTHON = {
     *("_asdict", "_fields", "_replace"),  # public, of named tuples
     *("_name_", "_value_"),  # public, of enums
     *("_config", "_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid", "_inheriting"),
-    *("_lock", "_preload_modules", "_registered_with_atexit", "_registry"),
+    *("_lock", "_preload_modules", "_registered_with_atexit", "_registry", "_semlock"),
 }
 # Those of other libraries, by the one file that uses them: pytorch-ignite's, and pytest's.
 OF_OTHERS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import pickle
 import shutil
@@ -22,6 +23,7 @@ from torch.optim import AdamW, Optimizer
 
 import ignite_dist as idist
 from helpers import run_python, write_script
+from ignite_dist.training import shard_files
 from ignite_dist.training.checkpoint_trees import plain
 from on_ranks import on_ranks
 
@@ -359,6 +361,42 @@ def test_a_folder_of_shards_that_is_torn(
     messages = on_ranks(_refused, path, text)
     assert messages[0] == messages[1]
     assert not (tmp_path / "ran").exists()
+
+
+class _MembersByName(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, enum.Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_metadata_of_every_python_is_read(tmp_path: Path) -> None:
+    linear = Linear(2, 2)
+    shard_files.writer(tmp_path / "shards", linear.state_dict())()
+    file = tmp_path / "shards" / ".metadata"
+    with file.open("rb") as old:
+        metadata = pickle.load(old)
+    with file.open("wb") as new:
+        _MembersByName(new).dump(metadata)
+    assert b"getattr" in file.read_bytes()
+    shard_files.check(tmp_path / "shards", linear.state_dict())
+    properties = metadata.state_dict_metadata["weight"].properties
+    format = next(type(value) for value in properties.__getstate__() if isinstance(value, enum.Enum))
+    for kind, attribute in ((format, "mro"), (format, "no_member"), (type(metadata), "__init__")):
+        file.write_bytes(pickle.dumps(_Attribute(kind, attribute)))
+        with pytest.raises(ValueError, match=f"it contains {attribute} of .*not data of a checkpoint"):
+            shard_files.check(tmp_path / "shards", linear.state_dict())
+
+
+class _Attribute:
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __reduce__(self) -> Any:
+        return getattr, self.args
 
 
 # --- values ----------------------------------------------------------------------------------------------

@@ -134,8 +134,10 @@ def test_a_closure_shares_what_it_has() -> None:
 
 
 def test_what_cannot_be_shared_is_named() -> None:
+    fork, of_fork = multiprocessing.get_context("fork"), r"fork context.*get_context\('forkserver'\)"
     for value, reason in (
-        (multiprocessing.get_context("fork").Queue(), r"fork context.*get_context\('forkserver'\)"),
+        *((kind(), of_fork) for kind in (fork.Queue, fork.SimpleQueue, fork.Lock, fork.Event)),
+        *((kind, of_fork) for kind in (fork.Value("i"), fork.Barrier(2), fork.JoinableQueue())),
         ([torch.ones(1).share_memory_() for _ in range(300)], "about 250 shared .*start_method='spawn'"),
         (multiprocessing.pool.ThreadPool(1), "pool objects cannot be passed .*underlying data"),
     ):

@@ -24,10 +24,29 @@ ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "ci"
 # Twice the cores of the machine that runs CI: tests wait for other ranks and for the end of timeouts.
 NUM_LANES = 4
+
+
+def _python() -> str:
+    """The Python of the tests.
+
+    Debian's is built with ``--enable-optimizations``, unlike those that pyenv compiles: tests need a tenth
+    less of the processors. It is used if it can make environments and build extensions.
+    """
+    can_build = (
+        "import ensurepip, os, sys, sysconfig; assert sys.version_info >= (3, 10); "
+        "os.stat(sysconfig.get_config_h_filename())"
+    )
+    with suppress(OSError, subprocess.CalledProcessError):
+        subprocess.run(["/usr/bin/python3", "-c", can_build], check=True, stderr=subprocess.DEVNULL)
+        return "/usr/bin/python3"
+    return "python3"
+
+
 # uv is faster than pip, and environments with the same package share its files. It ignores pip's settings. uv
 # and its cache are in the checkout, which is all that the chroot of .ci/with-python has of this machine.
 INSTALLER = ROOT / ".cache" / "uv"
 INSTALL = {
+    "PYTHON": _python(),
     "INSTALL": f"{INSTALLER}/bin/uv pip install -q --python $(VENV)/bin/python",
     "UV_CACHE_DIR": f"{INSTALLER}/cache",
     "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "").replace(" ", ","),

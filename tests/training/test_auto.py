@@ -357,6 +357,23 @@ def test_gradients_are_sent_as_the_hook_says(comm_hook: Any, expected: float, is
         assert (gradient != pytest.approx([expected] * 64, abs=1e-6)) is is_rounded
 
 
+def _hooked_in_pairs(rank: int, comm_hook: Any) -> list[float]:
+    pairs = [idist.new_group([0, 1]), idist.new_group([2, 3])]
+    mesh = idist.mesh(replicas=2, dp=2)["dp"]
+    gradients = []
+    for members in ({"process_group": pairs[rank // 2]}, {"mesh": mesh}):
+        model = idist.auto_model(Linear(8, 8, bias=False), comm_hook=comm_hook, **members)
+        model(torch.full((1, 8), float(rank))).sum().backward()
+        gradients += [model.module.weight.grad.mean().item()]
+    return gradients
+
+
+@pytest.mark.parametrize("comm_hook", ["fp16", "powersgd", dist.BuiltinCommHookType.FP16_COMPRESS])
+def test_a_hook_reduces_over_the_ranks_of_the_model(comm_hook: Any) -> None:
+    found = on_ranks(_hooked_in_pairs, comm_hook, world_size=4)
+    assert found == [[0.5, 0.5], [0.5, 0.5], [2.5, 2.5], [2.5, 2.5]]
+
+
 def _refused(_: int) -> bool:
     net = Linear(2, 1)
     with pytest.raises(ValueError, match="needs NCCL"):

@@ -149,11 +149,13 @@ def _wrap_model(
     kwargs: dict[str, Any],
 ) -> Module:
     """``model`` in ``wrapper``, with its hooks; see ``auto_model``."""
-    hook = _find_hook(comm_hook, backend)
+    mesh = kwargs.get("device_mesh")
+    group = kwargs.get("process_group") if mesh is None else mesh.get_group()
+    hook = _find_hook(comm_hook, backend, group)
     if sync_bn and device.type == "cpu":
         warn_user("sync_bn=True leaves BatchNorm as it is: torch's SyncBatchNorm needs a GPU.")
     elif sync_bn:
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, group)  # type: ignore[no-untyped-call]
     if device.type != "cpu":
         if "device_ids" in kwargs:
             raise ValueError(f"Omit device_ids={kwargs['device_ids']!r}: it is always this rank's {device}.")
@@ -168,19 +170,23 @@ def _wrap_model(
     return wrapped  # type: ignore[no-any-return]
 
 
-def _find_hook(comm_hook: Any, backend: str) -> Any:
-    """Torch's state and hook for the name ``comm_hook``; raise if the backend does not support the hook."""
+def _find_hook(comm_hook: Any, backend: str, group: Any) -> Any:
+    """Torch's state and hook for the name ``comm_hook``. Torch's hooks reduce over all ranks without a group.
+
+    Raises:
+        ValueError: the backend does not support the hook.
+    """
     if not isinstance(comm_hook, str):
         return comm_hook
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if comm_hook == "powersgd":
-        return powerSGD_hook.PowerSGDState(process_group=None), powerSGD_hook.powerSGD_hook
+        return powerSGD_hook.PowerSGDState(group), powerSGD_hook.powerSGD_hook
     if comm_hook == "fp16":
-        return None, default_hooks.fp16_compress_hook
+        return group, default_hooks.fp16_compress_hook
     if backend not in ("nccl", "xccl"):  # torch checks this only after it has wrapped the model
         raise ValueError(f"comm_hook='bf16' needs NCCL, and this backend is {backend!r}. Use 'fp16'.")
-    return None, default_hooks.bf16_compress_hook
+    return group, default_hooks.bf16_compress_hook
 
 
 @contextmanager

@@ -39,48 +39,116 @@ def current_accelerator() -> torch.device:
     return torch.device(found.type, torch.accelerator.current_device_index())
 
 
+def of_local_rank() -> torch.device | None:
+    """The accelerator that a context of this worker will select; None on a machine without one."""
+    found = accelerator()
+    if found is None:
+        return None
+    return torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")) % _count(found.type))
+
+
 def auto_backend() -> str:
-    """``"nccl"`` on a machine with a GPU, else ``"gloo"``."""
-    return "nccl" if torch.cuda.device_count() and dist.is_nccl_available() else "gloo"
+    """``"nccl"`` on a machine with a GPU, ``"xccl"`` on one with an Intel GPU, else ``"gloo"``."""
+    return _backend_of_accelerator() or "gloo"
 
 
 def auto_nproc_per_node() -> int:
     """Number of GPUs; without a GPU, number of cores divided by ``OMP_NUM_THREADS`` (1)."""
-    if num_gpus := torch.cuda.device_count():
-        return num_gpus
+    found = accelerator()
+    if found is not None and _backend_of_accelerator() is not None:
+        return _count(found.type)
     num_threads = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, num_cores() // (int(num_threads) if num_threads.isdecimal() and int(num_threads) else 1))
 
 
+def _backend_of_accelerator() -> str | None:
+    """Torch's backend for this machine's accelerator, if this torch has it and it is not gloo."""
+    found = accelerator()
+    backend = dist.Backend.default_device_backend_map.get(found.type) if found is not None else None
+    return backend if backend != "gloo" and backend and dist.is_backend_available(backend) else None
+
+
+def _count(device_type: str) -> int:
+    return int(torch.get_device_module(device_type).device_count())
+
+
 def check_devices(backend: str, nproc_per_node: int) -> None:
-    """Raise if NCCL has fewer GPUs than processes on this node.
+    """Raise if this node has fewer devices than processes, and ``backend`` needs one per process.
 
     Raises:
-        RuntimeError: the machine has no GPU.
-        ValueError: the machine has too few GPUs.
+        RuntimeError: the machine has no such device.
+        ValueError: the machine has too few of them.
     """
-    if "nccl" not in backend:
-        return
-    count = torch.cuda.device_count()
-    if count == 0:
-        raise RuntimeError(f"Backend {backend!r} needs a CUDA device, and this machine has none. Use 'gloo'.")
-    if nproc_per_node > count:
-        raise ValueError(
-            f"Backend {backend!r} needs a GPU per process: {nproc_per_node} processes, {count} GPUs."
-        )
+    for name, (device_type, device) in _ONE_PER_PROCESS.items():
+        if name not in backend:
+            continue
+        count = _count(device_type)
+        if count == 0:
+            raise RuntimeError(
+                f"Backend {backend!r} needs a {device} device, and this machine has none. Use 'gloo'."
+            )
+        if nproc_per_node > count:
+            raise ValueError(
+                f"Backend {backend!r} needs a GPU per process: {nproc_per_node} processes, {count} GPUs."
+            )
 
 
-def select_device(backend: str, place: Environment) -> None:
-    """Select this rank's GPU. Ranks share GPUs if there are too few (gloo only).
+# Backends that refuse two ranks on a device, by what is in their names.
+_ONE_PER_PROCESS = {"nccl": ("cuda", "CUDA"), "xccl": ("xpu", "XPU")}
 
-    If the launcher shows each rank only its own GPU, nothing changes.
+
+def select_device(backend: str, device_types: Collection[str], place: Environment) -> None:
+    """Select this rank's accelerator, if ``backend`` carries tensors of it.
+
+    That is the only one that this process sees, or the one with the number of the local rank. Over gloo,
+    ranks share accelerators if there are too few.
+
+    Raises:
+        RuntimeError: NCCL, and there is none for this rank.
     """
-    count = torch.cuda.device_count()
-    if not count or backend == "mpi" or place.has_own_devices:
+    found = accelerator()
+    if found is None or found.type not in device_types or backend == "mpi":
         return
+    count = _count(found.type)
     local_rank = place.rank if place.local_rank is None else place.local_rank
-    if "nccl" in backend and place.local_rank is not None and local_rank >= count:
+    is_known = place.local_rank is not None and not place.has_own_devices
+    if _needs_one(backend) and is_known and 1 < count <= local_rank:
         raise RuntimeError(
             f"Local rank {local_rank} has no GPU: NCCL needs one per rank, and this node has {count}."
         )
-    torch.cuda.set_device(local_rank % count)
+    torch.accelerator.set_device_index(local_rank % count)
+
+
+def claim_device(backend: str, store: dist.Store, place: Environment) -> None:
+    """Compare the accelerators that the ranks have selected, in ``store``. Every rank calls this.
+
+    Raises:
+        RuntimeError: two ranks have the same one, and ``backend`` needs one per rank. Raised on every rank.
+    """
+    if not _needs_one(backend):
+        return
+    device = current_accelerator()
+    properties = torch.get_device_module(device).get_device_properties(device)
+    uuid = getattr(properties, "uuid", None)  # only newer releases of torch know it for each type
+    owner = place.rank
+    if uuid is not None:
+        owner = int(store.compare_set(f"{_CLAIMS}/{uuid}", "", str(place.rank)))
+    if owner != place.rank:
+        store.set(
+            f"{_CLAIMS}/conflict",
+            f"Ranks {owner} and {place.rank} have the same GPU ({properties.name}, UUID {uuid}), and "
+            f"{backend!r} needs one per rank. Rank {place.rank} sees {_count(device.type)}. Start fewer "
+            "processes, or let the launcher show each its own (Slurm: --gpus-per-task=1).",
+        )
+    if store.add(f"{_CLAIMS}/number", 1) == place.world_size:
+        conflict = f"{_CLAIMS}/conflict"
+        store.set(f"{_CLAIMS}/verdict", store.get(conflict).decode() if store.check([conflict]) else "")
+    if verdict := store.get(f"{_CLAIMS}/verdict").decode():  # waits for the last rank
+        raise RuntimeError(verdict)
+
+
+_CLAIMS = "ignite_dist/devices"
+
+
+def _needs_one(backend: str) -> bool:
+    return any(name in backend for name in _ONE_PER_PROCESS)

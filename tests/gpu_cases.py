@@ -474,7 +474,7 @@ def shared_gpu() -> str:
     for status, took, output in ended:
         assert status and took < 30, (status, took, output[-600:])
     texts = [_last_line(output) for *_, output in ended]
-    assert all("uplicate GPU" in output for *_, output in ended), texts
+    assert all("have the same GPU" in output for *_, output in ended), texts
     return f"{seconds:.1f} s: {texts[0][:300]}"
 
 
@@ -641,7 +641,7 @@ def _exchanges_views(local_rank: int, path: str) -> None:
     sent = _views(device)
     payload = len(serialization.encode(sent))
     assert payload < 40_000, f"{payload} bytes"
-    _compare(serialization.decode(serialization.encode(sent)), _views(device), device)
+    _compare(serialization.decode(serialization.encode(sent), idist.device), _views(device), device)
     saved = {name: value for name, value in _views(device).items() if name != "sparse"}
     idist.save_checkpoint(path, **{name.replace(" ", "_"): value for name, value in saved.items()})
     size = Path(path).stat().st_size

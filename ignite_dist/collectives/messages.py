@@ -192,7 +192,7 @@ def _decode(model: ComputationModel, header: _Header, data: Tensor | None, rank:
     if header.kind == _OBJECT:
         payload = serialization.new_buffer(len(data))
         serialization.as_tensor(payload).copy_(data)
-        return serialization.unpack(payload, rank)
+        return serialization.unpack(payload, rank, model.device)
     dtype_name, device_type, shape = header.layout.decode().split(" ")
     dtype: torch.dtype = getattr(torch, dtype_name)
     sizes = tuple(map(int, shape.split(","))) if shape else ()

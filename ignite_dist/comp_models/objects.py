@@ -59,12 +59,14 @@ class Objects:
         ]
         if all(inline is not None for _, inline in headers):
             return [
-                serialization.unpack(inline, rank)
+                serialization.unpack(inline, rank, self._device)
                 for (_, inline), rank in zip(headers, group.ranks, strict=True)
                 if inline is not None
             ]
         rows = self._gather_large(payload, [size for size, _ in headers], group)
-        return [serialization.unpack(row, rank) for row, rank in zip(rows, group.ranks, strict=True)]
+        return [
+            serialization.unpack(row, rank, self._device) for row, rank in zip(rows, group.ranks, strict=True)
+        ]
 
     def _gather_large(
         self, payload: serialization.Payload, sizes: Sequence[int], group: Group
@@ -98,7 +100,7 @@ class Objects:
 
     def broadcast_packed(self, payload: Any, src: int, group: Group) -> Any:
         """See :meth:`broadcast`."""
-        return serialization.unpack(self.broadcast_bytes(payload, src, group), src)
+        return serialization.unpack(self.broadcast_bytes(payload, src, group), src, self._device)
 
     def broadcast_bytes(
         self, payload: serialization.Payload, src: int, group: Group

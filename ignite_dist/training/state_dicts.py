@@ -177,7 +177,7 @@ def consolidated_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _load(saved: Payload) -> Any:
-    return torch.load(io.BytesIO(saved), weights_only=False, mmap=False)
+    return torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False, mmap=False)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> None:

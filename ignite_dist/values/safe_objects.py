@@ -26,6 +26,7 @@ from torch import Tensor
 from ignite_dist import _torch
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError
 from ignite_dist.values import views
+from ignite_dist.values.arrivals import Receiver, arrive, no_accelerator, receiving
 
 _Type = TypeVar("_Type", bound=type)
 
@@ -154,8 +155,10 @@ def is_message(payload: bytes | bytearray | memoryview) -> bool:
     return bytes(payload[:4]) in _STARTS
 
 
-def load(payload: bytes | bytearray | memoryview, rank: int) -> Any:
+def load(payload: bytes | bytearray | memoryview, rank: int, receiver: Receiver = no_accelerator) -> Any:
     """The value that the global ``rank`` passed to :func:`save`.
+
+    Tensors of the type of the device that ``receiver`` returns arrive there, all others on the CPU.
 
     Raises:
         UnsafeObjectError: the payload could run code. No code was run.
@@ -163,7 +166,8 @@ def load(payload: bytes | bytearray | memoryview, rank: int) -> Any:
     """
     _register_with_torch()
     try:
-        return torch.load(io.BytesIO(payload), weights_only=True, mmap=False)
+        with receiving(receiver):
+            return torch.load(io.BytesIO(payload), map_location=arrive, weights_only=True, mmap=False)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         if found is None:

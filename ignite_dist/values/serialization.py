@@ -23,6 +23,7 @@ from torch import Tensor, UntypedStorage
 from ignite_dist import _torch
 from ignite_dist.errors import UnsafeObjectError
 from ignite_dist.values import safe_objects
+from ignite_dist.values.arrivals import Receiver, no_accelerator, place_of, receiving
 from ignite_dist.values.views import Views, pickler_of
 
 # --- pipes: between a launcher and its workers -------------------------------------------------------
@@ -117,7 +118,8 @@ def _storage(memory: Any, device: str) -> UntypedStorage:
     """A storage with the bytes of ``memory``. It shares the memory of a large buffer."""
     tensor = as_tensor(memory)
     storage = (tensor if len(memory) >= _LARGE_BYTES else tensor.clone()).untyped_storage()
-    return storage if device == "cpu" else storage.to(device=torch.device(device))
+    place = place_of(device)
+    return storage if place.type == "cpu" else storage.to(device=place)
 
 
 # --- large buffers: beside the pickle, which has only references to them ----------------------------------
@@ -184,16 +186,21 @@ def _unframed(payload: memoryview) -> tuple[memoryview, list[memoryview]]:
     return pickled, buffers
 
 
-def decode(payload: Payload) -> Any:
+def decode(payload: Payload, receiver: Receiver = no_accelerator) -> Any:
     """The value that was passed to :func:`encode`. Use this only for data from processes of this job.
 
     Large tensors and arrays share the memory of ``payload`` if it can be written to. So do not use it again.
+
+    Args:
+        payload: the bytes.
+        receiver: returns the device on which tensors of its type arrive. Others arrive on the CPU.
     """
-    if bytes(payload[: len(_MAGIC)]) != _MAGIC:
-        return pickle.loads(payload)
-    view = memoryview(payload)
-    pickled, buffers = _unframed(memoryview(bytearray(view)) if view.readonly else view)
-    return pickle.loads(pickled, buffers=buffers)
+    with receiving(receiver):
+        if bytes(payload[: len(_MAGIC)]) != _MAGIC:
+            return pickle.loads(payload)
+        view = memoryview(payload)
+        pickled, buffers = _unframed(memoryview(bytearray(view)) if view.readonly else view)
+        return pickle.loads(pickled, buffers=buffers)
 
 
 # --- messages: between the ranks of a collective -----------------------------------------------------
@@ -208,15 +215,15 @@ def pack(value: Any) -> Payload:
     return safe_objects.save(value) if safe_objects.is_safe() else encode(value)
 
 
-def unpack(payload: Payload, rank: int) -> Any:
-    """The value that the global ``rank`` passed to :func:`pack`.
+def unpack(payload: Payload, rank: int, receiver: Receiver = no_accelerator) -> Any:
+    """The value that the global ``rank`` passed to :func:`pack`. For ``receiver`` see :func:`decode`.
 
     Raises:
         UnsafeObjectError: in safe mode, the payload could run code. No code was run.
         CollectiveMismatchError: the payload is not a complete message.
     """
     if safe_objects.is_message(payload):  # always decoded safely, in either mode
-        return safe_objects.load(payload, rank)
+        return safe_objects.load(payload, rank, receiver)
     if safe_objects.is_safe():
         raise UnsafeObjectError(
             f"Rank {rank} sent a plain pickle, which could run any code in this process. It was not decoded: "
@@ -225,7 +232,7 @@ def unpack(payload: Payload, rank: int) -> Any:
             rank,
         )
     try:
-        return decode(payload)
+        return decode(payload, receiver)
     except (pickle.UnpicklingError, EOFError) as error:
         raise safe_objects.decoding_error(rank, error) from error
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ignite_dist import devices
 from ignite_dist.values import serialization
 from ignite_dist.workers.unsent_parts import error_of_sending
 
@@ -59,7 +60,7 @@ class EncodedCall:
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
         _decoding.shared = self.shared
         try:
-            call: Call = serialization.decode(self.payload)
+            call: Call = serialization.decode(self.payload, devices.of_local_rank)
         finally:
             del _decoding.shared
         return call

@@ -143,12 +143,14 @@ class NativeModel(ProcessModel):
         connecting = nullcontext if stores.is_on_one_machine(place, init_method) else connections.keepalive
         excepthook, world_connections = sys.excepthook, connections.Connections()
         try:
-            devices.select_device(backend, place)
+            by_device = _by_device(dist.BackendConfig(dist.Backend(backend)))
+            devices.select_device(backend, by_device, place)
             if timeout is not None:
                 kwargs["timeout"] = timeout
             with connecting():
                 if not is_mpi:
                     store = stores.join_store(place, init_method, timeout)
+                    devices.claim_device(backend, store, place)
                     kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
                 _init_process_group(backend, place, world_connections, kwargs)
         except BaseException:

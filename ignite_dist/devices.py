@@ -112,7 +112,7 @@ def select_device(backend: str, device_types: Collection[str], place: Environmen
     count = _count(found.type)
     local_rank = place.rank if place.local_rank is None else place.local_rank
     is_known = place.local_rank is not None and not place.has_own_devices
-    if _needs_one(backend) and is_known and 1 < count <= local_rank:
+    if needs_one_per_rank(backend) and is_known and 1 < count <= local_rank:
         raise RuntimeError(
             f"Local rank {local_rank} has no GPU: NCCL needs one per rank, and this node has {count}."
         )
@@ -125,7 +125,7 @@ def claim_device(backend: str, store: dist.Store, place: Environment) -> None:
     Raises:
         RuntimeError: two ranks have the same one, and ``backend`` needs one per rank. Raised on every rank.
     """
-    if not _needs_one(backend):
+    if not needs_one_per_rank(backend):
         return
     device = current_accelerator()
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -150,5 +150,6 @@ def claim_device(backend: str, store: dist.Store, place: Environment) -> None:
 _CLAIMS = "ignite_dist/devices"
 
 
-def _needs_one(backend: str) -> bool:
+def needs_one_per_rank(backend: str) -> bool:
+    """True for NCCL and XCCL, also as a part of ``"cpu:gloo,cuda:nccl"``."""
     return any(name in backend for name in _ONE_PER_PROCESS)

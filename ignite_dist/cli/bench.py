@@ -25,7 +25,10 @@ from ignite_dist.cli.jobs import Steps
 from ignite_dist.context.live import current_model
 
 _WITHOUT_SIZES = ("barrier", "numbers", "objects")
-COLLECTIVES = ("all_reduce", "all_gather", "broadcast", *_WITHOUT_SIZES)
+# Their sizes are those of the rows of all ranks, as in nccl-tests.
+_OF_ROWS = ("all_gather", "reduce_scatter", "all_to_all")
+_BY_DEFAULT = ("all_reduce", "all_gather", "broadcast", *_WITHOUT_SIZES)
+COLLECTIVES = (*_BY_DEFAULT, "reduce_scatter", "all_to_all")
 """``numbers`` is an all_reduce of a dict of 20 numbers, ``objects`` an all_gather of a small dict."""
 
 # Time for our calls and the raw calls of one collective at one size. Slow calls take longer (_MIN_ROUNDS).
@@ -75,7 +78,7 @@ def _parse_size(text: str) -> int:
 
 
 def parse_collectives(text: str) -> tuple[str, ...]:
-    """The names in ``"all_reduce,barrier"``; all collectives if ``text`` is empty.
+    """The names in ``"all_reduce,barrier"``; the most used collectives if ``text`` is empty.
 
     Raises:
         ValueError: a name is not one of :data:`COLLECTIVES`.
@@ -87,7 +90,7 @@ def parse_collectives(text: str) -> tuple[str, ...]:
                 f"--collectives: unknown {name!r}. Allowed: {', '.join(COLLECTIVES)}."
                 f"{did_you_mean(name, COLLECTIVES)}"
             )
-    return tuple(names) or COLLECTIVES
+    return tuple(names) or _BY_DEFAULT
 
 
 # --- measurements ------------------------------------------------------------------------------------
@@ -98,8 +101,8 @@ class Figure(NamedTuple):
 
     Attributes:
         collective: one of :data:`COLLECTIVES`.
-        num_bytes: S of nccl-tests: the size of the result for all_gather, else of each rank's tensor. 0 for
-            collectives without sizes.
+        num_bytes: S of nccl-tests: the size of each rank's tensor; of the rows of all ranks for all_gather,
+            reduce_scatter and all_to_all. 0 for collectives without sizes.
         seconds: the time of our call.
         raw_seconds: the time of torch.distributed's call; None if the backend is not torch's.
         bus_bytes: the bytes that a call moves over the busiest link. Bus bandwidth is bus_bytes / seconds.
@@ -117,6 +120,7 @@ class BenchReport(NamedTuple):
 
     backend: str
     device: str
+    dtype: str
     shared_memory: bool
     world_size: int
     hosts: list[str]
@@ -131,16 +135,17 @@ class BenchReport(NamedTuple):
 def bus_bytes(collective: str, num_bytes: int, world_size: int) -> float:
     """``num_bytes`` times the factor of nccl-tests between algorithm bandwidth and bus bandwidth."""
     share = (world_size - 1) / world_size
-    factor = {"all_reduce": 2 * share, "all_gather": share, "broadcast": 1.0}
+    factor = {"all_reduce": 2 * share, "broadcast": 1.0, **dict.fromkeys(_OF_ROWS, share)}
     return num_bytes * factor.get(collective, 0.0)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures ``collectives`` at ``sizes``."""
+    """Measures ``collectives`` at ``sizes``, with tensors of ``dtype``."""
 
     collectives: tuple[str, ...]
     sizes: tuple[int, ...]
+    dtype: str = "float32"
 
     @property
     def rows(self) -> list[tuple[str, int]]:
@@ -163,12 +168,13 @@ class Bench:
         figures = []
         for collective, size in self.rows:
             with steps.step(f"{collective} of {size} bytes"):
-                figures.append(_figure(collective, size))
+                figures.append(_figure(collective, size, getattr(torch, self.dtype)))
                 _show_progress(len(figures), len(self.rows))
         model = current_model()
         return BenchReport(
             backend=str(idist.backend()),
             device=idist.device().type,
+            dtype=self.dtype,
             shared_memory=bool(model.transport.shares_memory(model.groups.world)),
             world_size=idist.get_world_size(),
             hosts=steps.hosts,
@@ -182,14 +188,14 @@ def _show_progress(done: int, total: int) -> None:
         sys.stderr.flush()
 
 
-def _figure(collective: str, num_bytes: int) -> Figure:
+def _figure(collective: str, num_bytes: int, dtype: torch.dtype) -> Figure:
     world_size = idist.get_world_size()
-    shared = world_size if collective == "all_gather" else 1
-    numel = max(1, num_bytes // (4 * shared))  # rounded down to whole floats per rank, as in nccl-tests
-    num_bytes = 0 if collective in _WITHOUT_SIZES else numel * 4 * shared
-    tensor = torch.zeros(numel, dtype=torch.float32, device=idist.device())
-    out = tensor.new_empty(numel * shared)
-    calls = _calls(collective, tensor, out)
+    num_rows = world_size if collective in _OF_ROWS else 1
+    row_bytes = dtype.itemsize * num_rows
+    numel = max(1, num_bytes // row_bytes)  # rounded down to whole numbers per rank, as in nccl-tests
+    num_bytes = 0 if collective in _WITHOUT_SIZES else numel * row_bytes
+    tensor = torch.zeros(numel, dtype=dtype, device=idist.device())
+    calls = _calls(collective, tensor, tensor.new_zeros(numel * num_rows))
     medians = [statistics.median(samples) for samples in _time_in_turn(calls, tensor)]
     seconds, *raw = idist.all_reduce(medians, "AVERAGE")
     return Figure(
@@ -197,20 +203,30 @@ def _figure(collective: str, num_bytes: int) -> Figure:
     )
 
 
-def _calls(collective: str, tensor: Tensor, out: Tensor) -> list[Callable[[], Any]]:
-    """The call of this package, and the call of torch.distributed if the backend is torch's."""
+def _calls(collective: str, tensor: Tensor, rows: Tensor) -> list[Callable[[], Any]]:
+    """The call of this package, and the call of torch.distributed if the backend is torch's.
+
+    ``rows`` has the shape of ``tensor`` for each rank, if the collective is one of rows.
+    """
+    received = torch.empty_like(rows)
     ours: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: idist.all_reduce(tensor),
-        "all_gather": lambda: idist.all_gather(tensor, out=out),
+        "all_gather": lambda: idist.all_gather(tensor, out=rows),
+        "reduce_scatter": lambda: idist.reduce_scatter(rows, out=tensor),
+        "all_to_all": lambda: idist.all_to_all(rows, out=received),
         "broadcast": lambda: idist.broadcast(tensor),
         "barrier": lambda: idist.barrier(),
         "numbers": lambda: idist.all_reduce(_NUMBERS),
         "objects": lambda: idist.all_gather(_OBJECT),
     }
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name in newer torch
+    # The names in newer torch.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     raw: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(tensor),
-        "all_gather": lambda: gather(out, tensor),
+        "all_gather": lambda: gather(rows, tensor),
+        "reduce_scatter": lambda: scatter(tensor, rows),
+        "all_to_all": lambda: dist.all_to_all_single(received, rows),
         "broadcast": lambda: dist.broadcast(tensor, 0),
         "barrier": lambda: dist.barrier(),
         "numbers": lambda: _reduce_packed(tensor.device),

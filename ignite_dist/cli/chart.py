@@ -43,7 +43,7 @@ def draw(report: BenchReport, path: str) -> None:
         if figure.num_bytes:
             by_collective.setdefault(figure.collective, []).append(figure)
     canvas = new_canvas(figsize=(4 * max(1, len(by_collective)), 6), layout="constrained")
-    canvas.suptitle(f"{report.backend}, {num_processes(report.world_size)}, {report.device}, float32")
+    canvas.suptitle(f"{report.backend}, {num_processes(report.world_size)}, {report.device}, {report.dtype}")
     panels = canvas.subplots(2, max(1, len(by_collective)), squeeze=False, sharex=True, sharey="row")
     for column, (collective, figures) in enumerate(by_collective.items()):
         latency, bandwidth = panels[0, column], panels[1, column]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch.distributed
 
 import ignite_dist as idist
-from ignite_dist import errors
+from ignite_dist import devices, errors
 from ignite_dist.arguments import keywords_of
 from ignite_dist.context import live
 from ignite_dist.errors import DistributedError, MissingRanksError, RankFailedError
@@ -29,7 +29,8 @@ class Job(NamedTuple):
     Attributes:
         backend: one of ``available_backends()``.
         timeout: how long a rank waits for the other ranks, in the rendezvous and in each step.
-        nproc_per_node: number of workers to start here. None: the launcher's processes, else two workers.
+        nproc_per_node: number of workers to start here. None: the launcher's processes, else a worker per GPU
+            if the backend is for GPUs, else two.
         nodes: the user's values of ``nnodes``, ``node_rank``, ``master_addr`` and ``master_port``.
     """
 
@@ -100,7 +101,9 @@ def _run_in_workers(
     log: Callable[[str], None],
 ) -> int:
     model = live.find_model(job.backend)
-    nproc_per_node = 2 if job.nproc_per_node is None else job.nproc_per_node
+    nproc_per_node = job.nproc_per_node
+    if nproc_per_node is None:
+        nproc_per_node = devices.auto_nproc_per_node() if devices.needs_one_per_rank(job.backend) else 2
     model.launcher.check(nproc_per_node=nproc_per_node, **job.nodes)
     options: Any = dict(job.nodes)
     if "timeout" in model.launcher.options():

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import ignite_dist as idist
+from ignite_dist import devices
 from ignite_dist.cli import jobs
 from ignite_dist.cli.output import Output, results_on_stdout
 
@@ -107,7 +108,16 @@ def _parser() -> argparse.ArgumentParser:
         help="in bytes: from:to, from:to:factor or a list, 4,1K,16M (%(default)s)",
     )
     bench.add_argument(
-        "--collectives", default="", metavar="NAMES", help="run only these, for example all_reduce,barrier"
+        "--collectives",
+        default="",
+        metavar="NAMES",
+        help="run only these, for example all_reduce,barrier; also reduce_scatter and all_to_all",
+    )
+    bench.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float16", "bfloat16", "float32", "float64"),
+        help="of the tensors (%(default)s)",
     )
     bench.add_argument(
         "--save", metavar="FILE", help="draw a chart and save it to FILE, for example chart.png"
@@ -165,12 +175,12 @@ def _common_arguments() -> _Parser:
 def _arguments_of_ranks() -> _Parser:
     """The arguments of the commands that run on several ranks."""
     parser = _Parser(add_help=False, parents=[_arguments_of_nodes()])
-    parser.add_argument("--backend", default="gloo", help="a backend that `env` shows (%(default)s)")
+    parser.add_argument("--backend", default="auto", help="a backend that `env` shows (%(default)s)")
     parser.add_argument(
         *_NPROC_PER_NODE,
         type=int,
         metavar="N",
-        help="processes on this machine, without a launcher (2)",
+        help="processes on this machine, without a launcher (one per GPU, else 2)",
     )
     parser.add_argument(
         "--timeout", type=_seconds, default="60", metavar="S", help="seconds to wait for a rank (%(default)s)"
@@ -204,7 +214,8 @@ def _nodes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _job(options: argparse.Namespace) -> jobs.Job:
-    return jobs.Job(options.backend, options.timeout, options.nproc_per_node, _nodes(options))
+    backend = devices.auto_backend() if options.backend == "auto" else options.backend
+    return jobs.Job(backend, options.timeout, options.nproc_per_node, _nodes(options))
 
 
 def _log_on_rank_0(output: Output, text: str) -> None:
@@ -246,7 +257,7 @@ def _bench(options: argparse.Namespace, output: Output) -> int:
 
     if options.save is not None:
         chart.check_file(options.save)
-    bench = Bench(parse_collectives(options.collectives), parse_sizes(options.sizes))
+    bench = Bench(parse_collectives(options.collectives), parse_sizes(options.sizes), options.dtype)
     log = partial(_log_on_rank_0, output)
     log(bench.announcement)
     return jobs.run(_job(options), bench, partial(show_bench, output=output, save=options.save), log)

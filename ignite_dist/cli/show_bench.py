@@ -26,9 +26,8 @@ def show_bench(report: BenchReport, output: Output, save: str | None = None) -> 
         num_hosts = len(set(report.hosts))
         hosts = f" on {num_hosts} hosts" if num_hosts > 1 else ""
         memory = ", ours over shared memory" if report.shared_memory else ""
-        title = (
-            f"{report.backend}, {num_processes(report.world_size)}{hosts}, {report.device}, float32{memory}"
-        )
+        where = f"{report.backend}, {num_processes(report.world_size)}{hosts}"
+        title = f"{where}, {report.device}, {report.dtype}{memory}"
         output.show(title, _table(report.figures), _NOTE)
     if save:
         chart.draw(report, save)

@@ -28,7 +28,7 @@ from helpers import (
     run_ranks,
     write_script,
 )
-from ignite_dist import errors
+from ignite_dist import devices, errors
 from ignite_dist.cli import bench, interfaces, jobs, network
 from ignite_dist.cli.env import collect
 from ignite_dist.cli.main import main
@@ -340,6 +340,26 @@ def test_bench_as_json_has_raw_torch_beside_ours(capfd: pytest.CaptureFixture[st
         assert figure["bus_gigabytes_per_second"] == pytest.approx(speed)
 
 
+def test_bench_of_rows_takes_a_dtype(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--sizes", "18,4K", "--collectives", "reduce_scatter,all_to_all", "--dtype", "bfloat16")
+    assert main(["bench", "--json", *arguments]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["dtype"] == "bfloat16"
+    sizes = [(figure["collective"], figure["num_bytes"]) for figure in report["figures"]]
+    assert sizes == [(name, size) for name in ("reduce_scatter", "all_to_all") for size in (16, 4096)]
+    for figure in report["figures"]:
+        assert figure["seconds"] > 0 and figure["raw_seconds"] > 0
+        assert figure["bus_bytes"] == figure["num_bytes"] / 2
+
+
+def test_without_a_backend_the_gpus_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[jobs.Job] = []
+    monkeypatch.setattr(jobs, "run", lambda job, *_: asked.append(job) or 0)
+    monkeypatch.setattr(devices, "auto_backend", lambda: "nccl")
+    assert main(["check"]) == main(["bench"]) == main(["check", "--backend", "gloo"]) == 0
+    assert [job.backend for job in asked] == ["nccl", "nccl", "gloo"]
+
+
 def test_bench_of_values_has_raw_torch_beside_ours(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--json", "--sizes", "4,8", "--collectives", "numbers,objects"]) == 0
     report = json.loads(capfd.readouterr().out)
@@ -406,7 +426,7 @@ def test_sizes() -> None:
         ("bench --sizes 65G", "at most 64G"),
         (
             "bench --collectives all_reduc",
-            "Allowed: all_reduce, all_gather, broadcast, barrier, numbers, objects.",
+            "Allowed: all_reduce, all_gather, broadcast, barrier, numbers, objects, reduce_scatter, all_",
         ),
         ("bench --save /no/such/chart.png", "no folder /no/such"),
         ("bench --save chart.xyz", "must end in one of"),

@@ -148,6 +148,18 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
             ) from error
 
 
+def forget_failures(store: Store) -> None:
+    """Delete what a failed attempt's NCCL has written into the store of the job, outside of any prefix.
+
+    A store may outlive an attempt. Each rank of the next one would read there that a rank has failed, and
+    after some minutes NCCL's watchdog would end it. Rank 0 calls this before any rank starts NCCL.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    for key in ("exception_dump", "remote_error"):
+        store.delete_key(key)
+
+
 def _logging_wait(place: Environment, awaited: str) -> AbstractContextManager[None]:
     return connections.log_long_wait(lambda: roll_call.waiting_message(place, awaited))
 

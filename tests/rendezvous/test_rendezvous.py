@@ -486,3 +486,21 @@ def test_a_rank_that_waits_for_those_of_other_agents_says_so(
     with pytest.raises(dist.DistStoreError):
         idist.initialize("gloo", timeout=timedelta(seconds=1))
     assert any("waiting for all others at 127.0.0.1" in message for message in caplog.messages)
+
+
+# --- a store that outlives an attempt ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_a_new_attempt_does_not_see_that_nccl_has_failed_before(kind: str, tmp_path: Path) -> None:
+    root: dist.Store = {
+        "hash": lambda: dist.HashStore(),
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, 1, is_master=True),
+    }[kind]()
+    root.set("exception_dump", "1")
+    root.set("other", "1")
+    store = dist.PrefixStore("ignite_dist/1/0", dist.PrefixStore("attempt", root))
+    stores.forget_failures(store)
+    stores.forget_failures(store)
+    assert not root.check(["exception_dump"]) and root.check(["other"])

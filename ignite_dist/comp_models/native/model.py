@@ -150,7 +150,9 @@ class NativeModel(ProcessModel):
             with connecting():
                 if not is_mpi:
                     store = stores.join_store(place, init_method, timeout)
-                    devices.claim_device(backend, store, place)
+                    if "nccl" in backend and place.rank == 0:
+                        stores.forget_failures(store)
+                    devices.claim_device(backend, store, place)  # returns when rank 0 has called it too
                     kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
                 _init_process_group(backend, place, world_connections, kwargs)
         except BaseException:

@@ -42,13 +42,13 @@ class Plan(NamedTuple):
             because XLA replicas share a model but have different devices.
         carrier: the dtype and operation that the backend runs; None if each rank gathers and reduces values.
         in_place: True if the backend reduces the caller's tensor in place.
-        reduces_narrow: True if the model's ``reduce_narrow`` reduces the tensor in float64.
+        reduces_exactly: True if the transport's ``reduce_exactly`` reduces the tensor.
     """
 
     moves: bool
     carrier: carriers.Carrier | None
     in_place: bool
-    reduces_narrow: bool
+    reduces_exactly: bool
 
 
 def plan_reduction(model: ComputationModel, op: str, tensor: Tensor, exact: bool = True) -> Plan:
@@ -85,20 +85,21 @@ def _make_plan(model: ComputationModel, op: str, tensor: Tensor, exact: bool) ->
             f"ADASUM needs Horovod built with MPI; backend {model.backend()!r} does not have it."
         )
     device = carrying_device(model, tensor)
-    is_rounded = exact and reduce_ops.is_rounded(op, tensor.dtype)
-    reduces_narrow = is_rounded and supports("reduce_narrow", op, tensor.dtype, device)
+    is_exact = exact or reduce_ops.is_extreme(op, tensor.dtype)
+    is_inexact = is_exact and reduce_ops.is_inexact(op, tensor.dtype)
+    reduces_exactly = is_inexact and supports("reduce_exactly", op, tensor.dtype, device)
 
     def carries(sent_op: str, dtype: torch.dtype) -> bool:
         return supports("all_reduce", sent_op, dtype, device)
 
     carrier = (
         carriers.as_itself(op, tensor.dtype)
-        if reduces_narrow
+        if reduces_exactly
         else carriers.find_carrier(op, tensor.dtype, carries, exact)
     )
     moves = device != tensor.device
     in_place = not moves and carrier is not None and carrier.dtype is tensor.dtype
-    return Plan(moves, carrier, in_place, reduces_narrow)
+    return Plan(moves, carrier, in_place, reduces_exactly)
 
 
 def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, group: Group) -> Work:
@@ -110,7 +111,7 @@ def reduce_tensor(model: ComputationModel, tensor: Tensor, op: str, plan: Plan, 
         reduced = tensor.detach() if tensor.requires_grad else tensor
         increment_version(tensor)  # for autograd, which does not see the backend's change
         work = _begin_reduction(model, reduced, op, carrier.op, plan, group)
-        if op == "AVERAGE" and not plan.reduces_narrow:
+        if op == "AVERAGE" and not plan.reduces_exactly:
             return work.then(lambda _: reduced.div_(len(group.ranks))).then(lambda _: tensor)
         return work if reduced is tensor else work.then(lambda _: tensor)
     with torch.no_grad():
@@ -142,7 +143,7 @@ def _reduce_encoded(
 
     def finish(reduced: Tensor) -> Tensor:
         with torch.no_grad():
-            if op == "AVERAGE" and not plan.reduces_narrow:
+            if op == "AVERAGE" and not plan.reduces_exactly:
                 reduced.div_(len(group.ranks))
             return carrier.decode(reduced)
 
@@ -152,9 +153,9 @@ def _reduce_encoded(
 def _begin_reduction(
     model: ComputationModel, tensor: Tensor, op: str, sent_op: str, plan: Plan, group: Group
 ) -> Work:
-    """Begin to reduce ``tensor`` in place. Without ``reduces_narrow``, the caller divides an AVERAGE."""
-    if plan.reduces_narrow:
-        return model.transport.reduce_narrow(tensor, op, group)
+    """Begin to reduce ``tensor`` in place. Without ``reduces_exactly``, the caller divides an AVERAGE."""
+    if plan.reduces_exactly:
+        return model.transport.reduce_exactly(tensor, op, group)
     return model.transport.all_reduce(tensor, sent_op, group)
 
 
@@ -297,7 +298,7 @@ def reduce_scatter_tensor(
 
 def _reduces_rows(model: ComputationModel, op: str, tensor: Tensor) -> bool:
     """True if the transport's own reduce-scatter gives the result that the package promises."""
-    if reduce_ops.is_rounded(op, tensor.dtype) or (op in ("MIN", "MAX") and tensor.is_floating_point()):
+    if reduce_ops.is_rounded(op, tensor.dtype) or reduce_ops.is_extreme(op, tensor.dtype):
         return False  # it would round after each rank, or lose a NaN
     sent_op = "SUM" if op == "AVERAGE" else op
     return model.transport.supports("reduce_scatter", sent_op, tensor.dtype, tensor.device)

@@ -107,7 +107,7 @@ class _LocalTransport(Transport):
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
         return Completed(tensor)
 
-    def reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Work:
+    def reduce_exactly(self, tensor: Tensor, op: str, group: Group) -> Work:
         return Completed(tensor)
 
     def all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:

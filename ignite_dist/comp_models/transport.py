@@ -55,7 +55,7 @@ _NO_MESHES = (
 )
 
 CollectiveKind = Literal[
-    "all_reduce", "reduce_narrow", "reduce_scatter", "all_gather", "all_to_all", "broadcast"
+    "all_reduce", "reduce_exactly", "reduce_scatter", "all_gather", "all_to_all", "broadcast"
 ]
 
 
@@ -149,10 +149,10 @@ class Transport(ABC):
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
         """Reduce ``tensor`` in place; the result is ``tensor``, with the same bits on every rank."""
 
-    def reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Work:
-        """Reduce narrow floats in place by "SUM", "AVERAGE" or "PRODUCT", in float64 and with one rounding.
+    def reduce_exactly(self, tensor: Tensor, op: str, group: Group) -> Work:
+        """Reduce floats in place as ``reduce_rows`` does: with one rounding, and with NaN in MIN and MAX.
 
-        Optional: without this method, the floats are sent as float64. The result is ``tensor``.
+        Optional: without this method, the floats are sent as float64 or as ints. The result is ``tensor``.
         """
         raise NotImplementedError
 

@@ -9,7 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ignite_dist.values.reduce_ops import BITWISE, NARROW_FLOATS, is_rounded, reduce_rows, round_to_odd
+from ignite_dist.values.reduce_ops import (
+    BITWISE,
+    NARROW_FLOATS,
+    is_inexact,
+    is_rounded,
+    reduce_rows,
+    round_to_odd,
+)
 
 
 class Carrier(NamedTuple):
@@ -206,6 +213,8 @@ def reduce_gathered(rows: Tensor, op: str, out: Tensor | None = None) -> Tensor:
     def computes(sent_op: str, dtype: torch.dtype) -> bool:
         return dtype in _COMPUTED_DTYPES or (dtype is torch.bool and sent_op in BITWISE)
 
+    if rows.device.type == "cpu" and is_inexact(op, rows.dtype):
+        return reduce_rows(rows.unbind(), op, torch.empty_like(rows[0]) if out is None else out)
     carrier = find_carrier(op, rows.dtype, computes) or as_itself(op, rows.dtype)
     width = max(1, piece_numel(rows, carrier) // len(rows))
     if carrier.dtype is rows.dtype or rows[0].numel() <= width:

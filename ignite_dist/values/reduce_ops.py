@@ -91,6 +91,16 @@ def is_rounded(op: str, dtype: torch.dtype) -> bool:
     return dtype in NARROW_FLOATS and op in ("SUM", "AVERAGE", "PRODUCT")
 
 
+def is_extreme(op: str, dtype: torch.dtype) -> bool:
+    """True for MIN and MAX of floats: libraries lose a NaN or the sign of a zero, depending on its rank."""
+    return op in ("MIN", "MAX") and dtype.is_floating_point
+
+
+def is_inexact(op: str, dtype: torch.dtype) -> bool:
+    """True if a library's own reduction is not what the package promises, and :func:`reduce_rows` is."""
+    return is_rounded(op, dtype) or (is_extreme(op, dtype) and dtype.itemsize > 1)
+
+
 def check_op(op: str, dtype: torch.dtype) -> None:
     """Raise if ``op`` over ``dtype`` has no exact meaning.
 
@@ -129,17 +139,18 @@ _BLOCK = 1 << 15
 def reduce_rows(rows: Iterable[Tensor], op: str, out: Tensor) -> Tensor:
     """Reduce ``rows``, each of the shape and dtype of ``out``, into ``out`` in order.
 
-    Equal rows give equal bits on every rank. Narrow floats are rounded once. "AVERAGE" is supported for
-    narrow floats only.
+    Equal rows give equal bits on every rank. Narrow floats are rounded once. MIN and MAX are NaN if any row
+    is, and -0.0 is less than 0.0. "AVERAGE" is supported for narrow floats only.
     """
     first, *others = rows
     if not others:
         return out.copy_(first)
-    if is_rounded(op, out.dtype):
+    if is_inexact(op, out.dtype):
+        reduce = _reduce_narrow if is_rounded(op, out.dtype) else _find_extremes
         for *parts, result in zip(
             *(torch.split(row.view(-1), _BLOCK) for row in (first, *others, out)), strict=True
         ):
-            result.copy_(_reduce_narrow(parts[0], parts[1:], op))
+            result.copy_(reduce(parts[0], parts[1:], op))
         return out
     combine = _ROW_OPS[op]
     second, *rest = others
@@ -166,6 +177,22 @@ def _reduce_narrow(first: Tensor, others: Sequence[Tensor], op: str) -> Tensor:
     if op == "AVERAGE":
         total /= 1 + len(others)
     return round_to_odd(total)
+
+
+def _find_extremes(first: Tensor, others: Sequence[Tensor], op: str) -> Tensor:
+    """The least or greatest floats. torch's operators return either zero of two with different signs."""
+    combine = _ROW_OPS[op]
+    found = combine(first, others[0])
+    for row in others[1:]:
+        combine(found, row, out=found)
+    if found.all():
+        return found
+    # If the least number is a zero, a row with a sign has -0.0; so if the greatest is, one without has 0.0.
+    has_sign = first.signbit()
+    for row in others:
+        has_sign = has_sign | row.signbit() if op == "MIN" else has_sign & row.signbit()
+    zero = found.new_zeros(())
+    return torch.where(found == 0, torch.where(has_sign, -zero, zero), found)
 
 
 def round_to_odd(wide: Tensor) -> Tensor:

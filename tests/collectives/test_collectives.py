@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import pytest
@@ -134,3 +135,38 @@ def _default_device(_: int) -> list[Any]:
 def test_a_default_device_of_the_scripts_is_not_where_we_put_our_buffers() -> None:
     for found in on_two_ranks(_default_device):
         assert found == [[1.0]] * 6 + [[0.0, 1.0]] * 3 + [[5.0], [0.0], [1.0]]
+
+
+# --- MIN and MAX of floats -----------------------------------------------------------------------------
+
+
+def _extremes(rank: int, dtype: torch.dtype, sizes: list[int]) -> None:
+    world_size = idist.get_world_size()
+    for size, op in product(sizes, ("MIN", "MAX")):
+        tensor = torch.zeros(size)
+        tensor[0] = -0.0 if rank == 1 else 0.0
+        tensor[1:-1] = rank - 0.5
+        tensor[-1] = float("nan") if rank == 0 else 1.0
+        tensor = tensor.to(dtype)
+        for found in (
+            idist.all_reduce(tensor.clone(), op),
+            idist.all_reduce(tensor.clone(), op, async_op=True).wait(),
+            idist.all_reduce({"x": tensor.clone()}, op)["x"],
+            idist.reduce_scatter(torch.cat([tensor] * world_size), op),
+        ):
+            assert found.dtype is dtype
+            assert bool(found[0].float().signbit()) == (op == "MIN"), "-0.0 is less than 0.0"
+            assert (found[1:-1].float() == (-0.5 if op == "MIN" else world_size - 1.5)).all()
+            assert found[-1].isnan()
+
+
+@pytest.mark.parametrize("shared_memory", ["0", "1"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_extremes_are_the_same_in_all_ways(
+    dtype: torch.dtype, world_size: int, shared_memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IGNITE_DIST_SHARED_MEMORY", shared_memory)
+    # Over gloo in one round and in parts, and over shared memory as a whole and in chunks.
+    sizes = [3, 40_000, 1_200_001]
+    idist.spawn("gloo", _extremes, (dtype, sizes), nproc_per_node=world_size)

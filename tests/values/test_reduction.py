@@ -257,6 +257,24 @@ def test_one_row_is_itself_and_a_new_tensor(dtype: torch.dtype) -> None:
     assert out.data_ptr() != rows.data_ptr()
 
 
+# --- MIN and MAX of floats, row by row ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("op", ["MIN", "MAX"])
+def test_rows_have_the_least_and_greatest_floats_of_ordered_ints(op: str, dtype: torch.dtype) -> None:
+    """The bits of both ways are equal, but for those of a NaN."""
+    values = torch.tensor(list(itertools.product(_special(dtype), repeat=3)), dtype=dtype).t()
+    for repeats in (1, 1 + 2 * reduce_ops._BLOCK // values.shape[1]):  # more than one block
+        rows = list(values.repeat(1, repeats).contiguous())
+        expected = Backend(torch.int32, torch.int64).all_reduce(rows, op)
+        found = reduce_ops.reduce_rows(rows, op, torch.empty_like(rows[0]))
+        assert_same(found, expected)
+        is_number = ~expected.isnan()
+        assert torch.equal(found.signbit()[is_number], expected.signbit()[is_number])
+        assert_same(carriers.reduce_gathered(torch.stack(rows), op), expected)
+
+
 # --- carriers: MIN and MAX of floats as ordered ints --------------------------------------------------
 
 

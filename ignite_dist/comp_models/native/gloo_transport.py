@@ -26,8 +26,8 @@ class GlooTransport(OneMachineTransport, NativeTransport):
 
     handle_of = NativeTransport.handle_of
 
-    def reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Work:
-        over_backend = partial(super().reduce_narrow, tensor, op, group)
+    def reduce_exactly(self, tensor: Tensor, op: str, group: Group) -> Work:
+        over_backend = partial(super().reduce_exactly, tensor, op, group)
         work = self._work(tensor.device, group, lambda memory: memory.all_reduce(tensor, op), over_backend)
         # gloo needs several collectives for a large tensor, which start() cannot begin.
         return work if gloo.fits_one_round(tensor.nbytes, len(group.ranks)) else Steps(work.wait)

@@ -27,7 +27,7 @@ from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Tran
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.rendezvous import connections
 from ignite_dist.values import meshes
-from ignite_dist.values.reduce_ops import BITWISE, is_rounded, reduce_rows
+from ignite_dist.values.reduce_ops import BITWISE, is_inexact, reduce_rows
 from ignite_dist.values.serialization import as_bytes, as_tensor
 
 
@@ -185,9 +185,9 @@ class NativeTransport(Transport):
         self, kind: CollectiveKind, op: str | None, dtype: torch.dtype, device: torch.device
     ) -> bool:
         backend = self._backends.get(device.type)
-        if kind == "reduce_narrow":
+        if kind == "reduce_exactly":
             # Tested with gloo only. For large jobs on GPUs, NCCL's tree algorithm uses the network better.
-            return self._is_gloo_on_cpu(device) and is_rounded(str(op), dtype)
+            return self._is_gloo_on_cpu(device) and is_inexact(str(op), dtype)
         if backend is None or dtype not in _CARRIED_DTYPES.get(backend, _FLOATS | _INTS):
             return False
         if kind == "all_reduce":
@@ -214,7 +214,7 @@ class NativeTransport(Transport):
             lambda is_async: handle.allreduce(lent, _ALL_REDUCE[is_async][op]), tensor, handle, group.ranks
         )
 
-    def reduce_narrow(self, tensor: Tensor, op: str, group: Group) -> Work:
+    def reduce_exactly(self, tensor: Tensor, op: str, group: Group) -> Work:
         group_size = len(group.ranks)
         if group_size == 1 or not tensor.numel():
             return Completed(tensor)

@@ -84,7 +84,7 @@ class count_collectives(AbstractContextManager["count_collectives"]):
     """
 
     _primitives = (
-        *("all_reduce", "reduce_narrow", "all_gather", "gather_bytes", "broadcast", "barrier", "all_to_all"),
+        *("all_reduce", "reduce_exactly", "all_gather", "gather_bytes", "broadcast", "barrier", "all_to_all"),
         *("fill_rows", "reduce_scatter"),
     )
     _lock = threading.RLock()

@@ -78,6 +78,11 @@ def _lines() -> Iterator[_Line]:
     for name, size, limits in (("64 KB", 64 * _KB, (0.3, 0.2)), ("16 MB", 16 * _MB, (0.7, 0.9))):
         contenders = partial(broadcast_tensor, size)
         yield _Line("broadcast", f"tensor, {name}, ", contenders, "dist.broadcast", limits)
+    for name, size in (("4 KB", 4 * _KB), ("1 MB", _MB), ("16 MB", 16 * _MB)):
+        yield _Line("all_reduce", f"MAX, {name}, ", partial(_maximum, size), "dist.all_reduce", (1.0, 1.0))
+        for dtype in (torch.float32, torch.bfloat16):
+            title, contenders = f"{dtype}, {name}, ".replace("torch.", ""), partial(_scatter, size, dtype)
+            yield _Line("reduce_scatter", title, contenders, _RAW_SCATTER.__name__, (1.0, 1.0))
     yield _Line("barrier", "", _barrier, "dist.barrier", (0.15, 0.1))
     label = "dist.all_reduce, packed by hand"
     yield _Line("all_reduce", "dict of 20 ints and floats, ", reduce_numbers, label, (0.15, 0.1))
@@ -87,6 +92,25 @@ def _lines() -> Iterator[_Line]:
 def broadcast_tensor(size: int, device: torch.device) -> Contenders:
     tensor = zeros(size, device)
     return {OURS: lambda: idist.broadcast(tensor), RAW: lambda: dist.broadcast(tensor, 0)}
+
+
+def _maximum(size: int, device: torch.device) -> Contenders:
+    tensor = zeros(size, device)
+    return {
+        OURS: lambda: idist.all_reduce(tensor, "MAX"),
+        RAW: lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX),
+    }
+
+
+# The name in newer torch.
+_RAW_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def _scatter(size: int, dtype: torch.dtype, device: torch.device) -> Contenders:
+    """``size`` bytes per rank before the call."""
+    rows = zeros(size, device).view(dtype)
+    out = rows.new_empty(len(rows) // idist.get_world_size())
+    return {OURS: lambda: idist.reduce_scatter(rows, out=out), RAW: lambda: _RAW_SCATTER(out, rows)}
 
 
 def _barrier(device: torch.device) -> Contenders:

@@ -85,22 +85,21 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, model: ComputationModel, group: Group) -> Tensor:
         ctx.call = (model, group)
-        # get_rank() is called now, because the backward pass may run in another thread.
-        ctx.position = group.ranks.index(model.get_rank())
         return gather_rows(model, tensor, group).wait()  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         model, group = ctx.call
-        total = perform_backward(
+        # The gradient of this rank's tensor is the sum of the ranks' gradients of its row.
+        own = perform_backward(
             model,
             "all_gather",
             group,
-            lambda group: reduce_with_grad(model, gradient, "SUM", group),
+            lambda group: reduce_scatter_with_grad(model, gradient.contiguous(), "SUM", group),
             gradient,
             "SUM",
         )
-        return total[ctx.position].clone(), None, None  # a view would keep all rows in memory
+        return own, None, None
 
 
 def exchange_with_grad(

@@ -283,9 +283,9 @@ def reduce_scatter_tensor(
             target = torch.empty_like(local[0]) if out is None else out.detach().view(local[0].shape)
             if shares_memory(local, target):
                 local = local.clone()
-            sent_op = "SUM" if op == "AVERAGE" else op
+            sent_op = _reduction_of_rows(op, rows.dtype)
             work = model.transport.reduce_scatter(local, sent_op, group, target)
-        reduced = work.then(lambda part: part.div_(group_size) if op == "AVERAGE" else part)
+        reduced = work if sent_op == op else work.then(lambda part: part.div_(group_size))
         return reduced if out is None else reduced.then(lambda part: _mark_changed(out))
     parts = exchange_tensor(model, rows, group)
     if out is not None and out.device == rows.device and is_plain(out):
@@ -298,10 +298,17 @@ def reduce_scatter_tensor(
 
 def _reduces_rows(model: ComputationModel, op: str, tensor: Tensor) -> bool:
     """True if the transport's own reduce-scatter gives the result that the package promises."""
-    if reduce_ops.is_rounded(op, tensor.dtype) or reduce_ops.is_extreme(op, tensor.dtype):
-        return False  # it would round after each rank, or lose a NaN
-    sent_op = "SUM" if op == "AVERAGE" else op
-    return model.transport.supports("reduce_scatter", sent_op, tensor.dtype, tensor.device)
+    op, dtype, device = _reduction_of_rows(op, tensor.dtype), tensor.dtype, tensor.device
+    supports = model.transport.supports
+    is_inexact = reduce_ops.is_rounded(op, dtype) or reduce_ops.is_extreme(op, dtype)
+    # Most transports would round after each rank, or lose a NaN.
+    is_exact = not is_inexact or supports("reduce_exactly", op, dtype, device)
+    return is_exact and supports("reduce_scatter", op, dtype, device)
+
+
+def _reduction_of_rows(op: str, dtype: torch.dtype) -> str:
+    """What a transport is asked for. It divides the sum of narrow floats, so that they are rounded once."""
+    return "SUM" if op == "AVERAGE" and not reduce_ops.is_rounded(op, dtype) else op
 
 
 def _mark_changed(tensor: Tensor) -> Tensor:

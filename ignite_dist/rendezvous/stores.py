@@ -30,7 +30,7 @@ _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
 # Connections to the stores of rank 0, which outlive the contexts of this rank.
 _to_rank_0: dict[tuple[str, str | None, int | None], list[int]] = {}
 # Rank 0 may never close a store: a model may hold it.
-_CLOSE_SECONDS = 1.0
+_CLOSE_SECONDS = 5.0
 
 _SECOND = timedelta(seconds=1)
 

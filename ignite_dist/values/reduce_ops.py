@@ -101,6 +101,11 @@ def is_inexact(op: str, dtype: torch.dtype) -> bool:
     return is_rounded(op, dtype) or (is_extreme(op, dtype) and dtype.itemsize > 1)
 
 
+def adds_rows(op: str, dtype: torch.dtype) -> bool:
+    """True if :func:`reduce_rows` gives what the package promises for SUM, MIN and so on of ``dtype``."""
+    return is_inexact(op, dtype) or (dtype in _OF_ROWS and op in _ROW_OPS)
+
+
 def check_op(op: str, dtype: torch.dtype) -> None:
     """Raise if ``op`` over ``dtype`` has no exact meaning.
 
@@ -119,6 +124,7 @@ def check_op(op: str, dtype: torch.dtype) -> None:
 
 # --- tensors, row by row -----------------------------------------------------------------------------
 
+_OF_ROWS = {torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
 _ROW_OPS: dict[str, Callable[..., Tensor]] = {
     "SUM": torch.add,
     "PRODUCT": torch.mul,
@@ -132,6 +138,8 @@ _ROW_OPS: dict[str, Callable[..., Tensor]] = {
 
 # The bits of a float64 that a float32 does not have.
 _BEYOND_FLOAT32 = (1 << 29) - 1
+# Of the size in bytes of a float.
+_INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Number of elements reduced at a time, so that their float64 copies fit into the processor's cache.
 _BLOCK = 1 << 15
 
@@ -180,19 +188,19 @@ def _reduce_narrow(first: Tensor, others: Sequence[Tensor], op: str) -> Tensor:
 
 
 def _find_extremes(first: Tensor, others: Sequence[Tensor], op: str) -> Tensor:
-    """The least or greatest floats. torch's operators return either zero of two with different signs."""
-    combine = _ROW_OPS[op]
+    """The least or greatest floats.
+
+    torch's operators return either zero of two with different signs. The least number has a sign if any row
+    has one, and the greatest if all have one. This gives the signs of zeros too.
+    """
+    combine, combine_signs = _ROW_OPS[op], torch.bitwise_or if op == "MIN" else torch.bitwise_and
+    bits = _INTS[first.itemsize]
     found = combine(first, others[0])
+    signs = combine_signs(first.view(bits), others[0].view(bits))
     for row in others[1:]:
         combine(found, row, out=found)
-    if found.all():
-        return found
-    # If the least number is a zero, a row with a sign has -0.0; so if the greatest is, one without has 0.0.
-    has_sign = first.signbit()
-    for row in others:
-        has_sign = has_sign | row.signbit() if op == "MIN" else has_sign & row.signbit()
-    zero = found.new_zeros(())
-    return torch.where(found == 0, torch.where(has_sign, -zero, zero), found)
+        combine_signs(signs, row.view(bits), out=signs)
+    return torch.copysign(found, signs.view(first.dtype), out=found)
 
 
 def round_to_odd(wide: Tensor) -> Tensor:

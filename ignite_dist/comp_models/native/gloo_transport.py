@@ -16,15 +16,39 @@ from ignite_dist.comp_models.native.reducer_group import ReducerGroup
 from ignite_dist.comp_models.native.transport import NativeTransport
 from ignite_dist.comp_models.native.works import awaited_ranks
 from ignite_dist.comp_models.shared_memory.transport import OneMachineTransport
-from ignite_dist.comp_models.transport import Group
+from ignite_dist.comp_models.transport import CollectiveKind, Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.values.calls import call_of
+from ignite_dist.values.reduce_ops import adds_rows, reduce_rows
+from ignite_dist.values.serialization import as_bytes
 
 
 class GlooTransport(OneMachineTransport, NativeTransport):
     """Carries blocking collectives of CPU tensors over shared memory, and all others over process groups."""
 
     handle_of = NativeTransport.handle_of
+
+    def supports(
+        self, kind: CollectiveKind, op: str | None, dtype: torch.dtype, device: torch.device
+    ) -> bool:
+        if kind == "reduce_scatter" and self._is_gloo_on_cpu(device):
+            return adds_rows(str(op), dtype)
+        return super().supports(kind, op, dtype, device)
+
+    def reduce_scatter(self, tensor: Tensor, op: str, group: Group, out: Tensor) -> Work:
+        if not self._is_gloo_on_cpu(tensor.device):
+            return super().reduce_scatter(tensor, op, group, out)
+        rows, row = tensor.view(len(group.ranks), -1), out.view(-1)
+        over_backend = partial(self._exchange_and_reduce, rows, op, group, row)
+        work = self._work(
+            tensor.device, group, lambda memory: memory.reduce_scatter(rows, op, row), over_backend
+        )
+        return work.then(lambda _: out)
+
+    def _exchange_and_reduce(self, rows: Tensor, op: str, group: Group, out: Tensor) -> Work:
+        received = torch.empty_like(rows)
+        exchanged = NativeTransport.all_to_all(self, as_bytes(rows), group, as_bytes(received), None)
+        return exchanged.then(lambda _: reduce_rows(received.unbind(), op, out))
 
     def reduce_exactly(self, tensor: Tensor, op: str, group: Group) -> Work:
         over_backend = partial(super().reduce_exactly, tensor, op, group)

@@ -179,6 +179,24 @@ class SharedMemory:
             out[place * size : (place + 1) * size].copy_(row[own])
         return out
 
+    def reduce_scatter(self, rows: Tensor, op: str, out: Tensor) -> Tensor:
+        """Reduce the ``(group_size, n)`` rows in rank order, and fill ``out`` with this rank's row."""
+        own = self._position
+        width = max(1, self.segment.part_bytes // (len(rows) * rows.itemsize))
+        name = f"reduce_scatter {op}"
+        if rows.shape[1] > width:
+            name += f" of {rows.numel()}: first piece"
+        for piece, target in zip(torch.split(rows, width, dim=1), torch.split(out, width), strict=True):
+            number, parts, step = self._begin(name, piece)
+            for other in (slice(own), slice(own + 1, None)):  # the own row is not sent
+                parts[own][other].copy_(piece[other])
+            self._meet(number, step)
+            received = [part[own] for part in parts]
+            received[own] = piece[own]
+            reduce_rows(received, op, out=target)
+            name = name.replace("first", "next")
+        return out
+
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
         """Fill ``tensor`` with the values of the rank at position ``src``."""
         for name, piece in self._steps(f"broadcast from {src}", tensor):

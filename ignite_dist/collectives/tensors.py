@@ -298,12 +298,8 @@ def reduce_scatter_tensor(
 
 def _reduces_rows(model: ComputationModel, op: str, tensor: Tensor) -> bool:
     """True if the transport's own reduce-scatter gives the result that the package promises."""
-    op, dtype, device = _reduction_of_rows(op, tensor.dtype), tensor.dtype, tensor.device
-    supports = model.transport.supports
-    is_inexact = reduce_ops.is_rounded(op, dtype) or reduce_ops.is_extreme(op, dtype)
-    # Most transports would round after each rank, or lose a NaN.
-    is_exact = not is_inexact or supports("reduce_exactly", op, dtype, device)
-    return is_exact and supports("reduce_scatter", op, dtype, device)
+    sent_op = _reduction_of_rows(op, tensor.dtype)
+    return model.transport.supports("reduce_scatter", sent_op, tensor.dtype, tensor.device)
 
 
 def _reduction_of_rows(op: str, dtype: torch.dtype) -> str:

@@ -135,7 +135,8 @@ class Transport(ABC):
 
         A reduction is supported if the result is the same as torch's: sums and products of ints wrap around,
         "AND", "OR" and "XOR" are bitwise, and "MIN" and "MAX" of floats are NaN if any rank has NaN. Most
-        libraries treat NaN differently: return False, and floats are sent as ints of the same order.
+        libraries treat NaN differently: return False, and floats are sent as ints of the same order. A
+        "reduce_scatter" of narrow floats is supported if it rounds once.
 
         Args:
             kind: the primitive's name.

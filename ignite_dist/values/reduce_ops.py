@@ -142,6 +142,8 @@ _BEYOND_FLOAT32 = (1 << 29) - 1
 _INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Number of elements reduced at a time, so that their float64 copies fit into the processor's cache.
 _BLOCK = 1 << 15
+# On a GPU the launches of small blocks take longer than their kernels.
+_BLOCK_ON_GPU = 1 << 22
 
 
 def reduce_rows(rows: Iterable[Tensor], op: str, out: Tensor) -> Tensor:
@@ -155,8 +157,9 @@ def reduce_rows(rows: Iterable[Tensor], op: str, out: Tensor) -> Tensor:
         return out.copy_(first)
     if is_inexact(op, out.dtype):
         reduce = _reduce_narrow if is_rounded(op, out.dtype) else _find_extremes
+        size = _BLOCK if out.device.type == "cpu" else _BLOCK_ON_GPU
         for *parts, result in zip(
-            *(torch.split(row.view(-1), _BLOCK) for row in (first, *others, out)), strict=True
+            *(torch.split(row.view(-1), size) for row in (first, *others, out)), strict=True
         ):
             result.copy_(reduce(parts[0], parts[1:], op))
         return out

@@ -19,6 +19,7 @@ from ignite_dist.values.serialization import as_bytes
 
 # This bounds the extra memory for a large tensor: a copy of one piece, and a part of that piece in float64.
 _PIECE_BYTES = 4 << 20
+_PIECE_BYTES_ON_GPU = 64 << 20
 
 
 def reduce_in_parts(
@@ -37,7 +38,8 @@ def reduce_in_parts(
         exchange: ``exchange(sent, received)``, an all-to-all of flat bytes in equal parts, in rank order.
         gather: ``gather(sent, received)``, an all-gather of flat bytes, in rank order.
     """
-    piece_numel = group_size * max(1, _PIECE_BYTES // group_size // tensor.itemsize)
+    piece_bytes = _PIECE_BYTES if tensor.device.type == "cpu" else _PIECE_BYTES_ON_GPU
+    piece_numel = group_size * max(1, piece_bytes // group_size // tensor.itemsize)
     for piece in torch.split(tensor.view(-1), piece_numel):
         part_numel = -(-piece.numel() // group_size)
         parts = piece

@@ -27,7 +27,7 @@ from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Tran
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.rendezvous import connections
 from ignite_dist.values import meshes
-from ignite_dist.values.reduce_ops import BITWISE, is_inexact, reduce_rows
+from ignite_dist.values.reduce_ops import BITWISE, is_inexact, is_rounded, reduce_rows, round_to_odd
 from ignite_dist.values.serialization import as_bytes, as_tensor
 
 
@@ -68,6 +68,11 @@ _CARRIED_DTYPES = {
     "mpi": (_INTS - {torch.int8}) | {torch.float32, torch.float64},
 }
 _CARRIED_OPS = {"gloo": _ARITHMETIC | set(BITWISE)}
+
+_OF_GPUS = ("nccl", "xccl")
+
+# Up to this size the latency of a collective counts, and there are two in a reduction in parts.
+_WIDENED_BYTES = 1 << 16
 
 # gloo does not split so small a tensor into segments, so one exchange is not faster than gloo's all-reduce.
 _UNCUT_NUMEL = 2
@@ -186,14 +191,15 @@ class NativeTransport(Transport):
     ) -> bool:
         backend = self._backends.get(device.type)
         if kind == "reduce_exactly":
-            # Tested with gloo only. For large jobs on GPUs, NCCL's tree algorithm uses the network better.
-            return self._is_gloo_on_cpu(device) and is_inexact(str(op), dtype)
+            if self._is_gloo_on_cpu(device):
+                return is_inexact(str(op), dtype)
+            return backend in _OF_GPUS and is_rounded(str(op), dtype)  # MIN and MAX go as ints
         if backend is None or dtype not in _CARRIED_DTYPES.get(backend, _FLOATS | _INTS):
             return False
         if kind == "all_reduce":
             return op in _CARRIED_OPS.get(backend, _ARITHMETIC)
         if kind == "reduce_scatter":  # gloo's reduces all rows on all ranks
-            return backend not in ("gloo", "mpi") and op in _ARITHMETIC
+            return backend not in ("gloo", "mpi") and op in _ARITHMETIC and not is_inexact(op, dtype)
         return kind in ("all_gather", "all_to_all", "broadcast")
 
     # The primitives call the process group's methods. torch.distributed's functions also log and count calls,
@@ -218,13 +224,26 @@ class NativeTransport(Transport):
         group_size = len(group.ranks)
         if group_size == 1 or not tensor.numel():
             return Completed(tensor)
-        if not gloo.fits_one_round(tensor.nbytes, group_size):
+        is_gloo = self._is_gloo_on_cpu(tensor.device)
+        if not is_gloo and tensor.nbytes <= _WIDENED_BYTES:
+            return self._reduce_widened(tensor, op, group)
+        if not (is_gloo and gloo.fits_one_round(tensor.nbytes, group_size)):
             return Steps(lambda: self._reduce_in_parts(tensor, op, group))
         if tensor.numel() > _UNCUT_NUMEL and tensor.dtype in _FLOATS:
             return self.all_reduce(tensor, op, group)  # which also gathers and reduces at this size
         rows = tensor.new_empty((group_size, *tensor.shape))
         gathered = self.all_gather(as_bytes(tensor), group, out=as_bytes(rows).view(group_size, -1))
         return gathered.then(lambda _: reduce_rows(rows.unbind(), op, out=tensor))
+
+    def _reduce_widened(self, tensor: Tensor, op: str, group: Group) -> Work:
+        wide = tensor.to(torch.float64)
+
+        def round_(total: Tensor) -> Tensor:
+            if op == "AVERAGE":
+                total /= len(group.ranks)
+            return tensor.copy_(round_to_odd(total))
+
+        return self.all_reduce(wide, "SUM" if op == "AVERAGE" else op, group).then(round_)
 
     def _reduce_in_parts(self, tensor: Tensor, op: str, group: Group) -> Tensor:
         handle, group_size = self.handle_of(group), len(group.ranks)

@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 import ignite_dist as idist
+from ignite_dist.comp_models.native.training import _wrap_model
 from on_ranks import SIZE, on_ranks, warned
 
 # --- auto_model --------------------------------------------------------------------------------------
@@ -372,6 +373,30 @@ def _hooked_in_pairs(rank: int, comm_hook: Any) -> list[float]:
 def test_a_hook_reduces_over_the_ranks_of_the_model(comm_hook: Any) -> None:
     found = on_ranks(_hooked_in_pairs, comm_hook, world_size=4)
     assert found == [[0.5, 0.5], [0.5, 0.5], [2.5, 2.5], [2.5, 2.5]]
+
+
+def _wraps_for_a_gpu(rank: int) -> list[bool]:
+    """`auto_model(sync_bn=True)` on a GPU of which only the type is there."""
+    pair = idist.new_group([0, 1])
+    mesh = idist.mesh(replicas=1, dp=2)["dp"]
+    given: list[Any] = []
+
+    def wrapper(model: Module, **kwargs: Any) -> Module:
+        given.append(kwargs["device_ids"])
+        return model
+
+    found = []
+    for members, group in (({"process_group": pair}, pair), ({"device_mesh": mesh}, mesh.get_group())):
+        net = Sequential(Linear(2, 2), BatchNorm1d(2))
+        wrapped: Any = _wrap_model(
+            net, torch.device("cuda", 1), "nccl", True, wrapper, None, None, dict(members)
+        )
+        found += [isinstance(wrapped[1], SyncBatchNorm), wrapped[1].process_group is group]
+    return [*found, given == [[1], [1]]]
+
+
+def test_batch_norm_on_gpus_is_synchronised_over_the_ranks_of_the_model() -> None:
+    assert on_ranks(_wraps_for_a_gpu) == [[True] * 5] * 2
 
 
 def _refused(_: int) -> bool:

@@ -70,9 +70,14 @@ _NAMES = (
         )
     ),
     (
-        "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+        "torch._C._distributed_c10d.Backend._get_sequence_number_for_group",
         "The watchdog compares the number of collectives of each rank, also from other libraries. No public "
         "function counts them.",
+        "none: the watchdog's thread fails at its first check",
+    ),
+    (
+        "torch.distributed.ProcessGroup._device_types",
+        "No public function names the devices of a group. Each may have a backend with a number of its own.",
         "none: the watchdog's thread fails at its first check",
     ),
     (
@@ -328,10 +333,14 @@ def timeout_of(group: Any, device: torch.device) -> timedelta:
 
 
 def sequence_number(group: Any) -> int | None:
-    """Number of collectives that this rank has begun in a group; None if the backend does not count."""
+    """Number of collectives that this rank has begun in a group; None if a backend does not count.
+
+    A group may have a backend per type of device. Its own number is that of one of them.
+    """
     try:
-        number: int = group._get_sequence_number_for_group()
-        return number
+        backends = [group._get_backend(device) for device in group._device_types]
+        numbers = {id(backend): int(backend._get_sequence_number_for_group()) for backend in backends}
+        return sum(numbers.values())
     except RuntimeError:
         return None
 

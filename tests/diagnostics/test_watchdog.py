@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import helpers
 import ignite_dist as idist
+from ignite_dist import _torch
 from ignite_dist.comp_models import SerialModel
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics import announcing, flight_recorder, reports
@@ -525,3 +526,33 @@ def test_groups_are_counted_apart() -> None:
 )
 def test_ranks_in_words(ranks: list[int], text: str) -> None:
     assert describe_ranks(ranks) == text
+
+
+# --- groups with a backend for each type of device -----------------------------------------------------
+
+
+class _TwoBackends:
+    """A group of `cpu:gloo,cuda:nccl`, with gloo's counters for both."""
+
+    _device_types = (torch.device("cpu"), torch.device("cuda"))
+
+    def __init__(self, *groups: Any) -> None:
+        self._groups = groups
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._groups[device.type == "cuda"]._get_backend(torch.device("cpu"))
+
+
+def _counts(_: int) -> list[int]:
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    both = _TwoBackends(*groups)
+    found = []
+    for number in (0, 1, 1, 1):
+        dist.all_reduce(torch.ones(1), group=groups[number])
+        found.append(_torch.sequence_number(both))
+    assert _torch.sequence_number(_TwoBackends(groups[0], groups[0])) == _torch.sequence_number(groups[0])
+    return [(number or 0) - (found[0] or 0) for number in found]
+
+
+def test_the_calls_of_all_backends_of_a_group_are_counted() -> None:
+    assert idist.spawn("gloo", _counts, nproc_per_node=2) == [[0, 1, 2, 3]] * 2

@@ -162,8 +162,11 @@ class NativeModel(ProcessModel):
         model = cls(_world(), _make_undo(excepthook), place, connecting)
         if "gloo" in model._backends.values():
             model.transport.world_connections = world_connections
-        if model.device().type != "cpu":
-            # The barrier makes the communicator now, on the selected device.
+        if devices.needs_one_per_rank(model.backend()):
+            # Makes the communicator now, on the selected device. A barrier may go to the backend of the CPU.
+            first = torch.zeros(1, device=model.device())
+            model.transport.all_reduce(first, "SUM", model.groups.world).wait().item()
+        elif model.device().type != "cpu":
             model.transport.barrier(model.groups.world).wait()
         return model
 

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from ignite_dist.arguments import check_module
@@ -263,10 +264,8 @@ def _clip_parts(
             f"The norm of the gradients of all ranks is {total.item()}, so they cannot be clipped. Pass "
             "error_if_nonfinite=False to scale by it anyway."
         )
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch does
-    for parameter in parameters:
-        gradient = local_gradient(parameter)
-        gradient.mul_(factor.to(gradient.dtype))
+    parts: Any = [SimpleNamespace(grad=local_gradient(parameter)) for parameter in parameters]
+    clip_grads_with_norm_(parts, max_norm, total)  # one kernel for many gradients
     return total
 
 

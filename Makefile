@@ -45,7 +45,7 @@ endif
 .NOTPARALLEL:
 .PHONY: help venv demo test test-long test-all test-gpu stress horovod test-horovod test-launchers test-mpi4py \
     xla test-xla xla-suite conformance conformance-gloo conformance-results conformance-newest conformance-oldest \
-    other-torch test-python python-tests docs dist bench latency scale bench-xla bench-here lint style type clean
+    other-torch test-python python-tests docs dist bench bench-grid latency scale bench-xla bench-here lint style type clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 27
@@ -145,6 +145,9 @@ dist: $(call needs,test dist)  ## build the sdist and the wheel in dist/, and ch
 
 bench: $(call needs,bench horovod)  ## measure against torch.distributed, Horovod and pytorch-ignite
 	$(PY) benchmarks/bench.py $(ARGS)
+
+bench-grid: $(call needs,bench)  ## compare every collective by dtype and size with torch.distributed: a search for cliffs
+	$(PY) benchmarks/grid.py $(ARGS)
 
 latency: $(call needs,bench)  ## measure collectives by size, with and without shared memory, and draw docs/latency.svg
 	$(PY) benchmarks/latency.py $(ARGS)

@@ -37,7 +37,7 @@ Curves = dict[str, dict[str, list[float]]]
 # --- in the ranks --------------------------------------------------------------------------------------
 
 
-def _group_over_gloo() -> Any:
+def group_over_gloo() -> Any:
     """A group of all ranks that does not use shared memory."""
     group = idist.new_group(range(idist.get_world_size()))
     # The ranks decide in the group's first collective.
@@ -92,7 +92,7 @@ _COLLECTIVES: dict[str, Callable[[int, Any], Contenders]] = {
 def _measure(local_rank: int, sizes: list[int], effort: Effort) -> Curves:
     torch.set_num_threads(1)
     idist.barrier()
-    group, processes = _group_over_gloo(), rank_processes(torch.device("cpu"))
+    group, processes = group_over_gloo(), rank_processes(torch.device("cpu"))
     curves: Curves = {}
     for collective, contenders in _COLLECTIVES.items():
         curves[collective] = {OURS: [], OVER_GLOO: [], RAW: []}

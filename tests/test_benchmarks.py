@@ -52,3 +52,18 @@ def test_latency_needs_shared_memory(tmp_path: Path) -> None:
     ended = benchmark("latency.py", "--quick", "--out", tmp_path, IGNITE_DIST_SHARED_MEMORY="0")
     assert ended.returncode == 2 and "IGNITE_DIST_SHARED_MEMORY=0" in ended.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_the_grid_has_a_row_for_each_collective() -> None:
+    ended = benchmark("grid.py", "--quick", "--dtypes", "int64", "--only", "SUM int64 4 KB|^scatter .* 4 KB")
+    assert ended.returncode == 0, ended.stdout
+    lines = [line.split() for line in ended.stdout.splitlines() if " KB " in line]
+    assert [" ".join(words[: words.index("int64")]) for words in lines] == [
+        "all_reduce SUM",
+        "reduce SUM",
+        "reduce_scatter SUM",
+        "scatter",
+    ], ended.stdout
+    assert "of 4 rows" in ended.stdout
+    refused = benchmark("grid.py", "--quick", "--only", "nothing")
+    assert refused.returncode == 2 and "matches no row" in refused.stdout

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Collection
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -39,12 +41,10 @@ def current_accelerator() -> torch.device:
     return torch.device(found.type, torch.accelerator.current_device_index())
 
 
-def of_local_rank() -> torch.device | None:
-    """The accelerator that a context of this worker will select; None on a machine without one."""
+def of_local_rank(local_rank: int) -> torch.device | None:
+    """The accelerator for a worker before it has a context; None on a machine without one."""
     found = accelerator()
-    if found is None:
-        return None
-    return torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")) % _count(found.type))
+    return None if found is None else torch.device(found.type, local_rank % _count(found.type))
 
 
 def auto_backend() -> str:
@@ -55,7 +55,7 @@ def auto_backend() -> str:
 def auto_nproc_per_node() -> int:
     """Number of GPUs; without a GPU, number of cores divided by ``OMP_NUM_THREADS`` (1)."""
     found = accelerator()
-    if found is not None and _backend_of_accelerator() is not None:
+    if found is not None and (_backend_of_accelerator() or found.type in _OF_GLOO):
         return _count(found.type)
     num_threads = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, num_cores() // (int(num_threads) if num_threads.isdecimal() and int(num_threads) else 1))
@@ -72,6 +72,17 @@ def _count(device_type: str) -> int:
     return int(torch.get_device_module(device_type).device_count())
 
 
+# Devices whose tensors gloo carries.
+_OF_GLOO = dist.Backend.backend_capability.get("gloo", [])
+# Backends that refuse two ranks on a device, by what is in their names.
+_ONE_PER_PROCESS = {"nccl": ("cuda", "a CUDA"), "xccl": ("xpu", "an XPU")}
+
+
+def needs_one_per_rank(backend: str) -> bool:
+    """True for NCCL and XCCL, also as a part of ``"cpu:gloo,cuda:nccl"``."""
+    return any(name in backend for name in _ONE_PER_PROCESS)
+
+
 def check_devices(backend: str, nproc_per_node: int) -> None:
     """Raise if this node has fewer devices than processes, and ``backend`` needs one per process.
 
@@ -85,7 +96,7 @@ def check_devices(backend: str, nproc_per_node: int) -> None:
         count = _count(device_type)
         if count == 0:
             raise RuntimeError(
-                f"Backend {backend!r} needs a {device} device, and this machine has none. Use 'gloo'."
+                f"Backend {backend!r} needs {device} device, and this machine has none. Use 'gloo'."
             )
         if nproc_per_node > count:
             raise ValueError(
@@ -93,18 +104,14 @@ def check_devices(backend: str, nproc_per_node: int) -> None:
             )
 
 
-# Backends that refuse two ranks on a device, by what is in their names.
-_ONE_PER_PROCESS = {"nccl": ("cuda", "CUDA"), "xccl": ("xpu", "XPU")}
-
-
 def select_device(backend: str, device_types: Collection[str], place: Environment) -> None:
-    """Select this rank's accelerator, if ``backend`` carries tensors of it.
+    """Select this rank's accelerator, if there is one and ``backend`` carries its tensors.
 
     That is the only one that this process sees, or the one with the number of the local rank. Over gloo,
     ranks share accelerators if there are too few.
 
     Raises:
-        RuntimeError: NCCL, and there is none for this rank.
+        RuntimeError: the process sees several, but none for its local rank. Only if ``backend`` needs one.
     """
     found = accelerator()
     if found is None or found.type not in device_types or backend == "mpi":
@@ -114,42 +121,42 @@ def select_device(backend: str, device_types: Collection[str], place: Environmen
     is_known = place.local_rank is not None and not place.has_own_devices
     if needs_one_per_rank(backend) and is_known and 1 < count <= local_rank:
         raise RuntimeError(
-            f"Local rank {local_rank} has no GPU: NCCL needs one per rank, and this node has {count}."
+            f"Local rank {local_rank} has no GPU: {backend!r} needs one per rank, and this node has {count}."
         )
     torch.accelerator.set_device_index(local_rank % count)
 
 
 def claim_device(backend: str, store: dist.Store, place: Environment) -> None:
-    """Compare the accelerators that the ranks have selected, in ``store``. Every rank calls this.
+    """Compare the GPUs that the ranks have selected, in ``store``. Every rank calls this.
+
+    Only for CUDA: other vendors' devices may have no UUID, or one that is known on their machine only.
 
     Raises:
         RuntimeError: two ranks have the same one, and ``backend`` needs one per rank. Raised on every rank.
     """
-    if not needs_one_per_rank(backend):
+    if "nccl" not in backend or torch.version.cuda is None:
         return
-    device = current_accelerator()
-    properties = torch.get_device_module(device).get_device_properties(device)
-    uuid = getattr(properties, "uuid", None)  # only newer releases of torch know it for each type
-    owner = place.rank
-    if uuid is not None:
-        owner = int(store.compare_set(f"{_CLAIMS}/{uuid}", "", str(place.rank)))
-    if owner != place.rank:
-        store.set(
-            f"{_CLAIMS}/conflict",
-            f"Ranks {owner} and {place.rank} have the same GPU ({properties.name}, UUID {uuid}), and "
-            f"{backend!r} needs one per rank. Rank {place.rank} sees {_count(device.type)}. Start fewer "
-            "processes, or let the launcher show each its own (Slurm: --gpus-per-task=1).",
-        )
-    if store.add(f"{_CLAIMS}/number", 1) == place.world_size:
-        conflict = f"{_CLAIMS}/conflict"
-        store.set(f"{_CLAIMS}/verdict", store.get(conflict).decode() if store.check([conflict]) else "")
-    if verdict := store.get(f"{_CLAIMS}/verdict").decode():  # waits for the last rank
+    # A process may open several contexts after errors, in the same store.
+    attempt = (store.add(f"{_CLAIMS}/begun", 1) - 1) // place.world_size
+    claims = f"{_CLAIMS}/{attempt}"
+    conflict = f"{claims}/conflict"
+    with suppress(RuntimeError):  # of a device that does not work: NCCL says what is wrong
+        device = current_accelerator()
+        properties = torch.get_device_module(device).get_device_properties(device)
+        key = f"{claims}/{socket.gethostname()}/{properties.uuid}"
+        owner = int(store.compare_set(key, "", str(place.rank)))
+        if owner != place.rank:
+            store.set(
+                conflict,
+                f"Ranks {owner} and {place.rank} have the same GPU ({properties.name}, UUID "
+                f"{properties.uuid}), and {backend!r} needs one per rank. Rank {place.rank} sees "
+                f"{_count(device.type)}. Start fewer processes, or let the launcher show each its own "
+                "(Slurm: --gpus-per-task=1).",
+            )
+    if store.add(f"{claims}/number", 1) == place.world_size:
+        store.set(f"{claims}/verdict", store.get(conflict).decode() if store.check([conflict]) else "")
+    if verdict := store.get(f"{claims}/verdict").decode():  # waits for the last rank
         raise RuntimeError(verdict)
 
 
 _CLAIMS = "ignite_dist/devices"
-
-
-def needs_one_per_rank(backend: str) -> bool:
-    """True for NCCL and XCCL, also as a part of ``"cpu:gloo,cuda:nccl"``."""
-    return any(name in backend for name in _ONE_PER_PROCESS)

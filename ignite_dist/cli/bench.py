@@ -26,7 +26,7 @@ from ignite_dist.context.live import current_model
 
 _WITHOUT_SIZES = ("barrier", "numbers", "objects")
 # Their sizes are those of the rows of all ranks, as in nccl-tests.
-_OF_ROWS = ("all_gather", "reduce_scatter", "all_to_all")
+_BY_ROWS = ("all_gather", "reduce_scatter", "all_to_all")
 _BY_DEFAULT = ("all_reduce", "all_gather", "broadcast", *_WITHOUT_SIZES)
 COLLECTIVES = (*_BY_DEFAULT, "reduce_scatter", "all_to_all")
 """``numbers`` is an all_reduce of a dict of 20 numbers, ``objects`` an all_gather of a small dict."""
@@ -135,7 +135,7 @@ class BenchReport(NamedTuple):
 def bus_bytes(collective: str, num_bytes: int, world_size: int) -> float:
     """``num_bytes`` times the factor of nccl-tests between algorithm bandwidth and bus bandwidth."""
     share = (world_size - 1) / world_size
-    factor = {"all_reduce": 2 * share, "broadcast": 1.0, **dict.fromkeys(_OF_ROWS, share)}
+    factor = {"all_reduce": 2 * share, "broadcast": 1.0, **dict.fromkeys(_BY_ROWS, share)}
     return num_bytes * factor.get(collective, 0.0)
 
 
@@ -190,12 +190,12 @@ def _show_progress(done: int, total: int) -> None:
 
 def _figure(collective: str, num_bytes: int, dtype: torch.dtype) -> Figure:
     world_size = idist.get_world_size()
-    num_rows = world_size if collective in _OF_ROWS else 1
+    num_rows = world_size if collective in _BY_ROWS else 1
     row_bytes = dtype.itemsize * num_rows
     numel = max(1, num_bytes // row_bytes)  # rounded down to whole numbers per rank, as in nccl-tests
     num_bytes = 0 if collective in _WITHOUT_SIZES else numel * row_bytes
     tensor = torch.zeros(numel, dtype=dtype, device=idist.device())
-    calls = _calls(collective, tensor, tensor.new_zeros(numel * num_rows))
+    calls = _calls(collective, tensor, tensor.new_zeros(numel * num_rows) if num_rows > 1 else tensor)
     medians = [statistics.median(samples) for samples in _time_in_turn(calls, tensor)]
     seconds, *raw = idist.all_reduce(medians, "AVERAGE")
     return Figure(
@@ -208,7 +208,7 @@ def _calls(collective: str, tensor: Tensor, rows: Tensor) -> list[Callable[[], A
 
     ``rows`` has the shape of ``tensor`` for each rank, if the collective is one of rows.
     """
-    received = torch.empty_like(rows)
+    received = torch.empty_like(rows) if collective == "all_to_all" else rows
     ours: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: idist.all_reduce(tensor),
         "all_gather": lambda: idist.all_gather(tensor, out=rows),

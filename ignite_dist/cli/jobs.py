@@ -30,7 +30,7 @@ class Job(NamedTuple):
         backend: one of ``available_backends()``.
         timeout: how long a rank waits for the other ranks, in the rendezvous and in each step.
         nproc_per_node: number of workers to start here. None: the launcher's processes, else a worker per GPU
-            if the backend is for GPUs, else two.
+            if the backend needs that, else two.
         nodes: the user's values of ``nnodes``, ``node_rank``, ``master_addr`` and ``master_port``.
     """
 
@@ -114,6 +114,16 @@ def _run_in_workers(
     if not job.nodes.get("node_rank"):
         show(report)
     return report.exit_status
+
+
+def auto_backend(nproc_per_node: int | None) -> str:
+    """NCCL if this machine has a GPU for each process, and several; else gloo. See :class:`Job`."""
+    backend = devices.auto_backend()
+    if not devices.needs_one_per_rank(backend):
+        return "gloo"
+    count = devices.auto_nproc_per_node()
+    launched = idist.environment().nproc_per_node if idist.environment().launcher != "none" else None
+    return backend if (nproc_per_node or launched or max(count, 2)) <= count else "gloo"
 
 
 def num_processes(count: int) -> str:

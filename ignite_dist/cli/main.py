@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import ignite_dist as idist
-from ignite_dist import devices
 from ignite_dist.cli import jobs
 from ignite_dist.cli.output import Output, results_on_stdout
 
@@ -111,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         "--collectives",
         default="",
         metavar="NAMES",
-        help="run only these, for example all_reduce,barrier; also reduce_scatter and all_to_all",
+        help="for example all_reduce,barrier (all but reduce_scatter and all_to_all)",
     )
     bench.add_argument(
         "--dtype",
@@ -180,7 +179,7 @@ def _arguments_of_ranks() -> _Parser:
         *_NPROC_PER_NODE,
         type=int,
         metavar="N",
-        help="processes on this machine, without a launcher (one per GPU, else 2)",
+        help="processes on this machine, without a launcher (one per GPU over NCCL, else 2)",
     )
     parser.add_argument(
         "--timeout", type=_seconds, default="60", metavar="S", help="seconds to wait for a rank (%(default)s)"
@@ -214,7 +213,7 @@ def _nodes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _job(options: argparse.Namespace) -> jobs.Job:
-    backend = devices.auto_backend() if options.backend == "auto" else options.backend
+    backend = jobs.auto_backend(options.nproc_per_node) if options.backend == "auto" else options.backend
     return jobs.Job(backend, options.timeout, options.nproc_per_node, _nodes(options))
 
 

@@ -16,6 +16,7 @@ from ignite_dist.collectives.checks import check_dense
 from ignite_dist.collectives.path import perform_backward
 from ignite_dist.collectives.tensors import (
     exchange_tensor,
+    exchanges_rows,
     gather_rows,
     plan_reduction,
     reduce_scatter_tensor,
@@ -90,16 +91,23 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         model, group = ctx.call
-        # The gradient of this rank's tensor is the sum of the ranks' gradients of its row.
         own = perform_backward(
             model,
             "all_gather",
             group,
-            lambda group: reduce_scatter_with_grad(model, gradient.contiguous(), "SUM", group),
+            lambda group: _sum_of_own_rows(model, gradient, group),
             gradient,
             "SUM",
         )
         return own, None, None
+
+
+def _sum_of_own_rows(model: ComputationModel, rows: Tensor, group: Group) -> Tensor:
+    """``(group_size, *S) -> (*S)``: the sum of the rows of all ranks that are for this rank."""
+    if exchanges_rows(model, rows, group):
+        return reduce_scatter_with_grad(model, rows.contiguous(), "SUM", group)
+    position = group.position(model.get_rank())
+    return reduce_with_grad(model, rows, "SUM", group)[position].clone()  # a view would keep all rows
 
 
 def exchange_with_grad(

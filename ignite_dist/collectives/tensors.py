@@ -86,8 +86,8 @@ def _make_plan(model: ComputationModel, op: str, tensor: Tensor, exact: bool) ->
         )
     device = carrying_device(model, tensor)
     is_exact = exact or reduce_ops.is_extreme(op, tensor.dtype)
-    is_inexact = is_exact and reduce_ops.is_inexact(op, tensor.dtype)
-    reduces_exactly = is_inexact and supports("reduce_exactly", op, tensor.dtype, device)
+    needs_own_way = is_exact and reduce_ops.is_inexact(op, tensor.dtype)
+    reduces_exactly = needs_own_way and supports("reduce_exactly", op, tensor.dtype, device)
 
     def carries(sent_op: str, dtype: torch.dtype) -> bool:
         return supports("all_reduce", sent_op, dtype, device)
@@ -280,7 +280,9 @@ def reduce_scatter_tensor(
     if _reduces_rows(model, op, rows):
         with torch.no_grad():
             local = plain(rows)
-            target = torch.empty_like(local[0]) if out is None else out.detach().view(local[0].shape)
+            with torch.inference_mode(False):  # wait() may be called outside of the mode
+                new = torch.empty(local.shape[1:], dtype=local.dtype, device=local.device)
+            target = new if out is None else out.detach().view(local.shape[1:])
             if shares_memory(local, target):
                 local = local.clone()
             sent_op = _reduction_of_rows(op, rows.dtype)
@@ -294,6 +296,16 @@ def reduce_scatter_tensor(
         return part.then(lambda _: _mark_changed(out))
     part = parts.then(lambda received: carriers.reduce_gathered(received.view(rows.shape), op))
     return part if out is None else part.then(lambda reduced: fill_from(out, reduced.view(out.shape)))
+
+
+def exchanges_rows(model: ComputationModel, tensor: Tensor, group: Group) -> bool:
+    """True if a reduce-scatter of ``tensor`` sends less than an all-reduce: no rank gets rows of others."""
+    supports, device = model.transport.supports, carrying_device(model, tensor)
+    is_whole = group.handle is None or not model.transport.groups_need_all_ranks
+    return is_whole and (
+        supports("all_to_all", None, torch.uint8, device)
+        or supports("reduce_scatter", "SUM", tensor.dtype, device)
+    )
 
 
 def _reduces_rows(model: ComputationModel, op: str, tensor: Tensor) -> bool:

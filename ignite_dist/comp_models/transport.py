@@ -141,7 +141,7 @@ class Transport(ABC):
         Args:
             kind: the primitive's name.
             op: "SUM", "PRODUCT", "MIN", "MAX", "AND", "OR", "XOR" or "ADASUM"; None if ``kind`` is not
-                a reduction.
+                a reduction. "AVERAGE" too for "reduce_exactly" and "reduce_scatter" of narrow floats.
             dtype: the dtype of the tensor.
             device: the device of the tensor.
         """

@@ -29,7 +29,7 @@ class Environment(NamedTuple):
         node_rank: rank of this node, in [0, nnodes).
         main_address: address of rank 0's node.
         main_port: port of the rendezvous on rank 0's node.
-        has_own_devices: True if each process sees only its own accelerators.
+        has_own_devices: True if the launcher was asked to show each process its own accelerators only.
         reason: a text with the variables that identify this launcher, and with the names of outer launchers.
     """
 

@@ -149,15 +149,14 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
 
 
 def forget_failures(store: Store) -> None:
-    """Delete what a failed attempt's NCCL has written into the store of the job, outside of any prefix.
+    """Delete the key ``exception_dump``, which NCCL writes outside of any prefix when a rank has failed.
 
-    A store may outlive an attempt. Each rank of the next one would read there that a rank has failed, and
-    after some minutes NCCL's watchdog would end it. Rank 0 calls this before any rank starts NCCL.
+    A store may outlive an attempt. The ranks of the next one would read the key, and be ended by NCCL's
+    watchdog after some minutes. Rank 0 calls this before any rank starts NCCL.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    for key in ("exception_dump", "remote_error"):
-        store.delete_key(key)
+    store.delete_key("exception_dump")
 
 
 def _logging_wait(place: Environment, awaited: str) -> AbstractContextManager[None]:

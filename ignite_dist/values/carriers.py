@@ -12,6 +12,7 @@ from torch import Tensor
 from ignite_dist.values.reduce_ops import (
     BITWISE,
     NARROW_FLOATS,
+    ROW_DTYPES,
     is_inexact,
     is_rounded,
     reduce_rows,
@@ -182,17 +183,6 @@ def _uint64_carrier(op: str, carries: Callable[[str, torch.dtype], bool]) -> Car
     )
 
 
-_COMPUTED_DTYPES = {
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float32,
-    torch.float64,
-}
-
-
 # Large enough that the latency of a collective does not matter, small enough to copy.
 PIECE_BYTES = 16 << 20
 # On a GPU the launches of small pieces take longer than their kernels.
@@ -211,7 +201,7 @@ def reduce_gathered(rows: Tensor, op: str, out: Tensor | None = None) -> Tensor:
     """
 
     def computes(sent_op: str, dtype: torch.dtype) -> bool:
-        return dtype in _COMPUTED_DTYPES or (dtype is torch.bool and sent_op in BITWISE)
+        return dtype in ROW_DTYPES or (dtype is torch.bool and sent_op in BITWISE)
 
     if rows.device.type == "cpu" and is_inexact(op, rows.dtype):
         return reduce_rows(rows.unbind(), op, torch.empty_like(rows[0]) if out is None else out)

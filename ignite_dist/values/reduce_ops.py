@@ -103,7 +103,7 @@ def is_inexact(op: str, dtype: torch.dtype) -> bool:
 
 def adds_rows(op: str, dtype: torch.dtype) -> bool:
     """True if :func:`reduce_rows` gives what the package promises for SUM, MIN and so on of ``dtype``."""
-    return is_inexact(op, dtype) or (dtype in _OF_ROWS and op in _ROW_OPS)
+    return is_inexact(op, dtype) or (dtype in ROW_DTYPES and op in _ROW_OPS)
 
 
 def check_op(op: str, dtype: torch.dtype) -> None:
@@ -124,7 +124,7 @@ def check_op(op: str, dtype: torch.dtype) -> None:
 
 # --- tensors, row by row -----------------------------------------------------------------------------
 
-_OF_ROWS = {torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
+ROW_DTYPES = {torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
 _ROW_OPS: dict[str, Callable[..., Tensor]] = {
     "SUM": torch.add,
     "PRODUCT": torch.mul,

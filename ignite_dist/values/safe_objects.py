@@ -26,7 +26,7 @@ from torch import Tensor
 from ignite_dist import _torch
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError
 from ignite_dist.values import views
-from ignite_dist.values.arrivals import Receiver, arrive, no_accelerator, receiving
+from ignite_dist.values.arrivals import OwnDevice, arrive, arriving_on, no_accelerator
 
 _Type = TypeVar("_Type", bound=type)
 
@@ -155,10 +155,10 @@ def is_message(payload: bytes | bytearray | memoryview) -> bool:
     return bytes(payload[:4]) in _STARTS
 
 
-def load(payload: bytes | bytearray | memoryview, rank: int, receiver: Receiver = no_accelerator) -> Any:
+def load(payload: bytes | bytearray | memoryview, rank: int, own_device: OwnDevice = no_accelerator) -> Any:
     """The value that the global ``rank`` passed to :func:`save`.
 
-    Tensors of the type of the device that ``receiver`` returns arrive there, all others on the CPU.
+    Tensors of the type of the device that ``own_device`` returns arrive there, all others on the CPU.
 
     Raises:
         UnsafeObjectError: the payload could run code. No code was run.
@@ -166,7 +166,7 @@ def load(payload: bytes | bytearray | memoryview, rank: int, receiver: Receiver 
     """
     _register_with_torch()
     try:
-        with receiving(receiver):
+        with arriving_on(own_device):
             return torch.load(io.BytesIO(payload), map_location=arrive, weights_only=True, mmap=False)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
@@ -178,6 +178,8 @@ def load(payload: bytes | bytearray | memoryview, rank: int, receiver: Receiver 
             ) from error
         message = _REFUSED.format(rank=rank, name=found[1], advice=_advice(found[1]))
         raise UnsafeObjectError(message, rank, found[1]) from None
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # corrupt data can raise anything
         raise decoding_error(rank, error) from error
 

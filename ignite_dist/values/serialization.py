@@ -23,7 +23,7 @@ from torch import Tensor, UntypedStorage
 from ignite_dist import _torch
 from ignite_dist.errors import UnsafeObjectError
 from ignite_dist.values import safe_objects
-from ignite_dist.values.arrivals import Receiver, no_accelerator, place_of, receiving
+from ignite_dist.values.arrivals import OwnDevice, arrival_device, arriving_on, no_accelerator
 from ignite_dist.values.views import Views, pickler_of
 
 # --- pipes: between a launcher and its workers -------------------------------------------------------
@@ -118,8 +118,8 @@ def _storage(memory: Any, device: str) -> UntypedStorage:
     """A storage with the bytes of ``memory``. It shares the memory of a large buffer."""
     tensor = as_tensor(memory)
     storage = (tensor if len(memory) >= _LARGE_BYTES else tensor.clone()).untyped_storage()
-    place = place_of(device)
-    return storage if place.type == "cpu" else storage.to(device=place)
+    arrival = arrival_device(device)
+    return storage if arrival.type == "cpu" else storage.to(device=arrival)
 
 
 # --- large buffers: beside the pickle, which has only references to them ----------------------------------
@@ -186,16 +186,16 @@ def _unframed(payload: memoryview) -> tuple[memoryview, list[memoryview]]:
     return pickled, buffers
 
 
-def decode(payload: Payload, receiver: Receiver = no_accelerator) -> Any:
+def decode(payload: Payload, own_device: OwnDevice = no_accelerator) -> Any:
     """The value that was passed to :func:`encode`. Use this only for data from processes of this job.
 
     Large tensors and arrays share the memory of ``payload`` if it can be written to. So do not use it again.
 
     Args:
         payload: the bytes.
-        receiver: returns the device on which tensors of its type arrive. Others arrive on the CPU.
+        own_device: returns the device on which tensors of its type arrive. Others arrive on the CPU.
     """
-    with receiving(receiver):
+    with arriving_on(own_device):
         if bytes(payload[: len(_MAGIC)]) != _MAGIC:
             return pickle.loads(payload)
         view = memoryview(payload)
@@ -215,15 +215,15 @@ def pack(value: Any) -> Payload:
     return safe_objects.save(value) if safe_objects.is_safe() else encode(value)
 
 
-def unpack(payload: Payload, rank: int, receiver: Receiver = no_accelerator) -> Any:
-    """The value that the global ``rank`` passed to :func:`pack`. For ``receiver`` see :func:`decode`.
+def unpack(payload: Payload, rank: int, own_device: OwnDevice = no_accelerator) -> Any:
+    """The value that the global ``rank`` passed to :func:`pack`. For ``own_device`` see :func:`decode`.
 
     Raises:
         UnsafeObjectError: in safe mode, the payload could run code. No code was run.
         CollectiveMismatchError: the payload is not a complete message.
     """
     if safe_objects.is_message(payload):  # always decoded safely, in either mode
-        return safe_objects.load(payload, rank, receiver)
+        return safe_objects.load(payload, rank, own_device)
     if safe_objects.is_safe():
         raise UnsafeObjectError(
             f"Rank {rank} sent a plain pickle, which could run any code in this process. It was not decoded: "
@@ -232,7 +232,7 @@ def unpack(payload: Payload, rank: int, receiver: Receiver = no_accelerator) -> 
             rank,
         )
     try:
-        return decode(payload, receiver)
+        return decode(payload, own_device)
     except (pickle.UnpicklingError, EOFError) as error:
         raise safe_objects.decoding_error(rank, error) from error
 

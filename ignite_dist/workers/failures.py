@@ -112,7 +112,7 @@ def outcome_of(sent_call: EncodedCall | Callable[..., Any], local_rank: int) -> 
     """Decode ``sent_call`` and make the call. Returns the encoded result, or the failure."""
     try:
         try:
-            call = _decode_call(sent_call) if isinstance(sent_call, EncodedCall) else sent_call
+            call = _decode_call(sent_call, local_rank) if isinstance(sent_call, EncodedCall) else sent_call
         except Exception as error:
             return failure_of(error, is_permanent=True)
         result = call(local_rank)
@@ -139,9 +139,9 @@ def _encode_result(result: Any) -> Payload | Failure:
         return failure_of(TypeError(message), is_permanent=True)
 
 
-def _decode_call(sent_call: EncodedCall) -> Callable[..., Any]:
+def _decode_call(sent_call: EncodedCall, local_rank: int) -> Callable[..., Any]:
     try:
-        return sent_call.decode()
+        return sent_call.decode(local_rank)
     except AttributeError as error:
         raise LaunchError(
             f"A worker did not find what was sent: {error}. Workers import the script without the "

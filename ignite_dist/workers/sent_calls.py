@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.synchronize import SemLock
 from socket import socket
@@ -51,16 +52,17 @@ class EncodedCall:
         Raises:
             RuntimeError: as newer Pythons raise it.
         """
-        if any(map(_is_for_fork, self.shared)):
+        is_refused_by_python = sys.version_info >= (3, 11, 5) or sys.platform == "win32"
+        if not is_refused_by_python and any(map(_is_for_fork, self.shared)):
             raise RuntimeError("A SemLock created in a fork context cannot be used in other processes.")
 
-    def decode(self) -> Call:
-        """The call."""
+    def decode(self, local_rank: int) -> Call:
+        """The call, in the worker of the ``local_rank``."""
         for name, lines in self.sources.items():
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
         _decoding.shared = self.shared
         try:
-            call: Call = serialization.decode(self.payload, devices.of_local_rank)
+            call: Call = serialization.decode(self.payload, partial(devices.of_local_rank, local_rank))
         finally:
             del _decoding.shared
         return call
@@ -164,8 +166,9 @@ def _is_shared(value: Any) -> bool:
     return reducer is not None and not reducer.__module__.startswith(("torch.", "multiprocessing.reduction"))
 
 
-def _is_for_fork(value: Any) -> bool:
+def _is_for_fork(value: Any, depth: int = 3) -> bool:
     if isinstance(value, SemLock):
         return value._semlock.name is None  # type: ignore[attr-defined]
     has_parts = any(kind.__module__ in _WITH_SEMAPHORES for kind in type(value).__mro__)
-    return has_parts and any(map(_is_for_fork, vars(value).values()))
+    parts = vars(value).values() if has_parts and depth else ()
+    return any(_is_for_fork(part, depth - 1) for part in parts)

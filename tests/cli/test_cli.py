@@ -178,11 +178,11 @@ def test_check_prints_a_table(capfd: pytest.CaptureFixture[str]) -> None:
         "ragged",
         "broadcast",
     ]
-    assert cells["float32"] == ["ok", "ok", "ok", "i32", "i32", "-", "-", "ok", "ok", "ok"]
+    assert cells["float32"] == ["ok", "ok", "ok", "ok", "ok", "-", "-", "ok", "ok", "ok"]
     assert cells["int16"] == ["i32", "-", "i32", "i32", "i32", "i32", "i32", "u8", "u8", "u8"]
     assert cells["complex64"] == ["f32", "f32", "all", "-", "-", "-", "-", "u8", "u8", "u8"]
     assert cells["bool"] == ["-", "-", "-", "ok", "ok", "ok", "ok", "ok", "ok", "ok"]
-    assert "All is well: 80 passed, 66 carried through another dtype, 31 refused." in output
+    assert "All is well: 88 passed, 58 carried through another dtype, 31 refused." in output
 
 
 def test_check_in_a_world_of_one(capfd: pytest.CaptureFixture[str]) -> None:
@@ -356,8 +356,23 @@ def test_without_a_backend_the_gpus_are_used(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[jobs.Job] = []
     monkeypatch.setattr(jobs, "run", lambda job, *_: asked.append(job) or 0)
     monkeypatch.setattr(devices, "auto_backend", lambda: "nccl")
-    assert main(["check"]) == main(["bench"]) == main(["check", "--backend", "gloo"]) == 0
-    assert [job.backend for job in asked] == ["nccl", "nccl", "gloo"]
+    for num_gpus, arguments, backend in (
+        (8, "check", "nccl"),
+        (8, "bench --nproc-per-node 9", "gloo"),
+        (8, "check --backend gloo", "gloo"),
+        (1, "bench", "gloo"),
+        (1, "bench --nproc-per-node 1", "nccl"),
+    ):
+        monkeypatch.setattr(devices, "auto_nproc_per_node", lambda count=num_gpus: count)
+        assert main(arguments.split()) == 0
+        assert asked.pop().backend == backend, (num_gpus, arguments)
+    monkeypatch.setattr(
+        idist, "environment", lambda: Environment("torchrun", 0, 2, local_rank=0, nproc_per_node=2)
+    )
+    for num_gpus, backend in ((2, "nccl"), (1, "gloo")):
+        monkeypatch.setattr(devices, "auto_nproc_per_node", lambda count=num_gpus: count)
+        main(["check"])
+        assert asked.pop().backend == backend
 
 
 def test_bench_of_values_has_raw_torch_beside_ours(capfd: pytest.CaptureFixture[str]) -> None:

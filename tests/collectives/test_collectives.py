@@ -137,6 +137,20 @@ def test_a_default_device_of_the_scripts_is_not_where_we_put_our_buffers() -> No
         assert found == [[1.0]] * 6 + [[0.0, 1.0]] * 3 + [[5.0], [0.0], [1.0]]
 
 
+def _reduce_scatter_out_of_inference_mode(rank: int, dtype: torch.dtype, op: str) -> list[float]:
+    with torch.inference_mode():
+        works = [idist.reduce_scatter(torch.full((4,), rank + 1).to(dtype), op, async_op=True)]
+    works.append(idist.reduce_scatter(torch.full((4,), rank + 1).to(dtype), op, async_op=True))
+    return [float(work.wait().sum()) for work in works]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16], ids=str)
+def test_a_work_of_inference_mode_is_waited_for_outside(dtype: torch.dtype) -> None:
+    ops = {"SUM": 6.0} if dtype is torch.int16 else {"SUM": 6.0, "AVERAGE": 3.0, "MAX": 4.0}
+    for op, total in ops.items():
+        assert on_two_ranks(_reduce_scatter_out_of_inference_mode, dtype, op) == [[total, total]] * 2
+
+
 # --- MIN and MAX of floats -----------------------------------------------------------------------------
 
 

@@ -82,6 +82,8 @@ KINDS = (
     "all_gather in place",
     "broadcast",
     "all_to_all",
+    "reduce_scatter",
+    "reduce_scatter in place",
     "all_gather of objects",
     "broadcast of an object",
     "barrier",
@@ -159,6 +161,11 @@ def _perform(one: Example, group: Any) -> Any:
         return idist.broadcast(one.tensor(rank), one.src, group=group)
     if one.kind == "all_to_all":
         return idist.all_to_all(one.tensor(rank, size), group)
+    if one.kind == "reduce_scatter":
+        return idist.reduce_scatter(one.tensor(rank, size), one.op, group)
+    if one.kind == "reduce_scatter in place":
+        rows = one.tensor(rank, size)
+        return idist.reduce_scatter(rows, one.op, group, out=rows[: one.numel])
     if one.kind == "all_gather of objects":
         return idist.all_gather(one.object(rank), group)
     if one.kind == "broadcast of an object":
@@ -186,7 +193,10 @@ def _errors(one: Example, shared: Any, gloo: Any) -> str:
     expected = _bits(_perform(one, gloo)) if one.has_order else _in_rank_order(one)
     if found != expected:
         error += f"rank {idist.get_rank()}: {found} instead of {expected}"
-    if one.kind != "all_to_all" and len(set(map(str, idist.all_gather(found, gloo)))) != 1:
+    if (
+        one.kind not in ("all_to_all", "reduce_scatter", "reduce_scatter in place")
+        and len(set(map(str, idist.all_gather(found, gloo)))) != 1
+    ):
         error += "; not the same on every rank"
     return "; ".join(filter(None, idist.all_gather(error, gloo)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, device_type: str = "cuda") -> None:
         self.selected: list[int] = []
         module = SimpleNamespace(device_count=lambda: count, get_device_properties=self.properties)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(device_type))
         monkeypatch.setattr(torch.accelerator, "set_device_index", self.selected.append)
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: self.selected[-1])
@@ -43,7 +45,7 @@ class Machine:
         ("cpu:gloo,cuda:nccl", BOTH, 4, THIRD, 3),
         ("gloo", GLOO, 2, THIRD, 1),  # ranks share devices
         ("nccl", NCCL, 1, THIRD, 0),  # a wrapper shows each process its own
-        ("nccl", NCCL, 2, THIRD, "Local rank 3 has no GPU: NCCL needs one per rank, and this node has 2."),
+        ("nccl", NCCL, 2, THIRD, "Local rank 3 has no GPU: 'nccl' needs one per rank, and this node has 2."),
         ("nccl", NCCL, 2, THIRD._replace(has_own_devices=True), 1),
         ("nccl", NCCL, 4, THIRD._replace(local_rank=None), 3),  # rank 7
         ("mpi", {"cpu": "mpi", "cuda": "mpi"}, 4, THIRD, None),  # MPI assigns the ranks later
@@ -93,7 +95,9 @@ def test_the_accelerator_says_the_backend_and_the_number_of_processes(
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
     monkeypatch.setattr(devices, "num_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert (devices.auto_backend(), devices.auto_nproc_per_node()) == ("gloo", 2)
+    assert (devices.auto_backend(), devices.auto_nproc_per_node()) == ("gloo", 2), "gloo carries no xpu"
+    Machine(monkeypatch, 6)
+    assert (devices.auto_backend(), devices.auto_nproc_per_node()) == ("gloo", 6)
 
 
 @pytest.mark.parametrize(
@@ -120,14 +124,21 @@ def test_ranks_with_the_same_gpu_are_named_on_every_rank(
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(len(gpus)) as threads:
-        texts = set(threads.map(claim, range(len(gpus))))
-    assert len(texts) == 1 and expected in (text := texts.pop()) and bool(expected) == bool(text)
+    def texts() -> set[str]:
+        with ThreadPoolExecutor(len(gpus)) as threads:
+            return set(threads.map(claim, range(len(gpus))))
+
+    (text,) = texts()
+    assert expected in text and bool(expected) == bool(text)
+    gpus[:] = range(len(gpus))
+    assert texts() == {""}, "a second attempt in the same store"
+    gpus[:] = [0] * len(gpus)
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host {own.index} {threading.get_ident()}")
+    assert texts() == {""}, "the same UUID on several hosts"
 
 
 def test_a_worker_knows_its_device_before_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "5")
     Machine(monkeypatch, 4)
-    assert devices.of_local_rank() == torch.device("cuda", 1)
+    assert devices.of_local_rank(5) == torch.device("cuda", 1)
     Machine(monkeypatch, 0)
-    assert devices.of_local_rank() is None
+    assert devices.of_local_rank(5) is None

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import ignite_dist as idist
+from ignite_dist import devices
+from ignite_dist.context.live import current_model
 from ignite_dist.values import safe_objects, serialization
-from ignite_dist.values.arrivals import place_of, receiving
+from ignite_dist.values.arrivals import arrival_device, arriving_on
+from ignite_dist.workers.sent_calls import encode_call
 from on_ranks import on_ranks
 
 CPU, OWN = torch.device("cpu"), torch.device("cuda", 1)
@@ -28,9 +34,9 @@ CPU, OWN = torch.device("cpu"), torch.device("cuda", 1)
 def test_a_tensor_arrives_on_the_device_of_the_receiver(
     sent: str, receiver: torch.device | None, expected: torch.device
 ) -> None:
-    with receiving(lambda: receiver):
-        assert place_of(sent) == expected
-    assert place_of(sent) == CPU
+    with arriving_on(lambda: receiver):
+        assert arrival_device(sent) == expected
+    assert arrival_device(sent) == CPU
 
 
 class OnGpu:
@@ -60,6 +66,45 @@ def test_safe_objects_arrive_on_the_receiver(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_tensor_without_data_stays_so() -> None:
     assert safe_objects.load(safe_objects.save(torch.ones(2, device="meta")), 0).is_meta
+
+
+def _asks_for_its_device(rank: int) -> list[int]:
+    """How often the device of this rank is asked for in each exchange of a tensor of another GPU."""
+    idist.safe_objects()
+    model, found = current_model(), []
+    own_device, asked = model.device, Counter[str]()
+
+    def device() -> torch.device:
+        asked["device"] += sys._getframe(1).f_code is arrival_device.__code__
+        return own_device()
+
+    model.device = model.objects._device = device  # type: ignore[method-assign]
+    torch.serialization.location_tag = _said_to_be_on_gpu  # type: ignore[assignment]
+    value = {"x": torch.full((2,), float(rank)), "more": "x" * 2000}
+    for exchange in (
+        lambda: idist.all_gather(value),
+        lambda: [idist.broadcast(value)],
+        lambda: [idist.scatter([value, value] if rank == 0 else None), None],
+    ):
+        asked.clear()
+        assert any(one is not None and one["x"].device == CPU for one in exchange())
+        found.append(asked["device"])
+    return found
+
+
+def test_every_exchange_asks_for_the_device_of_the_rank() -> None:
+    assert on_ranks(_asks_for_its_device) == [[2, 1, 1], [2, 1, 1]]
+
+
+def _takes(rank: int, value: OnGpu) -> tuple[int, str]:
+    return rank, str(value.device)  # type: ignore[attr-defined]
+
+
+def test_arguments_arrive_on_the_device_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(devices, "of_local_rank", lambda rank: asked.append(rank))
+    call = encode_call(partial(_takes, value=OnGpu()))
+    assert call.decode(3)(3) == (3, "cpu") and asked == [3]
 
 
 def _loads_an_optimizer(rank: int) -> list[float]:

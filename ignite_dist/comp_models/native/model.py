@@ -152,7 +152,8 @@ class NativeModel(ProcessModel):
                     store = stores.join_store(place, init_method, timeout)
                     if "nccl" in backend and place.rank == 0:
                         stores.forget_failures(store)
-                    devices.claim_device(backend, store, place)  # returns when rank 0 has called it too
+                    with _logging_wait(place, "the GPUs of the other ranks"):
+                        devices.claim_device(backend, store, place)  # returns when every rank has called it
                     kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
                 _init_process_group(backend, place, world_connections, kwargs)
         except BaseException:
@@ -278,10 +279,12 @@ def _init_process_group(
     backend: str, place: Environment, world_connections: connections.Connections, kwargs: Mapping[str, Any]
 ) -> None:
     """Make the default process group; log a warning if this takes long."""
-    awaited = "connections to the other ranks"
-    waiting = connections.log_long_wait(lambda: roll_call.waiting_message(place, awaited))
-    with world_connections.recording(), waiting:
+    with world_connections.recording(), _logging_wait(place, "connections to the other ranks"):
         dist.init_process_group(backend, **kwargs)
+
+
+def _logging_wait(place: Environment, awaited: str) -> AbstractContextManager[None]:
+    return connections.log_long_wait(lambda: roll_call.waiting_message(place, awaited))
 
 
 def _by_device(backends: dist.BackendConfig | str) -> dict[str, str]:

@@ -322,7 +322,7 @@ def _run_replica(sent: Any, pipe: ReportPipe, device: Any, failures: list[Failur
 
 def _result_on_cpu(sent: Any, local_rank: int) -> Any:
     """The result of the sent call, with tensors on the CPU, because the launcher has no XLA device."""
-    call = sent.decode() if isinstance(sent, EncodedCall) else sent
+    call = sent.decode(local_rank) if isinstance(sent, EncodedCall) else sent
     with interrupts.allowed():
         result = call(local_rank)
     leaves, _ = pytree.flatten(result, is_local=True)

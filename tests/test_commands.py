@@ -172,7 +172,8 @@ def test_make_lists_the_targets_that_are_shown() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "command", [documented("make bench"), documented("make latency"), documented("make scale")]
+    "command",
+    [documented(f"make {target}") for target in ("bench", "bench-grid", "latency", "scale")],
 )
 def test_a_benchmark_starts(command: str) -> None:
     """It would take minutes: its options are shown."""

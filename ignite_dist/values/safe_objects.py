@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import enum
 import io
 import os
 import pathlib
@@ -285,6 +286,10 @@ class _Converting:
             return _zone, (value.key,)
         if kind in (datetime.datetime, datetime.time) and value.fold:  # protocol 2 would lose fold
             return value.__reduce_ex__(4)
+        if (
+            isinstance(value, enum.Enum) and value.__reduce_ex__(_PROTOCOL)[0] is getattr
+        ):  # Python 3.11.0-3.11.3
+            return kind, (value.value,)
         numpy = sys.modules.get("numpy")
         if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
             return _reduce_array(value, numpy)

@@ -27,6 +27,7 @@ from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Tran
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.rendezvous import connections
 from ignite_dist.values import meshes
+from ignite_dist.values.carriers import find_carrier
 from ignite_dist.values.reduce_ops import BITWISE, is_inexact, is_rounded, reduce_rows, round_to_odd
 from ignite_dist.values.serialization import as_bytes, as_tensor
 
@@ -70,6 +71,9 @@ _CARRIED_DTYPES = {
 _CARRIED_OPS = {"gloo": _ARITHMETIC | set(BITWISE)}
 
 _OF_GPUS = ("nccl", "xccl")
+
+# A large tensor is sent as ints in pieces, to save memory.
+_EXTREMES_NUMEL = 1 << 21
 
 # Up to this size the latency of a collective counts, and there are two in a reduction in parts.
 _WIDENED_BYTES = 1 << 16
@@ -228,12 +232,22 @@ class NativeTransport(Transport):
         if not is_gloo and tensor.nbytes <= _WIDENED_BYTES:
             return self._reduce_widened(tensor, op, group)
         if not (is_gloo and gloo.fits_one_round(tensor.nbytes, group_size)):
-            return Steps(lambda: self._reduce_in_parts(tensor, op, group))
+            if is_rounded(op, tensor.dtype):
+                return Steps(lambda: self._reduce_in_parts(tensor, op, group))
+            return Steps(lambda: self._find_extremes(tensor, op, group))
         if tensor.numel() > _UNCUT_NUMEL and tensor.dtype in _FLOATS:
             return self.all_reduce(tensor, op, group)  # which also gathers and reduces at this size
         rows = tensor.new_empty((group_size, *tensor.shape))
         gathered = self.all_gather(as_bytes(tensor), group, out=as_bytes(rows).view(group_size, -1))
         return gathered.then(lambda _: reduce_rows(rows.unbind(), op, out=tensor))
+
+    def _find_extremes(self, tensor: Tensor, op: str, group: Group) -> Tensor:
+        # Not in parts: gloo's all-to-all may not notice for minutes that the link to a machine is cut.
+        keys = find_carrier(op, tensor.dtype, lambda _, dtype: dtype in _INTS)
+        assert keys is not None
+        for piece in torch.split(tensor.view(-1), _EXTREMES_NUMEL):
+            piece.copy_(keys.decode(self.all_reduce(keys.encode(piece), keys.op, group).wait()))
+        return tensor
 
     def _reduce_widened(self, tensor: Tensor, op: str, group: Group) -> Work:
         wide = tensor.to(torch.float64)

@@ -181,6 +181,6 @@ def test_extremes_are_the_same_in_all_ways(
     dtype: torch.dtype, world_size: int, shared_memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("IGNITE_DIST_SHARED_MEMORY", shared_memory)
-    # Over gloo in one round and in parts, and over shared memory as a whole and in chunks.
+    # Over gloo in one round and as ints, and over shared memory as a whole and in chunks.
     sizes = [3, 40_000, 1_200_001]
     idist.spawn("gloo", _extremes, (dtype, sizes), nproc_per_node=world_size)

@@ -1,10 +1,9 @@
-"""All-reduce of floats with this package's arithmetic, which sends no wider floats.
+"""All-reduce of narrow floats with one rounding, which sends no wider floats.
 
 A library's all-reduce computes in the dtype that it sends. For only one rounding it would have to send
-float64, four times the bytes of float16; for MIN and MAX with NaN it would have to send ints. In this module
-each rank receives the values of one part from all ranks, reduces them with
-:func:`ignite_dist.values.reduce_ops.reduce_rows`, and sends the result to the other ranks. A ring all-reduce
-would send as many bytes.
+float64, four times the bytes of float16. In this module each rank receives the values of one part from all
+ranks, reduces them with :func:`ignite_dist.values.reduce_ops.reduce_rows`, and sends the result to the other
+ranks. A ring all-reduce would send as many bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def reduce_in_parts(
 
     Args:
         tensor: a contiguous tensor.
-        op: an operation for which ``is_inexact`` is True.
+        op: "SUM", "AVERAGE" or "PRODUCT".
         group_size: number of ranks.
         exchange: ``exchange(sent, received)``, an all-to-all of flat bytes in equal parts, in rank order.
         gather: ``gather(sent, received)``, an all-gather of flat bytes, in rank order.

@@ -1,6 +1,6 @@
 """Compare every collective of tensors with raw torch.distributed, by dtype and size: a search for cliffs.
 
-    python benchmarks/grid.py                                   # 2 ranks; 5 minutes on two idle cores
+    python benchmarks/grid.py                                   # 2 ranks, 2 seconds for each row
     python benchmarks/grid.py --ranks 2 4 --only "scatter|MAX"  # some rows on two and four ranks
     python benchmarks/grid.py --quick --dtypes float32 int64
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,6 @@ from timing import FULL, QUICK, Effort, time_in_turn
 _DTYPES = ("float32", "float64", "bfloat16", "int64", "uint8")
 _NARROW = ("float16", "bfloat16")
 _SIZES = {"4 KB": 4 << 10, "1 MB": 1 << 20, "16 MB": 16 << 20}
-_OPS = {"SUM": dist.ReduceOp.SUM, "MAX": dist.ReduceOp.MAX}
 
 
 class Point(NamedTuple):
@@ -44,76 +43,54 @@ class Point(NamedTuple):
 # --- in the ranks --------------------------------------------------------------------------------------
 
 
-def _in_both(call: Callable[[Any], Any], raw: Callable[[], Any], group: Any) -> Contenders:
-    return {OURS: lambda: call(None), OVER_GLOO: lambda: call(group), RAW: raw}
+class _Calls(NamedTuple):
+    """A collective: ``ours(group)``, and the same with raw torch."""
+
+    name: str
+    ours: Callable[[Any], Any]
+    raw: Callable[[], Any]
+
+    def contenders(self, over_gloo: Any) -> Contenders:
+        return {OURS: lambda: self.ours(None), OVER_GLOO: lambda: self.ours(over_gloo), RAW: self.raw}
 
 
-def _collectives(tensor: Tensor, group: Any) -> Iterator[tuple[str, Callable[[], Contenders]]]:
-    """Each collective of ``tensor``, which is the larger side of all that have two."""
+def _all_reduce(tensor: Tensor, op: str) -> _Calls:
+    return _Calls(
+        f"all_reduce {op}",
+        lambda group: idist.all_reduce(tensor, op, group),
+        lambda: dist.all_reduce(tensor, getattr(dist.ReduceOp, op)),
+    )
+
+
+def _collectives(tensor: Tensor) -> list[_Calls]:
+    """The collectives of ``tensor``, which has the rows of all ranks where a rank has one row."""
     world_size, rank = idist.get_world_size(), idist.get_rank()
-    row, rows = tensor[: len(tensor) // world_size], list(tensor.chunk(world_size))
-    out, received = torch.empty_like(tensor), list(torch.empty_like(tensor).chunk(world_size))
-    raw_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # newer torch's name
-    is_root = rank == 0
-    for op, raw_op in _OPS.items():
-        yield (
-            f"all_reduce {op}",
-            lambda op=op, raw_op=raw_op: _in_both(
-                lambda group: idist.all_reduce(tensor, op, group=group),
-                lambda: dist.all_reduce(tensor, raw_op),
-                group,
-            ),
-        )
-    yield (
-        "reduce SUM",
-        lambda: _in_both(
-            lambda group: idist.reduce(tensor, group=group), lambda: dist.reduce(tensor, 0), group
+    rows, out = list(tensor.chunk(world_size)), torch.empty_like(tensor)
+    own, row = rows[rank], torch.empty_like(rows[rank])
+    exchange = dist.all_to_all_single
+    sent, received = (rows, list(out.chunk(world_size))) if rank == 0 else (None, None)
+    scatter_rows = getattr(
+        dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+    )  # the name in newer torch
+    return [
+        _all_reduce(tensor, "SUM"),
+        _all_reduce(tensor, "MAX"),
+        _Calls("reduce SUM", lambda g: idist.reduce(tensor, group=g), lambda: dist.reduce(tensor, 0)),
+        _Calls(
+            "reduce_scatter SUM",
+            lambda g: idist.reduce_scatter(tensor, group=g, out=row),
+            lambda: scatter_rows(row, tensor),
         ),
-    )
-    yield (
-        "reduce_scatter SUM",
-        lambda: _in_both(
-            lambda group: idist.reduce_scatter(tensor, out=row.clone(), group=group),
-            lambda: raw_scatter(row.clone(), tensor),
-            group,
+        _Calls("all_gather", lambda g: idist.all_gather(own, g, out), lambda: all_gather_raw(out, own)),
+        _Calls(
+            "all_to_all",
+            lambda g: idist.all_to_all(tensor, g, out),
+            lambda: exchange(out, tensor),
         ),
-    )
-    yield (
-        "all_gather",
-        lambda: _in_both(
-            lambda group: idist.all_gather(row, out=out, group=group), lambda: all_gather_raw(out, row), group
-        ),
-    )
-    yield (
-        "all_to_all",
-        lambda: _in_both(
-            lambda group: idist.all_to_all(tensor, out=out, group=group),
-            lambda: dist.all_to_all_single(out, tensor),
-            group,
-        ),
-    )
-    yield (
-        "broadcast",
-        lambda: _in_both(
-            lambda group: idist.broadcast(tensor, group=group), lambda: dist.broadcast(tensor, 0), group
-        ),
-    )
-    yield (
-        "gather",
-        lambda: _in_both(
-            lambda group: idist.gather(row, group=group),
-            lambda: dist.gather(row, received if is_root else None),
-            group,
-        ),
-    )
-    yield (
-        "scatter",
-        lambda: _in_both(
-            lambda group: idist.scatter(rows if is_root else None, group=group),
-            lambda: dist.scatter(received[rank], rows if is_root else None),
-            group,
-        ),
-    )
+        _Calls("broadcast", lambda g: idist.broadcast(tensor, group=g), lambda: dist.broadcast(tensor, 0)),
+        _Calls("gather", lambda g: idist.gather(own, group=g), lambda: dist.gather(own, received)),
+        _Calls("scatter", lambda g: idist.scatter(sent, group=g), lambda: dist.scatter(row, sent)),
+    ]
 
 
 def _measure(local_rank: int, dtypes: list[str], only: str, effort: Effort) -> list[Point]:
@@ -127,13 +104,13 @@ def _measure(local_rank: int, dtypes: list[str], only: str, effort: Effort) -> l
             tensor = torch.full(
                 (num_bytes // getattr(torch, dtype).itemsize,), 0, dtype=getattr(torch, dtype)
             )
-            for collective, contenders in _collectives(tensor, group):
-                if not re.search(only, f"{collective} {dtype} {size}"):
+            for calls in _collectives(tensor):
+                if not re.search(only, f"{calls.name} {dtype} {size}"):
                     continue
-                samples = time_in_turn(contenders(), effort, processes)
+                samples = time_in_turn(calls.contenders(group), effort, processes)
                 medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
-                limit = 1.5 if dtype in _NARROW and collective.endswith("SUM") else 1.0
-                points.append(Point(collective, dtype, size, medians, limit))
+                limit = 1.5 if dtype in _NARROW and calls.name.endswith("SUM") else 1.0
+                points.append(Point(calls.name, dtype, size, medians, limit))
     return points
 
 

@@ -14,7 +14,7 @@ from torch.nn import Module
 
 def as_int(value: Any) -> Any:
     """``value`` as an int if it has ``__index__`` (a NumPy int). Other values, and bools, are unchanged."""
-    is_bool = isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # those of NumPy
+    is_bool = isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # also of NumPy
     if type(value) is int or is_bool or not hasattr(value, "__index__"):
         return value
     try:

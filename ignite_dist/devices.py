@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ignite_dist.environments import Environment
+from ignite_dist.rendezvous import roll_call
 
 
 def num_cores() -> int:
@@ -84,7 +85,7 @@ def needs_one_per_rank(backend: str) -> bool:
 
 
 def check_devices(backend: str, nproc_per_node: int) -> None:
-    """Raise if this node has fewer devices than processes, and ``backend`` needs one per process.
+    """Raise if ``backend`` needs a device for each process, and this node has too few.
 
     Raises:
         RuntimeError: the machine has no such device.
@@ -105,7 +106,7 @@ def check_devices(backend: str, nproc_per_node: int) -> None:
 
 
 def select_device(backend: str, device_types: Collection[str], place: Environment) -> None:
-    """Select this rank's accelerator, if there is one and ``backend`` carries its tensors.
+    """Select this rank's accelerator, if the machine has one of ``device_types``, which ``backend`` carries.
 
     That is the only one that this process sees, or the one with the number of the local rank. Over gloo,
     ranks share accelerators if there are too few.
@@ -127,12 +128,12 @@ def select_device(backend: str, device_types: Collection[str], place: Environmen
 
 
 def claim_device(backend: str, store: dist.Store, place: Environment) -> None:
-    """Compare the GPUs that the ranks have selected, in ``store``. Every rank calls this.
+    """Compare the GPUs that the ranks of NCCL have selected, in ``store``. Every rank calls this.
 
-    Only for CUDA: other vendors' devices may have no UUID, or one that is known on their machine only.
+    Only those of NVIDIA: other vendors' may have no UUID, or one that is unique on its machine only.
 
     Raises:
-        RuntimeError: two ranks have the same one, and ``backend`` needs one per rank. Raised on every rank.
+        RuntimeError: two ranks have the same one. Raised on every rank.
     """
     if "nccl" not in backend or torch.version.cuda is None:
         return
@@ -155,7 +156,9 @@ def claim_device(backend: str, store: dist.Store, place: Environment) -> None:
             )
     if store.add(f"{claims}/number", 1) == place.world_size:
         store.set(f"{claims}/verdict", store.get(conflict).decode() if store.check([conflict]) else "")
-    if verdict := store.get(f"{claims}/verdict").decode():  # waits for the last rank
+    with roll_call.logging_wait(place, "the GPUs of the other ranks"):
+        verdict = store.get(f"{claims}/verdict").decode()
+    if verdict:
         raise RuntimeError(verdict)
 
 

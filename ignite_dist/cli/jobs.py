@@ -122,7 +122,8 @@ def auto_backend(nproc_per_node: int | None) -> str:
     if not devices.needs_one_per_rank(backend):
         return "gloo"
     count = devices.auto_nproc_per_node()
-    launched = idist.environment().nproc_per_node if idist.environment().launcher != "none" else None
+    place = idist.environment()
+    launched = None if place.launcher == "none" else place.nproc_per_node
     return backend if (nproc_per_node or launched or max(count, 2)) <= count else "gloo"
 
 

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from ignite_dist.collectives.checks import check_dense
 from ignite_dist.collectives.path import perform_backward
+from ignite_dist.collectives.sending import carrying_device
 from ignite_dist.collectives.tensors import (
     exchange_tensor,
-    exchanges_rows,
     gather_rows,
     plan_reduction,
     reduce_scatter_tensor,
     reduce_tensor,
 )
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.all_to_all import exchanges
 from ignite_dist.comp_models.transport import Sizes
 from ignite_dist.values import reduce_ops
 
@@ -104,7 +105,8 @@ class _Gather(torch.autograd.Function):
 
 def _sum_of_own_rows(model: ComputationModel, rows: Tensor, group: Group) -> Tensor:
     """``(group_size, *S) -> (*S)``: the sum of the rows of all ranks that are for this rank."""
-    if exchanges_rows(model, rows, group):
+    # Where ranks cannot exchange rows, a reduce-scatter gathers the rows of all ranks from all ranks.
+    if exchanges(model.transport, group, torch.uint8, carrying_device(model, rows)):
         return reduce_scatter_with_grad(model, rows.contiguous(), "SUM", group)
     position = group.position(model.get_rank())
     return reduce_with_grad(model, rows, "SUM", group)[position].clone()  # a view would keep all rows

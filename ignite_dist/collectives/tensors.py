@@ -280,9 +280,7 @@ def reduce_scatter_tensor(
     if _reduces_rows(model, op, rows):
         with torch.no_grad():
             local = plain(rows)
-            with torch.inference_mode(False):  # wait() may be called outside of the mode
-                new = torch.empty(local.shape[1:], dtype=local.dtype, device=local.device)
-            target = new if out is None else out.detach().view(local.shape[1:])
+            target = _new_row(local) if out is None else out.detach().view(local.shape[1:])
             if shares_memory(local, target):
                 local = local.clone()
             sent_op = _reduction_of_rows(op, rows.dtype)
@@ -298,14 +296,10 @@ def reduce_scatter_tensor(
     return part if out is None else part.then(lambda reduced: fill_from(out, reduced.view(out.shape)))
 
 
-def exchanges_rows(model: ComputationModel, tensor: Tensor, group: Group) -> bool:
-    """True if a reduce-scatter of ``tensor`` sends less than an all-reduce: no rank gets rows of others."""
-    supports, device = model.transport.supports, carrying_device(model, tensor)
-    is_whole = group.handle is None or not model.transport.groups_need_all_ranks
-    return is_whole and (
-        supports("all_to_all", None, torch.uint8, device)
-        or supports("reduce_scatter", "SUM", tensor.dtype, device)
-    )
+def _new_row(rows: Tensor) -> Tensor:
+    """An empty row. After an asynchronous call it is written to in ``wait()``, outside of inference mode."""
+    with torch.inference_mode(False):
+        return torch.empty(rows.shape[1:], dtype=rows.dtype, device=rows.device)
 
 
 def _reduces_rows(model: ComputationModel, op: str, tensor: Tensor) -> bool:
@@ -315,7 +309,7 @@ def _reduces_rows(model: ComputationModel, op: str, tensor: Tensor) -> bool:
 
 
 def _reduction_of_rows(op: str, dtype: torch.dtype) -> str:
-    """What a transport is asked for. It divides the sum of narrow floats, so that they are rounded once."""
+    """The operation of the transport. It averages narrow floats itself, so that they are rounded once."""
     return "SUM" if op == "AVERAGE" and not reduce_ops.is_rounded(op, dtype) else op
 
 

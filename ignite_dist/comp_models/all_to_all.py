@@ -34,10 +34,15 @@ def exchange_parts(
         out = tensor.new_empty(tensor.numel() if sizes is None else sum(sizes.received))
     if group.ranks == (rank,):
         return Completed(out.copy_(tensor))
-    is_whole = group.handle is None or not transport.groups_need_all_ranks
-    if is_whole and transport.supports("all_to_all", None, tensor.dtype, tensor.device):
+    if exchanges(transport, group, tensor.dtype, tensor.device):
         return transport.all_to_all(tensor, group, out, sizes)
     return Steps(lambda: _gather_parts(transport, group.position(rank), tensor, group, out, sizes))
+
+
+def exchanges(transport: Transport, group: Group, dtype: torch.dtype, device: torch.device) -> bool:
+    """True if ``transport`` sends each part to its receiver only. Else every rank gathers all parts."""
+    is_whole = group.handle is None or not transport.groups_need_all_ranks
+    return is_whole and transport.supports("all_to_all", None, dtype, device)
 
 
 def _gather_parts(

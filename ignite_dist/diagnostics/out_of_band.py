@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.errors import MissingRanksError
-from ignite_dist.rendezvous.stores import serve_store
+from ignite_dist.rendezvous.stores import root_of, serve_store
 from ignite_dist.values.ranks import describe_ranks
 
 # Timeout and polling interval for the reports of other ranks.
@@ -61,10 +61,7 @@ class OutOfBandStore:
     @property
     def is_served(self) -> bool:
         """True if a process serves the store. False for a store in a file, which grows with each request."""
-        store = self._store
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        return isinstance(store, TCPStore)
+        return isinstance(root_of(self._store), TCPStore)
 
     def next_round(self, rank: int, name: str) -> int:
         """Count a barrier of ``rank`` in the group ``name``. Returns the barrier's number, from 1."""

@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 
 from torch.distributed import Store
@@ -74,6 +74,11 @@ def call(store: Store, place: Environment, where: str, deadline: float, hint: st
 def waiting_message(place: Environment, awaited: str) -> str:
     """The warning that this rank still waits for ``awaited``."""
     return f"Rank {place.rank} of {place.world_size} ({socket.gethostname()}) is still waiting for {awaited}."
+
+
+def logging_wait(place: Environment, awaited: str) -> AbstractContextManager[None]:
+    """Context manager: log once if this rank waits long for ``awaited`` in the block."""
+    return connections.log_long_wait(lambda: waiting_message(place, awaited))
 
 
 def _await(store: Store, place: Environment, keys: list[str], where: str, deadline: float) -> bool:

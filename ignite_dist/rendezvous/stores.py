@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -124,12 +124,12 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
     while True:
         try:
             opened = connections.Connections()
-            with _logging_wait(place, f"{_store_server(place)} at {where}"), opened.recording():
+            with roll_call.logging_wait(place, f"{_store_server(place)} at {where}"), opened.recording():
                 root = _connect(place, init_method, max(deadline - time.monotonic(), 1.0))
             root.set_timeout(timeout)
             store: Store = PrefixStore(prefix, root)
             if has_agents:
-                with _logging_wait(place, f"all others at {where}"):
+                with roll_call.logging_wait(place, f"all others at {where}"):
                     return _store_of_this_start(store, place, deadline)
             roll_call.call(store, place, where, deadline, _loopback_hint(place, init_method))
             if place.rank > 0 and not _is_served_by_agent():
@@ -154,13 +154,14 @@ def forget_failures(store: Store) -> None:
     A store may outlive an attempt. The ranks of the next one would read the key, and be ended by NCCL's
     watchdog after some minutes. Rank 0 calls this before any rank starts NCCL.
     """
+    root_of(store).delete_key("exception_dump")
+
+
+def root_of(store: Store) -> Store:
+    """The store without prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    store.delete_key("exception_dump")
-
-
-def _logging_wait(place: Environment, awaited: str) -> AbstractContextManager[None]:
-    return connections.log_long_wait(lambda: roll_call.waiting_message(place, awaited))
+    return store
 
 
 def _store_of_this_start(store: Store, place: Environment, deadline: float) -> Store:

@@ -159,7 +159,7 @@ def is_message(payload: bytes | bytearray | memoryview) -> bool:
 def load(payload: bytes | bytearray | memoryview, rank: int, own_device: OwnDevice = no_accelerator) -> Any:
     """The value that the global ``rank`` passed to :func:`save`.
 
-    Tensors of the type of the device that ``own_device`` returns arrive there, all others on the CPU.
+    A tensor from a device of the type of ``own_device()`` arrives on that. All others arrive on the CPU.
 
     Raises:
         UnsafeObjectError: the payload could run code. No code was run.
@@ -286,9 +286,8 @@ class _Converting:
             return _zone, (value.key,)
         if kind in (datetime.datetime, datetime.time) and value.fold:  # protocol 2 would lose fold
             return value.__reduce_ex__(4)
-        if (
-            isinstance(value, enum.Enum) and value.__reduce_ex__(_PROTOCOL)[0] is getattr
-        ):  # Python 3.11.0-3.11.3
+        # Python 3.11.0 to 3.11.3 pickle members of enums by getattr, which no receiver may call.
+        if isinstance(value, enum.Enum) and value.__reduce_ex__(_PROTOCOL)[0] is getattr:
             return kind, (value.value,)
         numpy = sys.modules.get("numpy")
         if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):

@@ -23,7 +23,7 @@ from torch import Tensor, UntypedStorage
 from ignite_dist import _torch
 from ignite_dist.errors import UnsafeObjectError
 from ignite_dist.values import safe_objects
-from ignite_dist.values.arrivals import OwnDevice, arrival_device, arriving_on, no_accelerator
+from ignite_dist.values.arrivals import OwnDevice, arrive, arriving_on, no_accelerator
 from ignite_dist.values.views import Views, pickler_of
 
 # --- pipes: between a launcher and its workers -------------------------------------------------------
@@ -118,8 +118,7 @@ def _storage(memory: Any, device: str) -> UntypedStorage:
     """A storage with the bytes of ``memory``. It shares the memory of a large buffer."""
     tensor = as_tensor(memory)
     storage = (tensor if len(memory) >= _LARGE_BYTES else tensor.clone()).untyped_storage()
-    arrival = arrival_device(device)
-    return storage if arrival.type == "cpu" else storage.to(device=arrival)
+    return arrive(storage, device)  # type: ignore[no-any-return]
 
 
 # --- large buffers: beside the pickle, which has only references to them ----------------------------------

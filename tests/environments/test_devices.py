@@ -47,7 +47,7 @@ class Machine:
         ("nccl", NCCL, 1, THIRD, 0),  # a wrapper shows each process its own
         ("nccl", NCCL, 2, THIRD, "Local rank 3 has no GPU: 'nccl' needs one per rank, and this node has 2."),
         ("nccl", NCCL, 2, THIRD._replace(has_own_devices=True), 1),
-        ("nccl", NCCL, 4, THIRD._replace(local_rank=None), 3),  # rank 7
+        ("nccl", NCCL, 4, THIRD._replace(local_rank=None), 3),  # by its rank, which is 7
         ("mpi", {"cpu": "mpi", "cuda": "mpi"}, 4, THIRD, None),  # MPI assigns the ranks later
         ("nccl", NCCL, 0, THIRD, None),
         ("nccl", NCCL, 4, found_in(TORCHRUN), 1),

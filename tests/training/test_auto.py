@@ -376,7 +376,7 @@ def test_a_hook_reduces_over_the_ranks_of_the_model(comm_hook: Any) -> None:
 
 
 def _wraps_for_a_gpu(rank: int) -> list[bool]:
-    """`auto_model(sync_bn=True)` on a GPU of which only the type is there."""
+    """Wraps for a GPU that is not there: the wrapper touches no device."""
     pair = idist.new_group([0, 1])
     mesh = idist.mesh(replicas=1, dp=2)["dp"]
     given: list[Any] = []

@@ -263,7 +263,7 @@ def test_one_row_is_itself_and_a_new_tensor(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("op", ["MIN", "MAX"])
 def test_rows_have_the_least_and_greatest_floats_of_ordered_ints(op: str, dtype: torch.dtype) -> None:
-    """The bits of both ways are equal, but for those of a NaN."""
+    """Both ways give the same bits, except for a NaN."""
     values = torch.tensor(list(itertools.product(_special(dtype), repeat=3)), dtype=dtype).t()
     for repeats in (1, 1 + 2 * reduce_ops._BLOCK // values.shape[1]):  # more than one block
         rows = list(values.repeat(1, repeats).contiguous())

@@ -109,9 +109,7 @@ class NativeModel(ProcessModel):
         return all(name in _available_backends() for name in names)
 
     def runs(self, backend: str) -> bool:
-        return (
-            super().runs(backend) or _by_device(dist.BackendConfig(dist.Backend(backend))) == self._backends
-        )
+        return super().runs(backend) or _backends_of(backend) == self._backends
 
     @classmethod
     def unavailable_reason(cls, backend: str) -> str | None:
@@ -143,8 +141,7 @@ class NativeModel(ProcessModel):
         connecting = nullcontext if stores.is_on_one_machine(place, init_method) else connections.keepalive
         excepthook, world_connections = sys.excepthook, connections.Connections()
         try:
-            by_device = _by_device(dist.BackendConfig(dist.Backend(backend)))
-            devices.select_device(backend, by_device, place)
+            devices.select_device(backend, _backends_of(backend), place)
             if timeout is not None:
                 kwargs["timeout"] = timeout
             with connecting():
@@ -152,8 +149,7 @@ class NativeModel(ProcessModel):
                     store = stores.join_store(place, init_method, timeout)
                     if "nccl" in backend and place.rank == 0:
                         stores.forget_failures(store)
-                    with _logging_wait(place, "the GPUs of the other ranks"):
-                        devices.claim_device(backend, store, place)  # returns when every rank has called it
+                    devices.claim_device(backend, store, place)  # returns when every rank has called it
                     kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
                 _init_process_group(backend, place, world_connections, kwargs)
         except BaseException:
@@ -279,12 +275,13 @@ def _init_process_group(
     backend: str, place: Environment, world_connections: connections.Connections, kwargs: Mapping[str, Any]
 ) -> None:
     """Make the default process group; log a warning if this takes long."""
-    with world_connections.recording(), _logging_wait(place, "connections to the other ranks"):
+    with world_connections.recording(), roll_call.logging_wait(place, "connections to the other ranks"):
         dist.init_process_group(backend, **kwargs)
 
 
-def _logging_wait(place: Environment, awaited: str) -> AbstractContextManager[None]:
-    return connections.log_long_wait(lambda: roll_call.waiting_message(place, awaited))
+def _backends_of(name: str) -> dict[str, str]:
+    """The backend of each type of device in a context of the backend ``name``."""
+    return _by_device(dist.BackendConfig(dist.Backend(name)))
 
 
 def _by_device(backends: dist.BackendConfig | str) -> dict[str, str]:

@@ -28,7 +28,7 @@ from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.rendezvous import connections
 from ignite_dist.values import meshes
 from ignite_dist.values.carriers import find_carrier
-from ignite_dist.values.reduce_ops import BITWISE, is_inexact, is_rounded, reduce_rows, round_to_odd
+from ignite_dist.values.reduce_ops import BITWISE, is_inexact, is_rounded, reduce_rows
 from ignite_dist.values.serialization import as_bytes, as_tensor
 
 
@@ -72,11 +72,11 @@ _CARRIED_OPS = {"gloo": _ARITHMETIC | set(BITWISE)}
 
 _OF_GPUS = ("nccl", "xccl")
 
-# A large tensor is sent as ints in pieces, to save memory.
-_EXTREMES_NUMEL = 1 << 21
-
-# Up to this size the latency of a collective counts, and there are two in a reduction in parts.
-_WIDENED_BYTES = 1 << 16
+# All backends that carry floats are exact for sums of narrow floats in float64, and for MIN and MAX of ints.
+_EXACT = (torch.float64, torch.int32, torch.int64)
+# Up to this size the latency of a collective counts, and a reduction in parts has two.
+_CARRIED_BYTES = 1 << 16
+_CARRIED_NUMEL = 1 << 21  # of a piece, to save memory
 
 # gloo does not split so small a tensor into segments, so one exchange is not faster than gloo's all-reduce.
 _UNCUT_NUMEL = 2
@@ -229,35 +229,34 @@ class NativeTransport(Transport):
         if group_size == 1 or not tensor.numel():
             return Completed(tensor)
         is_gloo = self._is_gloo_on_cpu(tensor.device)
-        if not is_gloo and tensor.nbytes <= _WIDENED_BYTES:
-            return self._reduce_widened(tensor, op, group)
+        if not is_gloo and tensor.nbytes <= _CARRIED_BYTES:
+            return self._reduce_carried(tensor, op, group)
         if not (is_gloo and gloo.fits_one_round(tensor.nbytes, group_size)):
-            if is_rounded(op, tensor.dtype):
-                return Steps(lambda: self._reduce_in_parts(tensor, op, group))
-            return Steps(lambda: self._find_extremes(tensor, op, group))
+            # MIN and MAX not in parts: gloo's all-to-all may wait for minutes after a link was cut.
+            way = self._reduce_in_parts if is_rounded(op, tensor.dtype) else self._reduce_carried_in_pieces
+            return Steps(lambda: way(tensor, op, group))
         if tensor.numel() > _UNCUT_NUMEL and tensor.dtype in _FLOATS:
             return self.all_reduce(tensor, op, group)  # which also gathers and reduces at this size
         rows = tensor.new_empty((group_size, *tensor.shape))
         gathered = self.all_gather(as_bytes(tensor), group, out=as_bytes(rows).view(group_size, -1))
         return gathered.then(lambda _: reduce_rows(rows.unbind(), op, out=tensor))
 
-    def _find_extremes(self, tensor: Tensor, op: str, group: Group) -> Tensor:
-        # Not in parts: gloo's all-to-all may not notice for minutes that the link to a machine is cut.
-        keys = find_carrier(op, tensor.dtype, lambda _, dtype: dtype in _INTS)
-        assert keys is not None
-        for piece in torch.split(tensor.view(-1), _EXTREMES_NUMEL):
-            piece.copy_(keys.decode(self.all_reduce(keys.encode(piece), keys.op, group).wait()))
-        return tensor
+    def _reduce_carried(self, tensor: Tensor, op: str, group: Group) -> Work:
+        """Begin to reduce ``tensor`` in a dtype in which the library's arithmetic is exact."""
+        carrier = find_carrier(op, tensor.dtype, lambda _, dtype: dtype in _EXACT)
+        assert carrier is not None
 
-    def _reduce_widened(self, tensor: Tensor, op: str, group: Group) -> Work:
-        wide = tensor.to(torch.float64)
-
-        def round_(total: Tensor) -> Tensor:
+        def finish(total: Tensor) -> Tensor:
             if op == "AVERAGE":
                 total /= len(group.ranks)
-            return tensor.copy_(round_to_odd(total))
+            return tensor.copy_(carrier.decode(total))
 
-        return self.all_reduce(wide, "SUM" if op == "AVERAGE" else op, group).then(round_)
+        return self.all_reduce(carrier.encode(tensor), carrier.op, group).then(finish)
+
+    def _reduce_carried_in_pieces(self, tensor: Tensor, op: str, group: Group) -> Tensor:
+        for piece in torch.split(tensor.view(-1), _CARRIED_NUMEL):
+            self._reduce_carried(piece, op, group).wait()
+        return tensor
 
     def _reduce_in_parts(self, tensor: Tensor, op: str, group: Group) -> Tensor:
         handle, group_size = self.handle_of(group), len(group.ranks)

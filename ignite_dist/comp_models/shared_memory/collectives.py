@@ -183,10 +183,8 @@ class SharedMemory:
         """Reduce the ``(group_size, n)`` rows in rank order, and fill ``out`` with this rank's row."""
         own = self._position
         width = max(1, self.segment.part_bytes // (len(rows) * rows.itemsize))
-        name = f"reduce_scatter {op}"
-        if rows.shape[1] > width:
-            name += f" of {rows.numel()}: first piece"
-        for piece, target in zip(torch.split(rows, width, dim=1), torch.split(out, width), strict=True):
+        steps = _named_pieces(f"reduce_scatter {op}", rows.numel(), torch.split(rows, width, dim=1))
+        for (name, piece), target in zip(steps, torch.split(out, width), strict=True):
             number, parts, step = self._begin(name, piece)
             for other in (slice(own), slice(own + 1, None)):  # the own row is not sent
                 parts[own][other].copy_(piece[other])
@@ -194,7 +192,6 @@ class SharedMemory:
             received = [part[own] for part in parts]
             received[own] = piece[own]
             reduce_rows(received, op, out=target)
-            name = name.replace("first", "next")
         return out
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
@@ -290,15 +287,7 @@ class SharedMemory:
         self.segment.wait_for_step(number, step)
 
     def _steps(self, name: str, tensor: Tensor) -> Sequence[tuple[str, Tensor]]:
-        """The pieces of ``tensor``, each with a name that tells its step from those of other calls.
-
-        So a step of a longer or an interrupted call is a mismatch.
-        """
-        first, *others = self._pieces(tensor)
-        if not others:
-            return ((name, first),)
-        name = f"{name} of {tensor.numel()}"
-        return [(f"{name}: first piece", first), *((f"{name}: next piece", piece) for piece in others)]
+        return _named_pieces(name, tensor.numel(), self._pieces(tensor))
 
     def _pieces(self, tensor: Tensor) -> Sequence[Tensor]:
         if tensor.nbytes <= self.segment.part_bytes:
@@ -327,6 +316,18 @@ class SharedMemory:
             ]
         step = _step(f"{name} of {tensor.numel()} {tensor.dtype}", self._call)
         return _Layout(step, (rows[0], rows[1]))
+
+
+def _named_pieces(name: str, numel: int, pieces: Sequence[Tensor]) -> Sequence[tuple[str, Tensor]]:
+    """``pieces``, each with a name that tells its step from those of other calls.
+
+    So a step of a longer or an interrupted call is a mismatch.
+    """
+    first, *others = pieces
+    if not others:
+        return ((name, first),)
+    name = f"{name} of {numel}"
+    return [(f"{name}: first piece", first), *((f"{name}: next piece", piece) for piece in others)]
 
 
 def _copy_overlap(piece: Tensor, piece_start: int, target: Tensor, target_start: int) -> None:

@@ -13,9 +13,6 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_dist import _torch
-from ignite_dist.arguments import check_module, kind_of
-from ignite_dist.call_sites import warn_user
 from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
@@ -23,6 +20,9 @@ from ignite_dist.context.live import current_model
 from ignite_dist.coordination import Caller
 from ignite_dist.data.loaders import auto_dataloader
 from ignite_dist.gradients import parameters_of
+from ignite_dist.internals import _torch
+from ignite_dist.internals.arguments import check_module, kind_of
+from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.samplers import DistributedProxySampler
 from ignite_dist.training.comparisons import check_same_model, check_same_optimizer, named_tensors
 from ignite_dist.training.data_meshes import DataMesh, check_shardable, find_data_mesh

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ignite_dist._torch import number_of_backward_pass, run_after_backward, version_of
+from ignite_dist.internals._torch import number_of_backward_pass, run_after_backward, version_of
 
 # --- hooks ---
 

@@ -10,12 +10,13 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, overload
 
-from ignite_dist import limits, restarts
-from ignite_dist.arguments import as_int, as_port, check_keywords, check_signature, keywords_of
-from ignite_dist.call_sites import warn_user
+from ignite_dist import restarts
 from ignite_dist.context import identity, live
 from ignite_dist.environments import spawned, tpu_pod
 from ignite_dist.errors import DistributedError, EnvironmentVariablesError
+from ignite_dist.internals import limits
+from ignite_dist.internals.arguments import as_int, as_port, check_keywords, check_signature, keywords_of
+from ignite_dist.internals.call_sites import warn_user
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack

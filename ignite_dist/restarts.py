@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ignite_dist.arguments import keywords_of
 from ignite_dist.comp_models.launcher import Launcher
 from ignite_dist.context import live
 from ignite_dist.diagnostics import announcing, watchdog
 from ignite_dist.errors import RankFailedError
+from ignite_dist.internals.arguments import keywords_of
 from ignite_dist.workers import process_end
 from ignite_dist.workers.attempts import JOB_ID_VARIABLE, Attempts
 from ignite_dist.workers.failures import failure_of

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import ignite_dist as idist
-from ignite_dist.arguments import did_you_mean
 from ignite_dist.cli.jobs import Steps
 from ignite_dist.context.live import current_model
+from ignite_dist.internals.arguments import did_you_mean
 
 _WITHOUT_SIZES = ("barrier", "numbers", "objects")
 # Their sizes are those of the rows of all ranks, as in nccl-tests.

@@ -15,9 +15,9 @@ import torch.distributed
 
 import ignite_dist as idist
 from ignite_dist import devices, errors
-from ignite_dist.arguments import keywords_of
 from ignite_dist.context import live
 from ignite_dist.errors import DistributedError, MissingRanksError, RankFailedError
+from ignite_dist.internals.arguments import keywords_of
 
 # A stuck rank exits this long after the timeout, so the backend can enforce the timeout first.
 _GRACE_SECONDS = 10.0

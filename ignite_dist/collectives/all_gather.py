@@ -20,7 +20,7 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.context.live import current_model
 from ignite_dist.errors import CollectiveMismatchError
-from ignite_dist.tracing import traced, traced_as
+from ignite_dist.internals.tracing import traced, traced_as
 
 _Object = TypeVar("_Object")
 

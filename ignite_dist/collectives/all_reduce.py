@@ -16,7 +16,7 @@ from ignite_dist.collectives.tree_reduction import reduce_tree
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.context.live import current_model
-from ignite_dist.tracing import traced, traced_as
+from ignite_dist.internals.tracing import traced, traced_as
 from ignite_dist.values import reduce_ops
 from ignite_dist.values.arrays import check_writable_array, fill_array, is_array, tensor_of
 

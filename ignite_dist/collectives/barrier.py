@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal, overload
 
-from ignite_dist.arguments import check_timeout
 from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import is_member, perform
 from ignite_dist.comp_models.work import Work
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics import out_of_band
-from ignite_dist.tracing import traced, traced_as
+from ignite_dist.internals.arguments import check_timeout
+from ignite_dist.internals.tracing import traced, traced_as
 
 
 @traced

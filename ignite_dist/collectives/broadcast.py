@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from ignite_dist.arguments import as_int
 from ignite_dist.collectives.arguments import check_root, copy_of
 from ignite_dist.collectives.checks import check_dense, check_writable
 from ignite_dist.collectives.interrupts import counts_interrupts
@@ -16,7 +15,8 @@ from ignite_dist.collectives.tensors import broadcast_tensor
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.context.live import current_model
-from ignite_dist.tracing import traced, traced_as
+from ignite_dist.internals.arguments import as_int
+from ignite_dist.internals.tracing import traced, traced_as
 
 _Value = TypeVar("_Value")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_dist import _torch
+from ignite_dist.internals import _torch
 from ignite_dist.values import reduce_ops
 
 

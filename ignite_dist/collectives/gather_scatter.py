@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeVar, overload
 
 from torch import Tensor
 
-from ignite_dist.arguments import as_int
 from ignite_dist.collectives.all_gather import gathered_shape
 from ignite_dist.collectives.arguments import check_length, check_root
 from ignite_dist.collectives.checks import check_dense
@@ -19,6 +18,7 @@ from ignite_dist.comp_models import Group
 from ignite_dist.comp_models.transport import Sizes
 from ignite_dist.comp_models.work import Work
 from ignite_dist.context.live import current_model
+from ignite_dist.internals.arguments import as_int
 
 _Object = TypeVar("_Object")
 

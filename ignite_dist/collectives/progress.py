@@ -13,8 +13,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from ignite_dist.arguments import check_timeout
-from ignite_dist.call_sites import site_of, users_frame, warn_user
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, never_free, waits_for_ranks
@@ -24,6 +22,8 @@ from ignite_dist.diagnostics import pending_calls
 from ignite_dist.diagnostics.pending_calls import PendingCall
 from ignite_dist.diagnostics.timed_calls import TimedCall, TimedStart
 from ignite_dist.errors import MissingRanksError
+from ignite_dist.internals.arguments import check_timeout
+from ignite_dist.internals.call_sites import site_of, users_frame, warn_user
 
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 50e-6, 5e-3
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ignite_dist.arguments import as_int
 from ignite_dist.collectives import autograd
 from ignite_dist.collectives.arguments import (
     check_divisible,
@@ -29,7 +28,8 @@ from ignite_dist.collectives.tree_reduction import reduce_tree
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.context.live import current_model
-from ignite_dist.tracing import traced, traced_as
+from ignite_dist.internals.arguments import as_int
+from ignite_dist.internals.tracing import traced, traced_as
 from ignite_dist.values import reduce_ops
 
 _Value = TypeVar("_Value")

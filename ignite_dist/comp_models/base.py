@@ -16,8 +16,7 @@ from weakref import WeakMethod
 
 import torch
 
-from ignite_dist import devices, tracing
-from ignite_dist.call_sites import warn_user
+from ignite_dist import devices
 from ignite_dist.comp_models.groups import Groups
 from ignite_dist.comp_models.launcher import Launcher
 from ignite_dist.comp_models.objects import Objects
@@ -25,6 +24,8 @@ from ignite_dist.comp_models.topology import Topology, decode_places, encode_pla
 from ignite_dist.comp_models.training import Training
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
+from ignite_dist.internals import tracing
+from ignite_dist.internals.call_sites import warn_user
 
 if TYPE_CHECKING:
     from typing_extensions import Self

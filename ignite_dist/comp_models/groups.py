@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.distributed import DeviceMesh
 
-from ignite_dist.arguments import as_int
 from ignite_dist.comp_models.transport import Group, Transport
+from ignite_dist.internals.arguments import as_int
 from ignite_dist.values import meshes
 
 _INTS = frozenset({int})

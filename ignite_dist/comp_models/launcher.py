@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ignite_dist import devices
-from ignite_dist.arguments import keywords_of
+from ignite_dist.internals.arguments import keywords_of
 
 
 class Launcher:

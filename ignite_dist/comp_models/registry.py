@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import TypeVar, overload
 
-from ignite_dist.call_sites import add_library
 from ignite_dist.comp_models.base import ComputationModel
+from ignite_dist.internals.call_sites import add_library
 
 ENTRY_POINT_GROUP = "ignite_dist.computation_models"
 

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
 from ignite_dist import devices, environments
-from ignite_dist._torch import WORLD_STATE
-from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.base import ComputationModel, weak_method
 from ignite_dist.comp_models.groups import Groups
 from ignite_dist.comp_models.objects import LocalObjects
@@ -24,6 +22,8 @@ from ignite_dist.comp_models.training import Training
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Transport
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.errors import EnvironmentVariablesError
+from ignite_dist.internals._torch import WORLD_STATE
+from ignite_dist.internals.call_sites import warn_user
 
 if TYPE_CHECKING:
     from typing_extensions import Self

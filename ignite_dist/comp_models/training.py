@@ -13,10 +13,10 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from ignite_dist import tracing
-from ignite_dist.arguments import check_keywords
-from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.transport import Group
+from ignite_dist.internals import tracing
+from ignite_dist.internals.arguments import check_keywords
+from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.passes import loader_class
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, Store
 
-from ignite_dist import tracing
 from ignite_dist.comp_models.work import Completed, Work
+from ignite_dist.internals import tracing
 from ignite_dist.values import serialization
 from ignite_dist.values.calls import NO_CALL, Call
 from ignite_dist.values.ranks import key_of_ranks

@@ -9,7 +9,7 @@ from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from ignite_dist.call_sites import function_called, is_library, site_of, users_frame
+from ignite_dist.internals.call_sites import function_called, is_library, site_of, users_frame
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

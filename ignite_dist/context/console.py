@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ignite_dist.arguments import check_keywords
 from ignite_dist.context.live import current_model
+from ignite_dist.internals.arguments import check_keywords
 
 if TYPE_CHECKING:
     from tqdm.auto import tqdm

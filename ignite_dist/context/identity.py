@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ignite_dist import environments
-from ignite_dist.arguments import as_int
 from ignite_dist.comp_models import NativeModel
 from ignite_dist.context.live import current_model
 from ignite_dist.environments import Environment
-from ignite_dist.tracing import traced
+from ignite_dist.internals.arguments import as_int
+from ignite_dist.internals.tracing import traced
 
 _logger = logging.getLogger(__name__)
 

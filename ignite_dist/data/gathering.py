@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_dist.arguments import as_int
 from ignite_dist.collectives.arguments import check_root
 from ignite_dist.collectives.gather_scatter import gather
 from ignite_dist.collectives.path import perform
@@ -19,6 +18,7 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
 from ignite_dist.errors import CollectiveMismatchError
+from ignite_dist.internals.arguments import as_int
 from ignite_dist.samplers import ExactSampler, part
 from ignite_dist.training.exact_passes import check_exact_group
 from ignite_dist.values import pytree

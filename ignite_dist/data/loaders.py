@@ -15,11 +15,11 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.context.live import current_model
 from ignite_dist.data.orders import agree_on_order, batch_sampler_keyword
 from ignite_dist.data.splitting import Place, place_in
+from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.passes import Order
 from ignite_dist.samplers import (
     BatchSamplerPart,

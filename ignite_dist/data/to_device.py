@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ignite_dist.context.live import current_model
-from ignite_dist.tracing import traced
+from ignite_dist.internals.tracing import traced
 from ignite_dist.values import pytree
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 from torch.distributed import DistError, Store
 
-from ignite_dist.call_sites import site_of, users_frame
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.transport import Wait
 from ignite_dist.diagnostics.flight_recorder import Recorder
@@ -34,6 +33,7 @@ from ignite_dist.diagnostics.out_of_band import (
     report_wait,
 )
 from ignite_dist.errors import MissingRanksError, RankFailedError
+from ignite_dist.internals.call_sites import site_of, users_frame
 from ignite_dist.values.ranks import describe_ranks
 from ignite_dist.workers import failures
 

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from ignite_dist import _torch
-from ignite_dist.call_sites import function_called, is_library, site_of, users_frame
 from ignite_dist.comp_models.work import begun_call, is_marked_as_waiting
 from ignite_dist.diagnostics import flight_recorder
 from ignite_dist.diagnostics.flight_recorder import table
 from ignite_dist.diagnostics.out_of_band import SILENT
+from ignite_dist.internals import _torch
+from ignite_dist.internals.call_sites import function_called, is_library, site_of, users_frame
 from ignite_dist.values.ranks import describe_ranks
 
 

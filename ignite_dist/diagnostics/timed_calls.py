@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ignite_dist.call_sites import site_of_place, users_frame
 from ignite_dist.comp_models import Group
 from ignite_dist.comp_models.work import Work
+from ignite_dist.internals.call_sites import site_of_place, users_frame
 from ignite_dist.values.layouts import layout_of
 
 now = time.perf_counter_ns  # on Linux and macOS the same clock in all processes of a machine
@@ -73,7 +73,7 @@ class TimedCall:
 
     @property
     def site(self) -> str:
-        """The caller's line, as in :func:`~ignite_dist.call_sites.site_of`."""
+        """The caller's line, as in :func:`~ignite_dist.internals.call_sites.site_of`."""
         code, instruction = self._code, self._instruction
         if code is None:
             return "?"

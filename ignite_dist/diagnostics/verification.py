@@ -5,12 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 from types import TracebackType
 
-from ignite_dist.arguments import check_timeout
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics.announcing import recorder_of, set_comparison_in_new_contexts
 from ignite_dist.diagnostics.flight_recorder import Comparison
 from ignite_dist.diagnostics.out_of_band import make_oob_store, oob_store_of
 from ignite_dist.diagnostics.watchdog import DEFAULT_THRESHOLD, start
+from ignite_dist.internals.arguments import check_timeout
 
 
 def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:

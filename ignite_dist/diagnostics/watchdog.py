@@ -23,7 +23,6 @@ from weakref import WeakSet
 
 from torch.distributed import DistError, Store
 
-from ignite_dist.call_sites import users_frame
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.transport import Wait
 from ignite_dist.comp_models.work import Completed, place_of
@@ -52,6 +51,7 @@ from ignite_dist.diagnostics.reports import (
     waiting_frames,
 )
 from ignite_dist.errors import DistributedError, RankFailedError
+from ignite_dist.internals.call_sites import users_frame
 from ignite_dist.rendezvous import connections
 from ignite_dist.values.ranks import describe_ranks
 

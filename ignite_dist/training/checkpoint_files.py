@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ignite_dist import limits
+from ignite_dist.internals import limits
 from ignite_dist.values import views
 
 _FORMAT = "ignite_dist.checkpoint"

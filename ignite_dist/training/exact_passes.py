@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ignite_dist import _torch
 from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.collectives.path import perform
@@ -25,6 +24,7 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.context.live import current_model
 from ignite_dist.errors import CollectiveMismatchError
+from ignite_dist.internals import _torch
 from ignite_dist.values.ranks import describe_by_rank
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ignite_dist import _torch
 from ignite_dist.collectives.all_gather import all_gather_tensors_with_shapes
 from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.buckets import average_tensors
@@ -21,6 +20,7 @@ from ignite_dist.context.live import current_model
 from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.gradients import empty_gradient, mark_averaged, parameters_of, take_mark
+from ignite_dist.internals import _torch
 from ignite_dist.training.exact_passes import group_of_parameters
 from ignite_dist.values import pytree
 

@@ -21,7 +21,6 @@ from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from ignite_dist.arguments import check_module
 from ignite_dist.collectives.all_gather import all_gather
 from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.checks import is_sharded
@@ -30,6 +29,7 @@ from ignite_dist.comp_models.training import NO_OPTIMIZER
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.gradients import mark_averaged, parameters_of
+from ignite_dist.internals.arguments import check_module
 from ignite_dist.training.gradient_averaging import (
     agree_on_gradients,
     average_gradients,

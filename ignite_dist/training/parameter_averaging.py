@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from ignite_dist.arguments import check_module
 from ignite_dist.collectives.arguments import copy_of
 from ignite_dist.collectives.buckets import average_tensors, broadcast_tensors
 from ignite_dist.collectives.checks import check_dense, check_writable, is_sharded
@@ -19,6 +18,7 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
 from ignite_dist.errors import CollectiveMismatchError
+from ignite_dist.internals.arguments import check_module
 from ignite_dist.training.wrapped_models import unwrap_model
 from ignite_dist.values.ranks import describe_by_rank
 

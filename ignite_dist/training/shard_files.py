@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
-from ignite_dist import limits
+from ignite_dist.internals import limits
 
 _METADATA = ".metadata"
 

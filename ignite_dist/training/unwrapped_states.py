@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from ignite_dist import _torch
+from ignite_dist.internals import _torch
 from ignite_dist.training.wrapped_models import module_inside, unwrap_model
 
 Rename = Callable[[str], str]

@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_dist import _torch
+from ignite_dist.internals import _torch
 
 
 def unwrap_model(model: Module) -> Module:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.distributed import DeviceMesh
 
-from ignite_dist import _torch
-from ignite_dist.arguments import as_int
+from ignite_dist.internals import _torch
+from ignite_dist.internals.arguments import as_int
 
 _DATA_NAMES = ("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ignite_dist.tracing import traced
+from ignite_dist.internals.tracing import traced
 
 _NO_CONTAINERS = frozenset({float, int, bool, Tensor})  # the usual leaves, whose test should be fast
 

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ignite_dist import _torch
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError
+from ignite_dist.internals import _torch
 from ignite_dist.values import views
 from ignite_dist.values.arrivals import OwnDevice, arrive, arriving_on, no_accelerator
 

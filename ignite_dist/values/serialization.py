@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from ignite_dist import _torch
 from ignite_dist.errors import UnsafeObjectError
+from ignite_dist.internals import _torch
 from ignite_dist.values import safe_objects
 from ignite_dist.values.arrivals import OwnDevice, arrive, arriving_on, no_accelerator
 from ignite_dist.values.views import Views, pickler_of

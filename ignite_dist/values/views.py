@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from ignite_dist import _torch
+from ignite_dist.internals import _torch
 
 # A range of which a larger share is used is sent as it is.
 _FULL = 0.9

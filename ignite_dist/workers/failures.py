@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ignite_dist import limits
-from ignite_dist.call_sites import is_library_path, is_package_path, site_of_place
 from ignite_dist.errors import (
     CollectiveMismatchError,
     HostLostError,
@@ -28,6 +26,8 @@ from ignite_dist.errors import (
     WorkerExitedError,
     WorkerRaisedError,
 )
+from ignite_dist.internals import limits
+from ignite_dist.internals.call_sites import is_library_path, is_package_path, site_of_place
 from ignite_dist.rendezvous import connections
 from ignite_dist.values import serialization
 from ignite_dist.values.serialization import Payload

@@ -15,8 +15,8 @@ from multiprocessing import connection, reduction, resource_tracker, util
 from multiprocessing.context import BaseContext, get_spawning_popen
 from typing import Any
 
-from ignite_dist import limits
 from ignite_dist.errors import LaunchError
+from ignite_dist.internals import limits
 from ignite_dist.workers.output import is_open
 from ignite_dist.workers.sent_calls import main_is_importable
 from ignite_dist.workers.worker import apply_launch

@@ -18,7 +18,7 @@ import warnings
 from contextlib import suppress
 from types import FrameType
 
-from ignite_dist._torch import DYNAMO
+from ignite_dist.internals._torch import DYNAMO
 from ignite_dist.workers.fork_server import BEGIN_IMPORTS
 from ignite_dist.workers.process_end import leave_finalizers
 

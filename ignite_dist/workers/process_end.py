@@ -25,7 +25,7 @@ from multiprocessing import util
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
-from ignite_dist.call_sites import is_library_path
+from ignite_dist.internals.call_sites import is_library_path
 
 # A thread may hold a file's lock for ever. The end waits for such a file for this long.
 _FLUSH_SECONDS = 10.0

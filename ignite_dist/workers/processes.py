@@ -24,8 +24,8 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from ignite_dist import limits
 from ignite_dist.errors import LaunchError, RankFailedError
+from ignite_dist.internals import limits
 from ignite_dist.workers import process_end
 from ignite_dist.workers.attempts import JOB_ID_VARIABLE
 from ignite_dist.workers.ending import (

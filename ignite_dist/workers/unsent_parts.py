@@ -9,7 +9,7 @@ from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from ignite_dist.call_sites import is_library_path, site_of_place
+from ignite_dist.internals.call_sites import is_library_path, site_of_place
 
 _LONGEST_PATH = 20
 # Classes that picklers raise. Their names say nothing that the text does not say.

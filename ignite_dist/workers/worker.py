@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ignite_dist import limits
 from ignite_dist.devices import num_cores
+from ignite_dist.internals import limits
 from ignite_dist.values import safe_objects
 from ignite_dist.values.serialization import Payload
 from ignite_dist.workers import own_fork_server, process_end

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 import ignite_dist
-from ignite_dist import _torch
 from ignite_dist.comp_models.horovod import _horovod
 from ignite_dist.comp_models.xla import _torch_xla
-from ignite_dist.private_names import PrivateName
+from ignite_dist.internals import _torch
+from ignite_dist.internals.private_names import PrivateName
 
 PACKAGE = Path(ignite_dist.__file__).parent
 TABLES = {
-    "_torch.py": _torch.PRIVATE_NAMES,
+    "internals/_torch.py": _torch.PRIVATE_NAMES,
     "comp_models/horovod/_horovod.py": _horovod.PRIVATE_NAMES,
     "comp_models/xla/_torch_xla.py": _torch_xla.PRIVATE_NAMES,
 }

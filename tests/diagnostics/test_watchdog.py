@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 import helpers
 import ignite_dist as idist
-from ignite_dist import _torch
 from ignite_dist.comp_models import SerialModel
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics import announcing, flight_recorder, reports
+from ignite_dist.internals import _torch
 from ignite_dist.values.ranks import describe_ranks
 
 SHORT = timedelta(seconds=2)  # more than a busy machine keeps a rank waiting

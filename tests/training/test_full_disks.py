@@ -14,7 +14,7 @@ import torch
 
 import ignite_dist as idist
 from helpers import plain_environ, python_that_forks, write_script
-from ignite_dist import limits
+from ignite_dist.internals import limits
 from machines import needs_mounts, on_a_disk
 
 SECONDS = 200

@@ -1,6 +1,6 @@
 """Horovod's private names. No other file of the package uses Horovod's private names.
 
-:class:`ignite_dist._torch.PrivateName` explains the fields. Only :func:`check` imports Horovod.
+:class:`ignite_dist.internals._torch.PrivateName` explains the fields. Only :func:`check` imports Horovod.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from operator import attrgetter
 from typing import Any
 
-from ignite_dist.private_names import PrivateName, missing
+from ignite_dist.internals.private_names import PrivateName, missing
 
 _LAST = "0.28.1"  # the last release of Horovod; the package is not tested with other releases
 

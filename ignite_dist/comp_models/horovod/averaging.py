@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ignite_dist._torch import version_of
 from ignite_dist.comp_models.horovod.reduction import Call, Reduction
 from ignite_dist.comp_models.horovod.rounds import Exchange
 from ignite_dist.comp_models.horovod.units import Unit, Units
+from ignite_dist.internals._torch import version_of
 
 # The kind of a gradient, which a rank reports in a round. The ranks agree on the greatest of their values.
 _NOTHING, _SPARSE, _DENSE = range(3)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ignite_dist.arguments import check_counts
 from ignite_dist.comp_models.launcher import Launcher
+from ignite_dist.internals.arguments import check_counts
 
 
 class HorovodLauncher(Launcher):

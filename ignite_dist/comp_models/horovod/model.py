@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ignite_dist import devices, environments
-from ignite_dist.arguments import check_keywords
 from ignite_dist.comp_models.base import ProcessModel, weak_method
 from ignite_dist.comp_models.horovod import _horovod, transport
 from ignite_dist.comp_models.horovod._horovod import init_mark_of
@@ -27,6 +26,7 @@ from ignite_dist.comp_models.shared_memory.segment import check_variable
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.environments import variables
 from ignite_dist.errors import EnvironmentVariablesError
+from ignite_dist.internals.arguments import check_keywords
 
 if TYPE_CHECKING:
     from typing_extensions import Self

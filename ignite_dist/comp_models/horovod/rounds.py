@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ignite_dist import _torch
 from ignite_dist.comp_models.horovod.reduction import Call
 from ignite_dist.errors import CollectiveMismatchError
+from ignite_dist.internals import _torch
 
 _LIMIT = 1 << 30
 

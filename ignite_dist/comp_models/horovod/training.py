@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ignite_dist import _torch
-from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.comp_models.training import NO_OPTIMIZER, Training
 from ignite_dist.comp_models.transport import Group
+from ignite_dist.internals import _torch
+from ignite_dist.internals.call_sites import warn_user
 
 if TYPE_CHECKING:
     from ignite_dist.comp_models.horovod.rounds import Calls, Exchange

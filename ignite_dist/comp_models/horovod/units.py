@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ignite_dist._torch import version_of
 from ignite_dist.comp_models.horovod.reduction import Reduction, WaitForCall
+from ignite_dist.internals._torch import version_of
 
 Unit = tuple[int, ...]
 

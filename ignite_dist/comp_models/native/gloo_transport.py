@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ignite_dist import _torch
 from ignite_dist.comp_models.native import gloo
 from ignite_dist.comp_models.native.reducer_group import ReducerGroup
 from ignite_dist.comp_models.native.transport import NativeTransport
@@ -18,6 +17,7 @@ from ignite_dist.comp_models.native.works import awaited_ranks
 from ignite_dist.comp_models.shared_memory.transport import OneMachineTransport
 from ignite_dist.comp_models.transport import CollectiveKind, Group
 from ignite_dist.comp_models.work import Steps, Work
+from ignite_dist.internals import _torch
 from ignite_dist.values.calls import call_of
 from ignite_dist.values.reduce_ops import adds_rows, reduce_rows
 from ignite_dist.values.serialization import as_bytes

@@ -22,9 +22,9 @@ from torch.distributed import (
     init_device_mesh,
 )
 
-from ignite_dist import _torch
 from ignite_dist.comp_models.transport import Group
 from ignite_dist.errors import MissingRanksError
+from ignite_dist.internals import _torch
 from ignite_dist.rendezvous import connections
 from ignite_dist.values.ranks import describe_ranks
 

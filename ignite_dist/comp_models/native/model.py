@@ -14,10 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ignite_dist import _torch, devices, environments
-from ignite_dist._torch import WORLD_STATE
-from ignite_dist.arguments import as_int, check_keywords, check_timeout
-from ignite_dist.call_sites import warn_user
+from ignite_dist import devices, environments
 from ignite_dist.comp_models.base import ProcessModel, weak_method
 from ignite_dist.comp_models.native import gloo
 from ignite_dist.comp_models.native.gloo_transport import GlooTransport
@@ -28,6 +25,10 @@ from ignite_dist.comp_models.topology import Topology
 from ignite_dist.comp_models.work import never_free
 from ignite_dist.environments import Environment, variables
 from ignite_dist.errors import EnvironmentVariablesError
+from ignite_dist.internals import _torch
+from ignite_dist.internals._torch import WORLD_STATE
+from ignite_dist.internals.arguments import as_int, check_keywords, check_timeout
+from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.rendezvous import connections, roll_call, stores
 
 if TYPE_CHECKING:

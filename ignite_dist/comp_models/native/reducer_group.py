@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 
-from ignite_dist import _torch
 from ignite_dist.comp_models.work import Work
+from ignite_dist.internals import _torch
 
 
 class ReducerGroup(ProcessGroup):

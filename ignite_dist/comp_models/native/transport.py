@@ -19,12 +19,12 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from ignite_dist import _torch
 from ignite_dist.comp_models.native import gloo, narrow_floats, waits
 from ignite_dist.comp_models.native.group_factory import GroupFactory
 from ignite_dist.comp_models.native.works import TorchWork, TorchWorks
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Steps, Work
+from ignite_dist.internals import _torch
 from ignite_dist.rendezvous import connections
 from ignite_dist.values import meshes
 from ignite_dist.values.carriers import find_carrier

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ignite_dist import _torch
-from ignite_dist.call_sites import is_library, local_of
 from ignite_dist.comp_models.transport import Wait
 from ignite_dist.comp_models.work import work_of
+from ignite_dist.internals import _torch
+from ignite_dist.internals.call_sites import is_library, local_of
 
 # gloo counts messages as calls of the group. So a rank with a lower count does not always lack a collective.
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})

@@ -1,6 +1,6 @@
 """torch_xla's private names. No other file of the package uses one.
 
-:class:`ignite_dist._torch.PrivateName` describes the fields. Functions import torch_xla when they need it.
+:class:`ignite_dist.internals._torch.PrivateName` describes the fields. Functions import torch_xla when they need it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ignite_dist.private_names import PrivateName, missing
+from ignite_dist.internals.private_names import PrivateName, missing
 
 _LAST = "2.9"  # the last release, and the only one that the package supports
 _IN_C = "torch_xla._XLAC"

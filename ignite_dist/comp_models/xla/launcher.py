@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ignite_dist.arguments import check_counts
 from ignite_dist.comp_models.launcher import Launcher
 from ignite_dist.comp_models.xla import _torch_xla, replicas
 from ignite_dist.errors import EnvironmentVariablesError
+from ignite_dist.internals.arguments import check_counts
 
 
 class XlaLauncher(Launcher):

@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ignite_dist._torch import WORLD_STATE
-from ignite_dist.arguments import check_keywords
-from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.comp_models.xla import _torch_xla, dtype_views, replicas
@@ -24,6 +21,9 @@ from ignite_dist.comp_models.xla.launcher import XlaLauncher, check_pjrt_device
 from ignite_dist.comp_models.xla.training import XlaTraining
 from ignite_dist.comp_models.xla.transport import XlaTransport
 from ignite_dist.errors import RankFailedError
+from ignite_dist.internals._torch import WORLD_STATE
+from ignite_dist.internals.arguments import check_keywords
+from ignite_dist.internals.call_sites import warn_user
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -9,10 +9,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from ignite_dist.call_sites import warn_user
 from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.comp_models.training import Training
 from ignite_dist.gradients import parameters_of
+from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.passes import OrderedLoader, OrderedShardLoader
 from ignite_dist.samplers import Shard
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, Store
 
-from ignite_dist import _torch
-from ignite_dist.arguments import check_keywords
 from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.comp_models.transport import STANDARD_DTYPES, CollectiveKind, Group, Sizes, Transport
 from ignite_dist.comp_models.work import Completed, Work, waits_for_ranks
 from ignite_dist.comp_models.xla import _torch_xla, dtype_views, interrupts, replicas
+from ignite_dist.internals import _torch
+from ignite_dist.internals.arguments import check_keywords
 from ignite_dist.values import message_header
 
 _OPS = {"SUM": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max"}

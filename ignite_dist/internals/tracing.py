@@ -5,7 +5,7 @@ package lets it trace only two kinds of public functions. Getters become constan
 of tensors become operators of the graph (:mod:`ignite_dist.collectives.compiled`). Every other function is a
 graph break and runs uncompiled.
 
-Attributes on the functions control the tracer, so eager calls get no slower. :mod:`ignite_dist._torch` sets
+Attributes on the functions control the tracer, so eager calls get no slower. :mod:`ignite_dist.internals._torch` sets
 the attributes, because torch's public functions for them (``torch.compiler.disable``,
 ``assume_constant_result`` and ``substitute_in_graph``) import the tracer, which takes half a second.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 from types import FunctionType
 from typing import Any, TypeVar
 
-from ignite_dist import _torch
+from ignite_dist.internals import _torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

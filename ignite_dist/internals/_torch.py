@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ignite_dist.private_names import PrivateName, missing
+from ignite_dist.internals.private_names import PrivateName, missing
 
 _OLD = "2.9 or older"  # 2.9 is the oldest torch that the package supports
 _NO_IMPORT = "none: `import ignite_dist` fails, with this name in the message"

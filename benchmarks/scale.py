@@ -26,7 +26,7 @@ import ignite_dist as idist
 from ignite_dist.comp_models.shared_memory import segment as shared_segment
 from ignite_dist.comp_models.topology import Topology, decode_places, encode_place
 from ignite_dist.context.live import current_model
-from ignite_dist.rendezvous import stores
+from ignite_dist.environments.rendezvous import stores
 from ignite_dist.values import message_header, serialization
 
 _RANKS = (2, 4, 8, 16, 32, 64)

@@ -19,7 +19,6 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import Caller
 from ignite_dist.data.loaders import auto_dataloader
-from ignite_dist.gradients import parameters_of
 from ignite_dist.internals import _torch
 from ignite_dist.internals.arguments import check_module, kind_of
 from ignite_dist.internals.call_sites import warn_user
@@ -49,6 +48,7 @@ from ignite_dist.training.state_dicts import load_model_state
 from ignite_dist.training.unaveraged_parameters import watch_first_step, watch_frozen
 from ignite_dist.training.wrapped_models import unwrap_model
 from ignite_dist.values import meshes
+from ignite_dist.values.gradients import parameters_of
 
 # Scripts written for pytorch-ignite import auto_dataloader and DistributedProxySampler from here.
 __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"]

@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 
 import ignite_dist as idist
-from ignite_dist import devices, environments
+from ignite_dist import environments
 from ignite_dist.cli import interfaces
 from ignite_dist.cli.output import Output
 from ignite_dist.cli.tables import facts
 from ignite_dist.comp_models import registered_computation_models
 from ignite_dist.comp_models.shared_memory import segment as shared_segment
+from ignite_dist.environments import devices
+from ignite_dist.environments.rendezvous import network_interfaces
 from ignite_dist.errors import EnvironmentVariablesError, without_link
 from ignite_dist.internals import _torch
-from ignite_dist.rendezvous import network_interfaces
 
 # Variables that backends read. The modules of `environments` declare the variables of launchers.
 _BACKEND_VARIABLES = re.compile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 
-from ignite_dist.rendezvous import network_interfaces
+from ignite_dist.environments.rendezvous import network_interfaces
 
 
 def choice_of_gloo(

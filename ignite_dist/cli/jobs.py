@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch.distributed
 
 import ignite_dist as idist
-from ignite_dist import devices, errors
+from ignite_dist import errors
 from ignite_dist.context import live
+from ignite_dist.environments import devices
 from ignite_dist.errors import DistributedError, MissingRanksError, RankFailedError
 from ignite_dist.internals.arguments import keywords_of
 

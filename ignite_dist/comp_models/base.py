@@ -16,7 +16,6 @@ from weakref import WeakMethod
 
 import torch
 
-from ignite_dist import devices
 from ignite_dist.comp_models.groups import Groups
 from ignite_dist.comp_models.launcher import Launcher
 from ignite_dist.comp_models.objects import Objects
@@ -24,6 +23,7 @@ from ignite_dist.comp_models.topology import Topology, decode_places, encode_pla
 from ignite_dist.comp_models.training import Training
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
+from ignite_dist.environments import devices
 from ignite_dist.internals import tracing
 from ignite_dist.internals.call_sites import warn_user
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from ignite_dist import devices
+from ignite_dist.environments import devices
 from ignite_dist.internals.arguments import keywords_of
 
 

@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
-from ignite_dist import devices, environments
+from ignite_dist import environments
 from ignite_dist.comp_models.base import ComputationModel, weak_method
 from ignite_dist.comp_models.groups import Groups
 from ignite_dist.comp_models.objects import LocalObjects
@@ -21,6 +21,7 @@ from ignite_dist.comp_models.topology import Topology
 from ignite_dist.comp_models.training import Training
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Transport
 from ignite_dist.comp_models.work import Completed, Work
+from ignite_dist.environments import devices
 from ignite_dist.errors import EnvironmentVariablesError
 from ignite_dist.internals._torch import WORLD_STATE
 from ignite_dist.internals.call_sites import warn_user

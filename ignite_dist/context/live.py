@@ -8,11 +8,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ignite_dist import devices
 from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
 from ignite_dist.comp_models.serial import PollingSerialModel
 from ignite_dist.context import forks, ignite_bridge, loader_workers
-from ignite_dist.environments import spawned
+from ignite_dist.environments import devices, spawned
 from ignite_dist.internals.arguments import check_keywords, did_you_mean, keywords_of
 from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.internals.tracing import call_eagerly, resolved_while_tracing, traced, traced_as

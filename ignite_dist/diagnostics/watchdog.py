@@ -50,9 +50,9 @@ from ignite_dist.diagnostics.reports import (
     waiting_frame,
     waiting_frames,
 )
+from ignite_dist.environments.rendezvous import connections
 from ignite_dist.errors import DistributedError, RankFailedError
 from ignite_dist.internals.call_sites import users_frame
-from ignite_dist.rendezvous import connections
 from ignite_dist.values.ranks import describe_ranks
 
 _logger = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import Caller, check_same, exchange_outcomes
-from ignite_dist.gradients import scale_gradients
 from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.passes import Resumable
 from ignite_dist.training.comparisons import trained_together
@@ -29,6 +28,7 @@ from ignite_dist.training.gradient_sync import (
     optimizers_of,
 )
 from ignite_dist.training.wrapped_models import unwrap_model
+from ignite_dist.values.gradients import scale_gradients
 
 
 class Microbatch:

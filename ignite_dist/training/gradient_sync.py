@@ -28,7 +28,6 @@ from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.training import NO_OPTIMIZER
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import exchange_outcomes
-from ignite_dist.gradients import mark_averaged, parameters_of
 from ignite_dist.internals.arguments import check_module
 from ignite_dist.training.gradient_averaging import (
     agree_on_gradients,
@@ -36,6 +35,7 @@ from ignite_dist.training.gradient_averaging import (
     average_now,
     local_gradient,
 )
+from ignite_dist.values.gradients import mark_averaged, parameters_of
 
 
 class DDPSyncStrategy(Enum):

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.coordination import same_outcome
-from ignite_dist.gradients import parameters_of
 from ignite_dist.training.checkpoint_files import shards_folder
 from ignite_dist.training.checkpoint_trees import fill_marks, names_of_shards
 from ignite_dist.training.state_dicts import (
@@ -25,6 +24,7 @@ from ignite_dist.training.state_dicts import (
 )
 from ignite_dist.training.unwrapped_states import as_unwrapped_state, name_reader, unwrapped_state
 from ignite_dist.values import safe_objects
+from ignite_dist.values.gradients import parameters_of
 
 
 class LoadedStates:

@@ -17,7 +17,6 @@ from ignite_dist.collectives.tensors import broadcast_tensor
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.coordination import Caller, exchange_outcomes, same_outcome
-from ignite_dist.gradients import parameters_of
 from ignite_dist.training.comparisons import check_same_state
 from ignite_dist.training.unwrapped_states import (
     as_unwrapped_state,
@@ -27,6 +26,7 @@ from ignite_dist.training.unwrapped_states import (
 )
 from ignite_dist.training.wrapped_models import unwrap_model
 from ignite_dist.values import pytree, safe_objects
+from ignite_dist.values.gradients import parameters_of
 from ignite_dist.values.serialization import Payload
 
 

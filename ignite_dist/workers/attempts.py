@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 
+from ignite_dist.environments.rendezvous import stores
 from ignite_dist.errors import RankFailedError
-from ignite_dist.rendezvous import stores
 from ignite_dist.workers.nodes import Nodes
 
 JOB_ID_VARIABLE = "IGNITE_DIST_JOB_ID"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ignite_dist.environments.rendezvous import connections
 from ignite_dist.errors import (
     CollectiveMismatchError,
     HostLostError,
@@ -28,7 +29,6 @@ from ignite_dist.errors import (
 )
 from ignite_dist.internals import limits
 from ignite_dist.internals.call_sites import is_library_path, is_package_path, site_of_place
-from ignite_dist.rendezvous import connections
 from ignite_dist.values import serialization
 from ignite_dist.values.serialization import Payload
 from ignite_dist.workers.out_of_memory import SIGKILL_HINT

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ignite_dist.rendezvous import connections
+from ignite_dist.environments.rendezvous import connections
 
 _SEND_SECONDS = 30.0
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ignite_dist import devices
+from ignite_dist.environments import devices
 from ignite_dist.values import serialization
 from ignite_dist.workers.unsent_parts import error_of_sending
 

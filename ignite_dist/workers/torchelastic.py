@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ignite_dist.rendezvous import connections
+from ignite_dist.environments.rendezvous import connections
 from ignite_dist.workers.failures import is_consequence
 
 _logger = logging.getLogger(__name__)

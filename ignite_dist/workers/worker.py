@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ignite_dist.devices import num_cores
+from ignite_dist.environments.devices import num_cores
 from ignite_dist.internals import limits
 from ignite_dist.values import safe_objects
 from ignite_dist.values.serialization import Payload

@@ -28,15 +28,15 @@ from helpers import (
     run_ranks,
     write_script,
 )
-from ignite_dist import devices, errors
+from ignite_dist import errors
 from ignite_dist.cli import bench, interfaces, jobs, network
 from ignite_dist.cli.env import collect
 from ignite_dist.cli.main import main
 from ignite_dist.cli.values import DTYPES
 from ignite_dist.comp_models.shared_memory import segment as shared_segment
 from ignite_dist.context.live import current_model
-from ignite_dist.environments import Environment
-from ignite_dist.rendezvous import network_interfaces, stores
+from ignite_dist.environments import Environment, devices
+from ignite_dist.environments.rendezvous import network_interfaces, stores
 
 
 def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:

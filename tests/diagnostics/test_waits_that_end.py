@@ -16,7 +16,7 @@ from torch.distributed import _functional_collectives as functional
 import helpers
 import ignite_dist as idist
 from ignite_dist.context.live import current_model
-from ignite_dist.rendezvous import connections
+from ignite_dist.environments.rendezvous import connections
 
 # Longer than a watchdog takes to be sure that a wait cannot end.
 A_WHILE = 8.0

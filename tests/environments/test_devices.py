@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ignite_dist import devices
-from ignite_dist.environments import Environment
+from ignite_dist.environments import Environment, devices
 from recorded_jobs import SLURM, TORCHRUN, found_in
 
 NCCL = {"cuda": "nccl"}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter, Sequential
 
 import ignite_dist as idist
-from ignite_dist import gradients
+from ignite_dist.values import gradients
 
 
 class Net(Module):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import ignite_dist as idist
-from ignite_dist import devices
 from ignite_dist.context.live import current_model
+from ignite_dist.environments import devices
 from ignite_dist.values import safe_objects, serialization
 from ignite_dist.values.arrivals import arrival_device, arriving_on
 from ignite_dist.workers.sent_calls import encode_call

@@ -12,7 +12,7 @@ import torch
 
 import ignite_dist as idist
 from helpers import free_port, plain_environ, run_python, write_script
-from ignite_dist.devices import num_cores
+from ignite_dist.environments.devices import num_cores
 
 
 def _where(_: int) -> tuple[int, int, str]:

@@ -22,8 +22,8 @@ from ignite_dist.comp_models.horovod import _horovod
 from ignite_dist.comp_models.horovod.averaging import Gradients
 from ignite_dist.comp_models.horovod.reduction import Carried, Reduction
 from ignite_dist.comp_models.horovod.rounds import Exchange
-from ignite_dist.gradients import parameters_of, take_mark
 from ignite_dist.values import views
+from ignite_dist.values.gradients import parameters_of, take_mark
 from ignite_dist.values.serialization import Payload
 
 _NEVER = 1 << 60  # more backward passes than any training makes

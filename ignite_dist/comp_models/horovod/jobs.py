@@ -19,8 +19,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from ignite_dist.environments.rendezvous import network_interfaces, stores
 from ignite_dist.errors import RankFailedError, without_link
-from ignite_dist.rendezvous import network_interfaces, stores
 from ignite_dist.values import serialization
 from ignite_dist.workers import processes
 from ignite_dist.workers.failures import FailedRank, Failure, error_of, outcome_of

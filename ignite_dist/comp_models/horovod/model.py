@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ignite_dist import devices, environments
+from ignite_dist import environments
 from ignite_dist.comp_models.base import ProcessModel, weak_method
 from ignite_dist.comp_models.horovod import _horovod, transport
 from ignite_dist.comp_models.horovod._horovod import init_mark_of
@@ -24,7 +24,7 @@ from ignite_dist.comp_models.horovod.one_machine import HorovodOnOneMachine
 from ignite_dist.comp_models.horovod.training import HorovodTraining
 from ignite_dist.comp_models.shared_memory.segment import check_variable
 from ignite_dist.comp_models.topology import Topology
-from ignite_dist.environments import variables
+from ignite_dist.environments import devices, variables
 from ignite_dist.errors import EnvironmentVariablesError
 from ignite_dist.internals.arguments import check_keywords
 

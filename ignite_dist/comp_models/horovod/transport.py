@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from ignite_dist import devices
 from ignite_dist.comp_models.groups import Once
 from ignite_dist.comp_models.horovod import _horovod
 from ignite_dist.comp_models.transport import STANDARD_DTYPES, CollectiveKind, Group, Sizes, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Work, waits_for_ranks, work_of
+from ignite_dist.environments import devices
+from ignite_dist.environments.rendezvous import connections, stores
 from ignite_dist.internals.arguments import check_keywords
 from ignite_dist.internals.call_sites import local_of
-from ignite_dist.rendezvous import connections, stores
 
 _logger = logging.getLogger(__name__)
 

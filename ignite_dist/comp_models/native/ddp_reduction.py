@@ -18,7 +18,7 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_dist.comp_models.native import further_passes
-from ignite_dist.gradients import accumulation_node, add_gradients, empty_gradient, record_arrival
+from ignite_dist.values.gradients import accumulation_node, add_gradients, empty_gradient, record_arrival
 
 _REDUCTION = "_ignite_dist_reduction"  # attribute of a DistributedDataParallel: its _Reduction
 

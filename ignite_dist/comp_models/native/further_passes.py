@@ -16,8 +16,8 @@ import torch
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_dist.gradients import AfterBackward
 from ignite_dist.internals import _torch
+from ignite_dist.values.gradients import AfterBackward
 
 _PASSES = "_ignite_dist_passes"  # attribute of a DDP and of the module inside: its _Passes
 

@@ -23,9 +23,9 @@ from torch.distributed import (
 )
 
 from ignite_dist.comp_models.transport import Group
+from ignite_dist.environments.rendezvous import connections
 from ignite_dist.errors import MissingRanksError
 from ignite_dist.internals import _torch
-from ignite_dist.rendezvous import connections
 from ignite_dist.values.ranks import describe_ranks
 
 

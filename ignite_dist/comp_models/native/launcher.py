@@ -10,11 +10,10 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from ignite_dist import devices
 from ignite_dist.comp_models.launcher import Launcher
-from ignite_dist.environments import spawned
+from ignite_dist.environments import devices, spawned
+from ignite_dist.environments.rendezvous import stores
 from ignite_dist.internals.arguments import check_nodes, check_timeout
-from ignite_dist.rendezvous import stores
 from ignite_dist.workers import nodes, processes
 from ignite_dist.workers.attempts import JOB_ID_VARIABLE, Attempts
 from ignite_dist.workers.node_links import Hello

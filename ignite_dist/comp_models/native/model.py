@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ignite_dist import devices, environments
+from ignite_dist import environments
 from ignite_dist.comp_models.base import ProcessModel, weak_method
 from ignite_dist.comp_models.native import gloo
 from ignite_dist.comp_models.native.gloo_transport import GlooTransport
@@ -23,13 +23,13 @@ from ignite_dist.comp_models.native.training import NativeTraining
 from ignite_dist.comp_models.native.transport import NativeTransport
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.comp_models.work import never_free
-from ignite_dist.environments import Environment, variables
+from ignite_dist.environments import Environment, devices, variables
+from ignite_dist.environments.rendezvous import connections, roll_call, stores
 from ignite_dist.errors import EnvironmentVariablesError
 from ignite_dist.internals import _torch
 from ignite_dist.internals._torch import WORLD_STATE
 from ignite_dist.internals.arguments import as_int, check_keywords, check_timeout
 from ignite_dist.internals.call_sites import warn_user
-from ignite_dist.rendezvous import connections, roll_call, stores
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from ignite_dist.comp_models.transport import Group
-from ignite_dist.gradients import AfterBackward
+from ignite_dist.values.gradients import AfterBackward
 
 _REPLICA = "_ignite_dist_replica"  # attribute of the module: its _Replica
 

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from ignite_dist.comp_models.native import ddp_reduction, further_passes, replicas
 from ignite_dist.comp_models.training import Training, check_fsdp_keywords
 from ignite_dist.comp_models.transport import Group
-from ignite_dist.gradients import parameters_of
 from ignite_dist.internals import _torch
 from ignite_dist.internals.call_sites import warn_user
+from ignite_dist.values.gradients import parameters_of
 
 if TYPE_CHECKING:
     from ignite_dist.comp_models.base import ComputationModel

@@ -24,8 +24,8 @@ from ignite_dist.comp_models.native.group_factory import GroupFactory
 from ignite_dist.comp_models.native.works import TorchWork, TorchWorks
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Steps, Work
+from ignite_dist.environments.rendezvous import connections
 from ignite_dist.internals import _torch
-from ignite_dist.rendezvous import connections
 from ignite_dist.values import meshes
 from ignite_dist.values.carriers import find_carrier
 from ignite_dist.values.reduce_ops import BITWISE, is_inexact, is_rounded, reduce_rows

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ignite_dist.comp_models.work import Work, waits_for_ranks
-from ignite_dist.rendezvous import connections
+from ignite_dist.environments.rendezvous import connections
 
 
 def awaited_ranks(group: Any, ranks: tuple[int, ...]) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from ignite_dist.comp_models.shared_memory.segment import (
 )
 from ignite_dist.comp_models.transport import Group, Sizes, Transport
 from ignite_dist.comp_models.work import Steps, Work, waits_for_ranks
-from ignite_dist.rendezvous import connections
+from ignite_dist.environments.rendezvous import connections
 from ignite_dist.values.calls import Call
 from ignite_dist.values.ranks import describe_ranks
 from ignite_dist.values.serialization import as_tensor

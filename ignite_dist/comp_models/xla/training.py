@@ -11,10 +11,10 @@ from torch.utils.data import Dataset
 
 from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.comp_models.training import Training
-from ignite_dist.gradients import parameters_of
 from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.passes import OrderedLoader, OrderedShardLoader
 from ignite_dist.samplers import Shard
+from ignite_dist.values.gradients import parameters_of
 
 
 class XlaTraining(Training):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ignite_dist.environments import Environment
-from ignite_dist.rendezvous import roll_call
+from ignite_dist.environments.rendezvous import roll_call
 
 
 def num_cores() -> int:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import helpers
 import ignite_dist as idist
-from ignite_dist.rendezvous import connections, stores
-from ignite_dist.rendezvous.network_interfaces import loopback_interface
+from ignite_dist.environments.rendezvous import connections, stores
+from ignite_dist.environments.rendezvous.network_interfaces import loopback_interface
 
 SHORT = timedelta(seconds=40)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

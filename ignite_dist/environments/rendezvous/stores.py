@@ -21,9 +21,9 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from ignite_dist import environments
 from ignite_dist.environments import Environment, variables
 from ignite_dist.environments.base import read_int, read_port
+from ignite_dist.environments.rendezvous import connections, network_interfaces, roll_call
 from ignite_dist.errors import EnvironmentVariablesError, LaunchError, MissingRanksError
 from ignite_dist.internals import limits
-from ignite_dist.rendezvous import connections, network_interfaces, roll_call
 
 # Number of contexts made at each rendezvous address or file, equal on all ranks of the rendezvous.
 _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()

@@ -10,6 +10,13 @@ from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.all_to_all import all_to_all
 from ignite_dist.collectives.barrier import barrier, new_group
 from ignite_dist.collectives.broadcast import broadcast
+from ignite_dist.collectives.coordination import (
+    all_true,
+    any_true,
+    one_rank_first,
+    one_rank_only,
+    raise_together,
+)
 from ignite_dist.collectives.gather_scatter import gather, scatter
 from ignite_dist.collectives.reduce_scatter import reduce, reduce_scatter
 from ignite_dist.comp_models import (
@@ -42,7 +49,6 @@ from ignite_dist.context.identity import (
     world_group,
 )
 from ignite_dist.context.live import available_backends, finalize, initialize, sync
-from ignite_dist.coordination import all_true, any_true, one_rank_first, one_rank_only, raise_together
 from ignite_dist.data.gathering import gather_in_order
 from ignite_dist.data.loaders import auto_dataloader
 from ignite_dist.data.splitting import sampler_kwargs, split

@@ -4,6 +4,7 @@ from ignite_dist.collectives.all_gather import all_gather, all_gather_tensors_wi
 from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.barrier import barrier, new_group
 from ignite_dist.collectives.broadcast import broadcast
+from ignite_dist.collectives.coordination import one_rank_first, one_rank_only
 from ignite_dist.comp_models import (
     has_hvd_support,
     has_native_dist_support,
@@ -25,7 +26,6 @@ from ignite_dist.context.identity import (
     show_config,
 )
 from ignite_dist.context.live import available_backends, finalize, initialize, sync
-from ignite_dist.coordination import one_rank_first, one_rank_only
 from ignite_dist.launcher import spawn
 
 __all__ = [

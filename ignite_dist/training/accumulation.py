@@ -13,9 +13,9 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from ignite_dist.collectives.checks import is_sharded
+from ignite_dist.collectives.coordination import Caller, check_same, exchange_outcomes
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
-from ignite_dist.coordination import Caller, check_same, exchange_outcomes
 from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.passes import Resumable
 from ignite_dist.training.comparisons import trained_together

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ignite_dist.collectives.coordination import one_rank_only, same_outcome
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.context.live import current_model
-from ignite_dist.coordination import one_rank_only, same_outcome
 from ignite_dist.training import checkpoint_files
 from ignite_dist.training.checkpoint_parts import (
     Part,

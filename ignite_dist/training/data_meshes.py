@@ -8,9 +8,9 @@ from torch.distributed import DeviceMesh
 from torch.nn import Module
 
 from ignite_dist.collectives.checks import is_sharded
+from ignite_dist.collectives.coordination import Caller, check_same
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
-from ignite_dist.coordination import Caller, check_same
 from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.values import meshes
 

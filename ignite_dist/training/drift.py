@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from ignite_dist.collectives.coordination import same_outcome
 from ignite_dist.comp_models import ComputationModel
-from ignite_dist.coordination import same_outcome
 from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.training.comparisons import trained_together
 from ignite_dist.training.wrapped_models import unwrap_model

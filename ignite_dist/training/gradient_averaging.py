@@ -15,9 +15,9 @@ from ignite_dist.collectives.all_gather import all_gather_tensors_with_shapes
 from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.buckets import average_tensors
 from ignite_dist.collectives.checks import is_sharded
+from ignite_dist.collectives.coordination import exchange_outcomes
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
-from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.internals import _torch
 from ignite_dist.training.exact_passes import group_of_parameters
@@ -36,7 +36,7 @@ def agree_on_gradients(
     gradient is sparse if no rank has a dense one.
 
     Raises:
-        RankFailedError: another rank raised; see :func:`~ignite_dist.coordination.exchange_outcomes`.
+        RankFailedError: another rank raised; see :func:`~ignite_dist.collectives.coordination.exchange_outcomes`.
         CollectiveMismatchError: the ranks have different numbers of parameters.
     """
     kinds = bytes(_kind(parameter.grad) for parameter in parameters)

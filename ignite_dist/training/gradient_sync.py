@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from ignite_dist.collectives.all_gather import all_gather
 from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.checks import is_sharded
+from ignite_dist.collectives.coordination import exchange_outcomes
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.training import NO_OPTIMIZER
 from ignite_dist.context.live import current_model
-from ignite_dist.coordination import exchange_outcomes
 from ignite_dist.internals.arguments import check_module
 from ignite_dist.training.gradient_averaging import (
     agree_on_gradients,

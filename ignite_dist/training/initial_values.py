@@ -12,8 +12,8 @@ from torch.random import fork_rng
 
 from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import check_dense, check_writable, is_sharded
+from ignite_dist.collectives.coordination import Caller, exchange_outcomes
 from ignite_dist.comp_models import ComputationModel, Group
-from ignite_dist.coordination import Caller, exchange_outcomes
 from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.training.comparisons import named_tensors
 from ignite_dist.training.data_meshes import DataMesh

@@ -10,10 +10,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from ignite_dist.collectives.coordination import any_true
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.serial import SerialModel
 from ignite_dist.context.live import current_model, end_hooks
-from ignite_dist.coordination import any_true
 from ignite_dist.workers.interrupts import call_in_main_thread
 
 # torchrun sends its workers the Ctrl-C that the terminal has sent them already.

@@ -11,8 +11,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ignite_dist.collectives.checks import is_sharded
+from ignite_dist.collectives.coordination import same_outcome
 from ignite_dist.comp_models import ComputationModel
-from ignite_dist.coordination import same_outcome
 from ignite_dist.training.checkpoint_files import shards_folder
 from ignite_dist.training.checkpoint_trees import fill_marks, names_of_shards
 from ignite_dist.training.state_dicts import (

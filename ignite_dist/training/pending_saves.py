@@ -9,11 +9,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ignite_dist.collectives.coordination import same_outcome
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Work
 from ignite_dist.context.live import before_end_hooks, end_hooks
-from ignite_dist.coordination import same_outcome
 from ignite_dist.errors import MissingRanksError
 from ignite_dist.internals.arguments import check_timeout
 

@@ -9,8 +9,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ignite_dist.collectives.buckets import broadcast_tensors
+from ignite_dist.collectives.coordination import Caller, check_same
 from ignite_dist.context.live import current_model
-from ignite_dist.coordination import Caller, check_same
 
 
 @contextmanager

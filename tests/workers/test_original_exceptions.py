@@ -17,8 +17,8 @@ import torch
 
 import ignite_dist as idist
 from helpers import run_python, write_script
+from ignite_dist.collectives.coordination import same_outcome
 from ignite_dist.context.live import current_model
-from ignite_dist.coordination import same_outcome
 from ignite_dist.workers.failures import FailedRank, Failure, error_of, outcome_of
 from ignite_dist.workers.sent_exceptions import LeftOut, decode_exception, encode_exception
 from on_ranks import on_ranks

@@ -70,7 +70,7 @@ from ignite_dist.errors import (
 )
 from ignite_dist.internals.tracing import untrace_package
 from ignite_dist.launcher import Parallel, spawn
-from ignite_dist.restarts import restart_count
+from ignite_dist.launcher.restarts import restart_count
 from ignite_dist.samplers import DistributedProxySampler, ExactSampler
 from ignite_dist.training.accumulation import accumulate
 from ignite_dist.training.checkpoints import latest, load_checkpoint, save_checkpoint

@@ -1,1 +1,1 @@
-"""What the other rooms stand on: private names of torch, the user's line of code, checks of arguments, limits."""
+"""The ground of the other rooms: private names of torch, call sites, checks of arguments, limits."""

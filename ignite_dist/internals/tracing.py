@@ -5,8 +5,8 @@ package lets it trace only two kinds of public functions. Getters become constan
 of tensors become operators of the graph (:mod:`ignite_dist.collectives.compiled`). Every other function is a
 graph break and runs uncompiled.
 
-Attributes on the functions control the tracer, so eager calls get no slower. :mod:`ignite_dist.internals._torch` sets
-the attributes, because torch's public functions for them (``torch.compiler.disable``,
+Attributes on the functions control the tracer, so eager calls get no slower. They are set by
+:mod:`ignite_dist.internals._torch`, because torch's public functions for them (``torch.compiler.disable``,
 ``assume_constant_result`` and ``substitute_in_graph``) import the tracer, which takes half a second.
 """
 

@@ -29,7 +29,7 @@ _END_SECONDS = 10.0  # from the end of a worker's connection to the end of its p
 # Frames that every worker has, by parts of their paths.
 _OUTER_FRAMES = (
     *("/_pytest/", "/pluggy/", "/pytest/", "/multiprocessing/", 'File "<string>"'),
-    *("/ignite_dist/testing/", "/ignite_dist/workers/", "/ignite_dist/restarts.py"),
+    *("/ignite_dist/testing/", "/ignite_dist/workers/", "/ignite_dist/launcher/restarts.py"),
 )
 # Threads of only these frames belong to the package.
 _IDLE_FRAMES = ("/threading.py", "/selectors.py", "/ignite_dist/diagnostics/watchdog.py")

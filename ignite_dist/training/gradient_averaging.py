@@ -36,7 +36,7 @@ def agree_on_gradients(
     gradient is sparse if no rank has a dense one.
 
     Raises:
-        RankFailedError: another rank raised; see :func:`~ignite_dist.collectives.coordination.exchange_outcomes`.
+        RankFailedError: another rank raised; see ``exchange_outcomes``.
         CollectiveMismatchError: the ranks have different numbers of parameters.
     """
     kinds = bytes(_kind(parameter.grad) for parameter in parameters)

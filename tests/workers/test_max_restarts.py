@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import ignite_dist as idist
-from ignite_dist import restarts
 from ignite_dist.comp_models.xla.launcher import XlaLauncher
+from ignite_dist.launcher import restarts
 
 
 def _attempt(folder: Path) -> int:

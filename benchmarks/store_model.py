@@ -94,7 +94,7 @@ def requests_of(rank: int, world_size: int, variant: str) -> Iterator[Request]:
 
 
 def _roll_call(rank: int, world_size: int) -> Iterator[Request]:
-    """``environments/rendezvous/roll_call.py``: rank 0 waits for all ranks, the others for rank 0's answer."""
+    """``rendezvous/roll_call.py``: rank 0 waits for all ranks, the others for rank 0's answer."""
     arrivals = [_LENGTH_BYTES + _ARRIVAL_BYTES + len(str(peer)) for peer in range(world_size)]
     outcome = _LENGTH_BYTES + 2  # an empty list
     key = 1 + _LENGTH_BYTES + _OUTCOME_BYTES

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, islice
 from typing import Any
 
@@ -80,11 +81,6 @@ class _Draws:
 
 class OrderedShardLoader(OrderedLoader, ShardLoader):
     """An ordered loader of a :class:`Shard`."""
-
-
-def loader_class(dataset: Dataset[Any]) -> type[OrderedLoader]:
-    """The class of the data loader for ``dataset``."""
-    return EpochShardLoader if isinstance(dataset, Shard) else EpochLoader
 
 
 # --- passes ------------------------------------------------------------------------------------------
@@ -172,10 +168,17 @@ class Resumable:
     _epoch_is_set = False
     _has_warned = False
 
+    def __iter__(self) -> Any:
+        return self.begin_pass()
+
     def host_loader(self) -> OrderedLoader:
         """The loader of torch, which has the sampler."""
         assert isinstance(self, OrderedLoader)
         return self
+
+    def batches_of(self, loader: DataLoader[Any]) -> Any:
+        """The batches of one pass over torch's ``loader``."""
+        return super().__iter__()  # type: ignore[misc]  # of DataLoader, behind this mixin
 
     @property
     def epoch(self) -> int:
@@ -221,8 +224,8 @@ class Resumable:
         """The progress of the pass that was begun last."""
         return self._latest
 
-    def begin_pass(self, make: Callable[[DataLoader[Any]], Any]) -> Pass:
-        """Begin a pass. ``make(loader)`` gives the batches of torch's ``loader``."""
+    def begin_pass(self) -> Pass:
+        """Begin a pass, at the loaded position if there is one."""
         loader, epoch = self.host_loader(), self.epoch
         self._keep_furthest(epoch)
         start = self._start if self._start is not None and self._start.epoch == epoch else None
@@ -233,26 +236,24 @@ class Resumable:
         progress = Progress(epoch, num_skipped, states, has_workers)
         with self._own_seed(loader) if num_skipped or self._has_workers else nullcontext():
             if is_stream:
-                batches = self._rest_of_stream(loader, make, num_skipped, states if start else None)
+                batches = self._rest_of_stream(loader, num_skipped, states if start else None)
             else:
                 loader._num_skipped = num_skipped
-                batches = make(loader)
+                batches = self.batches_of(loader)
                 # Workers fetch the first batches now; without workers, torch draws when it is asked.
         self._has_workers = self._keeps_workers = loader.persistent_workers
         begun = Pass(batches, self, progress)
         self._latest = progress
         return begun
 
-    def _rest_of_stream(
-        self, loader: OrderedLoader, make: Callable[[Any], Any], num_skipped: int, states: RandomStates | None
-    ) -> Any:
+    def _rest_of_stream(self, loader: OrderedLoader, num_skipped: int, states: RandomStates | None) -> Any:
         if isinstance(loader.dataset, Shard) and loader.num_workers and not self._keeps_workers:
             loader.dataset.start = num_skipped  # each worker skips its own batches
-            return make(loader)
+            return self.batches_of(loader)
         with preserved() if states is not None else nullcontext():
             if states is not None:
                 states.restore()
-            batches = make(loader)
+            batches = self.batches_of(loader)
             deque(islice(batches, num_skipped), maxlen=0)
         return batches
 
@@ -398,15 +399,54 @@ class Resumable:
 class EpochLoader(Resumable, OrderedLoader):
     """The data loader of ``auto_dataloader``."""
 
-    def __iter__(self) -> Any:
-        return self.begin_pass(lambda _: super(Resumable, self).__iter__())
-
 
 class EpochShardLoader(Resumable, OrderedShardLoader):
     """The data loader of ``auto_dataloader`` for a :class:`Shard`."""
 
-    def __iter__(self) -> Any:
-        return self.begin_pass(lambda _: super(Resumable, self).__iter__())
+
+class _DeviceEpochLoader(Resumable):
+    """Mixin for a backend's loader around torch's: passes, with the attributes of ``DataLoader``."""
+
+    def __init__(self, loader: OrderedLoader, device: torch.device) -> None:
+        self._host_loader = loader
+        super().__init__(loader, device)  # type: ignore[call-arg]  # of the backend's class
+
+    def host_loader(self) -> OrderedLoader:
+        return self._host_loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # an attribute that __init__ has not set yet, or a private name of torch
+            raise AttributeError(name)
+        return getattr(self._host_loader, name)
+
+
+@cache
+def _device_loader_class(kind: type[Any]) -> type[_DeviceEpochLoader]:
+    """``kind``, the loader of a backend, with passes. Its own ``batches_of`` makes the batches of a pass."""
+    return type(kind.__name__, (_DeviceEpochLoader, kind), {"batches_of": kind.batches_of})
+
+
+def make_loader(
+    dataset: Dataset[Any], order: Order, device_loader: type[Any] | None, device: torch.device, **kwargs: Any
+) -> Any:
+    """The loader of ``auto_dataloader``.
+
+    Args:
+        dataset: of this rank.
+        order: what determines the batches.
+        device_loader: the class of the backend's loader; None if batches stay on the host.
+        device: where it copies the batches.
+        kwargs: of ``DataLoader``.
+    """
+    is_shard = isinstance(dataset, Shard)
+    loader: Any
+    if device_loader is None:
+        loader = (EpochShardLoader if is_shard else EpochLoader)(dataset, **kwargs)
+    else:
+        inner = (OrderedShardLoader if is_shard else OrderedLoader)(dataset, **kwargs)
+        loader = _device_loader_class(device_loader)(inner, device)
+    loader.host_loader().order = order
+    return loader
 
 
 def check_resumable(loader: Any) -> Resumable:

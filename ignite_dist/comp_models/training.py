@@ -11,13 +11,11 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
 
 from ignite_dist.comp_models.transport import Group
 from ignite_dist.internals import tracing
 from ignite_dist.internals.arguments import check_keywords
 from ignite_dist.internals.call_sites import warn_user
-from ignite_dist.passes import loader_class
 
 if TYPE_CHECKING:
     from ignite_dist.comp_models.base import ComputationModel
@@ -104,9 +102,13 @@ class Training:
         """
         return optimizer
 
-    def make_loader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
-        """A loader of this rank's share of ``dataset``. ``kwargs`` are the arguments of ``DataLoader``."""
-        return loader_class(dataset)(dataset, **kwargs)
+    def device_loader(self) -> type[Any] | None:
+        """The class of a loader around torch's that copies batches to the device. None: they stay on the host.
+
+        It is called with a ``DataLoader`` and the device. Its method ``batches_of(loader)`` makes the batches
+        of one pass over ``loader``: an iterator with a length.
+        """
+        return None
 
     def check_sharding(self) -> None:
         """Raise if the backend has no :meth:`shard_model`, before any communication.

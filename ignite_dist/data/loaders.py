@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -18,9 +19,9 @@ from torch.utils.data.distributed import DistributedSampler
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.context.live import current_model
 from ignite_dist.data.orders import agree_on_order, batch_sampler_keyword
-from ignite_dist.data.splitting import Place, place_in
+from ignite_dist.data.splitting import Place, data_group, place_in
 from ignite_dist.internals.call_sites import warn_user
-from ignite_dist.passes import Order
+from ignite_dist.passes import Order, make_loader
 from ignite_dist.samplers import (
     BatchSamplerPart,
     DistributedProxySampler,
@@ -31,7 +32,6 @@ from ignite_dist.samplers import (
     part_size,
     place_of,
 )
-from ignite_dist.training.data_meshes import data_group
 from ignite_dist.training.exact_passes import check_exact_group, share_buffers
 
 
@@ -136,9 +136,10 @@ def auto_dataloader(
             kwargs["sampler"] = _exact_sampler(model, dataset, place, group, order, exact, kwargs)
     else:
         dataset = _split_batches(dataset, place, group, order, kwargs)
-    loader = model.training.make_loader(dataset, **kwargs)
-    loader.host_loader().order = order
-    return loader
+    if model.ranks_in_process() > 1:  # they would share torch's generator
+        own = torch.Generator().manual_seed(torch.initial_seed() + model.get_rank())
+        kwargs.setdefault("generator", own)
+    return make_loader(dataset, order, model.training.device_loader(), model.device(), **kwargs)
 
 
 def _check_settings(

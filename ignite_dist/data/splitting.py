@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.context.live import current_model
 from ignite_dist.samplers import part
-from ignite_dist.training.data_meshes import data_group
+from ignite_dist.values import meshes
 
 
 class Place(NamedTuple):
@@ -15,6 +15,18 @@ class Place(NamedTuple):
 
     num_ranks: int
     number: int
+
+
+def data_group(model: ComputationModel) -> Any:
+    """The ranks that share the data, as a ``group=`` argument; None for all ranks. Never communicates.
+
+    These are the ranks along the data dimensions of the current mesh. Ranks outside of this group that have
+    the same position in theirs get the same data.
+    """
+    current = meshes.current()
+    if current is None:
+        return None
+    return model.transport.group_of_mesh(current, meshes.data_dimensions(current))
 
 
 def place_in(model: ComputationModel, group: Any) -> Place:

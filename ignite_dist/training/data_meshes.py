@@ -69,18 +69,6 @@ def mesh(**sizes: int) -> DeviceMesh:
     return model.transport.make_mesh(checked)
 
 
-def data_group(model: ComputationModel) -> Any:
-    """The ranks that share the data, as a ``group=`` argument; None for all ranks. Never communicates.
-
-    These are the ranks along the data dimensions of the current mesh. Ranks outside of this group that have
-    the same position in theirs get the same data.
-    """
-    current = meshes.current()
-    if current is None:
-        return None
-    return model.transport.group_of_mesh(current, meshes.data_dimensions(current))
-
-
 class DataMesh(NamedTuple):
     """The ranks that train a model.
 

@@ -14,16 +14,10 @@ from ignite_dist.collectives.path import perform
 from ignite_dist.comp_models import Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.context.live import current_model
+from ignite_dist.values.random_states import remember_seed
 
 _SEED_BITS = 63
 _SHARED_BITS = 32
-
-_latest_seed = 0
-
-
-def latest_seed() -> int:
-    """The seed of the last :func:`seed_everything` of this process, 0 before it."""
-    return _latest_seed
 
 
 @counts_interrupts
@@ -69,7 +63,6 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
         RuntimeError: ``per_rank=True`` on XLA replicas that are threads of one process: the threads share a
             random state. Use a ``torch.Generator`` per rank instead.
     """
-    global _latest_seed
     model = current_model()
     if seed is not None:
         seed = _checked_seed(seed)
@@ -82,7 +75,7 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
         )
     if seed is None:
         seed = shared_seed()
-    _latest_seed = seed
+    remember_seed(seed)
     rank_seed = _seed_of_rank(seed, model.get_rank()) if per_rank else seed
     random.seed(rank_seed)
     if "numpy" in sys.modules:

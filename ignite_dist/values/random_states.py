@@ -14,6 +14,18 @@ from torch import Tensor
 
 # The process has one global random state, and replicas of XLA may be threads of the process.
 _lock = threading.RLock()
+_latest_seed = 0
+
+
+def remember_seed(seed: int) -> None:
+    """Let :func:`latest_seed` return ``seed``, with which ``seed_everything`` has seeded the generators."""
+    global _latest_seed
+    _latest_seed = seed
+
+
+def latest_seed() -> int:
+    """The seed of the last ``seed_everything`` of this process, 0 before it."""
+    return _latest_seed
 
 
 class RandomStates(NamedTuple):

@@ -10,31 +10,21 @@ from torch.utils.data import DataLoader
 from torch_xla.distributed.parallel_loader import MpDeviceLoader, ParallelLoader
 
 from ignite_dist.comp_models.xla import _torch_xla
-from ignite_dist.passes import OrderedLoader, Pass, Resumable
 
 
-class DeviceLoader(Resumable, MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no type information
-    """An ``MpDeviceLoader`` that prefetches batches to the device, with the attributes of ``DataLoader``.
+class DeviceLoader(MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no type information
+    """An ``MpDeviceLoader`` whose passes are independent of each other.
 
     Each ``next()`` ends a step of torch_xla, which runs the lazy computations.
     """
 
-    def __init__(self, loader: OrderedLoader, device: torch.device) -> None:
-        self._host_loader, self._batch_device = loader, device
+    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
+        self._batch_device = device
         super().__init__(loader, device)
 
-    def __iter__(self) -> Pass:
-        # Batches are prefetched, so the pass over the inner loader ends before this pass.
-        return self.begin_pass(lambda loader: _DeviceBatches(loader, self._batch_device))
-
-    def host_loader(self) -> OrderedLoader:
-        """See ``Resumable``."""
-        return self._host_loader
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # an attribute that __init__ has not set yet, or a private name of torch
-            raise AttributeError(name)
-        return getattr(self._host_loader, name)
+    def batches_of(self, loader: DataLoader[Any]) -> Any:
+        """The batches of one pass. They are prefetched, so the pass over ``loader`` ends before this one."""
+        return _DeviceBatches(loader, self._batch_device)
 
 
 class _DeviceBatches:

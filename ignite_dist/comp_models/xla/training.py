@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
 
 from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.comp_models.training import Training
 from ignite_dist.internals.call_sites import warn_user
-from ignite_dist.passes import OrderedLoader, OrderedShardLoader
-from ignite_dist.samplers import Shard
 from ignite_dist.values.gradients import parameters_of
 
 
@@ -52,12 +48,7 @@ class XlaTraining(Training):
             )
         return optimizer
 
-    def make_loader(self, dataset: Dataset[Any], **kwargs: Any) -> Any:
+    def device_loader(self) -> type[Any]:
         from ignite_dist.comp_models.xla.loader import DeviceLoader
 
-        # The replicas of one process would share torch's generator.
-        if self.context.ranks_in_process() > 1:
-            seed = torch.initial_seed() + self.context.get_rank()
-            kwargs.setdefault("generator", torch.Generator().manual_seed(seed))
-        kind = OrderedShardLoader if isinstance(dataset, Shard) else OrderedLoader
-        return DeviceLoader(kind(dataset, **kwargs), self.context.device())
+        return DeviceLoader

@@ -51,6 +51,7 @@ from ignite_dist.context.identity import (
 from ignite_dist.context.live import available_backends, finalize, initialize, sync
 from ignite_dist.data.gathering import gather_in_order
 from ignite_dist.data.loaders import auto_dataloader
+from ignite_dist.data.samplers import DistributedProxySampler, ExactSampler
 from ignite_dist.data.splitting import sampler_kwargs, split
 from ignite_dist.data.to_device import to_device
 from ignite_dist.diagnostics.timeline import timeline
@@ -71,7 +72,6 @@ from ignite_dist.errors import (
 from ignite_dist.internals.tracing import untrace_package
 from ignite_dist.launcher import Parallel, spawn
 from ignite_dist.launcher.restarts import restart_count
-from ignite_dist.samplers import DistributedProxySampler, ExactSampler
 from ignite_dist.training.accumulation import accumulate
 from ignite_dist.training.checkpoints import latest, load_checkpoint, save_checkpoint
 from ignite_dist.training.data_meshes import mesh

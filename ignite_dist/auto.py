@@ -18,14 +18,14 @@ from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.collectives.coordination import Caller
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
+from ignite_dist.data.exact_passes import group_of_parameters, remember_model
 from ignite_dist.data.loaders import auto_dataloader
+from ignite_dist.data.samplers import DistributedProxySampler
 from ignite_dist.internals import _torch
 from ignite_dist.internals.arguments import check_module, kind_of
 from ignite_dist.internals.call_sites import warn_user
-from ignite_dist.samplers import DistributedProxySampler
 from ignite_dist.training.comparisons import check_same_model, check_same_optimizer, named_tensors
 from ignite_dist.training.data_meshes import DataMesh, check_shardable, find_data_mesh
-from ignite_dist.training.exact_passes import group_of_parameters, remember_model
 from ignite_dist.training.gradient_averaging import (
     agree_on_gradients,
     average_gradients,

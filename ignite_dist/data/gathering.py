@@ -17,10 +17,10 @@ from ignite_dist.collectives.tensors import gather_rows
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
+from ignite_dist.data.exact_passes import check_exact_group
+from ignite_dist.data.samplers import ExactSampler, part
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.internals.arguments import as_int
-from ignite_dist.samplers import ExactSampler, part
-from ignite_dist.training.exact_passes import check_exact_group
 from ignite_dist.values import pytree
 from ignite_dist.values.arrays import is_array, tensor_of
 from ignite_dist.values.safe_objects import register_safe

@@ -18,11 +18,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.context.live import current_model
+from ignite_dist.data.exact_passes import check_exact_group, share_buffers
 from ignite_dist.data.orders import agree_on_order, batch_sampler_keyword
-from ignite_dist.data.splitting import Place, data_group, place_in
-from ignite_dist.internals.call_sites import warn_user
-from ignite_dist.passes import Order, make_loader
-from ignite_dist.samplers import (
+from ignite_dist.data.passes import Order, make_loader
+from ignite_dist.data.samplers import (
     BatchSamplerPart,
     DistributedProxySampler,
     EpochSampler,
@@ -32,7 +31,8 @@ from ignite_dist.samplers import (
     part_size,
     place_of,
 )
-from ignite_dist.training.exact_passes import check_exact_group, share_buffers
+from ignite_dist.data.splitting import Place, data_group, place_in
+from ignite_dist.internals.call_sites import warn_user
 
 
 def auto_dataloader(

@@ -22,10 +22,10 @@ from torch.utils.data import (
 from ignite_dist.collectives.path import perform
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
+from ignite_dist.data.passes import Order
+from ignite_dist.data.samplers import draw_seed, length_or_none, place_of, with_inner
 from ignite_dist.data.splitting import Place
 from ignite_dist.errors import CollectiveMismatchError
-from ignite_dist.passes import Order
-from ignite_dist.samplers import draw_seed, length_or_none, place_of, with_inner
 from ignite_dist.values import meshes
 from ignite_dist.values.random_states import latest_seed
 from ignite_dist.values.ranks import describe_by_rank

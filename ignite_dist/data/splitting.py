@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.context.live import current_model
-from ignite_dist.samplers import part
+from ignite_dist.data.samplers import part
 from ignite_dist.values import meshes
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 import ignite_dist as idist
-from ignite_dist.samplers import DistributedProxySampler
+from ignite_dist.data.samplers import DistributedProxySampler
 from xla_replicas import SIZE, Replicas
 
 pytestmark = pytest.mark.xla

@@ -27,7 +27,7 @@ from torch.utils.data import (
 import ignite_dist as idist
 from ignite_dist.comp_models.serial import SerialModel
 from ignite_dist.context import live
-from ignite_dist.samplers import DistributedProxySampler, EpochSampler
+from ignite_dist.data.samplers import DistributedProxySampler, EpochSampler
 from on_ranks import SIZE, on_ranks, warned
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 import ignite_dist as idist
-from ignite_dist.samplers import DistributedProxySampler, EpochSampler, seeded_draws
+from ignite_dist.data.samplers import DistributedProxySampler, EpochSampler, seeded_draws
 
 SIZE = 11
 SAMPLERS = {

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, default_collate
 
 import ignite_dist as idist
-from ignite_dist.samplers import DistributedProxySampler, Shard, ShardLoader, seeded_draws
+from ignite_dist.data.samplers import DistributedProxySampler, Shard, ShardLoader, seeded_draws
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

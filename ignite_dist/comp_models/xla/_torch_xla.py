@@ -1,7 +1,7 @@
 """torch_xla's private names. No other file of the package uses one.
 
-:class:`ignite_dist.internals.private_names.PrivateName` describes the fields. Functions import torch_xla when they
-need it.
+:class:`ignite_dist.internals.private_names.PrivateName` describes the fields. Functions import torch_xla when
+they need it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, SequentialSampler
 
 import ignite_dist as idist
 from ignite_dist.context.live import current_model
-from ignite_dist.samplers import ExactSampler
+from ignite_dist.data.samplers import ExactSampler
 from ignite_dist.testing.conformance.cases import count_collectives, on_every_rank, raises
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.nn import BatchNorm1d, Linear, Sequential
 
 import ignite_dist as idist
-from ignite_dist.samplers import ExactSampler
+from ignite_dist.data.samplers import ExactSampler
 
 
 def _alone(rank: int) -> str:

@@ -15,9 +15,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from ignite_dist.data.samplers import (
+    ExactSampler,
+    Shard,
+    ShardLoader,
+    length_or_none,
+    seeded_draws,
+    with_inner,
+)
 from ignite_dist.internals import _torch
 from ignite_dist.internals.call_sites import warn_user
-from ignite_dist.samplers import ExactSampler, Shard, ShardLoader, length_or_none, seeded_draws, with_inner
 from ignite_dist.values.random_states import RandomStates, preserved
 
 

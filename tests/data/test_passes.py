@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 import ignite_dist as idist
-from ignite_dist.passes import check_resumable
+from ignite_dist.data.passes import check_resumable
 from ignite_dist.values.random_states import RandomStates
 from on_ranks import on_ranks
 

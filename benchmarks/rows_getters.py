@@ -13,7 +13,7 @@ import ignite_dist as idist
 from ignite_dist.comp_models import SerialModel
 from ignite_dist.comp_models.work import Completed
 from ignite_dist.diagnostics.announcing import announce, get_or_create_recorder
-from ignite_dist.diagnostics.timed_calls import CallTimes
+from ignite_dist.diagnostics.profiler.timed_calls import CallTimes
 from rows import IGNITE, OURS, RAW, Bar, Contenders, LauncherRow, RankRow, Row, ignite_library
 from timing import Effort, Samples
 

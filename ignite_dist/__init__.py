@@ -54,7 +54,7 @@ from ignite_dist.data.loaders import auto_dataloader
 from ignite_dist.data.samplers import DistributedProxySampler, ExactSampler
 from ignite_dist.data.splitting import sampler_kwargs, split
 from ignite_dist.data.to_device import to_device
-from ignite_dist.diagnostics.timeline import timeline
+from ignite_dist.diagnostics.profiler.timeline import timeline
 from ignite_dist.diagnostics.verification import debug, watch
 from ignite_dist.errors import (
     CollectiveMismatchError,

@@ -25,10 +25,10 @@ from ignite_dist.diagnostics.announcing import recorder_of
 from ignite_dist.environments.rendezvous.connections import last_lines
 from ignite_dist.errors import CollectiveMismatchError, RankFailedError, without_link
 from ignite_dist.internals.arguments import as_int
+from ignite_dist.internals.ranks import describe_by_rank
 from ignite_dist.internals.tracing import untraced
 from ignite_dist.values import serialization
 from ignite_dist.values.calls import Call
-from ignite_dist.values.ranks import describe_by_rank
 from ignite_dist.workers.failures import text_of
 from ignite_dist.workers.sent_exceptions import message_of
 

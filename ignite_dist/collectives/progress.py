@@ -20,7 +20,7 @@ from ignite_dist.context.forks import WorkOfParent
 from ignite_dist.context.live import before_end_hooks, end_hooks
 from ignite_dist.diagnostics import pending_calls
 from ignite_dist.diagnostics.pending_calls import PendingCall
-from ignite_dist.diagnostics.timed_calls import TimedCall, TimedStart
+from ignite_dist.diagnostics.profiler.timed_calls import TimedCall, TimedStart
 from ignite_dist.errors import MissingRanksError
 from ignite_dist.internals.arguments import check_timeout
 from ignite_dist.internals.call_sites import site_of, users_frame, warn_user

@@ -103,7 +103,7 @@ class Training:
         return optimizer
 
     def device_loader(self) -> type[Any] | None:
-        """The class of a loader around torch's that copies batches to the device; None: they stay as they are.
+        """The class of a loader around torch's that copies batches to the device; None: they stay there.
 
         It is called with a ``DataLoader`` and the device. Its method ``batches_of(loader)`` makes the batches
         of one pass over ``loader``: an iterator with a length.

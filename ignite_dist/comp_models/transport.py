@@ -14,9 +14,9 @@ from torch.distributed import DeviceMesh, Store
 
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.internals import tracing
+from ignite_dist.internals.ranks import key_of_ranks
 from ignite_dist.values import serialization
 from ignite_dist.values.calls import NO_CALL, Call
-from ignite_dist.values.ranks import key_of_ranks
 
 _INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 STANDARD_DTYPES = frozenset({*_INTS, torch.float16, torch.float32, torch.float64})

@@ -25,7 +25,7 @@ from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.context.live import current_model
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.internals import _torch
-from ignite_dist.values.ranks import describe_by_rank
+from ignite_dist.internals.ranks import describe_by_rank
 
 
 class _AdaptedModel(NamedTuple):

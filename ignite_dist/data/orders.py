@@ -26,9 +26,9 @@ from ignite_dist.data.passes import Order
 from ignite_dist.data.samplers import draw_seed, length_or_none, place_of, with_inner
 from ignite_dist.data.splitting import Place
 from ignite_dist.errors import CollectiveMismatchError
+from ignite_dist.internals.ranks import describe_by_rank
 from ignite_dist.values import meshes
 from ignite_dist.values.random_states import latest_seed
-from ignite_dist.values.ranks import describe_by_rank
 from ignite_dist.values.serialization import as_bytes
 
 # What a checkpoint compares: the rest may change between two runs.

@@ -34,7 +34,7 @@ from ignite_dist.diagnostics.out_of_band import (
 )
 from ignite_dist.errors import MissingRanksError, RankFailedError
 from ignite_dist.internals.call_sites import site_of, users_frame
-from ignite_dist.values.ranks import describe_ranks
+from ignite_dist.internals.ranks import describe_ranks
 from ignite_dist.workers import failures
 
 _logger = logging.getLogger(__name__)

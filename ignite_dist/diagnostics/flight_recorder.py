@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ignite_dist.diagnostics.timed_calls import CallTimes
+from ignite_dist.diagnostics.profiler.timed_calls import CallTimes
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.internals.call_sites import site_of_place, users_frame
+from ignite_dist.internals.ranks import describe_ranks, key_of_ranks, ranges
 from ignite_dist.values.layouts import describe_layout, layout_of
-from ignite_dist.values.ranks import describe_ranks, key_of_ranks, ranges
 
 _NUM_KEPT = 20  # calls per rank
 

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.environments.rendezvous.stores import root_of, serve_store
 from ignite_dist.errors import MissingRanksError
-from ignite_dist.values.ranks import describe_ranks
+from ignite_dist.internals.ranks import describe_ranks
 
 # Timeout and polling interval for the reports of other ranks.
 _ANSWER_SECONDS = 5.0

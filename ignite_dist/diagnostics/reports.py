@@ -18,7 +18,7 @@ from ignite_dist.diagnostics.flight_recorder import table
 from ignite_dist.diagnostics.out_of_band import SILENT
 from ignite_dist.internals import _torch
 from ignite_dist.internals.call_sites import function_called, is_library, site_of, users_frame
-from ignite_dist.values.ranks import describe_ranks
+from ignite_dist.internals.ranks import describe_ranks
 
 
 def report_of(

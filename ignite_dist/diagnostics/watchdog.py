@@ -53,7 +53,7 @@ from ignite_dist.diagnostics.reports import (
 from ignite_dist.environments.rendezvous import connections
 from ignite_dist.errors import DistributedError, RankFailedError
 from ignite_dist.internals.call_sites import users_frame
-from ignite_dist.values.ranks import describe_ranks
+from ignite_dist.internals.ranks import describe_ranks
 
 _logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.context.live import current_model
+from ignite_dist.internals.ranks import describe_by_rank
 from ignite_dist.training import checkpoint_files
 from ignite_dist.training.checkpoint_parts import (
     Part,
@@ -36,7 +37,6 @@ from ignite_dist.training.state_dicts import has_shards
 from ignite_dist.training.unwrapped_states import unwrapped_state
 from ignite_dist.values.copies import Copies
 from ignite_dist.values.random_states import RandomStates
-from ignite_dist.values.ranks import describe_by_rank
 
 _Part = TypeVar("_Part")
 Several = Mapping[str, _Part] | list[_Part] | tuple[_Part, ...]

@@ -13,9 +13,9 @@ from torch.nn import Module, Parameter
 from ignite_dist.collectives.coordination import same_outcome
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.internals.call_sites import warn_user
+from ignite_dist.internals.ranks import describe_ranks
 from ignite_dist.training.comparisons import trained_together
 from ignite_dist.training.wrapped_models import unwrap_model
-from ignite_dist.values.ranks import describe_ranks
 
 _SAMPLES = 64  # about, of each parameter: what trains ranks apart changes most values of some parameter
 

@@ -19,8 +19,8 @@ from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.internals.arguments import check_module
+from ignite_dist.internals.ranks import describe_by_rank
 from ignite_dist.training.wrapped_models import unwrap_model
-from ignite_dist.values.ranks import describe_by_rank
 
 
 @counts_interrupts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ignite_dist.diagnostics.clocks import compare_clocks
-from ignite_dist.diagnostics.trace_events import RankCalls, Row, events_of
+from ignite_dist.diagnostics.profiler.clocks import compare_clocks
+from ignite_dist.diagnostics.profiler.trace_events import RankCalls, Row, events_of
 
 WORLD = (0, 1)
 

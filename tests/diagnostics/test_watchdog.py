@@ -25,7 +25,7 @@ from ignite_dist.comp_models import SerialModel
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics import announcing, flight_recorder, reports
 from ignite_dist.internals import _torch
-from ignite_dist.values.ranks import describe_ranks
+from ignite_dist.internals.ranks import describe_ranks
 
 SHORT = timedelta(seconds=2)  # more than a busy machine keeps a rank waiting
 LONG = timedelta(seconds=60)

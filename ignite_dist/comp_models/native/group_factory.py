@@ -26,7 +26,7 @@ from ignite_dist.comp_models.transport import Group
 from ignite_dist.environments.rendezvous import connections
 from ignite_dist.errors import MissingRanksError
 from ignite_dist.internals import _torch
-from ignite_dist.values.ranks import describe_ranks
+from ignite_dist.internals.ranks import describe_ranks
 
 
 class GroupFactory:

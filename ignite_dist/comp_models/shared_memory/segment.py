@@ -35,7 +35,7 @@ from torch.distributed import DistBackendError
 from ignite_dist.comp_models.work import begun_call, place_of
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, without_link
 from ignite_dist.internals.call_sites import users_frame
-from ignite_dist.values.ranks import describe_by_rank
+from ignite_dist.internals.ranks import describe_by_rank
 
 _logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from ignite_dist.comp_models.shared_memory.segment import (
 from ignite_dist.comp_models.transport import Group, Sizes, Transport
 from ignite_dist.comp_models.work import Steps, Work, waits_for_ranks
 from ignite_dist.environments.rendezvous import connections
+from ignite_dist.internals.ranks import describe_ranks
 from ignite_dist.values.calls import Call
-from ignite_dist.values.ranks import describe_ranks
 from ignite_dist.values.serialization import as_tensor
 
 _logger = logging.getLogger(__name__)

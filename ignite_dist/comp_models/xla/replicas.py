@@ -24,8 +24,8 @@ from ignite_dist.comp_models.work import waits_for_ranks
 from ignite_dist.comp_models.xla import _torch_xla, interrupts
 from ignite_dist.environments.devices import num_cores
 from ignite_dist.errors import CollectiveMismatchError, DistributedError, MissingRanksError, RankFailedError
+from ignite_dist.internals.ranks import describe_ranks
 from ignite_dist.values import pytree
-from ignite_dist.values.ranks import describe_ranks
 from ignite_dist.workers import processes
 from ignite_dist.workers.failures import Failure
 from ignite_dist.workers.sent_calls import EncodedCall

@@ -14,7 +14,7 @@ from torch.distributed import Store
 from ignite_dist.environments import Environment
 from ignite_dist.environments.rendezvous import connections
 from ignite_dist.errors import MissingRanksError
-from ignite_dist.values.ranks import describe_ranks
+from ignite_dist.internals.ranks import describe_ranks
 
 _logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ignite_dist.diagnostics.timed_calls import TimedCall
+from ignite_dist.diagnostics.profiler.timed_calls import TimedCall
 from ignite_dist.values.layouts import describe_layout, num_bytes_of
 
 _Event = dict[str, Any]

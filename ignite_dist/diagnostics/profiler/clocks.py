@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ignite_dist.comp_models import ComputationModel
-from ignite_dist.diagnostics.timed_calls import now
+from ignite_dist.diagnostics.profiler.timed_calls import now
 
 # The first barriers may open connections. Their bounds are wide.
 _NUM_BARRIERS = 10

@@ -16,9 +16,9 @@ from typing import Any
 from ignite_dist.comp_models.work import Completed
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics.announcing import announce, get_or_create_recorder
-from ignite_dist.diagnostics.clocks import Clock, compare_clocks, time_barriers
-from ignite_dist.diagnostics.timed_calls import CallTimes, now
-from ignite_dist.diagnostics.trace_events import RankCalls, Row, events_of, row_of
+from ignite_dist.diagnostics.profiler.clocks import Clock, compare_clocks, time_barriers
+from ignite_dist.diagnostics.profiler.timed_calls import CallTimes, now
+from ignite_dist.diagnostics.profiler.trace_events import RankCalls, Row, events_of, row_of
 from ignite_dist.internals.arguments import as_int, check_counts
 
 _logger = logging.getLogger(__name__)

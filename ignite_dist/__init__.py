@@ -73,7 +73,7 @@ from ignite_dist.internals.tracing import untrace_package
 from ignite_dist.launcher import Parallel, spawn
 from ignite_dist.launcher.restarts import restart_count
 from ignite_dist.training.accumulation import accumulate
-from ignite_dist.training.checkpoints import latest, load_checkpoint, save_checkpoint
+from ignite_dist.training.checkpointing.checkpoints import latest, load_checkpoint, save_checkpoint
 from ignite_dist.training.data_meshes import mesh
 from ignite_dist.training.gradient_sync import DDPSyncStrategy, clip_grad_norm, grad_sync, no_sync
 from ignite_dist.training.interruption import interrupted

@@ -1,1 +1,1 @@
-"""Worker processes: start, end, failures, and the launchers of jobs on several nodes."""
+"""Worker processes: how they start and end, and what they send. The launcher's side is in ``launching``."""

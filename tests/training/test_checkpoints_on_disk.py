@@ -23,8 +23,8 @@ from torch.optim import AdamW, Optimizer
 
 import ignite_dist as idist
 from helpers import run_python, write_script
-from ignite_dist.training import shard_files
-from ignite_dist.training.checkpoint_trees import plain
+from ignite_dist.training.checkpointing import shard_files
+from ignite_dist.training.checkpointing.trees import plain
 from on_ranks import on_ranks
 
 WIDTH = 5  # not divisible by the numbers of ranks

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ignite_dist as idist
-from ignite_dist.workers import failures, nodes
+from ignite_dist.workers import failures
 from ignite_dist.workers.failures import FailedRank, Failure, error_of, failure_of, silent_failure
+from ignite_dist.workers.launching import nodes
 
 
 class Unprintable(RuntimeError):

@@ -26,8 +26,8 @@ from ignite_dist.environments.devices import num_cores
 from ignite_dist.errors import CollectiveMismatchError, DistributedError, MissingRanksError, RankFailedError
 from ignite_dist.internals.ranks import describe_ranks
 from ignite_dist.values import pytree
-from ignite_dist.workers import processes
 from ignite_dist.workers.failures import Failure
+from ignite_dist.workers.launching import processes
 from ignite_dist.workers.sent_calls import EncodedCall
 from ignite_dist.workers.worker import ReportPipe
 

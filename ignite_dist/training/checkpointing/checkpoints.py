@@ -18,8 +18,9 @@ from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.context.live import current_model
 from ignite_dist.internals.ranks import describe_by_rank
-from ignite_dist.training import checkpoint_files
-from ignite_dist.training.checkpoint_parts import (
+from ignite_dist.training.checkpointing import files as checkpoint_files
+from ignite_dist.training.checkpointing.loaded_states import LoadedStates, share
+from ignite_dist.training.checkpointing.parts import (
     Part,
     check_fits,
     load_state,
@@ -28,11 +29,10 @@ from ignite_dist.training.checkpoint_parts import (
     parts_of,
     state_of,
 )
-from ignite_dist.training.checkpoint_trees import plain, split_shards
+from ignite_dist.training.checkpointing.pending_saves import PendingSave, wait_for_pending
+from ignite_dist.training.checkpointing.trees import plain, split_shards
 from ignite_dist.training.comparisons import check_same_state
 from ignite_dist.training.drift import Samples
-from ignite_dist.training.loaded_states import LoadedStates, share
-from ignite_dist.training.pending_saves import PendingSave, wait_for_pending
 from ignite_dist.training.state_dicts import has_shards
 from ignite_dist.training.unwrapped_states import unwrapped_state
 from ignite_dist.values.copies import Copies
@@ -256,7 +256,7 @@ def _writer(
     """The function that writes this rank's part. Sharded tensors are copied now if it is called later."""
     rank, write_shards = live.get_rank(), None
     if folder is not None:
-        from ignite_dist.training import shard_files
+        from ignite_dist.training.checkpointing import shard_files
 
         if asynchronous and _groups.get(live) is None:
             # Not groups.new(): users' lists of all ranks would then select this group.
@@ -426,7 +426,7 @@ def _latest(folder: Path) -> str | None:
     for path, shards in checkpoint_files.newest_first(folder):
         if shards is None:
             return str(path)
-        from ignite_dist.training import shard_files
+        from ignite_dist.training.checkpointing import shard_files
 
         with suppress(ValueError):
             shard_files.check(shards, {})

@@ -27,21 +27,22 @@ from typing import Any
 from ignite_dist.errors import LaunchError, RankFailedError
 from ignite_dist.internals import limits
 from ignite_dist.workers import process_end
-from ignite_dist.workers.attempts import JOB_ID_VARIABLE
-from ignite_dist.workers.ending import (
-    GRACE_VARIABLE,
-    SigtermDelay,
-    SigtermReceived,
-    end_processes,
-    grace_seconds,
-)
 from ignite_dist.workers.failures import (
     FailedRank,
     Failure,
     error_of,
     is_cause_known,
 )
-from ignite_dist.workers.fork_server import (
+from ignite_dist.workers.interrupts import OTHER_RANK_FAILED
+from ignite_dist.workers.launching.attempts import JOB_ID_VARIABLE
+from ignite_dist.workers.launching.ending import (
+    GRACE_VARIABLE,
+    SigtermDelay,
+    SigtermReceived,
+    end_processes,
+    grace_seconds,
+)
+from ignite_dist.workers.launching.fork_server import (
     Launch,
     context_of,
     exit_if_main_is_not_guarded,
@@ -49,12 +50,11 @@ from ignite_dist.workers.fork_server import (
     import_in_idle_server,
     interrupt_delayed,
 )
-from ignite_dist.workers.interrupts import OTHER_RANK_FAILED
+from ignite_dist.workers.launching.nodes import ALONE, Nodes
+from ignite_dist.workers.launching.out_of_memory import count_oom_kills, sigkill_reason
+from ignite_dist.workers.launching.running_worker import FaultOutput, RunningWorker
 from ignite_dist.workers.log_settings import LogSettings
-from ignite_dist.workers.nodes import ALONE, Nodes
-from ignite_dist.workers.out_of_memory import count_oom_kills, sigkill_reason
 from ignite_dist.workers.output import ForwardedOutput, InheritedFile
-from ignite_dist.workers.running_worker import FaultOutput, RunningWorker
 from ignite_dist.workers.sent_calls import EncodedCall, encode_call
 from ignite_dist.workers.worker import TERMINATE_SECONDS, ReportPipe, SentCall, run_alone, worker_main
 

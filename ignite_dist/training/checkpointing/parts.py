@@ -12,7 +12,7 @@ from torch.nn import Module, ModuleDict
 
 from ignite_dist.data.passes import check_resumable
 from ignite_dist.internals.arguments import kind_of
-from ignite_dist.training.checkpoint_trees import as_meta, split_shards
+from ignite_dist.training.checkpointing.trees import as_meta, split_shards
 from ignite_dist.training.state_dicts import check_optimizer_state, fitting_state
 from ignite_dist.training.unwrapped_states import as_unwrapped_state, load_unwrapped_state, unwrapped_state
 

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.collectives.coordination import same_outcome
 from ignite_dist.comp_models import ComputationModel
-from ignite_dist.training.checkpoint_files import shards_folder
-from ignite_dist.training.checkpoint_trees import fill_marks, names_of_shards
+from ignite_dist.training.checkpointing.files import shards_folder
+from ignite_dist.training.checkpointing.trees import fill_marks, names_of_shards
 from ignite_dist.training.state_dicts import (
     as_sharded,
     fill_model,
@@ -64,7 +64,7 @@ class LoadedStates:
         """
         if self._header is None:
             return
-        from ignite_dist.training import shard_files
+        from ignite_dist.training.checkpointing import shard_files
 
         tensors = {**names_of_shards(self._content.get("model")), **names_of_shards(self._header[2])}
         reads = self._live.get_rank() == 0 or any(map(has_shards, parts))
@@ -79,7 +79,7 @@ class LoadedStates:
         if self._header is None or not has_shards(model):
             fill_model(model, self._whole("model"))
             return
-        from ignite_dist.training import shard_files
+        from ignite_dist.training.checkpointing import shard_files
 
         are_shards = self._header[1]
         read, own = name_reader(model, are_shards), unwrapped_state(model)
@@ -93,7 +93,7 @@ class LoadedStates:
         if self._header is None or not has_shards(optimizer):
             load_optimizer_state(optimizer, self._whole("optimizer", name))
             return
-        from ignite_dist.training import shard_files
+        from ignite_dist.training.checkpointing import shard_files
 
         state, tensors = self._header[2][name] if name else self._header[2], {}
         for number, parameter in enumerate(parameters_of(optimizer)):
@@ -116,7 +116,7 @@ class LoadedStates:
         content = content[name] if content and name else content
         if self._header is None:
             return content
-        from ignite_dist.training import shard_files
+        from ignite_dist.training.checkpointing import shard_files
 
         tensors: dict[str, Tensor] = {}
 

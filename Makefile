@@ -16,7 +16,7 @@ CONSTRAINTS := constraints-torch.txt
 RESULTS := build/conformance
 PYTHON_VERSION := 3.14
 TESTS_OF_PYTHON := tests/workers tests/testing tests/cli tests/test_errors.py tests/test_front_door.py \
-    tests/test_notebook.py
+    tests/test_notebook.py tests/comp_models/test_private_names.py
 # The tests that torch alone runs, on CPUs.
 ON_CPUS := not gpu and not horovod and not launchers and not mpi4py and not xla and not dist
 

@@ -23,7 +23,7 @@ from ignite_dist.comp_models.shared_memory import segment as shared_segment
 from ignite_dist.environments import devices
 from ignite_dist.environments.rendezvous import network_interfaces
 from ignite_dist.errors import EnvironmentVariablesError, without_link
-from ignite_dist.internals import _torch
+from ignite_dist.internals import _python, _torch
 
 # Variables that backends read. The modules of `environments` declare the variables of launchers.
 _BACKEND_VARIABLES = re.compile(
@@ -69,9 +69,9 @@ def _versions() -> dict[str, str | None]:
 
 
 def _private_names() -> dict[str, Any]:
-    """How many private names of torch this package uses, and which names the installed torch lacks."""
-    missing = {private.name: private.fallback for private in _torch.check()}
-    return {"known": len(_torch.PRIVATE_NAMES), "missing": missing}
+    """How many private names of torch and of Python this package uses, and which names are missing here."""
+    missing = {private.name: private.fallback for private in (*_torch.check(), *_python.check())}
+    return {"known": len(_torch.PRIVATE_NAMES) + len(_python.PRIVATE_NAMES), "missing": missing}
 
 
 def _backends() -> dict[str, dict[str, Any]]:
@@ -139,7 +139,7 @@ def show_env(output: Output) -> None:
     tables = {
         "Versions": {
             **{name: value or "not installed" for name, value in _shown_versions(found).items()},
-            "private names of torch": _private_names_line(found["private_names"]),
+            "private names": _private_names_line(found["private_names"]),
         },
         "Backends": {name: _backend_line(backend) for name, backend in found["backends"].items()},
         "Devices": {name: _device_line(name, value) for name, value in found["devices"].items()},

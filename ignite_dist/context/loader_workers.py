@@ -20,14 +20,9 @@ from torch.utils.data import get_worker_info
 from ignite_dist.comp_models import ComputationModel, SerialModel
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.context import forks
+from ignite_dist.internals._python import sent_to_new_processes
 
 _KEY = "ignite_dist"
-
-
-def _config() -> dict[str, Any]:
-    """The configuration that multiprocessing sends to each process that this process starts."""
-    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    return config
 
 
 class _Identity:
@@ -57,7 +52,7 @@ def _identity_values(model: ComputationModel) -> dict[str, Any]:
 
 def send_identity(model: ComputationModel) -> None:
     """Send the identity of ``model`` to processes started later. Ranks that share a process send nothing."""
-    config = _config()
+    config = sent_to_new_processes()
     if isinstance(model, WorkerModel):
         return
     if model.backend() is not None and model.get_world_size() > 1 and model.ranks_in_process() == 1:
@@ -73,7 +68,7 @@ def call_in_new_processes(function: Callable[[Any], None]) -> None:
 
 def model_of_worker(num_modules: int) -> ComputationModel | None:
     """The model of this process, if it is a worker of a DataLoader whose main process has a context."""
-    facts = _config().get(_KEY) if get_worker_info() is not None else None
+    facts = sent_to_new_processes().get(_KEY) if get_worker_info() is not None else None
     parent = multiprocessing.parent_process()
     # A process passes these values on to its own children too. The values are valid only if the direct
     # parent is the rank that has made them.

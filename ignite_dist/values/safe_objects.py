@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, UnsafeObjectError
 from ignite_dist.internals import _torch
+from ignite_dist.internals._python import PythonPickler
 from ignite_dist.values import views
 from ignite_dist.values.arrivals import OwnDevice, arrive, arriving_on, no_accelerator
 
@@ -310,7 +311,7 @@ class _Pickler(_Converting, pickle.Pickler):
     pass
 
 
-class _TextIntPickler(_Converting, pickle._Pickler):
+class _TextIntPickler(_Converting, PythonPickler):  # type: ignore[misc]  # private, so untyped
     """A pickler in Python that writes large ints as text: ``weights_only`` cannot read their usual opcode.
 
     This class is slower than the C pickler, which cannot change how ints are written.

@@ -9,10 +9,11 @@ alone holds the pipe, and the server ends with the worker.
 
 from __future__ import annotations
 
-import multiprocessing.forkserver
 import os
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+
+from ignite_dist.internals._python import ForkServer
 
 # The write end of the pipe (the fork server lives while it is open), and the server's process id.
 _alive_fd: int | None = None
@@ -21,27 +22,25 @@ _server_pid: int | None = None
 
 def begin() -> None:
     """Release the launcher's fork server. Let a fork server that this worker starts end with this worker."""
-    server: Any = multiprocessing.forkserver._forkserver
+    server = ForkServer()
+    server.forget()  # a forked worker inherits it
     # The launcher's server would otherwise live as long as this worker or its data loaders.
-    keeps_alive, server._forkserver_alive_fd = server._forkserver_alive_fd, None
-    if keeps_alive is not None:
+    if (keeps_alive := server.take_pipe()) is not None:
         os.close(keeps_alive)
-    server._forkserver_pid = server._forkserver_address = None  # a forked worker inherits both
-    server.ensure_running = partial(_ensure_running, server)  # called before each start of a process
+    server.start_by(partial(_start, server))
     os.register_at_fork(after_in_child=_close_pipe)
 
 
-def _ensure_running(server: Any) -> None:
+def _start(server: ForkServer, ensure_running: Callable[[], None]) -> None:
     """Start the fork server if none is running. The processes that it starts get /dev/null for the pipe."""
     global _alive_fd, _server_pid
-    type(server).ensure_running(server)
-    with server._lock:  # threads may start processes at the same time
-        if server._forkserver_pid == _server_pid:
+    ensure_running()
+    with server.lock:  # threads may start processes at the same time
+        if server.pid == _server_pid:
             return
         stand_in = os.open(os.devnull, os.O_RDONLY)
         _close_pipe()  # of a server that has died
-        _alive_fd, _server_pid = server._forkserver_alive_fd, server._forkserver_pid
-        server._forkserver_alive_fd = stand_in
+        _alive_fd, _server_pid = server.take_pipe(stand_in), server.pid
 
 
 def _close_pipe() -> None:

@@ -9,7 +9,6 @@ only those of the user's modules are destroyed here. Objects of the launcher are
 
 from __future__ import annotations
 
-import atexit
 import gc
 import io
 import logging
@@ -17,14 +16,13 @@ import os
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import util
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
+from ignite_dist.internals import _python
 from ignite_dist.internals.call_sites import is_library_path
 
 # A thread may hold a file's lock for ever. The end waits for such a file for this long.
@@ -67,10 +65,7 @@ def leave_finalizers() -> None:
 
     That process may have a temporary folder. In a fork server, torch's finalizers would take 50 ms.
     """
-    finalize: Any = weakref.finalize
-    for entry in finalize._registry.values():
-        entry.atexit = False
-    finalize._registered_with_atexit = False  # Python 3.14 clears the handlers of a fork
+    _python.leave_finalizers()
 
 
 def begin_in_fork() -> None:
@@ -78,7 +73,7 @@ def begin_in_fork() -> None:
     global _fork_lock
     _fork_lock = threading.Lock()  # the launcher's is held
     leave_finalizers()
-    atexit._clear()
+    _python.leave_exit_handlers()
     _inherited.update((name, dict(names)) for name, names in _users_globals())
     gc.freeze()  # gc.get_objects() then returns this process's objects only
     if _collects_garbage:
@@ -95,9 +90,9 @@ def end(code: int, start_method: str) -> NoReturn:
     if start_method == "spawn":
         sys.exit(code)
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _try(util._exit_function, on_interrupt)  # type: ignore[attr-defined]  # joins the children
-    _try(threading._shutdown, on_interrupt)  # type: ignore[attr-defined]  # joins the threads
-    _try(atexit._run_exitfuncs, on_interrupt)  # prints exceptions of handlers
+    _try(_python.join_children, on_interrupt)
+    _try(_python.join_threads, on_interrupt)
+    _try(_python.run_exit_handlers, on_interrupt)
     _try(logging.shutdown)  # Python 3.14 has removed this handler from a fork
     threading.excepthook = lambda _: None  # Python stops the daemon threads here
     for name, names in reversed(list(_users_globals())):

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.reduction import ForkingPickler
 from multiprocessing.synchronize import SemLock
 from socket import socket
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from ignite_dist.environments import devices
+from ignite_dist.internals._python import is_of_fork_context, reducer_for_processes
 from ignite_dist.values import serialization
 from ignite_dist.workers.unsent_parts import error_of_sending
 
@@ -162,13 +162,13 @@ def _is_shared(value: Any) -> bool:
     if any(kind.__module__.startswith("multiprocessing.") for kind in type(value).__mro__):
         return not isinstance(value, BaseException)
     # Other types that are registered for processes: raw values (objects of ctypes), and the user's.
-    reducer = ForkingPickler._extra_reducers.get(type(value))  # type: ignore[attr-defined]
+    reducer = reducer_for_processes(type(value))
     return reducer is not None and not reducer.__module__.startswith(("torch.", "multiprocessing.reduction"))
 
 
 def _is_for_fork(value: Any, depth: int = 3) -> bool:
     if isinstance(value, SemLock):
-        return value._semlock.name is None  # type: ignore[attr-defined]
+        return is_of_fork_context(value)
     has_parts = any(kind.__module__ in _WITH_SEMAPHORES for kind in type(value).__mro__)
     parts = vars(value).values() if has_parts and depth else ()
     return any(_is_for_fork(part, depth - 1) for part in parts)

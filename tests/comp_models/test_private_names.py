@@ -1,11 +1,10 @@
-"""Private names of torch, Horovod and torch_xla: each is in one file, and the installed library has it."""
+"""Private names of Python, torch, Horovod and torch_xla: each is in one file, and the library has it."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,22 +13,18 @@ import pytest
 import ignite_dist
 from ignite_dist.comp_models.horovod import _horovod
 from ignite_dist.comp_models.xla import _torch_xla
-from ignite_dist.internals import _torch
+from ignite_dist.internals import _python, _torch
 from ignite_dist.internals.private_names import PrivateName
 
 PACKAGE = Path(ignite_dist.__file__).parent
 TABLES = {
+    "internals/_python.py": _python.PRIVATE_NAMES,
     "internals/_torch.py": _torch.PRIVATE_NAMES,
     "comp_models/horovod/_horovod.py": _horovod.PRIVATE_NAMES,
     "comp_models/xla/_torch_xla.py": _torch_xla.PRIVATE_NAMES,
 }
-# Of Python's standard library, as attributes of objects; those of its modules are known by the import.
-OF_PYTHON = {
-    *("_asdict", "_fields", "_replace"),  # public, of named tuples
-    *("_name_", "_value_"),  # public, of enums
-    *("_config", "_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid", "_inheriting"),
-    *("_lock", "_preload_modules", "_registered_with_atexit", "_registry", "_semlock"),
-}
+# What Python documents: of named tuples, of enums, and of modules.
+OF_PYTHON = {"_asdict", "_fields", "_replace", "_name_", "_value_", "_current_frames", "_exit", "_getframe"}
 # Those of other libraries, by the one file that uses them: pytorch-ignite's, and pytest's.
 OF_OTHERS = {
     "context/ignite_bridge.py": {"_NativeDistModel", "_SerialModel", "_set_model"},
@@ -55,8 +50,9 @@ def test_each_name_is_there_once_and_has_its_reasons(table: tuple[PrivateName, .
         assert one.fallback, one
 
 
-def test_torch_has_all() -> None:
+def test_torch_and_this_python_have_all() -> None:
     assert _torch.check() == []
+    assert _python.check() == []
 
 
 @pytest.mark.horovod
@@ -152,7 +148,7 @@ class Walk:
     Counted are
 
     - an attribute of ``self``, ``cls`` or ``super()`` that neither the class nor its bases here define,
-    - an attribute of what an import of another library gives (Python's standard library excepted),
+    - an attribute of what an import of another library gives,
     - an attribute of anything else that this very file does not define, or that a table lists,
     - a private part of an import from another library,
     - a private keyword that this very file does not define,
@@ -205,7 +201,7 @@ class Walk:
             yield from (f"{file}:{node.lineno}: {one}" for one in found)  # type: ignore[attr-defined]
 
     def is_ours(self, node: ast.Attribute, file: str, here: set[str], library: str) -> bool:
-        if library in sys.stdlib_module_names or node.attr in OF_PYTHON | OF_OTHERS.get(file, set()):
+        if node.attr in OF_PYTHON | OF_OTHERS.get(file, set()):
             return True
         if node.attr in LISTED or library not in ("", "ignite_dist"):
             return False
@@ -228,8 +224,7 @@ def is_dotted(value: object) -> bool:
 
 def is_private_of_library(name: str) -> bool:
     library, *parts = name.split(".")
-    is_other = library != "ignite_dist" and library not in sys.stdlib_module_names
-    return is_other and any(map(PRIVATE.fullmatch, parts))
+    return library not in ("ignite_dist", "__future__") and any(map(PRIVATE.fullmatch, parts))
 
 
 def test_no_other_file_uses_a_private_name() -> None:

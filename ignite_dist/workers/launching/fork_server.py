@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 from ignite_dist.errors import LaunchError
 from ignite_dist.internals import limits
+from ignite_dist.internals._python import ForkServer, is_importing_main
 from ignite_dist.workers.output import is_open
 from ignite_dist.workers.sent_calls import main_is_importable
 from ignite_dist.workers.worker import apply_launch
@@ -29,7 +29,7 @@ _IDLE_IMPORTS = "ignite_dist.workers.launching.idle_imports"
 
 def exit_if_main_is_not_guarded() -> None:
     """End this process if it is a worker that imports a script which starts workers when it is imported."""
-    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+    if not is_importing_main():
         return
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stderr.write(
@@ -69,12 +69,12 @@ def context_of(start_method: str | None) -> BaseContext:
     if method == "forkserver":
         # The preload list omits "__main__", which Python preloads by default: each worker imports the main
         # module with its launch's environment. A server that already runs ignores the list.
-        server = multiprocessing.forkserver._forkserver
-        modules = [name for name in server._preload_modules if name != "__main__"]  # type: ignore[attr-defined]
+        server = ForkServer()
+        modules = [name for name in server.preload_modules if name != "__main__"]
         context.set_forkserver_preload(list(dict.fromkeys([*modules, "torch", "ignite_dist", _IDLE_IMPORTS])))
         with _server_lock:
             _forget_server_of_parent(server)
-            if server._forkserver_pid is None:  # type: ignore[attr-defined]
+            if server.pid is None:
                 with interrupt_delayed():
                     _start_server(server)
     return context
@@ -106,21 +106,22 @@ def interrupt_delayed() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _forget_server_of_parent(server: Any) -> None:
+def _forget_server_of_parent(server: ForkServer) -> None:
     """In a forked process: forget the fork server that its parent has started. Python would wait for it.
 
     Raises nothing, and does not reap a server that has died: Python does that.
     """
-    if server._forkserver_pid is None:
+    if server.pid is None:
         return
     try:
-        os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        os.close(server._forkserver_alive_fd)  # or the server would live as long as this process
-        server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
+        server.forget()
+        if (pipe := server.take_pipe()) is not None:
+            os.close(pipe)  # or the server would live as long as this process
 
 
-def _start_server(server: Any) -> None:
+def _start_server(server: ForkServer) -> None:
     """Start the fork server with the import path of this process.
 
     Before Python 3.13 the server does not get ``sys.path``, and would preload the installed package.
@@ -136,7 +137,8 @@ def _start_server(server: Any) -> None:
             folder for folder in sys.path if folder and isinstance(folder, str)
         )
         _ensure_running(server)
-        _idle_server = os.getpid(), server._forkserver_pid
+        assert server.pid is not None
+        _idle_server = os.getpid(), server.pid
     finally:
         if previous is None:
             os.environ.pop("PYTHONPATH", None)
@@ -149,7 +151,7 @@ def _start_server(server: Any) -> None:
 _LONGEST_FOLDER = 103 - len("/pymp-01234567/listener-01234567")
 
 
-def _ensure_running(server: Any) -> None:
+def _ensure_running(server: ForkServer) -> None:
     """Start the fork server, whose socket is in ``multiprocessing``'s temporary folder.
 
     Raises:
@@ -188,10 +190,9 @@ def import_in_idle_server() -> None:
     global _idle_server
     with _server_lock:
         idle_server, _idle_server = _idle_server, None
-    server: Any = multiprocessing.forkserver._forkserver
-    if idle_server == (os.getpid(), server._forkserver_pid):
+    if idle_server is not None and idle_server == (os.getpid(), ForkServer().pid):
         with suppress(ProcessLookupError):
-            os.kill(server._forkserver_pid, BEGIN_IMPORTS)
+            os.kill(idle_server[1], BEGIN_IMPORTS)
 
 
 class Launch(str):

@@ -1,1 +1,1 @@
-"""The ground of the other rooms: private names of torch and of Python, call sites, checks of arguments, limits."""
+"""The ground of the other rooms: private names of torch and Python, call sites, argument checks, limits."""

@@ -53,7 +53,7 @@ PRIVATE_NAMES = tuple(
         (f"{_SERVER}._lock", "Threads of a worker may start its fork server at the same time.", _LAUNCH),
         (
             "multiprocessing.process.BaseProcess._config",
-            "Only this dict is sent to each new process with any start method. A rank puts its identity there.",
+            "Only this dict goes to each new process, with any start method. A rank puts its identity there.",
             "none: `initialize` raises AttributeError",
         ),
         (

@@ -428,13 +428,13 @@ class _DeviceEpochLoader(Resumable):
 
 
 @cache
-def _device_loader_class(kind: type[Any]) -> type[_DeviceEpochLoader]:
+def _device_loader_class(kind: Any) -> type[_DeviceEpochLoader]:
     """``kind``, the loader of a backend, with passes. Its own ``batches_of`` makes the batches of a pass."""
     return type(kind.__name__, (_DeviceEpochLoader, kind), {"batches_of": kind.batches_of})
 
 
 def make_loader(
-    dataset: Dataset[Any], order: Order, device_loader: type[Any] | None, device: torch.device, **kwargs: Any
+    dataset: Dataset[Any], order: Order, device_loader: Any, device: torch.device, **kwargs: Any
 ) -> Any:
     """The loader of ``auto_dataloader``.
 

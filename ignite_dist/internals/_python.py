@@ -99,7 +99,7 @@ def check() -> list[PrivateName]:
     return missing(PRIVATE_NAMES)
 
 
-PythonPickler: Any = pickle._Pickler  # type: ignore[attr-defined]
+PythonPickler = pickle._Pickler
 """The pickler that is written in Python."""
 
 
@@ -167,7 +167,7 @@ def reducer_for_processes(kind: type[Any]) -> Any:
 
 def is_of_fork_context(lock: SemLock) -> bool:
     """True for a lock that only a fork of this process can use."""
-    return lock._semlock.name is None  # type: ignore[attr-defined,no-any-return]
+    return lock._semlock.name is None  # type: ignore[attr-defined]
 
 
 # --- the end of a process ----------------------------------------------------------------------------

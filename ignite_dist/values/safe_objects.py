@@ -311,7 +311,7 @@ class _Pickler(_Converting, pickle.Pickler):
     pass
 
 
-class _TextIntPickler(_Converting, PythonPickler):  # type: ignore[misc]  # private, so untyped
+class _TextIntPickler(_Converting, PythonPickler):
     """A pickler in Python that writes large ints as text: ``weights_only`` cannot read their usual opcode.
 
     This class is slower than the C pickler, which cannot change how ints are written.

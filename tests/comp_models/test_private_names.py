@@ -152,7 +152,8 @@ class Walk:
     - an attribute of anything else that this very file does not define, or that a table lists,
     - a private part of an import from another library,
     - a private keyword that this very file does not define,
-    - a string that is a private name, dotted or not, and none of the package's, or that a table lists: for
+    - a string that is a private name, dotted or not, which neither this very file nor, unless a table lists it,
+      the package defines: for
       getattr(), vars() and sys.modules.
     """
 
@@ -191,7 +192,7 @@ class Walk:
             elif isinstance(node, ast.keyword):
                 found = [node.arg] if PRIVATE.fullmatch(node.arg or "") and node.arg not in here else []
             elif isinstance(node, ast.Constant):
-                known = self.own - LISTED | OF_PYTHON
+                known = self.own - LISTED | here | OF_PYTHON
                 parts = node.value.split(".") if is_dotted(node.value) else []
                 found = [one for one in parts if PRIVATE.fullmatch(one) and one not in known]
                 found = [one for one in found if not OWN_MARK.fullmatch(one)]

@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed import DeviceMesh
 
 from ignite_dist.comp_models.transport import Group, Transport
+from ignite_dist.comp_models.work import communicates
 from ignite_dist.internals.arguments import as_int
 from ignite_dist.values import meshes
 
@@ -33,6 +34,7 @@ class Groups:
         self.is_joining = False
         """True inside ``join()``, where ranks make different numbers of steps."""
 
+    @communicates
     def check_not_joining(self) -> None:
         """Raise inside ``join()``, before a call that all ranks would have to make.
 
@@ -45,6 +47,7 @@ class Groups:
                 "that have left. Make collectives after the block."
             )
 
+    @communicates
     def new(self, ranks: Sequence[int], **options: Any) -> Any:
         """Make a handle for ``ranks``. Without options, later calls with ``group=ranks`` use this handle."""
         checked = self._checked(ranks)
@@ -53,6 +56,7 @@ class Groups:
             self._by_ranks[checked] = Group(handle, checked)
         return handle
 
+    @communicates
     def resolve(self, group: Any) -> Group:
         """The group of a ``group=`` argument.
 

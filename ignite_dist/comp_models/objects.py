@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ignite_dist.comp_models.transport import Group, Transport
+from ignite_dist.comp_models.work import communicates
 from ignite_dist.values import message_header, serialization
 
 _CPU = torch.device("cpu")
@@ -30,6 +31,7 @@ class Objects:
         self._device = device
         self._on_cpu: bool | None = None  # None: the transport has not been asked
 
+    @communicates
     def gather(self, value: Any, group: Group) -> list[Any]:
         """``value`` of every rank, in the group's order. Large values need two collectives, small values one.
 
@@ -49,6 +51,7 @@ class Objects:
         """
         return serialization.pack(value)
 
+    @communicates
     def gather_packed(self, payload: Any, group: Group) -> list[Any]:
         """See :meth:`gather`."""
         width, call = message_header.HEADER_BYTES, group.call
@@ -88,6 +91,7 @@ class Objects:
         # Each row is a copy, because the large tensors of an object stay in the memory of its row.
         return [bytearray(gathered[width * row : width * row + size]) for row, size in enumerate(sizes)]
 
+    @communicates
     def broadcast(self, value: Any, src: int, group: Group) -> Any:
         """``value`` of the global rank ``src``, on every rank of the group. One or two collectives.
 
@@ -98,10 +102,12 @@ class Objects:
         """
         return self.broadcast_packed(self.packed(value) if self._rank() == src else b"", src, group)
 
+    @communicates
     def broadcast_packed(self, payload: Any, src: int, group: Group) -> Any:
         """See :meth:`broadcast`."""
         return serialization.unpack(self.broadcast_bytes(payload, src, group), src, self._device)
 
+    @communicates
     def broadcast_bytes(
         self, payload: serialization.Payload, src: int, group: Group
     ) -> serialization.Payload:
@@ -117,6 +123,7 @@ class Objects:
         buffer = serialization.writable(payload) if is_src else serialization.new_buffer(size)
         return memoryview(self._broadcast(buffer, src, group))
 
+    @communicates
     def gather_bytes(self, buffer: bytearray, group: Group) -> bytearray:
         """The buffers of all ranks, concatenated in the group's order. All buffers have the same length."""
         device = self.device

@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from ignite_dist.comp_models.transport import Group
+from ignite_dist.comp_models.work import communicates
 from ignite_dist.internals import tracing
 from ignite_dist.internals.arguments import check_keywords
 from ignite_dist.internals.call_sites import warn_user
@@ -86,6 +87,7 @@ class Training:
         if saved is not None and saved["type"] == device.type:
             torch.get_device_module(device).set_rng_state(saved["state"], device)
 
+    @communicates
     def wrap_model(self, model: Module, sync_bn: bool = False, **kwargs: Any) -> Module:
         """Prepare ``model``, which is already on the context's device, and return it or a wrapper.
 
@@ -94,6 +96,7 @@ class Training:
         """
         return model
 
+    @communicates
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
         """Prepare ``optimizer`` and return it or a wrapper.
 
@@ -121,6 +124,7 @@ class Training:
             f"{self.context.backend()!r}: omit strategy."
         )
 
+    @communicates
     def shard_model(self, model: Module, wrap: Sequence[type[Module]], **kwargs: Any) -> Module:
         """Shard the parameters of ``model``, which are equal on all ranks, over the ranks.
 
@@ -135,6 +139,7 @@ class Training:
             )
         return model
 
+    @communicates
     def replicate_model(
         self, model: Module, group: Group, average: Callable[[list[Parameter], Group], None]
     ) -> None:
@@ -151,6 +156,7 @@ class Training:
         ``average`` averages the gradients of parameters.
         """
 
+    @communicates
     def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer like ``optimizer``, with its state sharded over the ranks.
 
@@ -161,6 +167,7 @@ class Training:
             f"zero=True needs torch.distributed, but this backend is {self.context.backend()!r}: omit zero."
         )
 
+    @communicates
     def join(
         self, model: Module, optimizer: Optimizer | None, **kwargs: Any
     ) -> AbstractContextManager[list[int]]:
@@ -209,6 +216,7 @@ class Training:
     def mark_averaged(self, model: Module) -> None:
         """Record that the gradients of ``model`` have been averaged outside of its backward passes."""
 
+    @communicates
     def reduce_gradients(self, optimizer: Optimizer) -> None:
         """Average the gradients that a step of ``optimizer`` would average, without the step."""
 

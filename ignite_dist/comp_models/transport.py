@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, Store
 
-from ignite_dist.comp_models.work import Completed, Work
+from ignite_dist.comp_models.work import Completed, Work, communicates
 from ignite_dist.internals import tracing
 from ignite_dist.internals.ranks import key_of_ranks
 from ignite_dist.values import serialization
@@ -146,10 +146,12 @@ class Transport(ABC):
             device: the device of the tensor.
         """
 
+    @communicates
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
         """Reduce ``tensor`` in place; the result is ``tensor``, with the same bits on every rank."""
 
+    @communicates
     def reduce_exactly(self, tensor: Tensor, op: str, group: Group) -> Work:
         """Reduce floats in place as ``reduce_rows`` does: with one rounding, and with NaN in MIN and MAX.
 
@@ -157,10 +159,12 @@ class Transport(ABC):
         """
         raise NotImplementedError
 
+    @communicates
     @abstractmethod
     def all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
         """``(*S) -> (group_size, *S)`` in the group's order, into the contiguous ``out`` if given."""
 
+    @communicates
     def gather_bytes(self, buffer: bytearray, group: Group) -> bytearray:
         """The buffers of all ranks, concatenated in the group's order.
 
@@ -172,6 +176,7 @@ class Transport(ABC):
         self.all_gather(serialization.as_tensor(buffer), group, out=rows).wait()
         return gathered
 
+    @communicates
     def fill_rows(self, rows: Sequence[Tensor], position: int, group: Group) -> None:
         """Fill each 1-d row of ``uint8`` on the CPU with the row of its rank; ``position`` is the caller's.
 
@@ -184,10 +189,12 @@ class Transport(ABC):
         for row, received in zip(rows, gathered, strict=True):
             row.copy_(received[: len(row)])
 
+    @communicates
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int, group: Group) -> Work:
         """Copy the values from the global rank ``src`` into ``tensor``; the result is ``tensor``."""
 
+    @communicates
     def all_to_all(self, tensor: Tensor, group: Group, out: Tensor, sizes: Sizes | None) -> Work:
         """Send a part of the 1-d ``tensor`` to each rank, and concatenate the parts for this rank in ``out``.
 
@@ -197,6 +204,7 @@ class Transport(ABC):
         """
         raise NotImplementedError
 
+    @communicates
     def reduce_scatter(self, tensor: Tensor, op: str, group: Group, out: Tensor) -> Work:
         """``(group_size, *S) -> (*S)``: the rank at position ``i`` gets row ``i`` of the reduced ``tensor``.
 
@@ -205,6 +213,7 @@ class Transport(ABC):
         """
         raise NotImplementedError
 
+    @communicates
     @abstractmethod
     def barrier(self, group: Group) -> Work:
         """Complete when every rank of the group has called this method."""
@@ -214,6 +223,7 @@ class Transport(ABC):
 
     # --- groups ---
 
+    @communicates
     @abstractmethod
     def make_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
         """A handle for the ascending global ``ranks``. Without options, only members must call this method.
@@ -226,6 +236,7 @@ class Transport(ABC):
             TypeError: unknown options; raised before any communication.
         """
 
+    @communicates
     def separate_group(self, group: Group) -> Work:
         """Begin to make a group of the same ranks, whose collectives have an order of their own.
 
@@ -251,6 +262,7 @@ class Transport(ABC):
         """The backend's object for the group of all ranks, which users may pass as ``group=``."""
         return None
 
+    @communicates
     def make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
         """A mesh of all ranks, by the names of its dimensions. Every rank calls this with the same sizes.
 

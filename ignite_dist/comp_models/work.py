@@ -14,6 +14,25 @@ from ignite_dist.internals.call_sites import function_called, is_library, site_o
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def communicates(function: _Function) -> _Function:
+    """Mark a method of a role: it communicates, or prepares to. A forked child refuses every marked method.
+
+    The mark is for overrides of the method too.
+    """
+    function._ignite_dist_communicates = True  # type: ignore[attr-defined]
+    return function
+
+
+def communicating(role: object) -> set[str]:
+    """The names of the methods of ``role`` that :func:`communicates` has marked."""
+    return {
+        name
+        for kind in type(role).__mro__
+        for name, member in vars(kind).items()
+        if hasattr(member, "_ignite_dist_communicates")
+    }
+
+
 class Work(ABC):
     """A collective that has begun on this rank.
 

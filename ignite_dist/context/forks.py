@@ -14,15 +14,7 @@ from typing import Any, NoReturn
 from torch.utils.data import get_worker_info
 
 from ignite_dist.comp_models import ComputationModel, registered_computation_models
-from ignite_dist.comp_models.work import Work
-
-# For each attribute of a model, the methods of that object that communicate or prepare communication.
-_REFUSED = {
-    "groups": ("check_not_joining", "new", "resolve"),
-    "objects": ("broadcast", "broadcast_bytes", "gather", "gather_bytes"),
-    "training": ("join", "shard_model", "shard_optimizer", "wrap_model", "wrap_optimizer"),
-    "transport": ("all_gather", "all_reduce", "barrier", "broadcast", "make_group"),
-}
+from ignite_dist.comp_models.work import Work, communicating
 
 # The context marks of the contexts inherited at the fork, and the pid of the parent.
 _inherited: list[object] = []
@@ -44,9 +36,9 @@ def keep_only_getters(model: ComputationModel, parent: int) -> None:
     """
     global _parent
     _parent = parent
-    for role, names in _REFUSED.items():
-        for name in names:
-            setattr(getattr(model, role), name, _refuse)
+    for role in (model.groups, model.objects, model.training, model.transport):
+        for name in communicating(role):
+            setattr(role, name, _refuse)
     for name in ("can_be_replaced_by", "_exchange_places"):
         setattr(model, name, _refuse)
     for name in ("abort", "close", "forget", "meet_at_end"):

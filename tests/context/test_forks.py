@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import helpers
 import ignite_dist as idist
+from ignite_dist.comp_models.transport import Transport
+from ignite_dist.comp_models.work import communicating
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics.announcing import recorder_of
 from warm_client import WHOLE_EXIT
@@ -37,6 +40,11 @@ CALLS: dict[str, Callable[[], Any]] = {
     "broadcast": lambda: idist.broadcast(torch.ones(2)),
     "broadcast of an object": lambda: idist.broadcast("text"),
     "in a group": lambda: idist.all_reduce(torch.ones(2), group=[0, 1]),
+    "reduce": lambda: idist.reduce(torch.ones(2)),
+    "reduce_scatter": lambda: idist.reduce_scatter(torch.ones(2)),
+    "all_to_all": lambda: idist.all_to_all(torch.ones(2)),
+    "gather": lambda: idist.gather(torch.ones(2)),
+    "scatter": lambda: idist.scatter([1, 2]),
     "any_true": lambda: idist.any_true(True),
     "barrier": lambda: idist.barrier(),
     "barrier with a timeout": lambda: idist.barrier(timeout=timedelta(seconds=1)),
@@ -48,8 +56,30 @@ CALLS: dict[str, Callable[[], Any]] = {
     "one_rank_only": lambda: idist.one_rank_only(broadcast=True)(print)(),
     "shared_seed": lambda: idist.shared_seed(),
     "auto_model": lambda: idist.auto_model(torch.nn.Linear(1, 1)),
+    "auto_dataloader": lambda: idist.auto_dataloader([1, 2], batch_size=2, shuffle=True),
+    "average_parameters": lambda: idist.average_parameters(torch.nn.Linear(1, 1)),
+    "save_checkpoint": lambda: idist.save_checkpoint("/nowhere/checkpoint.pt"),
     "initialize": lambda: idist.initialize("gloo"),
 }
+
+
+def test_every_method_that_begins_a_collective_is_marked() -> None:
+    """So that a forked child refuses it, in the base class and in every backend."""
+    importlib.import_module("ignite_dist.comp_models.shared_memory.transport")
+    kinds = [Transport, *subclasses_of(Transport)]
+    assert len(kinds) > 4
+    begins = {
+        name
+        for kind in kinds
+        for name, member in vars(kind).items()
+        if not name.startswith("_") and getattr(member, "__annotations__", {}).get("return") == "Work"
+    }
+    assert begins >= {"all_reduce", "reduce_scatter"}
+    assert begins <= communicating(idist.comp_models.SerialModel(0).transport)
+
+
+def subclasses_of(kind: type) -> list[type]:
+    return [one for below in kind.__subclasses__() for one in (below, *subclasses_of(below))]
 
 
 def failures_in_child() -> list[str]:

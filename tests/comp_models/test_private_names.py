@@ -152,8 +152,8 @@ class Walk:
     - an attribute of anything else that this very file does not define, or that a table lists,
     - a private part of an import from another library,
     - a private keyword that this very file does not define,
-    - a string, for getattr(), vars() and sys.modules: a private name, dotted or not, which this very file does
-      not define, and the package neither, or a table lists it.
+    - a string, for getattr(), vars() and sys.modules: a private name, dotted or not, which neither this very
+      file defines nor, unless a table lists it, the package.
     """
 
     def __init__(self, trees: dict[str, ast.Module]) -> None:

@@ -61,7 +61,7 @@ def rows() -> list[Row]:
             "grad_sync", f"FORCED_SYNC of {2 * _SMALL_LAYERS} parameters", "ms", (grads,), contenders=_syncs
         ),
         RankRow(
-            "accumulate",
+            "accumulate_gradients",
             f"a step of {len(_MICROBATCHES)} microbatches, weight=",
             "ms",
             contenders=_accumulate,
@@ -166,7 +166,9 @@ def _accumulate(device: torch.device) -> Contenders:
     optimizer = idist.auto_optim(_optimizer(model))
 
     def ours() -> None:
-        microbatches = idist.accumulate(batches, model, len(batches), weight=lambda batch: len(batch[0]))
+        microbatches = idist.accumulate_gradients(
+            batches, model, len(batches), weight=lambda batch: len(batch[0])
+        )
         for (x, y), sync in microbatches:
             with sync:
                 cross_entropy(model(x), y).backward()

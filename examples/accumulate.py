@@ -18,9 +18,9 @@ With gloo, two processes on two busy cores print:
 
 The images of a step's last microbatch have no labels, so this microbatch does not use the classifier. With
 SINGLE_AUTO_SYNC ``DistributedDataParallel`` averages in the backward pass of this microbatch. Without
-``accumulate``, DDP would wait for the classifier's gradient, average nothing and report this only in the next
-step. The block of ``accumulate`` provides the missing gradients, so the gradients are right in each row, with
-``find_unused_parameters=True`` or without.
+``accumulate_gradients``, DDP would wait for the classifier's gradient, average nothing and report this only
+in the next step. The block of ``accumulate_gradients`` provides the missing gradients, so the gradients are
+right in each row, with ``find_unused_parameters=True`` or without.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def measure(strategy, find_unused, epochs):
 
     distance, ends = None, []
     for _ in range(epochs):
-        for batch, sync in idist.accumulate(loader, model, NUM_MICROBATCHES, strategy=strategy):
+        for batch, sync in idist.accumulate_gradients(loader, model, NUM_MICROBATCHES, strategy=strategy):
             images, labels = idist.to_device(batch)
             with sync:
                 model(images, None if sync.is_final else labels).backward()

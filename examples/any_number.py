@@ -34,7 +34,7 @@ def train(local_rank, config):
     parts = {"model": model, "optimizer": optimizer, "loader": loader}
 
     losses = []
-    if (path := idist.latest(config.folder)) is not None:
+    if (path := idist.latest_checkpoint(config.folder)) is not None:
         losses = idist.load_checkpoint(path, **parts)["losses"]
         idist.print(f"{idist.get_world_size()} ranks go on at step {len(losses)}")
     while loader.epoch < EPOCHS:

@@ -28,7 +28,7 @@ from ignite_dist.comp_models import (
 )
 from ignite_dist.comp_models.work import Work
 from ignite_dist.context.console import print as print  # not in __all__: a star import keeps Python's own
-from ignite_dist.context.console import progress
+from ignite_dist.context.console import progress_bar
 from ignite_dist.context.identity import (
     backend,
     device,
@@ -52,10 +52,10 @@ from ignite_dist.context.live import available_backends, finalize, initialize, s
 from ignite_dist.data.gathering import gather_in_order
 from ignite_dist.data.loaders import auto_dataloader
 from ignite_dist.data.samplers import DistributedProxySampler, ExactSampler
-from ignite_dist.data.splitting import sampler_kwargs, split
+from ignite_dist.data.splitting import sampler_kwargs, split_by_rank
 from ignite_dist.data.to_device import to_device
-from ignite_dist.diagnostics.profiler.timeline import timeline
-from ignite_dist.diagnostics.verification import debug, watch
+from ignite_dist.diagnostics.profiler.timeline import record_timeline
+from ignite_dist.diagnostics.verification import compare_calls, watch_for_hangs
 from ignite_dist.errors import (
     CollectiveMismatchError,
     DistributedError,
@@ -67,16 +67,16 @@ from ignite_dist.errors import (
     UnsafeObjectError,
     WorkerExitedError,
     WorkerRaisedError,
-    original,
+    original_exception,
 )
 from ignite_dist.internals.tracing import untrace_package
 from ignite_dist.launcher import Parallel, spawn
 from ignite_dist.launcher.restarts import restart_count
-from ignite_dist.training.accumulation import accumulate
-from ignite_dist.training.checkpointing.checkpoints import latest, load_checkpoint, save_checkpoint
+from ignite_dist.training.accumulation import accumulate_gradients
+from ignite_dist.training.checkpointing.checkpoints import latest_checkpoint, load_checkpoint, save_checkpoint
 from ignite_dist.training.data_meshes import mesh
 from ignite_dist.training.gradient_sync import DDPSyncStrategy, clip_grad_norm, grad_sync, no_sync
-from ignite_dist.training.interruption import interrupted
+from ignite_dist.training.interruption import any_interrupted
 from ignite_dist.training.parameter_averaging import average_parameters
 from ignite_dist.training.seeding import seed_everything, shared_seed
 from ignite_dist.training.state_dicts import (
@@ -85,11 +85,23 @@ from ignite_dist.training.state_dicts import (
     model_state,
     optimizer_state,
 )
-from ignite_dist.training.uneven_inputs import join
+from ignite_dist.training.uneven_inputs import uneven_inputs
 from ignite_dist.training.wrapped_models import mark_forward_method, unwrap_model
 from ignite_dist.values.safe_objects import safe_objects
 
 __version__ = "0.1.0"
+
+# The old names, for scripts from before version 0.2. They are not in __all__, so dir() does not list them.
+accumulate = accumulate_gradients
+debug = compare_calls
+interrupted = any_interrupted
+join = uneven_inputs
+latest = latest_checkpoint
+original = original_exception
+progress = progress_bar
+split = split_by_rank
+timeline = record_timeline
+watch = watch_for_hangs
 
 untrace_package(__name__)  # for torch.compile
 
@@ -109,13 +121,14 @@ __all__ = [
     "Work",
     "WorkerExitedError",
     "WorkerRaisedError",
-    "accumulate",
+    "accumulate_gradients",
     "all_gather",
     "all_gather_ragged",
     "all_gather_tensors_with_shapes",
     "all_reduce",
     "all_to_all",
     "all_true",
+    "any_interrupted",
     "any_true",
     "auto_dataloader",
     "auto_model",
@@ -126,7 +139,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "clip_grad_norm",
-    "debug",
+    "compare_calls",
     "device",
     "environment",
     "finalize",
@@ -144,11 +157,9 @@ __all__ = [
     "has_xla_support",
     "hostname",
     "initialize",
-    "interrupted",
     "is_global_zero",
     "is_local_zero",
-    "join",
-    "latest",
+    "latest_checkpoint",
     "load_checkpoint",
     "load_model_state",
     "load_optimizer_state",
@@ -161,30 +172,31 @@ __all__ = [
     "node_group",
     "one_rank_first",
     "one_rank_only",
-    "original",
     "optimizer_state",
-    "progress",
+    "original_exception",
+    "progress_bar",
     "raise_together",
+    "record_timeline",
     "reduce",
     "reduce_scatter",
-    "restart_count",
     "register_computation_model",
     "registered_computation_models",
+    "restart_count",
     "safe_objects",
-    "save_checkpoint",
     "sampler_kwargs",
+    "save_checkpoint",
     "scatter",
     "seed_everything",
     "set_local_rank",
     "shared_seed",
     "show_config",
     "spawn",
-    "split",
+    "split_by_rank",
     "sync",
-    "timeline",
     "to_device",
+    "uneven_inputs",
     "unwrap_model",
-    "watch",
+    "watch_for_hangs",
     "world_group",
 ]
 

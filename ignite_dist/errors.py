@@ -26,7 +26,7 @@ __all__ = [
     "UnsafeObjectError",
     "WorkerExitedError",
     "WorkerRaisedError",
-    "original",
+    "original_exception",
 ]
 
 # Once the site has a host, its address: "See https://.../troubleshooting/#{anchor}".
@@ -34,7 +34,7 @@ _LINK = "See ignite_dist's docs/troubleshooting.md#{anchor}"
 _LINKS = re.compile(r"\n[ |]*" + re.escape(_LINK).replace(re.escape("{anchor}"), r"[\w-]+"))
 
 
-def original(error: BaseException) -> BaseException:
+def original_exception(error: BaseException) -> BaseException:
     """The exception that a worker of :func:`spawn` raised, of its own class; else ``error``.
 
     The exception is also the ``__cause__`` of the error that ``spawn`` raises. It has its notes, its cause,
@@ -50,7 +50,7 @@ def original(error: BaseException) -> BaseException:
         try:
             idist.spawn("gloo", train, ({"batch_size": 4096},), nproc_per_node=2)
         except idist.RankFailedError as error:
-            if not isinstance(idist.original(error), torch.cuda.OutOfMemoryError):
+            if not isinstance(idist.original_exception(error), torch.cuda.OutOfMemoryError):
                 raise
             idist.spawn("gloo", train, ({"batch_size": 64},), nproc_per_node=2)
     """

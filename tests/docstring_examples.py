@@ -3,7 +3,7 @@
 An example is an indented block after ``::``. It continues ``docstring_names.py``, which defines the names
 that the examples assume. A comment after an expression says what it gives::
 
-    idist.split(["a", "b", "c"])  # on two ranks: ["a", "b"] on rank 0, ["c"] on rank 1
+    idist.split_by_rank(["a", "b", "c"])  # on two ranks: ["a", "b"] on rank 0, ["c"] on rank 1
 
 Places are ``on both``, ``on every rank``, ``on rank 0``, ``on ranks 0 and 2``, ``on node 1`` and
 ``elsewhere``. A comment without one of them is not compared.

@@ -489,7 +489,7 @@ def two_backends() -> str:
         import ignite_dist as idist, torch
         logging.basicConfig(level=logging.WARNING)
         idist.initialize({backend!r})
-        idist.watch(timedelta(seconds=4))
+        idist.watch_for_hangs(timedelta(seconds=4))
         end = time.monotonic() + 12
         while not idist.any_true(time.monotonic() > end):
             idist.barrier()

@@ -53,7 +53,7 @@ def test_alone(example: Example, tmp_path: Path) -> None:
         return
     with pytest.raises(idist.RankFailedError) as caught:
         idist.spawn("gloo", run_all, ([example], tmp_path), nproc_per_node=2)
-    assert isinstance(idist.original(caught.value), error)
+    assert isinstance(idist.original_exception(caught.value), error)
 
 
 @pytest.mark.long

@@ -24,18 +24,32 @@ FACADE = names("""
     registered_computation_models register_computation_model has_native_dist_support has_hvd_support
     has_xla_support
     is_global_zero is_local_zero world_group any_true all_true seed_everything shared_seed
-    ExactSampler gather_in_order sampler_kwargs split to_device
+    ExactSampler gather_in_order sampler_kwargs split_by_rank to_device
     unwrap_model mark_forward_method mesh model_state load_model_state optimizer_state load_optimizer_state
-    DDPSyncStrategy no_sync grad_sync accumulate clip_grad_norm join
-    debug watch timeline raise_together safe_objects environment
-    node_group print progress average_parameters
-    save_checkpoint load_checkpoint latest interrupted
+    DDPSyncStrategy no_sync grad_sync accumulate_gradients clip_grad_norm uneven_inputs
+    compare_calls watch_for_hangs record_timeline raise_together safe_objects environment
+    node_group print progress_bar average_parameters
+    save_checkpoint load_checkpoint latest_checkpoint any_interrupted
 """)
 ERRORS = names("""
     DistributedError RankFailedError CollectiveMismatchError EnvironmentVariablesError LaunchError
-    WorkerRaisedError WorkerExitedError MissingRanksError UnsafeObjectError HostLostError Work original
-    restart_count
+    WorkerRaisedError WorkerExitedError MissingRanksError UnsafeObjectError HostLostError Work
+    original_exception restart_count
 """)
+
+# What ten names were called before version 0.2.
+OLD_NAMES = {
+    "accumulate": "accumulate_gradients",
+    "debug": "compare_calls",
+    "interrupted": "any_interrupted",
+    "join": "uneven_inputs",
+    "latest": "latest_checkpoint",
+    "original": "original_exception",
+    "progress": "progress_bar",
+    "split": "split_by_rank",
+    "timeline": "record_timeline",
+    "watch": "watch_for_hangs",
+}
 
 REQUIRED = inspect.Parameter.empty
 # What a script written for ignite.distributed 0.5 may pass, by position or by name, and what it need not.
@@ -115,6 +129,13 @@ def test_completion_offers_what_new_scripts_use() -> None:
     offered = set(dir(idist))
     assert offered < {*FACADE, *ERRORS} and {"print", "all_reduce", "Parallel"} <= offered
     assert not offered & {"sync", "show_config", "has_xla_support", "DistributedProxySampler"}
+    assert not offered & set(OLD_NAMES) and set(OLD_NAMES.values()) <= offered
+
+
+@pytest.mark.parametrize("old", OLD_NAMES)
+def test_scripts_from_before_0_2_find_the_old_names(old: str) -> None:
+    assert getattr(idist, old) is getattr(idist, OLD_NAMES[old])
+    assert old not in idist.__all__
 
 
 def test_every_public_function_says_what_it_is_for() -> None:

@@ -64,7 +64,7 @@ def say(local_rank, text, path=None):
     print(text, "stderr", file=sys.stderr)
     logging.getLogger("x").warning("%s logging", text)
     os.system(f"echo {text} child")
-    for _ in idist.progress(range(2), mininterval=0, miniters=1):
+    for _ in idist.progress_bar(range(2), mininterval=0, miniters=1):
         while path is not None and not os.path.exists(path):
             time.sleep(0.01)
     print(text, "end")

@@ -92,7 +92,7 @@ SENDS = """\
 WAITS = """\
             if steps == 25:
                 open(f"waits.{idist.get_rank()}", "w").close()
-                while not idist.interrupted():
+                while not idist.any_interrupted():
                     __import__("time").sleep(0.05)
 """
 

@@ -152,7 +152,7 @@ class Steps:
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
         self.hosts: list[str] = []
-        idist.watch(timeout)  # the watchdog reports where a rank is stuck
+        idist.watch_for_hangs(timeout)  # the watchdog reports where a rank is stuck
         with self.step("the first exchange"):
             self.hosts = idist.all_gather(socket.gethostname())
 

@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     timeline = commands.add_parser(
         "timeline", parents=[common], help="who waits for whom, from the file of a timeline"
     )
-    timeline.add_argument("trace", help="a file that idist.timeline() or `run --timeline` has written")
+    timeline.add_argument("trace", help="a file that idist.record_timeline() or `run --timeline` has written")
     timeline.add_argument(
         "--save", metavar="FILE", help="draw a picture and save it to FILE, for example picture.png"
     )

@@ -78,7 +78,7 @@ def _run_script(
 ) -> None:
     os.environ.update(spawned.mark_run(os.environ))
     sys.argv = [script, *arguments]
-    with nullcontext() if timeline is None else idist.timeline(timeline):
+    with nullcontext() if timeline is None else idist.record_timeline(timeline):
         if is_module:
             sys.path.insert(0, os.getcwd())
             spec = _find_module(script)

@@ -68,7 +68,7 @@ def _read(path: str) -> tuple[dict[int, str], list[_Event], dict[str, str]]:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError(
-            f"{path} is not a trace of idist.timeline() or `ignite-dist run --timeline`."
+            f"{path} is not a trace of idist.record_timeline() or `ignite-dist run --timeline`."
         ) from None
     return names, events, notes
 

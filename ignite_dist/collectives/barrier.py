@@ -39,15 +39,15 @@ def barrier(group: Any = None, timeout: timedelta | None = None, *, async_op: bo
         group: as in :func:`all_reduce`. A rank outside the group returns at once (with XLA: after all ranks
             have called).
         timeout: a ``datetime.timedelta``. After this time the call raises. The error lists the missing ranks,
-            and where they are if :func:`watch` is on (always in workers of :func:`spawn`). A barrier with a
-            timeout uses a store, not the backend, so collectives still work after the error.
+            and where they are if :func:`watch_for_hangs` is on (always in workers of :func:`spawn`). A
+            barrier with a timeout uses a store, not the backend, so collectives still work after the error.
         async_op: True, on every rank, returns a :class:`Work` at once; its ``wait()`` returns when every rank
             has called. Not allowed with ``timeout``: use ``wait(timeout)``.
 
     Raises:
         MissingRanksError: ``timeout`` has passed. A rank that calls later gets this error too.
         TypeError, ValueError: ``timeout`` is not a timedelta or is not positive.
-        RuntimeError: ``timeout`` without :func:`watch`, in a context that idist did not make.
+        RuntimeError: ``timeout`` without :func:`watch_for_hangs`, in a context that idist did not make.
     """
     if isinstance(group, timedelta):
         raise TypeError(f"barrier takes timeout as a keyword: barrier(timeout={group!r}).")

@@ -32,19 +32,19 @@ class Groups:
         self.once = Once()
         self.world = Group(None, tuple(range(world_size)))
         self.is_joining = False
-        """True inside ``join()``, where ranks make different numbers of steps."""
+        """True inside ``uneven_inputs()``, where ranks make different numbers of steps."""
 
     @communicates
     def check_not_joining(self) -> None:
-        """Raise inside ``join()``, before a call that all ranks would have to make.
+        """Raise inside ``uneven_inputs()``, before a call that all ranks would have to make.
 
         Raises:
-            RuntimeError: called inside ``join()``.
+            RuntimeError: called inside ``uneven_inputs()``.
         """
         if self.is_joining:
             raise RuntimeError(
-                "In join() ranks make different numbers of steps, so a collective would wait for ranks "
-                "that have left. Make collectives after the block."
+                "In uneven_inputs() ranks make different numbers of steps, so a collective would wait for "
+                "ranks that have left. Make collectives after the block."
             )
 
     @communicates
@@ -67,7 +67,7 @@ class Groups:
         Raises:
             ValueError: invalid or repeated ranks, a destroyed handle, an object that is not a group, or a
                 name without a mesh.
-            RuntimeError: called inside ``join()``.
+            RuntimeError: called inside ``uneven_inputs()``.
         """
         if self.is_joining:
             self.check_not_joining()

@@ -177,11 +177,12 @@ class Training:
         parameters. The list stays empty if all ranks already have equal parameters.
 
         Raises:
-            ValueError: the backend does not support ``join()``.
+            ValueError: the backend does not support ``uneven_inputs()``.
         """
         raise ValueError(
-            f"Backend {self.context.backend()!r} does not support join(): every rank must take part in every "
-            "step. Give all ranks the same number of batches, or stop all ranks together: any_true(...)."
+            f"Backend {self.context.backend()!r} does not support uneven_inputs(): every rank must take part "
+            "in every step. Give all ranks the same number of batches, or stop all ranks together: "
+            "any_true(...)."
         )
 
     def accumulate(self, model: Module, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:

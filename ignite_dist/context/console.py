@@ -1,4 +1,4 @@
-"""Output of one rank: ``print`` and ``progress``."""
+"""Output of one rank: ``print`` and ``progress_bar``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def print(*args: Any, local: bool = False, **kwargs: Any) -> None:
         builtins.print(*args, **kwargs)  # noqa: T201
 
 
-def progress(iterable: Iterable[_Item], **kwargs: Any) -> tqdm[_Item]:
+def progress_bar(iterable: Iterable[_Item], **kwargs: Any) -> tqdm[_Item]:
     """``iterable`` with a progress bar of tqdm on rank 0, and without a bar on the other ranks.
 
     The result is a ``tqdm`` object on every rank, so ``len()``, ``set_postfix()`` and the other methods work
@@ -65,19 +65,21 @@ def progress(iterable: Iterable[_Item], **kwargs: Any) -> tqdm[_Item]:
 
     Example::
 
-        for batch in (bar := idist.progress(loader, desc=f"epoch {epoch}")):
+        for batch in (bar := idist.progress_bar(loader, desc=f"epoch {epoch}")):
             bar.set_postfix(loss=train_step(batch))
     """
     if not (hasattr(iterable, "__iter__") or hasattr(iterable, "__getitem__")):
-        raise TypeError(f"progress takes an iterable, for example a data loader; got {iterable!r}.")
+        raise TypeError(f"progress_bar takes an iterable, for example a data loader; got {iterable!r}.")
     try:
         from tqdm.auto import tqdm
         from tqdm.std import tqdm as plain_tqdm
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("idist.progress needs tqdm: pip install tqdm", name=error.name) from error
+        raise ModuleNotFoundError(
+            "idist.progress_bar needs tqdm: pip install tqdm", name=error.name
+        ) from error
     # A bar without output accepts any keyword. `display` is a keyword of notebooks.
     allowed = inspect.signature(plain_tqdm.__init__).parameters.keys() - {"self", "iterable", "kwargs"}
-    check_keywords("progress", kwargs, allowed | {"display"})
+    check_keywords("progress_bar", kwargs, allowed | {"display"})
     if current_model().get_rank() != 0:
         kwargs["disable"] = True
     return tqdm(iterable, **kwargs)

@@ -148,7 +148,7 @@ def share_buffers(group: Any = None) -> None:
     Raises:
         CollectiveMismatchError: the ranks have different buffers, or another rank is in another call. No
             buffer was changed.
-        RuntimeError: called inside of ``join()``.
+        RuntimeError: called inside of ``uneven_inputs()``.
     """
     live = current_model()
     by_group = _models_by_group(live)

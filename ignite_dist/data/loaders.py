@@ -52,9 +52,9 @@ def auto_dataloader(
     fewer items than ranks (the last one, perhaps), ranks without an item repeat one of its items.
 
     - ``batch_size`` is the total over all ranks. If it is not divisible by their number, parts differ by one
-      sample; for the gradient of the whole batch see :func:`accumulate` with ``weight=``. There is a warning
-      if it is less than the number of ranks: it then holds for each rank. Without it, each rank draws single
-      samples.
+      sample; for the gradient of the whole batch see :func:`accumulate_gradients` with ``weight=``. There
+      is a warning if it is less than the number of ranks: it then holds for each rank. Without it, each rank
+      draws single samples.
     - ``num_workers`` is the total per node. It is divided by the node's number of processes and rounded up.
     - ``sampler`` and ``batch_sampler`` are drawn from as in one process, and each rank takes its part. In
       each pass the global generators and those of the sampler are seeded equally on all ranks. (A generator
@@ -102,7 +102,7 @@ def auto_dataloader(
         A ``torch.utils.data.DataLoader`` that also has ``set_epoch``. With XLA an ``MpDeviceLoader`` with
         the same attributes, whose batches are on :func:`device` already. With ``exact`` a pass raises
         ``CollectiveMismatchError`` on every rank if the models' buffers differ in names, shapes or dtypes,
-        and ``RuntimeError`` inside of :func:`join`.
+        and ``RuntimeError`` inside of :func:`uneven_inputs`.
 
     Raises:
         CollectiveMismatchError: the ranks have other data sets, batch sizes or samplers, or some of them make

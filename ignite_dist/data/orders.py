@@ -153,9 +153,9 @@ _ADVICE = {
     "loader splits its draws.",
     "indices": "A random_split draws other indices on ranks with other seeds: give it "
     "generator=torch.Generator().manual_seed(0).",
-    "contents": "Pass the whole data set on every rank, not a share of it (of idist.split, say): the loader "
-    "splits it. For each rank's own data use torch's DataLoader. Random data needs the same seed on every "
-    "rank: seed_everything(0, per_rank=False).",
+    "contents": "Pass the whole data set on every rank, not a share of it (of idist.split_by_rank, say): the "
+    "loader splits it. For each rank's own data use torch's DataLoader. Random data needs the same seed on "
+    "every rank: seed_everything(0, per_rank=False).",
     "number of samples": "Pass the whole data set on every rank: the loader splits it. For each rank's own "
     "data use torch's DataLoader.",
 }

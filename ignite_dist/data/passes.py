@@ -100,7 +100,7 @@ class Progress:
         epoch: of the pass.
         batches: number of batches of the epoch that the caller has received, with those before the pass.
         is_read_ahead: True while the caller has a batch, or knows of the end, and the training loop does not
-            yet: :func:`accumulate` looks one batch ahead.
+            yet: :func:`accumulate_gradients` looks one batch ahead.
         is_exhausted: True if the caller has received the last batch and asked for another.
         is_left: True if the script has set the loader's epoch after the last batch that it has received.
         states: the random states before the first batch, for a stream.

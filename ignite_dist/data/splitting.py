@@ -59,7 +59,7 @@ def sampler_kwargs(group: Any = None) -> dict[str, int]:
     return {"num_replicas": place.num_ranks, "rank": place.number}
 
 
-def split(sequence: Any, group: Any = None) -> Any:
+def split_by_rank(sequence: Any, group: Any = None) -> Any:
     """This rank's share of a sequence: a contiguous part, in rank order. Never communicates.
 
     The parts in rank order make up the sequence: ``all_gather`` of a list made from each part returns the
@@ -79,14 +79,14 @@ def split(sequence: Any, group: Any = None) -> Any:
 
     Example::
 
-        idist.split(["a", "b", "c"])  # on two ranks: ["a", "b"] on rank 0, ["c"] on rank 1
-        idist.split(["a", "b", "c"], group=idist.node_group())  # the ranks of each node share the list
+        idist.split_by_rank(["a", "b", "c"])  # on two ranks: ["a", "b"] on rank 0, ["c"] on rank 1
+        idist.split_by_rank(["a", "b", "c"], group=idist.node_group())  # a node's ranks share the list
     """
     place = place_in(current_model(), group)
     try:
         return sequence[part(len(sequence), place.num_ranks, place.number)]
     except (TypeError, KeyError):
         raise TypeError(
-            f"split needs a sequence with a length and slices, got {type(sequence).__name__}. "
+            f"split_by_rank needs a sequence with a length and slices, got {type(sequence).__name__}. "
             "Convert other iterables to a list first."
         ) from None

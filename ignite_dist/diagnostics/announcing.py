@@ -77,7 +77,7 @@ def _forget_all() -> None:
 
 
 def _recorder_of_new_context() -> Recorder | None:
-    """A recorder if ``debug()`` or ``IGNITE_DIST_DEBUG=1`` is on for every context; else None."""
+    """A recorder if ``compare_calls()`` or ``IGNITE_DIST_DEBUG=1`` is on for every context; else None."""
     if _comparison is not None:
         return Recorder(_comparison)
     text = os.environ.get(_VARIABLE, "")
@@ -96,7 +96,7 @@ def announce(
     *,
     async_op: bool = False,
 ) -> Callable[[Group], Work]:
-    """Record the next collective. If ``debug()`` is on, compare the collective on all ranks first.
+    """Record the next collective. If ``compare_calls()`` is on, compare the collective on all ranks first.
 
     A blocking collective first waits until the thread of ``group`` has completed all pending calls.
 

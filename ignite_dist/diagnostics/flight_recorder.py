@@ -1,6 +1,7 @@
 """The flight recorder: keeps the last collectives of each rank and can compare them across the ranks.
 
-Calls are kept only after ``watch()`` or ``debug()``: see :mod:`ignite_dist.diagnostics.verification`.
+Calls are kept only after ``watch_for_hangs()`` or ``compare_calls()``: see
+:mod:`ignite_dist.diagnostics.verification`.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ def _mismatch_message(
     if len({row[:-1] for row in rows}) == 1:
         hint = (
             "\nThe calls differ only in the line of the caller. A rank may have skipped a call. If the lines "
-            "are meant to differ, use idist.debug(verify=True, call_sites=False)."
+            "are meant to differ, use idist.compare_calls(verify=True, call_sites=False)."
         )
     return f"{summary} The next collective of each:\n\n{table_by_rank(ranks, rows)}{hint}"
 
@@ -238,7 +239,7 @@ def _fields(message: Any) -> tuple[str, ...]:
     """``(number, operation, op, value, site)`` from the message of a rank."""
     if isinstance(message, tuple) and len(message) == 6 and message[0] == _TAG:
         return message[1:]
-    return ("?", "a collective that is not compared (is debug() on for this rank?)", "", "", "?")
+    return ("?", "a collective that is not compared (is compare_calls() on for this rank?)", "", "", "?")
 
 
 def table_by_rank(ranks: Sequence[int], rows: Sequence[Sequence[str]]) -> str:

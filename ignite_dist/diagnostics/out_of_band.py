@@ -120,7 +120,7 @@ def barrier(model: ComputationModel, group: Group, timeout: timedelta) -> None:
     if oob_store is None:
         raise RuntimeError(
             "barrier(timeout=) needs an out-of-band store. A context that idist did not make has no such "
-            "store. Call idist.watch() once on every rank before barrier()."
+            "store. Call idist.watch_for_hangs() once on every rank before barrier()."
         )
     rank, store = model.get_rank(), oob_store.connection()
     name = _short_name(model.transport.group_key(group))
@@ -191,7 +191,8 @@ def report_wait(store: Store, where: Mapping[int, str], waiting: str, rank: int)
     hows = [f"rank {ended}: {where[ended]}" if len(ranks) > 1 else where[ended] for ended in ranks]
     text = (
         f"{describe_ranks(ranks).capitalize()} did not come to {waiting}, where rank {rank} waits: "
-        f"{'; '.join(hows)}. The missing call is this call or an earlier call: idist.debug() shows which."
+        f"{'; '.join(hows)}. The missing call is this call or an earlier call: idist.compare_calls() shows "
+        "which."
     )
     explanation = {"rank": rank, "ranks": ranks, "where": dict(where), "text": text}
     store.compare_set(END_OUTCOME, "", json.dumps(explanation))
@@ -220,7 +221,8 @@ def _wait_for_key(
 # --- asking where ranks are ------------------------------------------------------------------------------
 
 SILENT = (
-    "does not answer: its process has ended, is stopped or is not watched (call idist.watch() on every rank)."
+    "does not answer: its process has ended, is stopped or is not watched (call idist.watch_for_hangs() on "
+    "every rank)."
 )
 
 

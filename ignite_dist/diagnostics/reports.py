@@ -156,9 +156,12 @@ def explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:
         parts.append(f"{describe_ranks(silent).capitalize()} {SILENT}")
     comparing = [rank for rank, report in reports.items() if report["compares"]]
     if not comparing:
-        parts.append("idist.debug(), or IGNITE_DIST_DEBUG=1, compares the calls of all ranks.")
+        parts.append("idist.compare_calls(), or IGNITE_DIST_DEBUG=1, compares the calls of all ranks.")
     elif len(comparing) < len(reports):
-        parts.append(f"debug() is on only for {describe_ranks(comparing)}. Turn debug() on for every rank.")
+        parts.append(
+            f"compare_calls() is on only for {describe_ranks(comparing)}. Turn compare_calls() on for every "
+            "rank."
+        )
     parts.append(_history(reports))
     return "\n\n".join(parts)
 
@@ -175,5 +178,5 @@ def _history(reports: Mapping[int, dict[str, Any]]) -> str:
         history = f"The last {len(calls)} collectives of {names}, the newest last:\n{table(calls)}"
         parts.append(history if calls else f"No call of idist by {names} yet.")
     if not all(report["keeps"] for report in reports.values()):
-        return "Call idist.watch() on every rank to see the last collectives here."
+        return "Call idist.watch_for_hangs() on every rank to see the last collectives here."
     return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""``watch()`` finds hangs, and ``debug()`` compares the calls of the ranks."""
+"""``watch_for_hangs()`` finds hangs, and ``compare_calls()`` compares the calls of the ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ignite_dist.diagnostics.watchdog import DEFAULT_THRESHOLD, start
 from ignite_dist.internals.arguments import check_timeout
 
 
-def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
+def watch_for_hangs(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
     """Log once, as a warning, where every rank is when a collective has waited for ``threshold``.
 
     The warning has the stack of each rank, the most common stack first, and the last 20 collectives of each
     rank. Stacks also cover other libraries, such as ``DistributedDataParallel`` and ``torch.distributed``.
-    Every rank of the world must call ``watch()``. The watchdogs communicate over a store, not over the
-    backend. They use the store of the context, or else a store that rank 0 serves.
+    Every rank of the world must call ``watch_for_hangs()``. The watchdogs communicate over a store, not over
+    the backend. They use the store of the context, or else a store that rank 0 serves.
 
     Workers of :func:`spawn` are watched from their start, with a threshold of 60 seconds. With gloo and NCCL,
     :func:`initialize` and :class:`Parallel` start the watchdog (except with ``file://``), but the flight
@@ -43,19 +43,19 @@ def watch(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
     start(model, threshold, oob_store_of(model) or make_oob_store(model))
 
 
-class debug:  # used as a function and as a context manager
+class compare_calls:  # used as a function and as a context manager
     """Compare the calls of all ranks before each collective.
 
     Ranks compare sequence number, function, reduction (or source rank), dtype, shape, group and the caller's
     line. If these differ, every rank raises ``CollectiveMismatchError`` with a table, instead of a hang or a
     wrong result. A rank that has skipped a call is named at its next call (the end of the context is also a
-    call). If that rank makes no more calls, :func:`watch`, which ``debug()`` calls, reports the rank after 30
-    seconds.
+    call). If that rank makes no more calls, :func:`watch_for_hangs`, which ``compare_calls()`` calls, reports
+    the rank after 30 seconds.
 
-    Every rank of the world must call this. Before :func:`initialize` or :func:`spawn`, ``debug()`` and the
-    environment variable ``IGNITE_DIST_DEBUG=1`` apply to all later contexts. Each collective costs one more
-    small collective. A ``with`` block turns the comparison off at its end. Collectives of other libraries
-    (DDP for example) are not compared.
+    Every rank of the world must call this. Before :func:`initialize` or :func:`spawn`, ``compare_calls()``
+    and the environment variable ``IGNITE_DIST_DEBUG=1`` apply to all later contexts. Each collective costs
+    one more small collective. A ``with`` block turns the comparison off at its end. Collectives of other
+    libraries (DDP for example) are not compared.
 
     Args:
         verify: True to compare calls.
@@ -64,13 +64,13 @@ class debug:  # used as a function and as a context manager
 
     Example::
 
-        with idist.debug():
+        with idist.compare_calls():
             train_one_epoch(model, loader)
     """
 
     def __init__(self, verify: bool = True, *, call_sites: bool = True) -> None:
         if not isinstance(verify, bool):
-            raise TypeError(f"verify must be True or False, got {verify!r}. debug is no decorator.")
+            raise TypeError(f"verify must be True or False, got {verify!r}. compare_calls is no decorator.")
         comparison = Comparison(call_sites) if verify else None
         model = current_model()
         model.groups.check_not_joining()

@@ -59,7 +59,7 @@ _logger = logging.getLogger(__name__)
 
 DEFAULT_THRESHOLD = timedelta(seconds=60)
 """How long a collective may wait before the watchdog logs a warning."""
-_DEBUG_THRESHOLD = timedelta(seconds=30)  # while debug() is on
+_DEBUG_THRESHOLD = timedelta(seconds=30)  # while compare_calls() is on
 
 # The polling interval grows with the number of ranks, because all ranks share one store.
 _POLL_SECONDS = 1.0
@@ -237,7 +237,7 @@ class Watchdog:
         return self._model.ranks_in_process() == 1
 
     def _warning_seconds(self, log: flight_recorder.Log) -> float:
-        """Seconds until the warning. Fewer while ``debug()`` is on, because the user looks for an error."""
+        """Seconds until the warning. Fewer while ``compare_calls()`` is on: the user looks for an error."""
         threshold = self.threshold if log.comparison is None else min(self.threshold, _DEBUG_THRESHOLD)
         return threshold.total_seconds()
 

@@ -53,7 +53,7 @@ class Entry(UserCall):
         self.backend = backend
         self.restart_count = 0
         self.job_id = ""
-        self.comparison = announcing.comparison_in_new_contexts()  # set by debug() in the launcher
+        self.comparison = announcing.comparison_in_new_contexts()  # set by compare_calls() in the launcher
 
     def __call__(self, local_rank: int, **initialize_kwargs: Any) -> Any:  # noqa: D102
         os.environ[_VARIABLE] = str(self.restart_count)

@@ -32,7 +32,7 @@ from ignite_dist.values.gradients import scale_gradients
 
 
 class Microbatch:
-    """Context manager around the forward and backward pass of one microbatch of :func:`accumulate`.
+    """Context manager around the forward and backward pass of one microbatch of :func:`accumulate_gradients`.
 
     Attributes:
         is_final: True if a step comes next.
@@ -60,7 +60,7 @@ class Microbatch:
         return self._entered.__exit__(*error)
 
 
-def accumulate(
+def accumulate_gradients(
     loader: Iterable[Any],
     model: Module,
     steps: int,
@@ -103,11 +103,12 @@ def accumulate(
             (a part of) the model.
         ValueError: ``steps`` is not a positive int, a weight is negative, or the weights of all ranks are 0.
         RuntimeError: the block of a step's last microbatch was not entered; or called inside of
-            :func:`join`, where ranks make different numbers of steps.
+            :func:`uneven_inputs`, where ranks make different numbers of steps.
 
     Example::
 
-        for (x, y), sync in idist.accumulate(loader, model, steps=4, weight=lambda batch: len(batch[0])):
+        microbatches = idist.accumulate_gradients(loader, model, steps=4, weight=lambda batch: len(batch[0]))
+        for (x, y), sync in microbatches:
             with sync:
                 criterion(model(x), y).backward()
             if sync.is_final:
@@ -182,7 +183,7 @@ def _weighted_microbatch(
     Gradients are summed by weight until the last microbatch, which divides the sum by the total weight. The
     division is linear, so the average over the ranks may come before or after the division.
     """
-    current_model().groups.check_not_joining()  # in join() is_final differs between ranks
+    current_model().groups.check_not_joining()  # in uneven_inputs() is_final differs between ranks
     factor = weights[-1]
     if is_final:
         total = sum(weights) if mean is None else mean(sum(weights))
@@ -229,7 +230,7 @@ def _check_same(
     """Compare ``texts`` between the ranks that train ``model``, or a part of it, together."""
     live = current_model()
     compared = [(group, texts) for group, _ in trained_together(live, model, optimizers)]
-    check_same(live, compared, Caller("accumulate"), "the same arguments on every rank")
+    check_same(live, compared, Caller("accumulate_gradients"), "the same arguments on every rank")
 
 
 @contextmanager
@@ -245,8 +246,9 @@ def _warns_of_left_gradients(
         yield
         if left is not None and left[1].grad is left[2]:
             warn_user(
-                f"The first step of accumulate counts gradients from before, for example of {left[0]!r}. "
-                "Was an earlier loop left in the middle of a step? Call model.zero_grad() first."
+                "The first step of accumulate_gradients counts gradients from before, for example of "
+                f"{left[0]!r}. Was an earlier loop left in the middle of a step? Call model.zero_grad() "
+                "first."
             )
 
 

@@ -44,7 +44,7 @@ def mesh(**sizes: int) -> DeviceMesh:
             XLA) or is none. Raised before any communication: a rank that is alone with it lets the others
             wait.
         CollectiveMismatchError: the ranks pass different names, sizes or orders of dimensions.
-        RuntimeError: called inside of :func:`join`.
+        RuntimeError: called inside of :func:`uneven_inputs`.
 
     Example::
 

@@ -196,7 +196,7 @@ def _average_loss(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     closure = _closure_of(args, kwargs)
-    # In join() the ranks make different numbers of steps.
+    # In uneven_inputs() the ranks make different numbers of steps.
     if closure is None or current_model().groups.is_joining:
         return None
 

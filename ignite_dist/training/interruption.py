@@ -40,7 +40,7 @@ class _Handler:
             self._pid, self.received_at = os.getpid(), None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a fork that has not called interrupted()
+        if os.getpid() != self._pid:  # a fork that has not called any_interrupted()
             # A terminal interrupts the workers of a data loader too. The last step needs them.
             is_handled = number == signal.SIGINT
         else:
@@ -62,7 +62,7 @@ class _Handler:
 _handler = _Handler()
 
 
-def interrupted(signals: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) -> bool:
+def any_interrupted(signals: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) -> bool:
     """True on every rank from the step on in which any rank has received one of the signals.
 
     Call it on every rank, after a step. All ranks then leave the loop after the same step, and can save a
@@ -88,7 +88,7 @@ def interrupted(signals: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) -> boo
 
         for batch in loader:
             train_step(batch)
-            if idist.interrupted():
+            if idist.any_interrupted():
                 idist.save_checkpoint("run/last.pt", model=model, optimizer=optimizer, loader=loader)
                 break
     """

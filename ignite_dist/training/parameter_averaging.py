@@ -46,7 +46,7 @@ def average_parameters(model: Module, group: Any = None) -> None:
         ValueError: ``group`` is not a group, or the elements of a parameter share memory. Nothing was sent.
         CollectiveMismatchError: names, shapes or dtypes differ between ranks; raised on every rank. Nothing
             was changed.
-        RuntimeError: called inside of :func:`join`.
+        RuntimeError: called inside of :func:`uneven_inputs`.
 
     Example::
 

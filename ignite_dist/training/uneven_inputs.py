@@ -14,7 +14,7 @@ from ignite_dist.context.live import current_model
 
 
 @contextmanager
-def join(
+def uneven_inputs(
     model: Module,
     optimizer: Optimizer | None = None,
     *,
@@ -43,11 +43,11 @@ def join(
         CollectiveMismatchError: the ranks pass different options (Horovod has only the defaults), or some
             make another call; raised on every rank.
         ValueError: the backend does not support the request. Nothing was sent.
-        RuntimeError: called inside of another ``join()``.
+        RuntimeError: called inside of another ``uneven_inputs()``.
 
     Example::
 
-        with idist.join(model, optimizer):
+        with idist.uneven_inputs(model, optimizer):
             for batch in loader:  # of a different length on each rank
                 train_step(batch)
     """
@@ -60,7 +60,7 @@ def join(
     with live.training.join(model, optimizer, **options) as sources:
         group = live.training.gradient_group(model, [] if optimizer is None else [optimizer])
         texts = [f"{name}={bool(one)}" for name, one in options.items()]
-        check_same(live, [(group, texts)], Caller("join"), "the same options on every rank")
+        check_same(live, [(group, texts)], Caller("uneven_inputs"), "the same options on every rank")
         live.groups.is_joining = True
         try:
             yield

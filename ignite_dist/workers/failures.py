@@ -428,7 +428,7 @@ def _describe_end(rank: FailedRank, about_sigkill: str) -> str:
         )
     if failure.exit_code == -signal.SIGABRT and _is_in_package(failure.traceback):
         text += (
-            " (gloo aborts if the ranks call different collectives: idist.debug() names them. "
+            " (gloo aborts if the ranks call different collectives: idist.compare_calls() names them. "
             "NCCL aborts after the timeout of a collective; its message is in the output)"
         )
     return text + (about_sigkill if failure.exit_code == -signal.SIGKILL else "")

@@ -39,7 +39,7 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
 
 
 def test_the_figures_as_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with idist.timeline(tmp_path / "trace.json", max_calls=2):
+    with idist.record_timeline(tmp_path / "trace.json", max_calls=2):
         for _ in range(3):
             idist.all_reduce(1.0)
     status, output, _ = run_here(capfd, "timeline", tmp_path / "trace.json", "--json")
@@ -58,7 +58,7 @@ def test_the_figures_as_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 def test_a_file_that_is_no_trace(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trace.json").write_text(text)
     status, _, errors = run_here(capfd, "timeline", tmp_path / "trace.json")
-    assert status == 2 and "trace.json is not a trace of idist.timeline()" in errors
+    assert status == 2 and "trace.json is not a trace of idist.record_timeline()" in errors
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -126,5 +126,5 @@ def test_a_script_that_fails_leaves_the_calls_of_the_rank(tmp_path: Path) -> Non
 def test_a_path_that_cannot_be_written_is_an_error_before_the_script_runs(tmp_path: Path) -> None:
     ended = _run(tmp_path, "fail", trace="no/trace.json")
     assert ended.returncode != 0
-    assert f"timeline: there is no folder {tmp_path / 'no'}." in ended.stdout
+    assert f"record_timeline: there is no folder {tmp_path / 'no'}." in ended.stdout
     assert "no data" not in ended.stdout

@@ -216,7 +216,8 @@ def each_its_own_order(local_rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     both = torch.nn.ModuleList([one, other])
-    for _, sync in idist.accumulate([1], both, 1 + (rank == 2)):  # who trains with whom is not compared
+    # The ranks that train together are not compared.
+    for _, sync in idist.accumulate_gradients([1], both, 1 + (rank == 2)):
         with sync:
             (one(data(rank), "a") + other(data(rank), "b")).backward()
     have(one, mean_over(one, 0, 1, 2, layers="a"))

@@ -49,8 +49,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "barrier": lambda: idist.barrier(),
     "barrier with a timeout": lambda: idist.barrier(timeout=timedelta(seconds=1)),
     "new_group": lambda: idist.new_group([0, 1]),
-    "watch": lambda: idist.watch(),
-    "debug": lambda: idist.debug(),
+    "watch_for_hangs": lambda: idist.watch_for_hangs(),
+    "compare_calls": lambda: idist.compare_calls(),
     "one_rank_first": lambda: idist.one_rank_first().__enter__(),
     "raise_together": lambda: idist.raise_together().__enter__(),
     "one_rank_only": lambda: idist.one_rank_only(broadcast=True)(print)(),
@@ -126,7 +126,7 @@ def still_works() -> None:
 
 def forks(local_rank: int, how: str) -> None:
     os.environ["EXPECTED_RANK"] = str(idist.get_rank())
-    idist.watch()
+    idist.watch_for_hangs()
     still_works()
     if how == "os.fork":
         with_exit_handlers = os.fork()

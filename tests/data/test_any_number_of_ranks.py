@@ -332,7 +332,7 @@ def differing(_: int) -> list[str]:
     for wrong in (
         lambda: idist.auto_dataloader(second, batch_size=2, shuffle=False),
         lambda: idist.auto_dataloader(first, batch_size=2, exact=True),
-        lambda: idist.auto_dataloader(idist.split(whole), batch_size=4, exact=True),
+        lambda: idist.auto_dataloader(idist.split_by_rank(whole), batch_size=4, exact=True),
         lambda: idist.auto_dataloader(whole[rank:], batch_size=4, shuffle=True),
         lambda: idist.auto_dataloader(whole, batch_size=4 + 2 * rank, shuffle=True),
         lambda: idist.auto_dataloader(whole, batch_size=4, shuffle=True, seed=rank),
@@ -400,7 +400,9 @@ def trained(_: int) -> list[float]:
     model = idist.auto_model(torch.nn.Linear(3, 1, dtype=torch.float64))
     optimizer = idist.auto_optim(torch.optim.Adam(model.parameters(), lr=0.1))
     for _ in range(2):
-        for (x, y), sync in idist.accumulate(loader, model, steps=1, weight=lambda batch: len(batch[0])):
+        for (x, y), sync in idist.accumulate_gradients(
+            loader, model, steps=1, weight=lambda batch: len(batch[0])
+        ):
             with sync:
                 torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
@@ -450,7 +452,7 @@ def stops(loader: Any, how: str) -> int:
     if how == "islice":
         return len(list(islice(loader, 3)))
     if how == "progress":
-        for number, _ in enumerate(idist.progress(loader, disable=True), 1):
+        for number, _ in enumerate(idist.progress_bar(loader, disable=True), 1):
             if number == 2:
                 break
         return 2
@@ -507,7 +509,8 @@ def test_a_pass_that_draws_the_same_batches_again_says_so_once() -> None:
     def accumulated() -> None:
         loader, model = shuffled(), torch.nn.Linear(1, 1)
         for _ in range(2):
-            for number, _ in enumerate(idist.accumulate(loader, model, 2), 1):  # which fetches one batch more
+            # accumulate_gradients fetches one batch more. The warning points at the line of the loop.
+            for number, _ in enumerate(idist.accumulate_gradients(loader, model, 2), 1):
                 if number == 2:
                     break
 

@@ -175,8 +175,8 @@ def test_the_batch_that_accumulate_has_read_ahead_does_not_count(num_batches: in
         return idist.auto_dataloader(range(12), batch_size=4)  # type: ignore[arg-type]
 
     def steps(batches: Any) -> Any:
-        bar = idist.progress(batches, disable=True) if has_bar else batches
-        return idist.accumulate(bar, model, steps=2)
+        bar = idist.progress_bar(batches, disable=True) if has_bar else batches
+        return idist.accumulate_gradients(bar, model, steps=2)
 
     saved, seen = loader(), []
     for batch, sync in steps(saved):

@@ -1,4 +1,4 @@
-"""``timeline()``: the calls of all ranks in one file, and what it does where ranks fail."""
+"""``record_timeline()``: the calls of all ranks in one file, and what it does where ranks fail."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wait_for(is_true: Callable[[], Any]) -> None:
 
 def _late(_: int, folder: Path) -> None:
     idist.barrier()  # the group opens its shared memory
-    with idist.timeline(folder / "trace.json"):
+    with idist.record_timeline(folder / "trace.json"):
         if idist.get_rank() == 0:
             when_waiting((folder / "waits").touch)
         else:
@@ -80,7 +80,7 @@ def test_a_rank_waits_for_the_rank_that_comes_last(tmp_path: Path) -> None:
 
 
 def _groups(_: int, path: Path) -> None:
-    with idist.timeline(path):
+    with idist.record_timeline(path):
         idist.all_reduce(torch.ones(1), group=[0, 2])
         idist.all_gather({"rank": idist.get_rank()})
         idist.broadcast([1.0, 2], src=1)
@@ -95,7 +95,7 @@ def test_a_rank_outside_a_group_records_nothing_of_it(tmp_path: Path) -> None:
 
 
 def _delayed(_: int, path: Path) -> None:
-    with idist.timeline(path), faults.delay(0.2, rank=1, at="barrier"):
+    with idist.record_timeline(path), faults.delay(0.2, rank=1, at="barrier"):
         idist.barrier()
 
 
@@ -106,7 +106,7 @@ def test_a_fault_that_delays_a_rank_counts_as_waiting_for_it(tmp_path: Path) -> 
 
 
 def _asynchronous(_: int, path: Path) -> None:
-    with idist.timeline(path):
+    with idist.record_timeline(path):
         primitive = idist.all_reduce(torch.ones(4), async_op=True)
         primitive.wait()
         steps = idist.all_gather({"rank": idist.get_rank()}, async_op=True)
@@ -130,7 +130,7 @@ def test_asynchronous_calls_have_a_span_and_a_wait(tmp_path: Path) -> None:
 
 def _backward(_: int, path: Path) -> list[float]:
     x = torch.ones(2, requires_grad=True)
-    with idist.timeline(path):
+    with idist.record_timeline(path):
         for function in (idist.all_reduce, idist.all_gather, idist.reduce_scatter, idist.all_to_all):
             function(x, sync_grads=True).sum().backward()
     assert x.grad is not None
@@ -149,7 +149,7 @@ def test_backward_passes_are_recorded_from_begin_to_end(tmp_path: Path) -> None:
 
 def _threads(_: int, path: Path) -> None:
     groups = [idist.new_group([0, 1]) for _ in range(2)]
-    with idist.timeline(path):
+    with idist.record_timeline(path):
         thread = threading.Thread(target=lambda: idist.barrier(group=groups[1]))
         idist.barrier(group=groups[0])
         thread.start()
@@ -163,7 +163,7 @@ def test_each_thread_has_its_row(tmp_path: Path) -> None:
 
 
 def _many(_: int, path: Path) -> None:
-    with idist.timeline(path, max_calls=3):
+    with idist.record_timeline(path, max_calls=3):
         for _ in range(5):
             idist.barrier()
 
@@ -176,7 +176,7 @@ def test_calls_beyond_the_limit_are_counted(tmp_path: Path) -> None:
 
 
 def _compared(_: int, path: Path) -> None:
-    with idist.debug(), idist.timeline(path):
+    with idist.compare_calls(), idist.record_timeline(path):
         idist.all_reduce(1.5)
     idist.barrier()
 
@@ -205,7 +205,7 @@ def test_other_backends(backend: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def _groups_of_two(_: int, path: Path) -> None:
-    with idist.timeline(path):
+    with idist.record_timeline(path):
         idist.barrier(group=[0])
         idist.all_reduce(torch.ones(3), async_op=True).wait()
         idist.all_gather(idist.get_rank())
@@ -215,10 +215,10 @@ def _groups_of_two(_: int, path: Path) -> None:
 
 
 def test_one_process_without_a_context(tmp_path: Path) -> None:
-    with idist.timeline(str(tmp_path / "trace.json")):
+    with idist.record_timeline(str(tmp_path / "trace.json")):
         assert idist.all_reduce(2) == 2
     assert names_of(tmp_path / "trace.json", 0) == ["all_reduce"]
-    with idist.timeline(tmp_path / "trace.json"):  # replaces the file
+    with idist.record_timeline(tmp_path / "trace.json"):  # replaces the file
         idist.barrier()
     assert names_of(tmp_path / "trace.json", 0) == ["barrier"]
     idist.barrier()
@@ -226,7 +226,7 @@ def test_one_process_without_a_context(tmp_path: Path) -> None:
 
 
 def test_a_recording_keeps_no_tensor_alive(tmp_path: Path) -> None:
-    with idist.timeline(tmp_path / "trace.json"):
+    with idist.record_timeline(tmp_path / "trace.json"):
         tensor = torch.ones(1000)
         memory = weakref.ref(tensor.untyped_storage())
         idist.all_reduce(tensor, inplace=True)
@@ -250,21 +250,21 @@ def test_nothing_is_wrapped_when_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((len,), "takes the path of a file, got <built-in function len>. timeline is no decorator"),
+        ((len,), "takes the path of a file, got <built-in function len>. record_timeline is no decorator"),
         ((None,), "takes the path of a file, got None"),
     ],
 )
 def test_a_wrong_path_is_a_type_error(arguments: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        idist.timeline(*arguments)
+        idist.record_timeline(*arguments)
     with pytest.raises(ValueError, match="max_calls must be a positive int, got 0"):
-        idist.timeline("trace.json", max_calls=0)
+        idist.record_timeline("trace.json", max_calls=0)
 
 
 def test_one_timeline_at_a_time(tmp_path: Path) -> None:
-    with idist.timeline(tmp_path / "trace.json"):
+    with idist.record_timeline(tmp_path / "trace.json"):
         with pytest.raises(RuntimeError, match="recorded already"):
-            idist.timeline(tmp_path / "other.json")
+            idist.record_timeline(tmp_path / "other.json")
         idist.barrier()
     assert names_of(tmp_path / "trace.json", 0) == ["barrier"]
 
@@ -276,10 +276,10 @@ def _bad_path(_: int, folder: Path) -> list[str]:
     found = []
     for path in (folder / "no" / "trace.json", folder):
         try:
-            idist.timeline(path if idist.get_rank() == 0 else folder / "good.json")
+            idist.record_timeline(path if idist.get_rank() == 0 else folder / "good.json")
         except ValueError as error:
             found.append(str(error))
-    with idist.timeline(folder / "good.json"):
+    with idist.record_timeline(folder / "good.json"):
         idist.barrier()
     return found
 
@@ -287,15 +287,15 @@ def _bad_path(_: int, folder: Path) -> list[str]:
 def test_a_bad_path_of_rank_0_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     for messages in on_ranks(_bad_path, tmp_path):
         assert messages == [
-            f"timeline: there is no folder {tmp_path / 'no'}.",
-            f"timeline: {tmp_path} cannot be written.",
+            f"record_timeline: there is no folder {tmp_path / 'no'}.",
+            f"record_timeline: {tmp_path} cannot be written.",
         ]
     assert names_of(tmp_path / "good.json", 1) == ["barrier"]
 
 
 def _lost_folder(_: int, folder: Path) -> str:
     try:
-        with idist.timeline(folder / "gone" / "trace.json"):
+        with idist.record_timeline(folder / "gone" / "trace.json"):
             idist.barrier()
             if idist.get_rank() == 0:
                 (folder / "gone").rmdir()
@@ -311,7 +311,7 @@ def test_a_file_that_rank_0_cannot_write_is_an_error_on_all_ranks(tmp_path: Path
 
 
 def _failing(_: int, path: Path) -> None:
-    with idist.timeline(path):
+    with idist.record_timeline(path):
         idist.all_reduce(1)
         if idist.get_rank() == 1:
             raise LookupError("no data")
@@ -319,7 +319,7 @@ def _failing(_: int, path: Path) -> None:
 
 
 def _failing_without_a_block(_: int, path: Path) -> None:
-    idist.timeline(path)
+    idist.record_timeline(path)
     idist.all_reduce(1)
     if idist.get_rank() == 1:
         try:
@@ -341,7 +341,7 @@ def test_a_rank_that_fails_saves_its_own_calls(function: Callable[..., None], tm
 
 def _unfinished(_: int, path: Path) -> None:
     model = current_model()
-    with idist.timeline(path):
+    with idist.record_timeline(path):
         try:
             with faults.disconnect(rank=1, at="barrier"):
                 idist.barrier()
@@ -359,14 +359,14 @@ def test_a_call_that_raised_is_marked(tmp_path: Path) -> None:
 
 
 def _ended_in_the_block(_: int, path: Path) -> None:
-    with idist.timeline(path):
+    with idist.record_timeline(path):
         idist.all_reduce(torch.ones(2), async_op=True)
         idist.finalize()
         idist.barrier()
 
 
 def _ended_without_a_block(_: int, path: Path) -> None:
-    idist.timeline(path)
+    idist.record_timeline(path)
     idist.all_reduce(torch.ones(2), async_op=True)
 
 
@@ -379,7 +379,7 @@ def test_the_end_of_the_context_saves_the_file(function: Callable[..., None], tm
 
 
 def _exits(_: int, path: Path) -> None:
-    with idist.timeline(path):
+    with idist.record_timeline(path):
         idist.barrier()
         sys.exit()
 
@@ -392,7 +392,7 @@ def test_sys_exit_saves_the_file(tmp_path: Path) -> None:
 def _begun_in_the_block(_: int, path: Path) -> str:
     idist.finalize()
     try:
-        with idist.timeline(path):
+        with idist.record_timeline(path):
             idist.initialize("gloo")
     except RuntimeError as error:
         return str(error)

@@ -1,4 +1,4 @@
-"""What is said of a collective that waits: by ``watch``, ``debug`` and ``barrier(timeout=)``."""
+"""Reports of a collective that waits: of ``watch_for_hangs``, ``compare_calls`` and ``barrier(timeout=)``."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def busy_elsewhere(heard: Heard, folder: Path) -> None:
 def late(local_rank: int, folder: Path) -> list[str]:
     """Rank 1 comes to the third collective when somebody has said that it is not there."""
     heard = Teller(folder)
-    idist.watch(SHORT)
+    idist.watch_for_hangs(SHORT)
     for _ in range(2):
         idist.all_gather("before")
     if idist.get_rank() == 1:
@@ -123,7 +123,7 @@ def test_a_wait_that_is_too_long_is_explained_once(
 def in_a_block(local_rank: int, folder: Path, how: str) -> list[str]:
     heard = Teller(folder)
     heard.about = "one_rank"
-    idist.watch(SHORT)
+    idist.watch_for_hangs(SHORT)
     if how == "first":
         with idist.one_rank_first(rank=1):
             if idist.get_rank() == 1:
@@ -145,7 +145,7 @@ def test_ranks_that_wait_for_a_block_on_purpose_are_no_hang(how: str, what: str,
 
 def late_for_torch(local_rank: int, folder: Path) -> list[str]:
     heard = Teller(folder)
-    idist.watch(SHORT)
+    idist.watch_for_hangs(SHORT)
     if idist.get_rank() == 1:
         busy_elsewhere(heard, folder)
     dist.all_reduce(torch.ones(2))
@@ -163,7 +163,7 @@ def test_a_wait_in_torchs_own_collective_is_explained_too(tmp_path: Path) -> Non
 def late_for_ddp(local_rank: int, folder: Path) -> list[str]:
     heard = Teller(folder)
     model = idist.auto_model(torch.nn.Linear(2, 1))
-    idist.watch(SHORT)
+    idist.watch_for_hangs(SHORT)
     for step in range(3):
         if step == 2 and idist.get_rank() == 1:
             busy_elsewhere(heard, folder)
@@ -182,7 +182,7 @@ def test_a_wait_in_a_backward_pass_of_ddp_is_explained_too(tmp_path: Path) -> No
 def fails_beside_a_collective(local_rank: int, folder: Path) -> list[str]:
     """Rank 1 tells of its error, while rank 0 is in a collective that rank 1 will never make."""
     heard = Teller(folder)
-    idist.watch(SHORT)
+    idist.watch_for_hangs(SHORT)
     with suppress(ValueError), idist.raise_together(group=[1]):
         if idist.get_rank() == 1:
             raise ValueError("the cause")
@@ -203,7 +203,7 @@ def trains_fast(local_rank: int) -> list[str]:
     model = idist.auto_model(torch.nn.Linear(4, 1))
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
     idist.barrier()  # what is slow only once is over
-    idist.watch(timedelta(seconds=5))
+    idist.watch_for_hangs(timedelta(seconds=5))
     ends = time.monotonic() + 12
     while idist.all_true(time.monotonic() < ends):
         for _ in range(20):  # backward passes and steps, and no call of ours
@@ -251,7 +251,7 @@ def test_what_a_wait_held_goes_with_it(backend: str) -> None:
 def many_short_waits(local_rank: int) -> list[str]:
     heard = Heard()
     idist.barrier()  # what is slow only once is over
-    idist.watch(timedelta(seconds=5))
+    idist.watch_for_hangs(timedelta(seconds=5))
     ends = time.monotonic() + 12
     while idist.all_true(time.monotonic() < ends):
         dist.barrier()
@@ -281,7 +281,7 @@ def test_workers_are_watched_from_their_start_to_the_end_of_their_context() -> N
 def foreign(folder: Path) -> list[str]:
     dist.init_process_group("gloo")
     assert not announcing.keeps_calls(current_model())
-    with pytest.raises(RuntimeError, match=r"Call idist.watch\(\) once on every rank"):
+    with pytest.raises(RuntimeError, match=r"Call idist.watch_for_hangs\(\) once on every rank"):
         idist.barrier(timeout=LONG)
     told = late(0, folder)
     idist.barrier(timeout=LONG)
@@ -329,7 +329,7 @@ def cycles() -> list[tuple[Any, ...]]:
     for number in range(3):
         idist.initialize("gloo")
         idist.barrier(timeout=LONG)
-        idist.watch(LONG)
+        idist.watch_for_hangs(LONG)
         gathered = idist.all_gather((number, idist.get_rank())) if number == 1 else None
         idist.barrier(timeout=LONG)
         record = announcing.recorder_of(current_model())
@@ -349,9 +349,9 @@ def test_one_context_after_another() -> None:
 
 
 def test_a_world_of_one_waits_for_nobody() -> None:
-    idist.watch()
+    idist.watch_for_hangs()
     idist.barrier(timeout=SHORT)
-    with idist.debug(), idist.raise_together():
+    with idist.compare_calls(), idist.raise_together():
         idist.all_reduce(1)
     assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
 
@@ -362,7 +362,7 @@ def test_a_world_of_one_waits_for_nobody() -> None:
 )
 def test_wrong_thresholds(threshold: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        idist.watch(threshold)
+        idist.watch_for_hangs(threshold)
 
 
 # --- comparing -------------------------------------------------------------------------------------------
@@ -388,12 +388,12 @@ def test_by_environment_and_a_rank_that_has_skipped_a_call(monkeypatch: pytest.M
 
 def never_comes(folder: Path) -> list[int] | None:
     idist.initialize("gloo", timeout=timedelta(seconds=15))
-    idist.debug()
+    idist.compare_calls()
     if idist.get_rank() == 1:
         deadline = time.monotonic() + LONG.total_seconds()
         while not (folder / "given up").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        idist.debug(verify=False)
+        idist.compare_calls(verify=False)
         os._exit(0)
     with pytest.raises(idist.MissingRanksError, match="did not come to all_reduce") as info:
         idist.all_reduce(torch.ones(2))
@@ -457,7 +457,7 @@ def compares(local_rank: int = 0) -> bool:
 
 
 def debug_around_a_context() -> list[bool]:
-    with idist.debug():
+    with idist.compare_calls():
         idist.initialize("gloo")
         inside = compares()
     after = compares()
@@ -467,14 +467,14 @@ def debug_around_a_context() -> list[bool]:
 
 def test_before_a_context_it_holds_for_those_to_come_until_its_block_ends() -> None:
     assert helpers.run_ranks(debug_around_a_context) == [[True, False]] * 2
-    with idist.debug():
+    with idist.compare_calls():
         assert idist.spawn("gloo", compares, nproc_per_node=2) == [True, True]
     assert idist.spawn("gloo", compares, nproc_per_node=2) == [False, False]
 
 
 def ends_without_the_other() -> str | None:
     idist.initialize("gloo")
-    with idist.debug():
+    with idist.compare_calls():
         idist.barrier()
         if idist.get_rank() == 1:
             os._exit(0)
@@ -497,7 +497,7 @@ def test_the_environment_says_yes_or_no(value: str, monkeypatch: pytest.MonkeyPa
 
 def test_debug_is_no_decorator() -> None:
     with pytest.raises(TypeError, match="no decorator"):
-        idist.debug(compares)
+        idist.compare_calls(compares)
 
 
 # --- what is kept ------------------------------------------------------------------------------------------

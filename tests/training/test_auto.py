@@ -292,7 +292,7 @@ def test_alone_in_a_context_join_needs_no_wrapper() -> None:
     idist.initialize("gloo")
     try:
         model = idist.auto_model(Linear(2, 1))
-        with idist.join(model):
+        with idist.uneven_inputs(model):
             model(torch.ones(1, 2)).sum().backward()
         assert model.weight.grad.tolist() == [[1.0, 1.0]]
     finally:
@@ -477,9 +477,9 @@ def _sharded(_: int, mixed: bool) -> dict[str, Any]:
             evaluated.shape == (5, 2) and (evaluated[0] - evaluated[3]).abs().max() < 1e-6
         )  # the same input
     for function in (
-        lambda: idist.accumulate([1], model, 2, strategy=idist.DDPSyncStrategy.FORCED_SYNC),
+        lambda: idist.accumulate_gradients([1], model, 2, strategy=idist.DDPSyncStrategy.FORCED_SYNC),
         lambda: idist.grad_sync(model, strategy=idist.DDPSyncStrategy.FORCED_SYNC).__enter__(),
-        lambda: idist.join(model).__enter__(),
+        lambda: idist.uneven_inputs(model).__enter__(),
     ):
         with pytest.raises(ValueError, match="FSDP2"):
             function()
@@ -559,7 +559,7 @@ def _left_in_the_middle(local_rank: int) -> None:
 
     def loop(is_left: bool, zeroes_first: bool = False) -> list[str]:
         def steps() -> None:
-            for x, sync in idist.accumulate([torch.ones(1, 1)] * 2, model, 2):
+            for x, sync in idist.accumulate_gradients([torch.ones(1, 1)] * 2, model, 2):
                 with sync:
                     loss = model(x).sum()
                     if zeroes_first and sync.number == 0:

@@ -47,7 +47,7 @@ def test_links_do_not_count(tmp_path: Path) -> None:
         (tmp_path / "latest.pt").unlink(missing_ok=True)
         (tmp_path / "latest.pt").symlink_to(f"{number}.pt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2.pt", "3.pt", "latest.pt"]
-    assert idist.latest(tmp_path) == tmp_path / "3.pt"
+    assert idist.latest_checkpoint(tmp_path) == tmp_path / "3.pt"
 
 
 # --- what is saved ---------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_a_damaged_header_is_refused_and_does_not_block_the_folder(
         with pytest.raises(ValueError, match=r"is not a checkpoint of idist\.save_checkpoint: its '"):
             idist.load_checkpoint(tmp_path / name)
     idist.save_checkpoint(tmp_path / "b.pt", keep=1)
-    assert idist.latest(tmp_path) == tmp_path / "b.pt"
+    assert idist.latest_checkpoint(tmp_path) == tmp_path / "b.pt"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.pt", "changed.pt", "lacking.pt"]
 
 

@@ -196,7 +196,7 @@ def _over_others(_: int, folder: Path) -> None:
     train(model, optimizer)
     assert idist.load_checkpoint(folder / "same.pt", **parts) == {"number": 3}
     assert_same(states(model, optimizer), wanted)
-    assert idist.latest(folder) == folder / "same.pt"
+    assert idist.latest_checkpoint(folder) == folder / "same.pt"
     for number in range(4):
         idist.save_checkpoint(folder / f"{number}.pt", **parts, keep=2)
     idist.barrier()
@@ -217,9 +217,9 @@ def test_the_latest_is_that_of_the_last_save_whatever_the_clock_says(tmp_path: P
     os.utime(tmp_path / "a", (0, 0))
     torch.save({"epoch": 1}, tmp_path / "another.pt")
     shutil.copy(tmp_path / "a", tmp_path / "z.tmp")
-    assert idist.latest(tmp_path) == tmp_path / "a"
+    assert idist.latest_checkpoint(tmp_path) == tmp_path / "a"
     (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:-30])
-    assert idist.latest(str(tmp_path)) == tmp_path / "c"
+    assert idist.latest_checkpoint(str(tmp_path)) == tmp_path / "c"
 
 
 NO_ROOM = """
@@ -325,7 +325,7 @@ def _refused(_: int, path: Path, text: str) -> str:
     with pytest.raises(ValueError, match=text) as info:
         idist.load_checkpoint(path, model=model, optimizer=optimizer)
     assert_same(states(model, optimizer), before)
-    assert idist.latest(path.parent) is None
+    assert idist.latest_checkpoint(path.parent) is None
     return str(info.value)
 
 
@@ -564,8 +564,8 @@ def _other_paths(_: int, folder: Path) -> None:
             shutil.copy(folder / "all.pt", folder / f"{name}.pt")
     with pytest.raises(ValueError, match=f"load_checkpoint needs the {says}"):
         idist.load_checkpoint(folder / f"{rank}.pt")
-    with pytest.raises(ValueError, match=f"latest needs the {says}"):
-        idist.latest(folder / f"{rank}")
+    with pytest.raises(ValueError, match=f"latest_checkpoint needs the {says}"):
+        idist.latest_checkpoint(folder / f"{rank}")
 
 
 def test_a_path_of_each_rank_is_refused(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def _joined(_: int, unused: bool) -> list[list[float]]:
         for wrap in (idist.auto_model, DistributedDataParallel):
             model = wrap(linear(), find_unused_parameters=unused)
             gradients = []
-            with idist.join(model, divide_by_initial_world_size=by_all):
+            with idist.uneven_inputs(model, divide_by_initial_world_size=by_all):
                 for _ in range(1 + 2 * idist.get_rank()):
                     gradients.append(float(backward(model)[0, 0]))
             found.append(gradients)

@@ -113,7 +113,7 @@ def _unused(_: int) -> None:
     for skips in (lambda number, rank: False, last_of_rank_one, all_of_rank_zero):
         assert_alike(trained(model, 2, skips, only_first=True), wanted(2, skips, only_first=True))
     data = [samples(idist.get_rank(), number) for number in range(2)]
-    for x, sync in idist.accumulate(data, model, 2):
+    for x, sync in idist.accumulate_gradients(data, model, 2):
         with sync:
             loss_of(model(x), only_first=True).backward()
     net = Net()
@@ -221,11 +221,11 @@ def test_what_needs_no_reduction_makes_none() -> None:
 
 
 def _joined(_: int) -> None:
-    """In join() a rank that skips counts as one of those that have data."""
+    """In uneven_inputs() a rank that skips counts as one of those that have data."""
     rank = idist.get_rank()
     model = idist.auto_model(Net())
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
-    with idist.join(model, optimizer):
+    with idist.uneven_inputs(model, optimizer):
         for number in range(2 + 2 * rank):
             with idist.grad_sync(model):
                 if not (rank == 0 and number == 1):

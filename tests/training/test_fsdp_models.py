@@ -215,7 +215,7 @@ def _after_an_evaluation(_: int) -> str:
         model(torch.ones(1, WIDTH))
     forced = idist.DDPSyncStrategy.FORCED_SYNC
     for function in (
-        lambda: idist.accumulate([1], model, 2, strategy=forced),
+        lambda: idist.accumulate_gradients([1], model, 2, strategy=forced),
         lambda: idist.grad_sync(model, strategy=forced).__enter__(),
     ):
         with pytest.raises(ValueError, match="FSDP2"):
@@ -261,7 +261,7 @@ def _accumulated(rank: int) -> list[Any]:
     model = idist.auto_model(net, strategy="fsdp", wrap=[Sequential])
     own = [batch(number) for number in range(rank, 6, 2)]
     gradients = []
-    for x, sync in idist.accumulate(own, model, 2, weight=len):
+    for x, sync in idist.accumulate_gradients(own, model, 2, weight=len):
         with torch.no_grad():
             model(x)  # leaves parameters whole
         with sync:

@@ -39,7 +39,8 @@ SCRIPT = """
         except OSError as error:
             found = error.errno, str(error)
         assert idist.load_checkpoint(PATH, model=model) == {"number": 1}
-        return *found, str(idist.latest(os.path.dirname(PATH))), sorted(os.listdir(os.path.dirname(PATH)))
+        folder = os.path.dirname(PATH)
+        return *found, str(idist.latest_checkpoint(folder)), sorted(os.listdir(folder))
 
     if __name__ == "__main__":
         for one in idist.spawn("gloo", work, nproc_per_node=2):

@@ -1,4 +1,4 @@
-"""``interrupted()``: a signal to one rank ends the loops of all ranks after the same step."""
+"""``any_interrupted()``: a signal to one rank ends the loops of all ranks after the same step."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 def _steps_until_interrupted(_: int, folder: Path, signals: tuple[int, ...]) -> tuple[int, bool, list[Any]]:
     """The number of steps, whether it is still said afterwards, and the handlers after the context."""
     before, steps = [signal.getsignal(number) for number in signals], 1
-    while not idist.interrupted(signals):
+    while not idist.any_interrupted(signals):
         if steps == 3:
             (folder / str(idist.get_rank())).write_text("")
         time.sleep(0.001 * idist.get_rank())  # the ranks are in different places
         steps += 1
-    again = idist.interrupted(signals)
+    again = idist.any_interrupted(signals)
     idist.finalize()
     return steps, again, [signal.getsignal(number) for number in signals] == before
 
@@ -63,7 +63,7 @@ def test_other_backends(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _is_told(_: int) -> int:
     steps = 0
-    while not idist.interrupted():
+    while not idist.any_interrupted():
         steps += 1
         if steps == 3 and idist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -83,9 +83,9 @@ def own_handlers() -> Iterator[None]:
 
 
 def test_one_process(own_handlers: None) -> None:
-    assert not idist.interrupted()
+    assert not idist.any_interrupted()
     signal.raise_signal(signal.SIGINT)
-    assert idist.interrupted()
+    assert idist.any_interrupted()
 
 
 def test_a_second_one_soon_is_the_same_one_and_a_late_one_is_not(
@@ -93,7 +93,7 @@ def test_a_second_one_soon_is_the_same_one_and_a_late_one_is_not(
 ) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    idist.interrupted()
+    idist.any_interrupted()
     for _ in range(2):  # torchrun sends the workers the Ctrl-C that they have received from the terminal
         signal.raise_signal(signal.SIGINT)
     now += 10
@@ -103,7 +103,7 @@ def test_a_second_one_soon_is_the_same_one_and_a_late_one_is_not(
 
 def test_a_handler_set_meanwhile_stays(own_handlers: None) -> None:
     received: list[int] = []
-    idist.interrupted((signal.SIGUSR1,))
+    idist.any_interrupted((signal.SIGUSR1,))
     before = signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
     idist.finalize()
     signal.raise_signal(signal.SIGUSR1)
@@ -115,7 +115,7 @@ def test_a_handler_set_meanwhile_stays(own_handlers: None) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, 0, 1000, "SIGINT"])
 def test_signals_that_cannot_be_handled(number: Any) -> None:
     with pytest.raises(ValueError, match="signals must be numbers of signals that a process can handle"):
-        idist.interrupted((signal.SIGINT, number))
+        idist.any_interrupted((signal.SIGINT, number))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -124,7 +124,7 @@ def test_another_thread() -> None:
 
     def call() -> None:
         try:
-            idist.interrupted()
+            idist.any_interrupted()
         except RuntimeError as error:
             errors.append(error)
 
@@ -136,7 +136,7 @@ def test_another_thread() -> None:
 
 def test_a_forked_child_has_its_own_handlers(own_handlers: None) -> None:
     """What ends a child by SIGTERM, ``Process.terminate()`` for example, waits for its end."""
-    idist.interrupted()
+    idist.any_interrupted()
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -157,21 +157,21 @@ SERIAL = """
     import ignite_dist as idist
 
     def work(local_rank):
-        before = idist.interrupted()
+        before = idist.any_interrupted()
         signal.raise_signal(signal.SIGTERM)
-        return before, idist.interrupted()
+        return before, idist.any_interrupted()
 
     if __name__ == "__main__":
-        print(idist.interrupted())
+        print(idist.any_interrupted())
         signal.raise_signal(signal.SIGTERM)
         import wave  # any import ends the serial model
-        print(idist.interrupted())
+        print(idist.any_interrupted())
         print(idist.spawn("gloo", work, nproc_per_node=2, start_method="fork"))
-        print(idist.interrupted())
+        print(idist.any_interrupted())
         idist.initialize("gloo")
-        print(idist.interrupted())
+        print(idist.any_interrupted())
         idist.finalize()
-        print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, idist.interrupted())
+        print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, idist.any_interrupted())
 """
 
 
@@ -184,12 +184,12 @@ def test_a_signal_before_an_import_a_fork_and_a_context(tmp_path: Path) -> None:
 def test_an_interrupt_by_a_terminal_leaves_the_workers_of_a_loader_alone(own_handlers: None) -> None:
     """The terminal interrupts them too."""
     loader = DataLoader(torch.arange(8), batch_size=1, num_workers=1, multiprocessing_context="fork")
-    idist.interrupted()
+    idist.any_interrupted()
     batches: Any = iter(loader)
     for worker in batches._workers:
         os.kill(worker.pid, signal.SIGINT)
     seen = [int(batch) for batch in batches]
-    assert seen == list(range(8)) and not idist.interrupted()
+    assert seen == list(range(8)) and not idist.any_interrupted()
 
 
 # --- whole jobs --------------------------------------------------------------------------------------------
@@ -199,10 +199,10 @@ SCRIPT = """
     import ignite_dist as idist
 
     def train(local_rank, folder):
-        idist.interrupted()
+        idist.any_interrupted()
         os.write(1, f"worker {os.getpid()}\\n".encode())
         steps = 0
-        while not idist.interrupted():
+        while not idist.any_interrupted():
             steps += 1
         with open(f"{folder}/{idist.get_rank()}", "w") as file:
             file.write(str(steps))

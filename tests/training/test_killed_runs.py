@@ -50,7 +50,7 @@ SCRIPT = """
         loader = idist.auto_dataloader(torch.arange(float(SIZE)), batch_size=8, shuffle=True)
         parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
         values = {"epoch": 0, "step": 0}
-        path = idist.latest(folder)
+        path = idist.latest_checkpoint(folder)
         if path is not None:
             values = idist.load_checkpoint(path, **parts)
         epoch, step = values["epoch"], values["step"]

@@ -63,7 +63,7 @@ def _weighed(rank: int, strategy: str) -> str:
     if rank in MEMBERS:
         model = idist.auto_model(make(), process_group=group)
         batches = [sample(rank, number) for number in range(2)]
-        for batch, sync in idist.accumulate(
+        for batch, sync in idist.accumulate_gradients(
             batches, model, 2, weight=len, strategy=DDPSyncStrategy(strategy)
         ):
             with sync:

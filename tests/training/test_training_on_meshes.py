@@ -245,7 +245,7 @@ def _accumulated(rank: int) -> str:
 
         everything = torch.cat([one for other in range(parts) for one in microbatches(other)])
         loss_of(alone, everything).backward()
-        for words, sync in idist.accumulate(microbatches(number), model, STEPS, weight=len):
+        for words, sync in idist.accumulate_gradients(microbatches(number), model, STEPS, weight=len):
             with sync:
                 loss_of(model, words).backward()
         _same(whole(model, is_gradient=True), whole(alone, is_gradient=True))
@@ -380,10 +380,12 @@ def _current(rank: int) -> str:
         assert set(by_rank[0]).isdisjoint(by_rank[2])
     with idist.mesh(dp_replicate=2, dp_shard=-1):
         assert len(idist.auto_dataloader(samples, batch_size=4)) == 2
-        assert idist.sampler_kwargs() == {"num_replicas": 4, "rank": rank} and len(idist.split(samples)) == 2
+        assert idist.sampler_kwargs() == {"num_replicas": 4, "rank": rank}
+        assert len(idist.split_by_rank(samples)) == 2
     with idist.mesh(tp=-1):
         assert torch.cat(list(idist.auto_dataloader(samples, shuffle=False))).tolist() == samples
-        assert idist.split(samples) == samples and idist.sampler_kwargs() == {"num_replicas": 1, "rank": 0}
+        assert idist.split_by_rank(samples) == samples
+        assert idist.sampler_kwargs() == {"num_replicas": 1, "rank": 0}
     with idist.mesh(pp=4):  # each stage keeps its own model
         stage = torch.nn.Linear(1, 1)
         torch.nn.init.constant_(stage.weight, float(rank))

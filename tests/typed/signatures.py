@@ -64,7 +64,7 @@ def groups(tensor: Tensor, model: Module, data: Dataset[int]) -> None:
     assert_type(idist.sampler_kwargs(group=ranks), dict[str, int])
     assert_type(idist.clip_grad_norm(model, 1.0, group=ranks), Tensor)
     idist.auto_dataloader(data, exact=True, group=ranks)
-    idist.split([1, 2], group=ranks)
+    idist.split_by_rank([1, 2], group=ranks)
     idist.gather_in_order(tensor, None, group=ranks)
     idist.average_parameters(model, group=ranks)
     idist.average_parameters(model.parameters())  # type: ignore[arg-type]
@@ -73,9 +73,9 @@ def groups(tensor: Tensor, model: Module, data: Dataset[int]) -> None:
 
 def output(items: list[int]) -> None:
     idist.print("loss", 0.5, sep=" ", local=True)
-    for _ in idist.progress(items, desc="epoch"):
+    for _ in idist.progress_bar(items, desc="epoch"):
         pass
-    idist.progress(3)  # type: ignore[arg-type]
+    idist.progress_bar(3)  # type: ignore[arg-type]
 
     @idist.one_rank_only(group=[0, 1])
     def log(message: str) -> int:

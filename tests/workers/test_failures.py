@@ -568,7 +568,7 @@ def _calls_another(local_rank: int) -> None:
 
 def test_an_abort_of_gloo_gets_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IGNITE_DIST_SHARED_MEMORY", "0")  # over shared memory such calls raise
-    with pytest.raises(idist.WorkerExitedError, match=r"idist\.debug\(\) names them"):
+    with pytest.raises(idist.WorkerExitedError, match=r"idist\.compare_calls\(\) names them"):
         idist.spawn("gloo", _calls_another, nproc_per_node=2)
 
 

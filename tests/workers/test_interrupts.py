@@ -199,7 +199,7 @@ CLEANS_UP = """
         ("raises", signal.SIGINT, "OSError: disk full"),
         ("handler", signal.SIGTERM, "OSError: disk full"),
         ("dies", signal.SIGINT, "was ended by SIGSEGV"),
-        ("out of step", signal.SIGINT, "idist.interrupted() ends all in the same step"),
+        ("out of step", signal.SIGINT, "idist.any_interrupted() ends all in the same step"),
         ("exits", signal.SIGINT, None),
     ],
 )

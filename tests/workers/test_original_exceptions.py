@@ -255,7 +255,7 @@ def _text(error: BaseException) -> str:
 @pytest.mark.parametrize("name", EXCEPTIONS)
 def test_the_launcher_gets_the_exception(failures: dict[str, Failure], name: str) -> None:
     error, made = error_of([FailedRank(0, 0, 7, "here", failures[name])]), EXCEPTIONS[name]()
-    original = idist.original(error)
+    original = idist.original_exception(error)
     assert original is error.__cause__
     assert described(original) == described(made)
     assert type(original) is type(made) or name == "local class"
@@ -352,7 +352,7 @@ def _raises(local_rank: int, name: str) -> None:
 def test_spawn_raises_from_the_exception_of_the_worker() -> None:
     with pytest.raises(idist.RankFailedError) as caught:
         idist.spawn("gloo", _raises, ("cause with a lock",), nproc_per_node=2)
-    original: Any = idist.original(caught.value)
+    original: Any = idist.original_exception(caught.value)
     assert described(original) == described(with_cause(lock=threading.Lock()))
     assert isinstance(original.__cause__.__cause__.lock, LeftOut)
     assert "_raises" in str(caught.value), "the traceback is in the text"
@@ -376,7 +376,7 @@ def test_a_class_that_only_the_worker_has_keeps_its_name_and_its_built_in_base(t
             try:
                 idist.spawn("gloo", fail)
             except idist.RankFailedError as error:
-                original = idist.original(error)
+                original = idist.original_exception(error)
             assert isinstance(original, OSError) and original.errno == 28, repr(original)
             print(type(original).__name__, original, repr(original.__cause__))
         """,
@@ -412,4 +412,4 @@ def test_a_class_that_python_code_cannot_make() -> None:
 def test_another_error_is_its_own_original() -> None:
     error = ValueError()
     error.__cause__ = KeyError()
-    assert idist.original(error) is error
+    assert idist.original_exception(error) is error

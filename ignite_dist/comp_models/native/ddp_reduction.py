@@ -58,7 +58,7 @@ def _used_reductions(
         raise RuntimeError(
             f"The model contains {len(reductions)} DistributedDataParallel modules. This rank has used none "
             "of them in this step, so it does not know which modules the other ranks have used. Call "
-            "grad_sync or accumulate with only the module that is trained."
+            "grad_sync or accumulate_gradients with only the module that is trained."
         )
     return used
 

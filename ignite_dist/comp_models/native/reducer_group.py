@@ -19,7 +19,7 @@ class ReducerGroup(ProcessGroup):
     """Adds gradients over shared memory. All other collectives go through ``handle``.
 
     DDP's reducer calls these methods from C++, in the backward pass. The reducer divides by the number of
-    ranks itself, as in ``join()``.
+    ranks itself, as in ``uneven_inputs()``.
 
     Args:
         handle: the process group with the same ranks.
@@ -53,7 +53,7 @@ class ReducerGroup(ProcessGroup):
 
 
 def _is_of_gradients(tensors: list[Tensor], options: Any) -> bool:
-    """True for a dense bucket. In ``join()`` torch sends ints, without the reducer on some ranks."""
+    """True for a dense bucket. In ``uneven_inputs()`` torch sends ints, without the reducer on some ranks."""
     if len(tensors) > 1 or options.reduceOp != dist.ReduceOp.SUM:
         return False
     tensor = tensors[0]

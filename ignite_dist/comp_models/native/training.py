@@ -245,14 +245,14 @@ def _joined(model: Module, optimizer: Optimizer | None, kwargs: dict[str, Any]) 
     modules = list(model.modules())
     if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules):
         raise ValueError(
-            "join() does not support models sharded by FSDP2: every forward pass needs all ranks, and torch "
-            "cannot replace a rank without data. Give all ranks the same number of batches, or stop all "
-            "ranks together: any_true(...)."
+            "uneven_inputs() does not support models sharded by FSDP2: every forward pass needs all ranks, "
+            "and torch cannot replace a rank without data. Give all ranks the same number of batches, or "
+            "stop all ranks together: any_true(...)."
         )
     joinables: list[Any] = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if not joinables:
         raise ValueError(
-            "join() needs a model from auto_model, and this model has no DistributedDataParallel."
+            "uneven_inputs() needs a model from auto_model, and this model has no DistributedDataParallel."
         )
     if isinstance(optimizer, Joinable):  # a ZeroRedundancyOptimizer
         joinables.append(optimizer)  # type: ignore[unreachable]

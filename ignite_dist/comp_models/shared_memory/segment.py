@@ -310,7 +310,7 @@ class Segment:
                 description = _with_place(description, places[place], call)
             calls.append(description)
         by_rank = describe_by_rank([peer.rank for peer in self._peers], calls)
-        hint = "" if all(places) else " idist.debug() shows their places."
+        hint = "" if all(places) else " idist.compare_calls() shows their places."
         if not in_one_call:
             hint = " A rank has skipped a call, or has left one early, for example by a KeyboardInterrupt."
         raise CollectiveMismatchError(f"The ranks made different calls ({by_rank}).{hint}")

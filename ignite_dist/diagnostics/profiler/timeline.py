@@ -1,4 +1,4 @@
-"""``timeline()`` records the calls of all ranks, and saves them as one trace."""
+"""``record_timeline()`` records the calls of all ranks, and saves them as one trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 MAX_CALLS = 50_000
 
 
-class timeline:  # used as a function and as a context manager
+class record_timeline:  # used as a function and as a context manager
     """Record the collectives of all ranks as one trace: who waits for whom, how long, and at which line.
 
     Every rank of the world must call this. The recording ends with the ``with`` block, or else with the
@@ -53,13 +53,15 @@ class timeline:  # used as a function and as a context manager
 
     Example::
 
-        with idist.timeline("trace.json"):
+        with idist.record_timeline("trace.json"):
             train_one_epoch(model, loader)
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_calls: int = MAX_CALLS) -> None:
         if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"timeline takes the path of a file, got {path!r}. timeline is no decorator.")
+            raise TypeError(
+                f"record_timeline takes the path of a file, got {path!r}. record_timeline is no decorator."
+            )
         max_calls = as_int(max_calls)
         check_counts(max_calls=max_calls)
         self._path = Path(path).absolute()
@@ -69,11 +71,11 @@ class timeline:  # used as a function and as a context manager
         self._recorder = get_or_create_recorder(model, keep_calls=False)
         if self._rank in self._recorder.timelines:
             raise RuntimeError("A timeline is recorded already. End it before you begin another.")
-        announce(model, "timeline", model.groups.world, Completed)
+        announce(model, "record_timeline", model.groups.world, Completed)
         problem = why_not_writable(self._path) if self._rank == 0 else ""
         problem = model.objects.broadcast(problem, 0, model.groups.world)
         if problem:
-            raise ValueError(f"timeline: {problem}")
+            raise ValueError(f"record_timeline: {problem}")
         self._barriers = time_barriers(model)
         self._times = CallTimes(max_calls, self._finish)
         self._recorder.begin_timeline(self._rank, self._times)
@@ -91,7 +93,7 @@ class timeline:  # used as a function and as a context manager
             self._recorder.end_timeline(self._rank)
             raise RuntimeError(
                 "The context of the timeline is not live any more, so no trace is saved. Call "
-                "idist.timeline() in the context, for example in the function that spawn() runs."
+                "idist.record_timeline() in the context, for example in the function that spawn() runs."
             )
         self._finish(has_failed)
 
@@ -120,7 +122,7 @@ class timeline:  # used as a function and as a context manager
     def _save_all(self) -> None:
         """Send the calls to rank 0, which writes the file. Every rank of the world must call this."""
         model, world = self._model, self._model.groups.world
-        announce(model, "timeline", world, Completed)
+        announce(model, "record_timeline", world, Completed)
         end_barriers = time_barriers(model)
         sent = (*self._own_calls(), (self._barriers, end_barriers), self._times.num_dropped)
         packed = zlib.compress(json.dumps(sent).encode(), 1)

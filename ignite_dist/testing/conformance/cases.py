@@ -49,7 +49,7 @@ def on_every_rank(case: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_join() -> bool:
-    """True if ranks may make different numbers of steps: not every backend has a ``join()``."""
+    """True if ranks may make different numbers of steps: not every backend has ``uneven_inputs()``."""
     return type(current_model().training).join is not Training.join
 
 

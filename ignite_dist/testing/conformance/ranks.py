@@ -98,7 +98,7 @@ def _run_cases(connection: Connection) -> None:
 def _main(backend: str, address: str) -> None:
     model_of(backend)  # registers the backend
     idist.initialize(backend.rpartition(":")[2])
-    idist.watch()  # for barrier(timeout=) in contexts without a store
+    idist.watch_for_hangs()  # for barrier(timeout=) in contexts without a store
     serve(idist.get_local_rank(), address)
 
 

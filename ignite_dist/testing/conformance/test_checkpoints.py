@@ -193,11 +193,11 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
 @on_every_rank
 def test_the_latest_of_those_that_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    assert idist.latest(folder) is None
+    assert idist.latest_checkpoint(folder) is None
     for name in ("c.pt", "b.pt", "a.pt", "b.pt"):
         idist.save_checkpoint(folder / name, keep=2)
         idist.barrier()
-        assert idist.latest(folder) == folder / name
+        assert idist.latest_checkpoint(folder) == folder / name
     idist.barrier()
     assert sorted(path.name for path in folder.iterdir()) == ["a.pt", "b.pt"]
 
@@ -268,7 +268,7 @@ def test_what_is_no_whole_checkpoint_is_refused_on_every_rank(tmp_path: Path) ->
         with raises(kind, text):
             idist.load_checkpoint(tmp_path / name, **run.parts())
     assert_same(run.states(), before)
-    assert idist.latest(tmp_path) == path
+    assert idist.latest_checkpoint(tmp_path) == path
 
 
 @on_every_rank

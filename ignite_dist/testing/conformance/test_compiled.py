@@ -326,7 +326,7 @@ def test_getters_answer_inside() -> None:
 @on_every_rank
 @where_it_compiles
 def test_debug_compares_the_calls_of_graphs(compiler: str) -> None:
-    with compiling(), idist.debug():
+    with compiling(), idist.compare_calls():
         compiled = torch.compile(lambda x: idist.all_reduce(x * 2) + idist.get_rank(), backend=compiler)
         for _ in range(3):
             assert compiled(torch.ones(2))[0].item() == 2 * idist.get_world_size() + idist.get_rank()

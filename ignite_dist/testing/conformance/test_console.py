@@ -1,4 +1,4 @@
-"""``print`` and ``progress``: output of one rank, on every model."""
+"""``print`` and ``progress_bar``: output of one rank, on every model."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def test_an_unknown_keyword_is_refused_on_every_rank() -> None:
     with raises(TypeError, "Did you mean 'sep'?"):
         idist.print("text", seps=" ")
     with raises(TypeError, "Did you mean 'desc'?"):
-        idist.progress([1], dsc="epoch")
-    with raises(TypeError, "progress takes an iterable"):
-        idist.progress(3)  # type: ignore[arg-type]
+        idist.progress_bar([1], dsc="epoch")
+    with raises(TypeError, "progress_bar takes an iterable"):
+        idist.progress_bar(3)  # type: ignore[arg-type]
 
 
 @on_every_rank
 def test_a_bar_on_rank_0_and_the_same_items_on_every_rank() -> None:
     rank, file = idist.get_rank(), io.StringIO()
     with count_collectives() as counted:
-        bar = idist.progress([rank, "b", None], desc="epoch 1", file=file)
+        bar = idist.progress_bar([rank, "b", None], desc="epoch 1", file=file)
         assert len(bar) == 3
         items = []
         for item in bar:
@@ -73,12 +73,12 @@ def test_a_bar_on_rank_0_and_the_same_items_on_every_rank() -> None:
 def test_a_bar_of_a_loader_and_of_an_iterator() -> None:
     file = io.StringIO()
     loader = idist.auto_dataloader(list(range(12)), batch_size=2 * idist.get_world_size(), shuffle=False)
-    bar = idist.progress(loader, file=file)
+    bar = idist.progress_bar(loader, file=file)
     assert len(bar) == len(loader) == -(-12 // (2 * idist.get_world_size()))
     assert sum(len(batch) for batch in bar) == 12 // idist.get_world_size()
-    assert list(idist.progress(iter("abc"), file=file)) == [*"abc"]
+    assert list(idist.progress_bar(iter("abc"), file=file)) == [*"abc"]
     hidden = io.StringIO()
-    assert list(idist.progress(range(3), file=hidden, disable=True)) == [0, 1, 2]
+    assert list(idist.progress_bar(range(3), file=hidden, disable=True)) == [0, 1, 2]
     assert hidden.getvalue() == ""
 
 
@@ -91,4 +91,4 @@ def test_without_tqdm_the_error_says_what_to_install() -> None:
             patch.delitem(sys.modules, name)
         patch.setitem(sys.modules, "tqdm", None)
         with raises(ModuleNotFoundError, "pip install tqdm"):
-            idist.progress([1])
+            idist.progress_bar([1])

@@ -281,15 +281,15 @@ def test_each_rank_takes_its_share_of_a_stream() -> None:
 @on_every_rank
 def test_split_is_a_contiguous_share() -> None:
     for size in (0, 1, 2, 7, 12):
-        parts = idist.all_gather(idist.split(list(range(size))))
+        parts = idist.all_gather(idist.split_by_rank(list(range(size))))
         assert list(chain(*parts)) == list(range(size))
         lengths = [len(part) for part in parts]
         assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
-    assert idist.split(torch.arange(12)).tolist() == idist.split(list(range(12)))
-    assert idist.split("x" * 12) == "x" * (12 // idist.get_world_size())
+    assert idist.split_by_rank(torch.arange(12)).tolist() == idist.split_by_rank(list(range(12)))
+    assert idist.split_by_rank("x" * 12) == "x" * (12 // idist.get_world_size())
     for bad in ({1, 2}, iter([1]), {"a": 1}, 3):
         with raises(TypeError, "with a length and slices"):
-            idist.split(bad)
+            idist.split_by_rank(bad)
 
 
 @on_every_rank

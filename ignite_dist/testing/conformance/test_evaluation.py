@@ -216,5 +216,5 @@ def test_not_where_ranks_run_out_of_data() -> None:
     optimizer = idist.auto_optim(SGD(model.parameters(), lr=0.1))
     if not has_join() or idist.get_world_size() == 1:
         return
-    with idist.join(model, optimizer), raises(RuntimeError, "Make collectives after the block"):
+    with idist.uneven_inputs(model, optimizer), raises(RuntimeError, "Make collectives after the block"):
         begin_a_pass()

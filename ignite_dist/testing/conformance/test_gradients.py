@@ -259,7 +259,7 @@ def test_a_backward_pass_that_was_averaged_before_one_that_is_not() -> None:
     assert_equal(model, step_of_one_process(sum_of_means(microbatches)))
 
 
-# --- accumulate --------------------------------------------------------------------------------------
+# --- accumulate_gradients ----------------------------------------------------------------------------
 
 
 def of_uneven_sizes() -> list[list[Sample]]:
@@ -279,7 +279,7 @@ def test_accumulated_gradients_are_those_of_the_mean(weighed: bool, strategy: st
     weight = (lambda batch: len(batch[0])) if weighed else None
     seen = []
     batches = microbatches[idist.get_rank()]
-    for batch, sync in idist.accumulate(batches, model, 3, weight, DDPSyncStrategy(strategy)):
+    for batch, sync in idist.accumulate_gradients(batches, model, 3, weight, DDPSyncStrategy(strategy)):
         with sync:
             model(*here(batch)).mean().backward()
         seen.append((sync.number, sync.is_final))
@@ -314,11 +314,11 @@ def test_weights_that_are_none() -> None:
     model, _ = adapted()
     for steps in (0, -1, 1.5, True):
         with raises(ValueError, "steps must be a positive int"):
-            idist.accumulate([], model, steps)
+            idist.accumulate_gradients([], model, steps)
     with raises(ValueError, "finite number >= 0"):
-        next(idist.accumulate([1], model, 2, weight=lambda batch: -1))
-    assert list(idist.accumulate([], model, 2)) == []
-    _, sync = next(idist.accumulate([1], model, 2, weight=lambda batch: 0))
+        next(idist.accumulate_gradients([1], model, 2, weight=lambda batch: -1))
+    assert list(idist.accumulate_gradients([], model, 2)) == []
+    _, sync = next(idist.accumulate_gradients([1], model, 2, weight=lambda batch: 0))
     with raises(ValueError, "are zero"), sync:
         pass
 
@@ -329,7 +329,7 @@ def test_ranks_that_accumulate_in_other_ways_are_refused() -> None:
     model, optimizer = adapted(find_unused_parameters=True)
 
     def begin(steps: int = 2, weight: Any = None, strategy: str = "single_auto_sync") -> None:
-        next(idist.accumulate([1, 2], model, steps, weight, DDPSyncStrategy(strategy)))
+        next(idist.accumulate_gradients([1, 2], model, steps, weight, DDPSyncStrategy(strategy)))
 
     for of_rank_0, says in (
         ({"steps": 3}, "rank 0: steps=3, no weight; rank"),
@@ -343,7 +343,9 @@ def test_ranks_that_accumulate_in_other_ways_are_refused() -> None:
     # With weights a rank may have more microbatches in a step.
     microbatches = of_all_ranks(always, 2)
     microbatches[0] = microbatches[0][:1]
-    for one, sync in idist.accumulate(microbatches[rank], model, 1 + bool(rank), weight=lambda _: 1):
+    for one, sync in idist.accumulate_gradients(
+        microbatches[rank], model, 1 + bool(rank), weight=lambda _: 1
+    ):
         with sync:
             model(*here(one)).mean().backward()
     optimizer.step()
@@ -357,7 +359,7 @@ def test_ranks_that_accumulate_in_other_ways_are_refused() -> None:
 @on_every_rank
 def test_a_step_s_last_block_is_not_left_out() -> None:
     model, _ = adapted()
-    microbatches = idist.accumulate([1, 2, 3], model, 2)
+    microbatches = idist.accumulate_gradients([1, 2, 3], model, 2)
     next(microbatches)
     next(microbatches)
     with raises(RuntimeError, "was not entered"):
@@ -370,7 +372,9 @@ def test_a_microbatch_of_no_weight_counts_nothing() -> None:
     model, optimizer = adapted(find_unused_parameters=True)
     weights = {0: float(idist.get_rank() == 0), 1: 2.0}  # the first of rank 0 counts half, of others nothing
     numbered = list(enumerate(microbatches[idist.get_rank()]))
-    for (number, one), sync in idist.accumulate(numbered, model, 2, weight=lambda batch: weights[batch[0]]):
+    for (number, one), sync in idist.accumulate_gradients(
+        numbered, model, 2, weight=lambda batch: weights[batch[0]]
+    ):
         with sync:
             loss = model(*here(one)).mean()
             (loss if weights[number] else loss * float("nan")).backward()  # as the mean of no samples
@@ -428,7 +432,7 @@ def test_clipping_after_accumulation() -> None:
     model, optimizer = adapted()
     batches = microbatches[idist.get_rank()]
     strategy = DDPSyncStrategy.FORCED_SYNC
-    for batch, sync in idist.accumulate(batches, model, 5, lambda batch: len(batch[0]), strategy):
+    for batch, sync in idist.accumulate_gradients(batches, model, 5, lambda batch: len(batch[0]), strategy):
         with sync:
             model(*here(batch)).mean().backward()
     idist.clip_grad_norm(model, 0.1)

@@ -1,4 +1,4 @@
-"""``torch.autograd.grad`` inside of ``accumulate``: what it returns is the caller's, and not scaled."""
+"""``torch.autograd.grad`` inside of ``accumulate_gradients``: its result is the caller's, and not scaled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_they_are_as_outside_of_the_block(strategy: str, weighed: bool) -> None:
     alone = make_model()
     data = [samples(number, rank, size=1 + number) for number in range(STEPS)]
     weight = len if weighed else None
-    for x, sync in idist.accumulate(data, model, STEPS, weight, DDPSyncStrategy(strategy)):
+    for x, sync in idist.accumulate_gradients(data, model, STEPS, weight, DDPSyncStrategy(strategy)):
         here = x.to(idist.device())
         with sync:
             for found, wanted in zip(gradients_of(model, here), gradients_of(alone, x), strict=True):
@@ -72,7 +72,7 @@ def test_a_penalty_on_gradients(only: str) -> None:
     alone = make_model()
     forced = DDPSyncStrategy.FORCED_SYNC
     data = [samples(number, rank).to(idist.device()) for number in range(STEPS)]
-    for x, sync in idist.accumulate(data, model, STEPS, strategy=forced):
+    for x, sync in idist.accumulate_gradients(data, model, STEPS, strategy=forced):
         with sync:
             penalized(inner, x).backward(inputs=list(inner.parameters()) if only == "inputs" else None)
     optimizer.step()

@@ -61,7 +61,7 @@ def test_to_ask_for_a_rank_makes_no_group() -> None:
     for ranks in some_groups():
         idist.get_rank(ranks), idist.get_world_size(ranks)
         if idist.get_rank() in ranks:
-            idist.sampler_kwargs(ranks), idist.split([1, 2, 3], ranks)
+            idist.sampler_kwargs(ranks), idist.split_by_rank([1, 2, 3], ranks)
             idist.auto_dataloader([1, 2, 3], group=ranks)
         idist.one_rank_only(rank=ranks[-1], group=ranks)(lambda: None)()
     assert groups._by_ranks == known
@@ -82,7 +82,7 @@ def test_ranks_are_known_inside_of_join() -> None:
         return
     model = idist.auto_model(Linear(1, 1))
     handle = idist.world_group()
-    with idist.join(model, idist.auto_optim(SGD(model.parameters(), lr=0.1))):
+    with idist.uneven_inputs(model, idist.auto_optim(SGD(model.parameters(), lr=0.1))):
         assert idist.get_rank(handle) == idist.get_rank()
         assert idist.get_world_size([0]) == 1
 
@@ -108,7 +108,7 @@ def test_shares_of_the_ranks_of_a_group() -> None:
     for ranks in some_groups():
         if rank not in ranks:
             with raises(ValueError, f"Rank {rank} is outside the group {ranks}"):
-                idist.split([1], ranks)
+                idist.split_by_rank([1], ranks)
             with raises(ValueError, f"Rank {rank} is outside the group {ranks}"):
                 idist.sampler_kwargs(ranks)
             with raises(ValueError, "has no share"):
@@ -116,8 +116,8 @@ def test_shares_of_the_ranks_of_a_group() -> None:
             continue
         place = {"num_replicas": len(ranks), "rank": ranks.index(rank)}
         assert idist.sampler_kwargs(ranks) == idist.sampler_kwargs(group=idist.new_group(ranks)) == place
-        assert idist.split(list(range(len(ranks))), group=ranks) == [ranks.index(rank)]
-    parts = idist.all_gather(idist.split([*"abcde"], [rank]))
+        assert idist.split_by_rank(list(range(len(ranks))), group=ranks) == [ranks.index(rank)]
+    parts = idist.all_gather(idist.split_by_rank([*"abcde"], [rank]))
     assert parts == [[*"abcde"]] * idist.get_world_size()
 
 

@@ -1,4 +1,4 @@
-"""In join() ranks make different numbers of steps: what every rank would have to call raises there."""
+"""In uneven_inputs() ranks make different numbers of steps: calls that all ranks must make raise there."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def test_accumulation_belongs_outside() -> None:
     model = idist.auto_model(Linear(2, 1))
     optimizer = idist.auto_optim(SGD(model.parameters(), lr=0.1))
     batches = [torch.ones(1, 2, device=idist.device())] * (1 + idist.get_rank())
-    not_begun, begun_before = (idist.accumulate(batches, model, 2) for _ in range(2))
+    not_begun, begun_before = (idist.accumulate_gradients(batches, model, 2) for _ in range(2))
     batch, sync = next(begun_before)
-    with idist.join(model, optimizer):
+    with idist.uneven_inputs(model, optimizer):
         for weight in (None, len):
             with raises(RuntimeError, "Make collectives after the block"):
-                idist.accumulate(batches, model, 2, weight=weight)
+                idist.accumulate_gradients(batches, model, 2, weight=weight)
         with raises(RuntimeError, "Make collectives after the block"):
             next(not_begun)
         with raises(RuntimeError, "Make collectives after the block"), sync:
@@ -43,14 +43,14 @@ def test_the_state_of_a_sharded_optimizer_is_gathered_outside() -> None:
         return
     model = idist.auto_model(Linear(2, 1))
     optimizer = idist.auto_optim(SGD(model.parameters(), lr=0.1, momentum=0.9), zero=True)
-    with idist.join(model, optimizer), raises(RuntimeError, "Make collectives after the block"):
+    with idist.uneven_inputs(model, optimizer), raises(RuntimeError, "Make collectives after the block"):
         idist.optimizer_state(optimizer)
     assert idist.all_reduce(1) == idist.get_world_size()
 
 
 @on_every_rank
 def test_options_that_differ_are_refused_on_every_rank() -> None:
-    """Horovod has no options; XLA has no join()."""
+    """Horovod has no options; XLA has no uneven_inputs()."""
     if current_model().name != "native-dist" or idist.get_world_size() == 1:
         return
     model = idist.auto_model(Linear(2, 1))
@@ -58,7 +58,7 @@ def test_options_that_differ_are_refused_on_every_rank() -> None:
     for name in ("divide_by_initial_world_size", "throw_on_early_termination"):
         with (
             raises(idist.CollectiveMismatchError, f"difference is: rank 0: {name}=True; rank"),
-            idist.join(model, **{name: rank == 0}),
+            idist.uneven_inputs(model, **{name: rank == 0}),
         ):
             raise AssertionError("not reached")
     assert idist.all_reduce(1) == idist.get_world_size()

@@ -362,10 +362,10 @@ def test_ranks_with_different_numbers_of_steps() -> None:
     world_size = idist.get_world_size()
     model, optimizer = adapted()
     if not has_join():
-        with raises(ValueError, "take part in every step"), idist.join(model, optimizer):
+        with raises(ValueError, "take part in every step"), idist.uneven_inputs(model, optimizer):
             pass
         return
-    with idist.join(model, optimizer):
+    with idist.uneven_inputs(model, optimizer):
         for _ in range(idist.get_rank() + 1):
             optimizer.zero_grad()
             model(mine()).pow(2).mean().backward()
@@ -374,7 +374,7 @@ def test_ranks_with_different_numbers_of_steps() -> None:
             lambda: idist.all_reduce(1),
             lambda: idist.auto_model(Net()),
             lambda: idist.grad_sync(model, strategy=idist.DDPSyncStrategy.FORCED_SYNC).__enter__(),
-            lambda: idist.join(model).__enter__(),
+            lambda: idist.uneven_inputs(model).__enter__(),
         ):
             if world_size > 1:
                 with raises(RuntimeError, "Make collectives after the block"):
@@ -396,13 +396,13 @@ def test_the_ways_to_join() -> None:
     model, optimizer = adapted()
     if live.name == "horovod-dist":
         for option in ({"divide_by_initial_world_size": False}, {"throw_on_early_termination": True}):
-            with raises(ValueError, "Horovod's join()"), idist.join(model, optimizer, **option):
+            with raises(ValueError, "Horovod's join()"), idist.uneven_inputs(model, optimizer, **option):
                 pass
     if live.name != "native-dist":
         return
 
     def train(steps: int, **options: bool) -> None:
-        with idist.join(model, optimizer, **options):
+        with idist.uneven_inputs(model, optimizer, **options):
             for _ in range(steps):
                 model(mine()).mean().backward()
                 optimizer.step()
@@ -536,7 +536,7 @@ def test_what_a_rank_trains_of_its_own_is_not_compared() -> None:
     assert len(idist.auto_optim(optimizer).param_groups) == 3
     if rank == 0:  # a model that no other rank has
         idist.auto_optim(SGD(own.parameters(), lr=0.5))
-        for _ in idist.accumulate([1, 2], own, 2):
+        for _ in idist.accumulate_gradients([1, 2], own, 2):
             break
 
     # A difference in one group is no wait for the ranks of the others.

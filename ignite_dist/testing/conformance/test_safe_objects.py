@@ -175,13 +175,13 @@ def test_a_tensor_where_the_others_send_objects_is_noticed_by_them() -> None:
 
 @on_every_rank
 def test_outcomes_and_states() -> None:
-    """Outcomes, their values, the states of models and optimizers; and what is compared by ``debug``."""
+    """Outcomes, their values, the states of models and optimizers; and what ``compare_calls`` compares."""
     rank, world_size = idist.get_rank(), idist.get_world_size()
 
     def fail() -> None:
         raise ValueError("on purpose")
 
-    with safe_on_every_rank(), idist.debug():
+    with safe_on_every_rank(), idist.compare_calls():
         assert idist.one_rank_only(broadcast=True)(lambda: {"a": 1})() == {"a": 1}
         with idist.one_rank_first():
             pass

@@ -86,7 +86,7 @@ def test_the_last_microbatch_of_a_step_is_skipped(who: str, how: str, strategy: 
 
     data = [samples(number, rank).to(idist.device()) for number in range(3 * STEPS)]
     for number, (x, sync) in enumerate(
-        idist.accumulate(data, model, STEPS, strategy=DDPSyncStrategy(strategy))
+        idist.accumulate_gradients(data, model, STEPS, strategy=DDPSyncStrategy(strategy))
     ):
         with sync:
             if skips(number, rank):
@@ -111,7 +111,7 @@ def test_a_rank_skips_a_whole_step(weighed: bool) -> None:
     model, optimizer = plain()
     data = [(number, samples(number, rank).to(idist.device())) for number in range(STEPS)]
     weight = (lambda batch: 0.0 if rank == last else 1.0) if weighed else None
-    for (_, x), sync in idist.accumulate(data, model, STEPS, weight):
+    for (_, x), sync in idist.accumulate_gradients(data, model, STEPS, weight):
         with sync:
             if rank != last:
                 loss_of(model, x).backward()
@@ -229,7 +229,7 @@ def test_what_reads_gradients_before_the_step_has_the_averages_where_a_rank_skip
 
     data = [samples(number, rank).to(idist.device()) for number in range(2 * STEPS)]
     for number, (x, sync) in enumerate(
-        idist.accumulate(data, model, STEPS, strategy=DDPSyncStrategy(strategy))
+        idist.accumulate_gradients(data, model, STEPS, strategy=DDPSyncStrategy(strategy))
     ):
         with sync:
             if not skips(number, rank):

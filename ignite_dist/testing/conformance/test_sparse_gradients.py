@@ -99,7 +99,7 @@ def test_accumulated_where_a_rank_skips_the_last_microbatch(strategy: str) -> No
     model, other = idist.auto_model(Words()), Words()
     optimizer = idist.auto_optim(SGD(model.parameters(), lr=1.0))
     data = [tokens(rank, number) for number in range(3)]
-    for x, sync in idist.accumulate(data, model, 3, strategy=DDPSyncStrategy(strategy)):
+    for x, sync in idist.accumulate_gradients(data, model, 3, strategy=DDPSyncStrategy(strategy)):
         with sync:
             if not (sync.is_final and rank == size - 1):
                 model(x).backward()

@@ -403,7 +403,7 @@ def test_a_collective_where_an_object_is_deleted() -> None:
         gc.set_threshold(*threshold)
 
 
-# --- debug -------------------------------------------------------------------------------------------------
+# --- compare_calls ----------------------------------------------------------------------------------------
 
 
 @on_every_rank
@@ -425,7 +425,7 @@ def test_debug_counts_each_handle_for_itself() -> None:
             )
         return sorted(seen)
 
-    with idist.debug():
+    with idist.compare_calls():
         found = run_in_threads(lambda: reduce(0), lambda: reduce(1))
     assert found == [[float(size)], [2.0 * size]]
 
@@ -436,7 +436,7 @@ def test_debug_names_the_ranks_of_a_group() -> None:
     if size == 1:
         return
     group = idist.new_group(range(size))
-    with idist.debug(), pytest.raises(idist.CollectiveMismatchError) as info:
+    with idist.compare_calls(), pytest.raises(idist.CollectiveMismatchError) as info:
         idist.all_reduce(torch.ones(2 + (idist.get_rank() == 0), device=idist.device()), group=group)
     assert f"of the group {list(range(size))}" in str(info.value)
     assert idist.all_reduce(1, group=group) == size

@@ -1,4 +1,4 @@
-"""``debug``, ``barrier(timeout=)`` and ``raise_together``, on every model."""
+"""``compare_calls``, ``barrier(timeout=)`` and ``raise_together``, on every model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_calls_that_do_not_go_together_are_named_on_every_rank(kind: str) -> Non
     call = odd_call if idist.get_rank() == last else usual_call
     if last == 0:
         return
-    with idist.debug():
+    with idist.compare_calls():
         assert idist.all_reduce(1) == last + 1
         with raises(CollectiveMismatchError, "test_verification.py:") as info:
             call()
@@ -90,14 +90,14 @@ def test_a_rank_that_has_skipped_a_call_that_looks_like_the_next_one() -> None:
     last = idist.get_world_size() - 1
     if last == 0:
         return
-    with idist.debug():
+    with idist.compare_calls():
         if idist.get_rank() == last:
             with raises(CollectiveMismatchError, "differ only in the line"):
                 idist.all_reduce(here(3))
         else:
             with raises(CollectiveMismatchError, "differ only in the line"):
                 idist.all_reduce(here(3))
-    with idist.debug(call_sites=False):
+    with idist.compare_calls(call_sites=False):
         if idist.get_rank() == last:
             result = idist.all_reduce(here(3))
         else:
@@ -108,7 +108,7 @@ def test_a_rank_that_has_skipped_a_call_that_looks_like_the_next_one() -> None:
 @on_every_rank
 def test_what_goes_together_goes_on_as_without() -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
-    with idist.debug():
+    with idist.compare_calls():
         assert idist.all_reduce(here(3)).tolist() == [size] * 3
         assert idist.all_reduce({"n": rank, "t": here(2)})["n"] == sum(range(size))
         assert idist.all_gather({"rank": rank} if rank else "another type") is not None
@@ -140,7 +140,7 @@ def test_what_goes_together_goes_on_as_without() -> None:
 def test_calls_in_a_group_that_is_named_by_its_handle() -> None:
     size = idist.get_world_size()
     handle = idist.new_group([0])
-    with idist.debug():
+    with idist.compare_calls():
         idist.all_reduce(here(2), group=handle)
         assert idist.all_reduce(here(2)).tolist() == [size] * 2
 

@@ -301,7 +301,7 @@ def load_checkpoint(
     draw are not restored.
 
     Args:
-        path: the file; see :func:`latest`.
+        path: the file; see :func:`latest_checkpoint`.
         model: the result of :func:`auto_model`. None loads no model; this holds for the other objects too.
         optimizer: the result of :func:`auto_optim`.
         scheduler: an object with ``state_dict()`` and ``load_state_dict()``.
@@ -328,7 +328,7 @@ def load_checkpoint(
     Example::
 
         first_epoch = 0
-        if (path := idist.latest("run")) is not None:
+        if (path := idist.latest_checkpoint("run")) is not None:
             first_epoch = idist.load_checkpoint(path, model=model, optimizer=optimizer)["epoch"]
     """
     live = current_model()
@@ -399,7 +399,7 @@ def _restore_ranks(live: ComputationModel, received: dict[str, Any], loader: Par
         live.training.set_random_state(saved[rank]["device"])
 
 
-def latest(folder: str | os.PathLike[str]) -> Path | None:
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The checkpoint in ``folder`` that :func:`save_checkpoint` wrote last; None if there is none.
 
     Every rank calls this. Rank 0 looks, so all ranks get the same path. The order is that of the saves, which
@@ -416,7 +416,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     live = current_model()
     wait_for_pending(live)
     folder = Path(folder)
-    _check_same_call(live, "latest", path=folder)
+    _check_same_call(live, "latest_checkpoint", path=folder)
     found: str | None = _latest(folder)
     return None if found is None else Path(found)
 

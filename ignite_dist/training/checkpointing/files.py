@@ -122,7 +122,7 @@ def read(path: Path, mmap: bool = False) -> dict[str, Any]:
         raise FileNotFoundError(f"There is no checkpoint {path}.")
     if path.is_dir():
         raise ValueError(
-            f"{path} is a folder, not a checkpoint. idist.latest({str(path)!r}) finds its newest."
+            f"{path} is a folder, not a checkpoint. idist.latest_checkpoint({str(path)!r}) finds its newest."
         )
     with path.open("rb") as file:
         is_zip = file.read(len(_ZIP)) == _ZIP

@@ -65,7 +65,7 @@ _GRACE_SECONDS = 1.0
 # Longer while every reported failure is a consequence: the root cause may still be cleaning up.
 _LONG_GRACE_SECONDS = 4.0
 _OUT_OF_STEP_HINT = (
-    "The ranks were interrupted in different calls: idist.interrupted() ends all in the same step. "
+    "The ranks were interrupted in different calls: idist.any_interrupted() ends all in the same step. "
 )
 
 

@@ -77,29 +77,19 @@ def auto_model(
     averages gradients (:func:`auto_optim`), so the module itself is returned. On XLA the module gets new
     parameters, so make the optimizer afterwards. All ranks take the parameters and buffers of rank 0 (of the
     first rank of ``process_group`` or ``mesh``). So does a module without trainable parameters, a teacher for
-    example, which gets no wrapper. (Its sparse, quantized and expanded tensors stay as they are, with a
-    warning, and so do shards without a mesh.)
+    example, which gets no wrapper.
 
-    A model on the meta device is initialised by the ``reset_parameters()`` of its modules, one module at a
-    time, and each rank keeps only its own shards. The values are those of one process with rank 0's seed.
+    Unfreeze parameters before this call: ``DistributedDataParallel`` does not average gradients of parameters
+    that are frozen now. A backward pass that computes such a gradient raises ``RuntimeError``.
 
-    Unfreeze parameters before this call. If the whole model is frozen at this call, its gradients are never
-    averaged, even if it is unfrozen later. With ``DistributedDataParallel`` this holds for each single frozen
-    parameter. A backward pass that computes such a gradient raises ``RuntimeError``.
-    ``auto_model(unwrap_model(model))`` adapts the model again.
-
-    A step may have any number of backward passes, the same on every rank: of several losses, or of forward
-    passes through the module inside of the wrapper. After each pass that ``DistributedDataParallel`` leaves
-    alone, the sums are averaged (by the mean, whatever ``comm_hook`` does). A pass that only some ranks make
+    A step may have any number of backward passes, the same on every rank. A pass that only some ranks make
     belongs into :func:`no_sync`.
 
-    In training each rank has its own running statistics (buffers). ``DistributedDataParallel`` gives all
-    ranks those of rank 0 before a forward pass, but not buffers of int16, uint16, uint32, uint64 and float8.
-    Each pass over a loader of ``auto_dataloader(exact=...)`` begins with a broadcast of rank 0's buffers.
-    Before another evaluation, broadcast each buffer of ``unwrap_model(model).buffers()`` yourself.
+    See the guide ``docs/training.md``.
 
     Args:
-        model: any module.
+        model: any module. If it is on the meta device, the ``reset_parameters()`` of its modules initialise
+            it, one module at a time. The values are those of one process with rank 0's seed.
         sync_bn: replace BatchNorm by torch's SyncBatchNorm, under Horovod by Horovod's. Both need GPUs. On
             the CPU and with XLA this option only warns.
         wrapper: a class to use instead of ``DistributedDataParallel``, with the same arguments.
@@ -428,27 +418,16 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
 
     Every rank that trains the model calls this, and all in the same order if there are several optimizers.
 
-    On every backend the loss of a closure is averaged after each call of the closure: over the ranks on
-    which :func:`auto_model` trains the model, or over all ranks for an unknown model. An optimizer whose
-    step depends on the loss (the line search of ``torch.optim.LBFGS``) then takes the same step on all ranks,
-    and ``step`` returns the mean loss.
-
     If the model's wrapper averages gradients, the optimizer does not: put each trained module through
     :func:`auto_model`, also a learned temperature or the proxies of a metric loss. The first step warns of
-    parameters that are in no such module: each rank may train its own. With XLA, and with a backend
-    without a wrapper, a step hook averages gradients before the step, or after each call of a closure. A
-    parameter that this rank has not used counts with a zero gradient. The gradient stays None if no rank has
-    used it (except with one process per replica of XLA).
+    parameters that are in no such module. With XLA, and with a backend without a wrapper, gradients are
+    averaged before the step. Under Horovod the result works like ``hvd.DistributedOptimizer``, takes the
+    state of rank 0, and gradients are averages when ``backward`` returns.
 
-    Under Horovod the result works like ``hvd.DistributedOptimizer`` and takes the state of rank 0 (Adam's
-    moments after a resume). Gradients are averages when ``backward`` returns, so a ``GradScaler``, clipping
-    and other code that changes gradients before the step works as with ``DistributedDataParallel``.
-    Ranks may use different parameters, also over several backward passes. Either all ranks make the same
-    number of passes, or each rank makes at most ``backward_passes_per_step``; otherwise
-    ``CollectiveMismatchError`` is raised. Gradients that come from no backward pass are averaged in the step.
-    Schedulers, ``zero_grad(set_to_none=...)``, ``add_param_group`` and ``state_dict`` work as usual, and
-    parameters may be frozen and unfrozen at any time. If optimizers share a parameter, the options of the
-    optimizer that was adapted last apply.
+    On every backend the loss of a closure is averaged over the ranks after each call of the closure, so
+    ``torch.optim.LBFGS`` takes the same step on all ranks. ``step`` returns the mean loss.
+
+    See the guide ``docs/training.md``.
 
     Args:
         optimizer: any torch optimizer.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,18 @@ ALONE: dict[str, type[BaseException] | None] = {
     "disconnect": None,
     "safe_objects": None,
 }
+
+
+_MAX_WORDS = 150
+_SECTION = re.compile(r"^(?:Args|Attributes|Examples?|Raises|Returns|Yields)::?$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [name for name in idist.__all__ if callable(getattr(idist, name))])
+def test_the_text_before_the_sections_is_short(name: str) -> None:
+    """Details belong into the guides in ``docs/``."""
+    text = _SECTION.split(inspect.getdoc(getattr(idist, name)) or "")[0]
+    num_words = len(text.split())
+    assert 0 < num_words <= _MAX_WORDS, f"{name}: {num_words} words, at most {_MAX_WORDS}"
 
 
 def _alone(example: Example) -> str | None:

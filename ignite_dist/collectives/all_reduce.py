@@ -73,12 +73,10 @@ def all_reduce(
     Autograd counts the result as a change in place: a backward pass that needs the old value raises.
     For a number, or a tree (dict, list, tuple, named tuple) of numbers and tensors, the result is a new
     object, unless ``inplace=True`` fills the tensors of a tree. All numbers of a tree share one collective.
-    They are reduced in rank order with Python's arithmetic: ints are exact at any size, and every rank gets
-    the same bits. NumPy numbers become Python numbers. The ranks match the values of a dict by key: str, int,
-    bool, enum member, or a tuple of these.
+    Ints are exact at any size, and every rank gets the same bits. NumPy numbers become Python numbers. The
+    ranks match the values of a dict by key: str, int, bool, enum member, or a tuple of these.
 
-    A dtype that the backend does not support is sent in a wider carrier dtype without loss. float16, bfloat16
-    and float8 are added and multiplied in float64 (on TPUs in float32) and rounded once.
+    float16, bfloat16 and float8 are added and multiplied in float64 (on TPUs in float32) and rounded once.
 
     Args:
         tensor: a dense tensor of shape ``(*S)`` on every rank and of any dtype with arithmetic; a numpy array

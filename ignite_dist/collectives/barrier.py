@@ -74,11 +74,11 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
     With XLA a group costs nothing, but every rank of the world must call each collective of the group.
 
     Threads of one rank may run collectives at the same time if each thread uses its own groups (not with XLA,
-    whose ranks are threads). Two calls with the same ranks make two groups. Make these groups in the same
-    order on all ranks, before the threads start. A list of ranks selects the latest group with these ranks.
+    whose ranks are threads). Make these groups in the same order on all ranks, before the threads start.
 
     Args:
-        ranks: distinct global ranks, sorted in the group. An empty list makes a group without members.
+        ranks: distinct global ranks, sorted in the group. An empty list makes a group without members. Two
+            calls with the same ranks make two groups, and a list of ranks as ``group=`` selects the latest.
         kwargs: options of ``torch.distributed.new_group``: ``backend``, ``timeout``, ``pg_options``, ...
 
     Returns:

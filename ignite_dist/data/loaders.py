@@ -44,43 +44,20 @@ def auto_dataloader(
     seed: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A data loader for this rank's share of ``dataset``.
+    """A data loader for this rank's share of ``dataset``. All ranks make this call.
 
     On any number of ranks it draws the batches that one process would draw, and each rank takes its part of
-    each batch: with ``n`` ranks, rank ``r`` takes the items ``r``, ``r + n``, ``r + 2 * n``, ... of it. So a
-    run on one rank and a run on 16 see the same samples in each step, in the same epochs. In a batch with
-    fewer items than ranks (the last one, perhaps), ranks without an item repeat one of its items.
+    each batch: of ``n`` ranks, rank ``r`` takes the items ``r``, ``r + n``, ``r + 2 * n``, ... of it. So
+    ``batch_size`` is the total over all ranks. In a batch with fewer items than ranks, ranks without an item
+    repeat one of its items.
 
-    - ``batch_size`` is the total over all ranks. If it is not divisible by their number, parts differ by one
-      sample; for the gradient of the whole batch see :func:`accumulate_gradients` with ``weight=``. There
-      is a warning if it is less than the number of ranks: it then holds for each rank. Without it, each rank
-      draws single samples.
-    - ``num_workers`` is the total per node. It is divided by the node's number of processes and rounded up.
-    - ``sampler`` and ``batch_sampler`` are drawn from as in one process, and each rank takes its part. In
-      each pass the global generators and those of the sampler are seeded equally on all ranks. (A generator
-      that the sampler makes in its ``__iter__`` needs a seed of its own.) A sampler that was made for this
-      rank (a ``DistributedSampler``, or one that has its rank and their number) is used as it is.
-    - The order depends on the loader's seed and the epoch only. The epoch is the number of whole passes so
-      far, until ``loader.set_epoch`` (or ``loader.sampler.set_epoch``) is called.
-    - ``pin_memory`` is on by default if the device is a GPU.
+    The order depends only on the loader's seed and on the epoch: the number of whole passes so far, until
+    ``loader.set_epoch`` is called. In one small collective the ranks compare what has to agree.
 
-    All ranks make this call, and compare in one small collective what has to agree. The first rank draws the
-    seed from ``generator``, else from torch's default generator, if the order is random: after
-    ``seed_everything(1)`` it is another one than after ``seed_everything(2)``.
+    With ``exact`` every rank must begin each pass, even without samples. In a block ``with mesh:`` (see
+    :func:`mesh`) "all ranks" are the ranks along the data dimensions of the mesh.
 
-    With ``exact`` every rank must begin each pass, even without samples. If models with buffers (running
-    statistics of BatchNorm) are trained, the pass begins with a collective: every model of
-    :func:`auto_model` takes the buffers of rank 0, so ``unwrap_model(model)`` predicts the same on each
-    rank. A copy of a model (for averaged weights, say) has its own buffers: ``broadcast`` them first.
-
-    In a block ``with mesh:`` (see :func:`mesh`) "all ranks" are the ranks along the data dimensions of the
-    mesh. The ranks of one tensor-parallel group get the same batches.
-
-    With ``group``, the ranks of the group share the data. Ranks at the same position of different groups draw
-    the same samples: with tensor parallelism pass the group of data-parallel ranks, because the ranks of a
-    tensor-parallel group need equal batches. The seed is then ``seed``, else the one of the last
-    :func:`seed_everything`, else 0. A data set that draws random numbers (augmentation) must draw the same
-    ones on those ranks. Buffers are shared inside the group only.
+    See the guide ``docs/data.md``.
 
     Args:
         dataset: a data set, or a ``DataLoader``, which is taken over with all that it was made with. An
@@ -93,10 +70,15 @@ def auto_dataloader(
         shard: split an ``IterableDataset`` as above. It must yield the same items in every process. If the
             last batch has fewer items than there are ranks, ranks without an item have no such batch;
             ``drop_last=True`` drops it.
-        group: the ranks that share the data, as in :func:`all_reduce`. Only ``exact`` makes a group of a list
-            of ranks, which then needs the same calls as in :func:`new_group`.
-        seed: of random orders, the same on every rank.
-        kwargs: keywords of ``torch.utils.data.DataLoader``.
+        group: the ranks that share the data, as in :func:`all_reduce`. Ranks at the same position of
+            different groups draw the same samples. Only ``exact`` makes a group of a list of ranks, which
+            then needs the same calls as in :func:`new_group`.
+        seed: of random orders, the same on every rank. By default the first rank draws it from
+            ``generator``, else from torch's default generator. With ``group`` the default is the seed of the
+            last :func:`seed_everything`, else 0.
+        kwargs: keywords of ``torch.utils.data.DataLoader``. ``num_workers`` is the total per node.
+            ``sampler`` and ``batch_sampler`` are drawn from as in one process, and each rank takes its part;
+            a sampler that was made for this rank is used as it is.
 
     Returns:
         A ``torch.utils.data.DataLoader`` that also has ``set_epoch``. With XLA an ``MpDeviceLoader`` with

@@ -18,17 +18,16 @@ def watch_for_hangs(threshold: timedelta = DEFAULT_THRESHOLD) -> None:
 
     The warning has the stack of each rank, the most common stack first, and the last 20 collectives of each
     rank. Stacks also cover other libraries, such as ``DistributedDataParallel`` and ``torch.distributed``.
-    Every rank of the world must call ``watch_for_hangs()``. The watchdogs communicate over a store, not over
-    the backend. They use the store of the context, or else a store that rank 0 serves.
+    Every rank of the world must call ``watch_for_hangs()``.
 
     Workers of :func:`spawn` are watched from their start, with a threshold of 60 seconds. With gloo and NCCL,
     :func:`initialize` and :class:`Parallel` start the watchdog (except with ``file://``), but the flight
     recorder starts with this call.
 
     If a collective needs a rank that has ended its context or its process, the waiting ranks raise
-    ``MissingRanksError`` within 10 seconds, whatever the threshold. In some calls the watchdog cannot know
-    whether the ended rank is needed, and only logs the warning: a gather that other ranks have not completed,
-    the ``wait()`` of an asynchronous call, a backward pass on a GPU.
+    ``MissingRanksError`` within 10 seconds, whatever the threshold. The guide ``docs/reliability.md``
+    names the calls in which the watchdog cannot know whether the ended rank is needed, and only logs the
+    warning.
 
     Args:
         threshold: a ``datetime.timedelta``.

@@ -96,14 +96,9 @@ def spawn(
     share the cores.
 
     On several machines (gloo or NCCL), call this function on each machine with the same ``nnodes``,
-    ``master_addr`` and ``master_port``, and with its own ``node_rank``; ``nproc_per_node`` may differ. Node 0
-    listens at ``master_port`` for the other nodes, and at a second port for the ranks. gloo listens on the
-    interface that reaches ``master_addr``, or on ``GLOO_SOCKET_IFNAME``. The call returns when the ranks of
-    all nodes have ended. After a failure on any node, every call raises the same error. The loss of a
-    machine, its network or its launcher is a failure too. Launchers give up a silent machine after two thirds
-    of ``IGNITE_DIST_SILENCE_SECONDS`` (default 30), and ranks give it up after the full time.
-    ``max_restarts`` must be equal on all machines. After a failure, the launcher of node 0 decides for all
-    whether the workers start again. They do not if a launcher is lost, or has received Ctrl-C or SIGTERM.
+    ``master_addr`` and ``master_port``, and with its own ``node_rank``. The call returns when the ranks of
+    all nodes have ended. After a failure on any node, every call raises the same error. The guide
+    ``docs/launchers/several_machines.md`` is about ports, restarts and lost machines.
 
     Args:
         backend: one of :func:`available_backends`, or ``"auto"``: NCCL on a machine with a GPU, else gloo.

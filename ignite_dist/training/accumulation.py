@@ -71,22 +71,22 @@ def accumulate_gradients(
     """Pair each batch with a context manager that accumulates gradients over ``steps`` microbatches.
 
     At the step, the gradient is the gradient of the mean loss over all microbatches of all ranks. The last
-    step of a pass may have fewer than ``steps`` microbatches. Every rank makes the same number of steps. If
-    the number of microbatches in a step differs between ranks, pass ``weight=lambda batch: 1``; with
-    MULTI_AUTO_SYNC, and for a model with buffers, the numbers must be equal. Gradients must be None or zero
-    when a step begins, because existing values count as part of the sum; the first block of a pass warns of
-    such values (not with one process per replica of XLA). A rank may skip the passes in a
-    block; the microbatch then counts with a zero gradient. Every rank enters the block of the last
-    microbatch. Results of ``torch.autograd.grad`` in a block stay unchanged. An error of ``loader`` or
-    ``weight`` is raised on its own rank only.
+    step of a pass may have fewer than ``steps`` microbatches. Every rank makes the same number of steps.
+    Gradients must be None or zero when a step begins, because existing values count as part of the sum; the
+    first block of a pass warns of such values (not with one process per replica of XLA). A rank may skip the
+    passes in a block; the microbatch then counts with a zero gradient. Every rank enters the block of the
+    last microbatch. Results of ``torch.autograd.grad`` in a block stay unchanged.
 
     Args:
-        loader: an iterable of batches, one per microbatch. One batch is fetched ahead.
+        loader: an iterable of batches, one per microbatch. One batch is fetched ahead. An error of it, or of
+            ``weight``, is raised on its own rank only.
         model: the result of :func:`auto_model`, or a module that contains it. If it has a ``process_group``
             or a mesh, "all ranks" means the ranks of this group, or along the data dimensions. With
             ``strategy="fsdp"`` every microbatch averages its gradients, no rank can skip a pass, and
             FORCED_SYNC is refused.
-        steps: microbatches per step.
+        steps: microbatches per step. If the number of microbatches in a step differs between ranks, pass
+            ``weight=lambda batch: 1``. With MULTI_AUTO_SYNC, and for a model with buffers, the numbers must
+            be equal.
         weight: returns the number of samples or tokens over which a batch's loss is the mean. The gradient
             is then the gradient of the mean over all samples or tokens, for any sizes of microbatches. The
             ranks exchange one number per step. Until the step, gradients are weighted sums, so large weights

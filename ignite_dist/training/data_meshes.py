@@ -31,10 +31,9 @@ def mesh(**sizes: int) -> DeviceMesh:
     On the ranks of a tensor-parallel group, activations that are not split need the same random numbers for
     dropout: call ``seed_everything(seed, per_rank=False)``.
 
-    A context of one rank has meshes, too: ``mesh(dp=-1, tp=1)`` fits every world size.
-
     Args:
-        sizes: the size of each dimension, in order. One size may be -1: what remains of the world size.
+        sizes: the size of each dimension, in order. One size may be -1: what remains of the world size. So
+            ``mesh(dp=-1, tp=1)`` fits every world size, also a context of one rank.
 
     Returns:
         A ``torch.distributed.device_mesh.DeviceMesh``, for all functions of torch that take one.

@@ -34,12 +34,11 @@ class record_timeline:  # used as a function and as a context manager
     file in https://ui.perfetto.dev, or show a table with ``ignite-dist timeline trace.json``.
 
     A rank whose block raises, or whose context ends after a failure, waits for no other rank. It saves its
-    own calls, for example rank 1 in ``trace.rank1.json``. A rank whose block has ended waits until the
-    backend reports the failure, and then does the same.
+    own calls, for example rank 1 in ``trace.rank1.json``.
 
     A recorded call takes about 2 us longer. Collectives of other libraries are not recorded, such as the
-    gradient reduction of ``DistributedDataParallel``. With NCCL a call usually returns before the GPU runs
-    it, so the trace shows when ranks call, not when GPUs work.
+    gradient reduction of ``DistributedDataParallel``. With NCCL the trace shows when ranks call, not when
+    GPUs work. The guide ``docs/timeline.md`` says how to read the trace.
 
     Args:
         path: a file, which rank 0 replaces when the recording ends.

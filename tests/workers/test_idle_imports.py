@@ -151,7 +151,7 @@ def test_the_imports_end_with_the_launcher(tmp_path: Path) -> None:
 ENDED_AT_ONCE = """
     import os, signal
     os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
-    from ignite_dist.workers import idle_imports  # its own function runs after the lambda
+    from ignite_dist.workers.launching import idle_imports  # its own function runs after the lambda
 
     pid = os.fork()
     if pid == 0:

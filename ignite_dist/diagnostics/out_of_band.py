@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.environments.rendezvous import connections
 from ignite_dist.environments.rendezvous.stores import root_of, serve_store
 from ignite_dist.errors import MissingRanksError
 from ignite_dist.internals.ranks import describe_ranks
@@ -53,7 +54,7 @@ class OutOfBandStore:
         """The calling thread's own connection: a request blocks the connection until its answer arrives."""
         store: Store | None = getattr(self._connections, "store", None)
         if store is None:
-            with self._lock:
+            with self._lock, connections.keepalive():
                 store = self._store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
             self._connections.store = store
         return store
@@ -98,7 +99,8 @@ def make_oob_store(model: ComputationModel) -> OutOfBandStore | None:
     host, _, port_text = model.objects.broadcast(address, 0, world).rpartition(":")
     with oob_stores_lock:
         if model not in _oob_stores:
-            connected = store or TCPStore(host, int(port_text), wait_for_workers=False)
+            with connections.keepalive():
+                connected = store or TCPStore(host, int(port_text), wait_for_workers=False)
             _oob_stores[model] = OutOfBandStore(connected, server=0)
         return _oob_stores[model]
 

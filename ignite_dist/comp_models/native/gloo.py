@@ -99,9 +99,30 @@ def exchange(
 ) -> Work:
     """Send row ``i`` of ``sent`` to rank ``i``; write rank ``i``'s row for this rank into ``received[i]``.
 
-    With sizes, the first dimension is split into parts of these sizes instead of rows.
+    With sizes, the first dimension is split into parts of these sizes instead of rows. For gloo,
+    :func:`fits_one_round` must be true of the rows: see :func:`begin_messages`.
     """
     return group.alltoall_base(lend(received), lend(sent), list(received_sizes), list(sent_sizes), _EXCHANGE)
+
+
+# Of the messages of begin_messages(). The default of torch's send() and recv() is 0.
+_TAG = 0x1D157
+
+
+def begin_messages(
+    group: ProcessGroup, position: int, sent: Sequence[Tensor], received: Sequence[Tensor]
+) -> list[Work]:
+    """Exchange parts of any size: ``sent[i]`` goes to the rank at ``i``, ``received[i]`` comes from there.
+
+    ``position`` is this rank's. The works come in the order in which they must be waited for: gloo's own
+    all-to-all waits until all parts are sent, also on a connection that has failed while a part was half
+    sent. It then waits for the group's timeout. Small parts are sent at once.
+    """
+    size = len(sent)
+    received[position].copy_(sent[position])
+    others = [(position + distance) % size for distance in range(1, size)]
+    receiving = [group.recv([lend(received[peer])], peer, _TAG) for peer in reversed(others)]
+    return receiving + [group.send([lend(sent[peer])], peer, _TAG) for peer in others]
 
 
 def begin_broadcasts(group: ProcessGroup, rows: Sequence[Tensor]) -> list[Work] | None:

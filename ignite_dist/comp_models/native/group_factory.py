@@ -146,7 +146,8 @@ def _new_connection(store: Any) -> Any:
     if store is None:
         return None
     try:
-        return store.clone()
+        with connections.keepalive():
+            return store.clone()
     except DistError:  # the store's server is gone
         raise
     except RuntimeError:  # a user's store, written in Python, has no clone()

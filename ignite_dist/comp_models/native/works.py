@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ignite_dist.comp_models.work import Work, waits_for_ranks
+from ignite_dist.comp_models.work import Work, never_free, waits_for_ranks
 from ignite_dist.environments.rendezvous import connections
 
 
@@ -79,8 +79,12 @@ class TorchWorks(TorchWork):
 
     @waits_for_ranks
     def wait(self, timeout: timedelta | None = None) -> Any:
-        for work in self._works:
-            connections.wait(work)
+        try:
+            for work in self._works:
+                connections.wait(work)
+        except BaseException:
+            never_free(self._works)  # gloo's thread may still use the tensors of messages
+            raise
         return self._result
 
     def is_completed(self) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, ProcessGroup, Work
 from torch.distributed.distributed_c10d import AllToAllOptions
 
+from ignite_dist.comp_models.work import never_free
 from ignite_dist.values.reduce_ops import reduce_rows
 
 # An all-to-all exchange is one step. Up to this total size over all ranks the exchange is 2 to 5 times faster
@@ -100,29 +101,58 @@ def exchange(
     """Send row ``i`` of ``sent`` to rank ``i``; write rank ``i``'s row for this rank into ``received[i]``.
 
     With sizes, the first dimension is split into parts of these sizes instead of rows. For gloo,
-    :func:`fits_one_round` must be true of the rows: see :func:`begin_messages`.
+    :func:`fits_one_round` must be true of the rows: see :func:`exchange_messages`.
     """
     return group.alltoall_base(lend(received), lend(sent), list(received_sizes), list(sent_sizes), _EXCHANGE)
 
 
-# Of the messages of begin_messages(). The default of torch's send() and recv() is 0.
-_TAG = 0x1D157
+# Tags of the parts, of their ends and of the receipts. The default of torch's send() and recv() is 0.
+_PART, _END, _RECEIPT = 0x1D157, 0x1D158, 0x1D159
 
 
-def begin_messages(
-    group: ProcessGroup, position: int, sent: Sequence[Tensor], received: Sequence[Tensor]
-) -> list[Work]:
+def exchange_messages(
+    group: ProcessGroup,
+    position: int,
+    sent: Sequence[Tensor],
+    received: Sequence[Tensor],
+    wait: Callable[[Work], object],
+) -> None:
     """Exchange parts of any size: ``sent[i]`` goes to the rank at ``i``, ``received[i]`` comes from there.
 
-    ``position`` is this rank's. The works come in the order in which they must be waited for: gloo's own
-    all-to-all waits until all parts are sent, also on a connection that has failed while a part was half
-    sent. It then waits for the group's timeout. Small parts are sent at once.
+    If a connection fails, gloo tells those who wait for messages that have not begun to come, but not those
+    whose message has partly come or gone: they wait until the timeout, also in gloo's own all-to-all. So a
+    rank waits for a byte behind each part, and for a byte by which the other rank confirms it.
+
+    Args:
+        group: a process group of gloo.
+        position: this rank's position in the group.
+        sent: the parts for the ranks, in the group's order.
+        received: memory for the parts from the ranks, in the group's order.
+        wait: waits for a work, and raises if it fails.
     """
-    size = len(sent)
-    received[position].copy_(sent[position])
-    others = [(position + distance) % size for distance in range(1, size)]
-    receiving = [group.recv([lend(received[peer])], peer, _TAG) for peer in reversed(others)]
-    return receiving + [group.send([lend(sent[peer])], peer, _TAG) for peer in others]
+    others = [(position + distance) % len(sent) for distance in range(1, len(sent))]
+    bytes_of = {tag: torch.zeros(len(sent), dtype=torch.uint8) for tag in (_END, _RECEIPT)}
+    works: list[Work] = []  # each may be waited for once
+    ends: dict[int, Work] = {}
+    receipts: dict[int, Work] = {}
+    byte = torch.zeros(1, dtype=torch.uint8)
+    try:
+        for peer in reversed(others):  # in the order in which the parts come
+            works.append(group.recv([lend(received[peer])], peer, _PART))
+            ends[peer] = group.recv([bytes_of[_END][peer : peer + 1]], peer, _END)
+            receipts[peer] = group.recv([bytes_of[_RECEIPT][peer : peer + 1]], peer, _RECEIPT)
+        for peer in others:
+            works.append(group.send([lend(sent[peer])], peer, _PART))
+            works.append(group.send([byte], peer, _END))
+        received[position].copy_(sent[position])
+        for peer, end in ends.items():
+            wait(end)
+            works.append(group.send([byte], peer, _RECEIPT))
+        for work in (*receipts.values(), *works):
+            wait(work)
+    except BaseException:
+        never_free([*works, *ends.values(), *receipts.values()])  # gloo's thread may still use the memory
+        raise
 
 
 def begin_broadcasts(group: ProcessGroup, rows: Sequence[Tensor]) -> list[Work] | None:

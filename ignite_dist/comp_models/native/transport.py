@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ignite_dist.comp_models.native import gloo, narrow_floats, waits
 from ignite_dist.comp_models.native.group_factory import GroupFactory
-from ignite_dist.comp_models.native.works import TorchWork, TorchWorks
+from ignite_dist.comp_models.native.works import MessagesWork, TorchWork, TorchWorks
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.environments.rendezvous import connections
@@ -346,9 +347,9 @@ class NativeTransport(Transport):
         position = group.position(self._rank)
         assert position is not None
         parts = torch.split(tensor, list(sizes.sent)), torch.split(out, list(sizes.received))
-        works = gloo.begin_messages(handle, position, *parts)
-        sent: Tensor = TorchWorks(works, out, handle, group.ranks).wait()
-        return sent
+        exchange = partial(gloo.exchange_messages, handle, position, *parts)
+        received: Tensor = MessagesWork(exchange, out, handle, group.ranks).wait()
+        return received
 
     def reduce_scatter(self, tensor: Tensor, op: str, group: Group, out: Tensor) -> Work:
         handle = self.handle_of(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ignite_dist.comp_models.work import Work, never_free, waits_for_ranks
+from ignite_dist.comp_models.work import Work, waits_for_ranks
 from ignite_dist.environments.rendezvous import connections
 
 
@@ -79,13 +80,50 @@ class TorchWorks(TorchWork):
 
     @waits_for_ranks
     def wait(self, timeout: timedelta | None = None) -> Any:
-        try:
-            for work in self._works:
-                connections.wait(work)
-        except BaseException:
-            never_free(self._works)  # gloo's thread may still use the tensors of messages
-            raise
+        for work in self._works:
+            connections.wait(work)
         return self._result
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+
+class MessagesWork(TorchWork):
+    """Messages to and from all ranks of a process group of gloo, which are sent in :meth:`wait`.
+
+    A thread sends all of them also if the caller's wait is interrupted: the other ranks wait for them.
+
+    Args:
+        run: sends and receives, and waits with the function that it gets.
+    """
+
+    __slots__ = ("_run",)
+
+    def __init__(
+        self,
+        run: Callable[[Callable[[dist.Work], object]], object],
+        result: Any,
+        group: ProcessGroup,
+        ranks: tuple[int, ...],
+    ) -> None:
+        super().__init__(lambda _: None, result, group, ranks)
+        self._run = run
+
+    @waits_for_ranks
+    def wait(self, timeout: timedelta | None = None) -> Any:
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                self._run(lambda work: work.wait())
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join()
+        for error in errors:
+            if isinstance(error, RuntimeError):
+                connections.raise_with_cause(error)
+            raise error
+        return self._result

@@ -18,8 +18,8 @@ from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.collectives.coordination import Caller
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
-from ignite_dist.data.exact_passes import group_of_parameters, remember_model
 from ignite_dist.data.loaders import auto_dataloader
+from ignite_dist.data.model_buffers import group_of_parameters, remember_model
 from ignite_dist.data.samplers import DistributedProxySampler
 from ignite_dist.internals import _torch
 from ignite_dist.internals.arguments import check_module, kind_of

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ignite_dist.workers.launching import processes
+from ignite_dist.workers.supervisor import processes
 
 # Ranks are forks of a server that has imported what they use: each would take seconds for it.
 multiprocessing.set_forkserver_preload(

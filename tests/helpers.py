@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import warm_client
 from ignite_dist.environments import is_launcher_variable
-from ignite_dist.workers.launching import fork_server
+from ignite_dist.workers.supervisor import fork_server
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"

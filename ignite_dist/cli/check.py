@@ -11,7 +11,7 @@ import torch
 import ignite_dist as idist
 from ignite_dist.cli import network, values
 from ignite_dist.cli.jobs import Steps
-from ignite_dist.collectives.tensors import sent_dtype
+from ignite_dist.collectives.primitives import sent_dtype
 from ignite_dist.comp_models.transport import CollectiveKind
 from ignite_dist.context.live import current_model
 from ignite_dist.values import reduce_ops

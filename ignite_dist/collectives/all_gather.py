@@ -15,7 +15,7 @@ from ignite_dist.collectives.arguments import check_not_async, check_out
 from ignite_dist.collectives.checks import check_dense
 from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import is_member, perform
-from ignite_dist.collectives.tensors import gather_rows
+from ignite_dist.collectives.primitives import gather_rows
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.context.live import current_model

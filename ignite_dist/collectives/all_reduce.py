@@ -11,7 +11,7 @@ from ignite_dist.collectives.arguments import check_not_async, copy_of
 from ignite_dist.collectives.checks import check_writable
 from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import is_member, perform
-from ignite_dist.collectives.tensors import plan_reduction, reduce_tensor
+from ignite_dist.collectives.primitives import plan_reduction, reduce_tensor
 from ignite_dist.collectives.tree_reduction import reduce_tree
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Work

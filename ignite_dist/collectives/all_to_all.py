@@ -14,7 +14,7 @@ from ignite_dist.collectives.checks import check_dense
 from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.messages import NOTHING, begin_messages, encode
 from ignite_dist.collectives.path import is_member, perform, takes_part
-from ignite_dist.collectives.tensors import exchange_tensor
+from ignite_dist.collectives.primitives import exchange_tensor
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.transport import Sizes
 from ignite_dist.comp_models.work import Completed, Steps, Work

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ignite_dist.collectives.checks import check_dense
 from ignite_dist.collectives.path import perform_backward
-from ignite_dist.collectives.sending import carrying_device
-from ignite_dist.collectives.tensors import (
+from ignite_dist.collectives.primitives import (
     exchange_tensor,
     gather_rows,
     plan_reduction,
     reduce_scatter_tensor,
     reduce_tensor,
 )
+from ignite_dist.collectives.sending import carrying_device
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.all_to_all import exchanges
 from ignite_dist.comp_models.transport import Sizes

@@ -11,7 +11,7 @@ from ignite_dist.collectives.arguments import check_root, copy_of
 from ignite_dist.collectives.checks import check_dense, check_writable
 from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import perform
-from ignite_dist.collectives.tensors import broadcast_tensor
+from ignite_dist.collectives.primitives import broadcast_tensor
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.context.live import current_model

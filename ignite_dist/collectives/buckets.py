@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ignite_dist.collectives.checks import check_dense, check_writable
 from ignite_dist.collectives.path import perform
+from ignite_dist.collectives.primitives import plan_reduction, reduce_tensor
 from ignite_dist.collectives.sending import carrying_device, plain, shares_memory
-from ignite_dist.collectives.tensors import plan_reduction, reduce_tensor
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.values import serialization

@@ -18,8 +18,8 @@ from torch import Tensor
 from ignite_dist.collectives.arguments import copy_of
 from ignite_dist.collectives.checks import check_dense
 from ignite_dist.collectives.path import is_member
+from ignite_dist.collectives.primitives import to_message
 from ignite_dist.collectives.sending import plain, to_device
-from ignite_dist.collectives.tensors import to_message
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.all_to_all import exchange_parts
 from ignite_dist.comp_models.transport import Sizes

@@ -22,8 +22,8 @@ from ignite_dist.collectives.arguments import (
 from ignite_dist.collectives.checks import check_dense, check_writable
 from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import perform, takes_part
+from ignite_dist.collectives.primitives import plan_reduction, reduce_scatter_tensor, reduce_tensor
 from ignite_dist.collectives.sending import fill_from
-from ignite_dist.collectives.tensors import plan_reduction, reduce_scatter_tensor, reduce_tensor
 from ignite_dist.collectives.tree_reduction import reduce_tree
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Work

@@ -14,7 +14,7 @@ from ignite_dist.collectives.arguments import copy_of
 from ignite_dist.collectives.buckets import fill
 from ignite_dist.collectives.checks import check_disjoint, check_writable
 from ignite_dist.collectives.path import perform
-from ignite_dist.collectives.tensors import (
+from ignite_dist.collectives.primitives import (
     plan_reduction,
     reduce_messages,
     reduce_tensor,

@@ -13,11 +13,11 @@ from torch import Tensor
 from ignite_dist.collectives.arguments import check_root
 from ignite_dist.collectives.gather_scatter import gather
 from ignite_dist.collectives.path import perform
-from ignite_dist.collectives.tensors import gather_rows
+from ignite_dist.collectives.primitives import gather_rows
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
-from ignite_dist.data.exact_passes import check_exact_group
+from ignite_dist.data.model_buffers import check_exact_group
 from ignite_dist.data.samplers import ExactSampler, part
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.internals.arguments import as_int

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.context.live import current_model
-from ignite_dist.data.exact_passes import check_exact_group, share_buffers
+from ignite_dist.data.model_buffers import check_exact_group, share_buffers
 from ignite_dist.data.orders import agree_on_order, batch_sampler_keyword
 from ignite_dist.data.passes import Order, make_loader
 from ignite_dist.data.samplers import (

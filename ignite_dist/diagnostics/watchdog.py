@@ -36,19 +36,19 @@ from ignite_dist.diagnostics.announcing import (
 )
 from ignite_dist.diagnostics.context_end import Endings
 from ignite_dist.diagnostics.flight_recorder import END_OF_CONTEXT, Recorder
+from ignite_dist.diagnostics.hang_reports import (
+    explanation,
+    innermost_frames,
+    report_of,
+    waiting_frame,
+    waiting_frames,
+)
 from ignite_dist.diagnostics.out_of_band import (
     OutOfBandStore,
     collect_reports,
     missing_ranks_error,
     oob_store_of,
     oob_stores_lock,
-)
-from ignite_dist.diagnostics.reports import (
-    explanation,
-    innermost_frames,
-    report_of,
-    waiting_frame,
-    waiting_frames,
 )
 from ignite_dist.environments.rendezvous import connections
 from ignite_dist.errors import DistributedError, RankFailedError

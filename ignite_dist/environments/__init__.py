@@ -32,8 +32,8 @@ from ignite_dist.environments import (
     tpu_pod,
 )
 from ignite_dist.environments.base import Environment, require_range
+from ignite_dist.environments.own_variables import given
 from ignite_dist.environments.registry import Launcher, LauncherT, Registry
-from ignite_dist.environments.variables import given
 from ignite_dist.errors import EnvironmentVariablesError
 
 __all__ = [

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ignite_dist.environments import variables
+from ignite_dist.environments import own_variables as variables
 from ignite_dist.errors import EnvironmentVariablesError
 
 LOOPBACK = "127.0.0.1"

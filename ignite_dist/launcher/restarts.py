@@ -14,8 +14,8 @@ from ignite_dist.errors import RankFailedError
 from ignite_dist.internals.arguments import keywords_of
 from ignite_dist.workers import process_end
 from ignite_dist.workers.failures import failure_of
-from ignite_dist.workers.launching.attempts import JOB_ID_VARIABLE, Attempts
 from ignite_dist.workers.output import fill_standard_files
+from ignite_dist.workers.supervisor.attempts import JOB_ID_VARIABLE, Attempts
 from ignite_dist.workers.unsent_parts import UserCall
 
 _logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def _num_collectives() -> tuple[int, int]:
 def start(launcher: type[Launcher], entry: Entry, max_restarts: int, **options: Any) -> Any:
     """Start workers that run ``entry``, and start all of them again after a failure.
 
-    On several nodes, the launcher of node 0 decides for all: see :mod:`ignite_dist.workers.launching.nodes`.
+    On several nodes, the launcher of node 0 decides for all: see :mod:`ignite_dist.workers.supervisor.nodes`.
 
     Raises:
         RankFailedError: the last attempt has failed, or another attempt would fail in the same way.

@@ -19,7 +19,7 @@ from ignite_dist.launcher import restarts
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ignite_dist.workers.launching.processes import Workers
+    from ignite_dist.workers.supervisor.processes import Workers
 
 _Result = TypeVar("_Result")
 

@@ -16,7 +16,7 @@ from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.collectives.coordination import Caller, check_same, exchange_outcomes
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
-from ignite_dist.data.exact_passes import group_of_parameters
+from ignite_dist.data.model_buffers import group_of_parameters
 from ignite_dist.data.passes import Resumable
 from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.training.comparisons import trained_together

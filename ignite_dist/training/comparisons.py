@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.collectives.coordination import Caller, check_same
 from ignite_dist.comp_models import ComputationModel, Group
-from ignite_dist.data.exact_passes import parameters_by_group
+from ignite_dist.data.model_buffers import parameters_by_group
 from ignite_dist.training.gradient_sync import optimizers_of
 from ignite_dist.training.unwrapped_states import bare_name, names_of_extra_state, unwrapped_state
 from ignite_dist.values.gradients import parameters_of

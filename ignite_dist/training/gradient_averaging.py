@@ -18,7 +18,7 @@ from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.collectives.coordination import exchange_outcomes
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
-from ignite_dist.data.exact_passes import group_of_parameters
+from ignite_dist.data.model_buffers import group_of_parameters
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.internals import _torch
 from ignite_dist.values import pytree

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.collectives.coordination import Caller, exchange_outcomes, same_outcome
-from ignite_dist.collectives.tensors import broadcast_tensor
+from ignite_dist.collectives.primitives import broadcast_tensor
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.training.comparisons import check_same_state

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.context.live import current_model
-from ignite_dist.data.exact_passes import remembered_models
+from ignite_dist.data.model_buffers import remembered_models
 from ignite_dist.internals import _torch
 from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.values.gradients import parameters_of, take_mark

@@ -1,1 +1,1 @@
-"""Worker processes: how they start and end, and what they send. The launcher's side is in ``launching``."""
+"""Worker processes: how they start and end, and what they send. The process that starts them: ``supervisor``."""

@@ -31,9 +31,9 @@ from ignite_dist.internals import limits
 from ignite_dist.internals.call_sites import is_library_path, is_package_path, site_of_place
 from ignite_dist.values import serialization
 from ignite_dist.values.serialization import Payload
-from ignite_dist.workers.launching.out_of_memory import SIGKILL_HINT
 from ignite_dist.workers.sent_calls import EncodedCall
 from ignite_dist.workers.sent_exceptions import decode_exception, encode_exception
+from ignite_dist.workers.supervisor.out_of_memory import SIGKILL_HINT
 
 # Longer texts are shortened to this many characters. A message may contain a whole tensor.
 _LONGEST_TEXT = 100_000

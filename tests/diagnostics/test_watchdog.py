@@ -23,7 +23,8 @@ import helpers
 import ignite_dist as idist
 from ignite_dist.comp_models import SerialModel
 from ignite_dist.context.live import current_model
-from ignite_dist.diagnostics import announcing, flight_recorder, reports
+from ignite_dist.diagnostics import announcing, flight_recorder
+from ignite_dist.diagnostics import hang_reports as reports
 from ignite_dist.internals import _torch
 from ignite_dist.internals.ranks import describe_ranks
 

@@ -14,7 +14,8 @@ import pytest
 import helpers
 import ignite_dist as idist
 from ignite_dist import environments
-from ignite_dist.environments import Environment, torchrun, variables
+from ignite_dist.environments import Environment, torchrun
+from ignite_dist.environments import own_variables as variables
 from ignite_dist.environments.registry import Registry
 from ignite_dist.errors import EnvironmentVariablesError
 from recorded_jobs import FLUX, FLUX_NAMES, SLURM, TORCHRUN, detect, found_in, numbered_by_flux

@@ -14,7 +14,7 @@ import ignite_dist as idist
 if TYPE_CHECKING:
     from typing_extensions import assert_type
 
-    from ignite_dist.workers.launching.processes import Workers
+    from ignite_dist.workers.supervisor.processes import Workers
 
 
 def train(local_rank: int, config: dict[str, int], epochs: int = 1) -> float:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ignite_dist as idist
 from ignite_dist.workers import failures
 from ignite_dist.workers.failures import FailedRank, Failure, error_of, failure_of, silent_failure
-from ignite_dist.workers.launching import nodes
+from ignite_dist.workers.supervisor import nodes
 
 
 class Unprintable(RuntimeError):

@@ -74,7 +74,7 @@ def test_the_server_of_another_library_is_left_alone(tmp_path: Path) -> None:
 INTERRUPTED = """
     import multiprocessing.forkserver, os, signal, socket, threading
     import ignite_dist as idist
-    from ignite_dist.workers.launching import fork_server
+    from ignite_dist.workers.supervisor import fork_server
 
     start = fork_server._ensure_running
     arrived, writer = socket.socketpair()
@@ -109,7 +109,7 @@ def test_a_server_that_starts_during_an_interrupt_is_the_one_that_is_used(tmp_pa
 
 AS_THE_SERVER = """
     import signal, sys
-    from ignite_dist.workers.launching import idle_imports
+    from ignite_dist.workers.supervisor import idle_imports
 
     idle_imports._modules = iter(["first_module", "second_module"])
     idle_imports._PAUSE_SECONDS = 1_000.0
@@ -151,7 +151,7 @@ def test_the_imports_end_with_the_launcher(tmp_path: Path) -> None:
 ENDED_AT_ONCE = """
     import os, signal
     os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
-    from ignite_dist.workers.launching import idle_imports  # its own function runs after the lambda
+    from ignite_dist.workers.supervisor import idle_imports  # its own function runs after the lambda
 
     pid = os.fork()
     if pid == 0:

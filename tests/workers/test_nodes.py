@@ -21,9 +21,9 @@ import ignite_dist as idist
 from helpers import free_port
 from ignite_dist.environments.rendezvous import connections, network_interfaces, stores
 from ignite_dist.workers.failures import FailedRank, Failure
-from ignite_dist.workers.launching import nodes, processes
-from ignite_dist.workers.launching.node_links import Hello
 from ignite_dist.workers.output import ForwardedOutput
+from ignite_dist.workers.supervisor import nodes, processes
+from ignite_dist.workers.supervisor.node_links import Hello
 
 ADDRESS = "127.0.0.1"
 

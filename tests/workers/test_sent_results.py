@@ -11,8 +11,8 @@ import pytest
 
 import ignite_dist as idist
 from ignite_dist.workers.failures import failure_of
-from ignite_dist.workers.launching.running_worker import RunningWorker
 from ignite_dist.workers.sent_results import ResultSize, send_result
+from ignite_dist.workers.supervisor.running_worker import RunningWorker
 from spawned import spawn
 
 

@@ -23,8 +23,8 @@ from ignite_dist.environments.rendezvous import network_interfaces, stores
 from ignite_dist.errors import RankFailedError, without_link
 from ignite_dist.values import serialization
 from ignite_dist.workers.failures import FailedRank, Failure, error_of, outcome_of
-from ignite_dist.workers.launching import processes
 from ignite_dist.workers.sent_calls import EncodedCall, encode_for_machines
+from ignite_dist.workers.supervisor import processes
 
 # --- on this machine -----------------------------------------------------------------------------------
 

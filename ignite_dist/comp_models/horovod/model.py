@@ -24,7 +24,8 @@ from ignite_dist.comp_models.horovod.one_machine import HorovodOnOneMachine
 from ignite_dist.comp_models.horovod.training import HorovodTraining
 from ignite_dist.comp_models.shared_memory.segment import check_variable
 from ignite_dist.comp_models.topology import Topology
-from ignite_dist.environments import devices, variables
+from ignite_dist.environments import devices
+from ignite_dist.environments import own_variables as variables
 from ignite_dist.errors import EnvironmentVariablesError
 from ignite_dist.internals.arguments import check_keywords
 

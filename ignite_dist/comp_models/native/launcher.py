@@ -14,9 +14,9 @@ from ignite_dist.comp_models.launcher import Launcher
 from ignite_dist.environments import devices, spawned
 from ignite_dist.environments.rendezvous import stores
 from ignite_dist.internals.arguments import check_nodes, check_timeout
-from ignite_dist.workers.launching import nodes, processes
-from ignite_dist.workers.launching.attempts import JOB_ID_VARIABLE, Attempts
-from ignite_dist.workers.launching.node_links import Hello
+from ignite_dist.workers.supervisor import nodes, processes
+from ignite_dist.workers.supervisor.attempts import JOB_ID_VARIABLE, Attempts
+from ignite_dist.workers.supervisor.node_links import Hello
 
 
 class NativeLauncher(Launcher):

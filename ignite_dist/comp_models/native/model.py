@@ -23,7 +23,8 @@ from ignite_dist.comp_models.native.training import NativeTraining
 from ignite_dist.comp_models.native.transport import NativeTransport
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.comp_models.work import never_free
-from ignite_dist.environments import Environment, devices, variables
+from ignite_dist.environments import Environment, devices
+from ignite_dist.environments import own_variables as variables
 from ignite_dist.environments.rendezvous import connections, roll_call, stores
 from ignite_dist.errors import EnvironmentVariablesError
 from ignite_dist.internals import _torch

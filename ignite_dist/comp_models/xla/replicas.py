@@ -27,8 +27,8 @@ from ignite_dist.errors import CollectiveMismatchError, DistributedError, Missin
 from ignite_dist.internals.ranks import describe_ranks
 from ignite_dist.values import pytree
 from ignite_dist.workers.failures import Failure
-from ignite_dist.workers.launching import processes
 from ignite_dist.workers.sent_calls import EncodedCall
+from ignite_dist.workers.supervisor import processes
 from ignite_dist.workers.worker import ReportPipe
 
 _logger = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from torch.distributed import DistNetworkError, DistStoreError, HashStore, Prefi
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ignite_dist import environments
-from ignite_dist.environments import Environment, variables
+from ignite_dist.environments import Environment
+from ignite_dist.environments import own_variables as variables
 from ignite_dist.environments.base import read_int, read_port
 from ignite_dist.environments.rendezvous import connections, network_interfaces, roll_call
 from ignite_dist.errors import EnvironmentVariablesError, LaunchError, MissingRanksError

@@ -24,7 +24,7 @@ from ignite_dist.workers.worker import apply_launch
 BEGIN_IMPORTS = signal.SIGURG
 """The signal that starts the imports of ``idle_imports``. Other processes ignore it by default."""
 
-_IDLE_IMPORTS = "ignite_dist.workers.launching.idle_imports"
+_IDLE_IMPORTS = "ignite_dist.workers.supervisor.idle_imports"
 
 
 def exit_if_main_is_not_guarded() -> None:

@@ -19,8 +19,8 @@ from contextlib import suppress
 from types import FrameType
 
 from ignite_dist.internals._torch import DYNAMO
-from ignite_dist.workers.launching.fork_server import BEGIN_IMPORTS
 from ignite_dist.workers.process_end import leave_finalizers
+from ignite_dist.workers.supervisor.fork_server import BEGIN_IMPORTS
 
 # From the leaves up, so that each import is short: a launch waits until the import under way has ended.
 _MODULES = (

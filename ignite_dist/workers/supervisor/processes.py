@@ -34,15 +34,11 @@ from ignite_dist.workers.failures import (
     is_cause_known,
 )
 from ignite_dist.workers.interrupts import OTHER_RANK_FAILED
-from ignite_dist.workers.launching.attempts import JOB_ID_VARIABLE
-from ignite_dist.workers.launching.ending import (
-    GRACE_VARIABLE,
-    SigtermDelay,
-    SigtermReceived,
-    end_processes,
-    grace_seconds,
-)
-from ignite_dist.workers.launching.fork_server import (
+from ignite_dist.workers.log_settings import LogSettings
+from ignite_dist.workers.output import ForwardedOutput, InheritedFile
+from ignite_dist.workers.sent_calls import EncodedCall, encode_call
+from ignite_dist.workers.supervisor.attempts import JOB_ID_VARIABLE
+from ignite_dist.workers.supervisor.fork_server import (
     Launch,
     context_of,
     exit_if_main_is_not_guarded,
@@ -50,12 +46,16 @@ from ignite_dist.workers.launching.fork_server import (
     import_in_idle_server,
     interrupt_delayed,
 )
-from ignite_dist.workers.launching.nodes import ALONE, Nodes
-from ignite_dist.workers.launching.out_of_memory import count_oom_kills, sigkill_reason
-from ignite_dist.workers.launching.running_worker import FaultOutput, RunningWorker
-from ignite_dist.workers.log_settings import LogSettings
-from ignite_dist.workers.output import ForwardedOutput, InheritedFile
-from ignite_dist.workers.sent_calls import EncodedCall, encode_call
+from ignite_dist.workers.supervisor.nodes import ALONE, Nodes
+from ignite_dist.workers.supervisor.out_of_memory import count_oom_kills, sigkill_reason
+from ignite_dist.workers.supervisor.running_worker import FaultOutput, RunningWorker
+from ignite_dist.workers.supervisor.termination import (
+    GRACE_VARIABLE,
+    SigtermDelay,
+    SigtermReceived,
+    end_processes,
+    grace_seconds,
+)
 from ignite_dist.workers.worker import TERMINATE_SECONDS, ReportPipe, SentCall, run_alone, worker_main
 
 _logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import secrets
 
 from ignite_dist.environments.rendezvous import stores
 from ignite_dist.errors import RankFailedError
-from ignite_dist.workers.launching.nodes import Nodes
+from ignite_dist.workers.supervisor.nodes import Nodes
 
 JOB_ID_VARIABLE = "IGNITE_DIST_JOB_ID"
 """The environment variable of all workers of a job with the job's id, which is the same in all attempts."""

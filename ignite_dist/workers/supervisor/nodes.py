@@ -23,7 +23,7 @@ from typing import Any
 from ignite_dist.environments.rendezvous import connections, network_interfaces
 from ignite_dist.errors import LaunchError, RankFailedError
 from ignite_dist.workers.failures import FailedRank, Failure, error_of, is_cause_known, lines_after
-from ignite_dist.workers.launching.node_links import Hello, Link, Node
+from ignite_dist.workers.supervisor.node_links import Hello, Link, Node
 
 _logger = logging.getLogger(__name__)
 

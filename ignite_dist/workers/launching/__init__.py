@@ -1,1 +1,0 @@
-"""The launcher's side: start workers on one or several nodes, wait for them, and end them."""

@@ -1,0 +1,1 @@
+"""What starts workers on one or several nodes, waits for them, and ends them."""

@@ -1,1 +1,1 @@
-"""Worker processes: how they start and end, and what they send. The process that starts them: ``supervisor``."""
+"""Worker processes: how they start and end, and what they send. ``supervisor`` starts them."""

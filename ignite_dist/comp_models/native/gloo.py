@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, ProcessGroup, Work
 from torch.distributed.distributed_c10d import AllToAllOptions
 
-from ignite_dist.comp_models.work import never_free
 from ignite_dist.values.reduce_ops import reduce_rows
 
 # An all-to-all exchange is one step. Up to this total size over all ranks the exchange is 2 to 5 times faster
@@ -100,59 +99,9 @@ def exchange(
 ) -> Work:
     """Send row ``i`` of ``sent`` to rank ``i``; write rank ``i``'s row for this rank into ``received[i]``.
 
-    With sizes, the first dimension is split into parts of these sizes instead of rows. For gloo,
-    :func:`fits_one_round` must be true of the rows: see :func:`exchange_messages`.
+    With sizes, the first dimension is split into parts of these sizes instead of rows.
     """
     return group.alltoall_base(lend(received), lend(sent), list(received_sizes), list(sent_sizes), _EXCHANGE)
-
-
-# Tags of the parts, of their ends and of the receipts. The default of torch's send() and recv() is 0.
-_PART, _END, _RECEIPT = 0x1D157, 0x1D158, 0x1D159
-
-
-def exchange_messages(
-    group: ProcessGroup,
-    position: int,
-    sent: Sequence[Tensor],
-    received: Sequence[Tensor],
-    wait: Callable[[Work], object],
-) -> None:
-    """Exchange parts of any size: ``sent[i]`` goes to the rank at ``i``, ``received[i]`` comes from there.
-
-    If a connection fails, gloo tells those who wait for messages that have not begun to come, but not those
-    whose message has partly come or gone: they wait until the timeout, also in gloo's own all-to-all. So a
-    rank waits for a byte behind each part, and for a byte by which the other rank confirms it.
-
-    Args:
-        group: a process group of gloo.
-        position: this rank's position in the group.
-        sent: the parts for the ranks, in the group's order.
-        received: memory for the parts from the ranks, in the group's order.
-        wait: waits for a work, and raises if it fails.
-    """
-    others = [(position + distance) % len(sent) for distance in range(1, len(sent))]
-    bytes_of = {tag: torch.zeros(len(sent), dtype=torch.uint8) for tag in (_END, _RECEIPT)}
-    works: list[Work] = []  # each may be waited for once
-    ends: dict[int, Work] = {}
-    receipts: dict[int, Work] = {}
-    byte = torch.zeros(1, dtype=torch.uint8)
-    try:
-        for peer in reversed(others):  # in the order in which the parts come
-            works.append(group.recv([lend(received[peer])], peer, _PART))
-            ends[peer] = group.recv([bytes_of[_END][peer : peer + 1]], peer, _END)
-            receipts[peer] = group.recv([bytes_of[_RECEIPT][peer : peer + 1]], peer, _RECEIPT)
-        for peer in others:
-            works.append(group.send([lend(sent[peer])], peer, _PART))
-            works.append(group.send([byte], peer, _END))
-        received[position].copy_(sent[position])
-        for peer, end in ends.items():
-            wait(end)
-            works.append(group.send([byte], peer, _RECEIPT))
-        for work in (*receipts.values(), *works):
-            wait(work)
-    except BaseException:
-        never_free([*works, *ends.values(), *receipts.values()])  # gloo's thread may still use the memory
-        raise
 
 
 def begin_broadcasts(group: ProcessGroup, rows: Sequence[Tensor]) -> list[Work] | None:

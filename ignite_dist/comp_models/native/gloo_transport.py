@@ -15,7 +15,7 @@ from ignite_dist.comp_models.native.reducer_group import ReducerGroup
 from ignite_dist.comp_models.native.transport import NativeTransport
 from ignite_dist.comp_models.native.works import awaited_ranks
 from ignite_dist.comp_models.shared_memory.transport import OneMachineTransport
-from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes
+from ignite_dist.comp_models.transport import CollectiveKind, Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.internals import _torch
 from ignite_dist.values.calls import call_of
@@ -35,10 +35,6 @@ class GlooTransport(OneMachineTransport, NativeTransport):
             return adds_rows(str(op), dtype)
         return super().supports(kind, op, dtype, device)
 
-    def all_to_all(self, tensor: Tensor, group: Group, out: Tensor, sizes: Sizes | None) -> Work:
-        work = super().all_to_all(tensor, group, out, sizes)
-        return Steps(work.wait) if self.sends_messages(tensor, sizes) else work  # start() cannot begin them
-
     def reduce_scatter(self, tensor: Tensor, op: str, group: Group, out: Tensor) -> Work:
         if not self._is_gloo_on_cpu(tensor.device):
             return super().reduce_scatter(tensor, op, group, out)
@@ -47,7 +43,6 @@ class GlooTransport(OneMachineTransport, NativeTransport):
         work = self._work(
             tensor.device, group, lambda memory: memory.reduce_scatter(rows, op, row), over_backend
         )
-        work = Steps(work.wait) if self.sends_messages(tensor, None) else work
         return work.then(lambda _: out)
 
     def _exchange_and_reduce(self, rows: Tensor, op: str, group: Group, out: Tensor) -> Work:

@@ -161,6 +161,8 @@ class NativeModel(ProcessModel):
         model = cls(_world(), _make_undo(excepthook), place, connecting)
         if "gloo" in model._backends.values():
             model.transport.world_connections = world_connections
+            if connecting is not nullcontext and set(model._backends.values()) == {"gloo"}:
+                connections.to_other_machines.add(world_connections)
         if devices.needs_one_per_rank(model.backend()):
             # Makes the communicator now, on the selected device. A barrier may go to the backend of the CPU.
             first = torch.zeros(1, device=model.device())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ignite_dist.comp_models.native import gloo, narrow_floats, waits
 from ignite_dist.comp_models.native.group_factory import GroupFactory
-from ignite_dist.comp_models.native.works import MessagesWork, TorchWork, TorchWorks
+from ignite_dist.comp_models.native.works import TorchWork, TorchWorks
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.environments.rendezvous import connections
@@ -233,6 +232,7 @@ class NativeTransport(Transport):
         if not is_gloo and tensor.nbytes <= _CARRIED_BYTES:
             return self._reduce_carried(tensor, op, group)
         if not (is_gloo and gloo.fits_one_round(tensor.nbytes, group_size)):
+            # MIN and MAX not in parts: gloo's all-to-all may wait for minutes after a link was cut.
             way = self._reduce_in_parts if is_rounded(op, tensor.dtype) else self._reduce_carried_in_pieces
             return Steps(lambda: way(tensor, op, group))
         if tensor.numel() > _UNCUT_NUMEL and tensor.dtype in _FLOATS:
@@ -259,10 +259,10 @@ class NativeTransport(Transport):
         return tensor
 
     def _reduce_in_parts(self, tensor: Tensor, op: str, group: Group) -> Tensor:
-        group_size = len(group.ranks)
+        handle, group_size = self.handle_of(group), len(group.ranks)
 
         def exchange(sent: Tensor, received: Tensor) -> None:
-            NativeTransport.all_to_all(self, sent, group, received, None).wait()
+            TorchWork(lambda _: gloo.exchange(handle, sent, received), None, handle, group.ranks).wait()
 
         def gather(sent: Tensor, received: Tensor) -> None:
             self.all_gather(sent, group, out=received.view(group_size, -1)).wait()
@@ -324,32 +324,11 @@ class NativeTransport(Transport):
         )
 
     def all_to_all(self, tensor: Tensor, group: Group, out: Tensor, sizes: Sizes | None) -> Work:
-        if self.sends_messages(tensor, sizes):
-            return Steps(lambda: self._send_parts(tensor, group, out, sizes))
         handle = self.handle_of(group)
         sent, received = ((), ()) if sizes is None else sizes
         return TorchWork(
             lambda _: gloo.exchange(handle, tensor, out, sent, received), out, handle, group.ranks
         )
-
-    def sends_messages(self, tensor: Tensor, sizes: Sizes | None) -> bool:
-        """True if :meth:`all_to_all` sends a message to each rank: parts of other sizes may be large."""
-        return self._is_gloo_on_cpu(tensor.device) and not (
-            sizes is None and gloo.fits_one_round(tensor.nbytes, 1)
-        )
-
-    def _send_parts(self, tensor: Tensor, group: Group, out: Tensor, sizes: Sizes | None) -> Tensor:
-        handle, group_size = self.handle_of(group), len(group.ranks)
-        if sizes is None:
-            sizes = Sizes(
-                [tensor.numel() // group_size] * group_size, [out.numel() // group_size] * group_size
-            )
-        position = group.position(self._rank)
-        assert position is not None
-        parts = torch.split(tensor, list(sizes.sent)), torch.split(out, list(sizes.received))
-        exchange = partial(gloo.exchange_messages, handle, position, *parts)
-        received: Tensor = MessagesWork(exchange, out, handle, group.ranks).wait()
-        return received
 
     def reduce_scatter(self, tensor: Tensor, op: str, group: Group, out: Tensor) -> Work:
         handle = self.handle_of(group)

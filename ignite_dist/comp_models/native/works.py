@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -57,10 +56,10 @@ class TorchWork(Work):
         try:
             if begin is not None:
                 self._work = begin(False)
-            if self._work is not None:  # None: the backend has waited already
-                self._work.wait()
         except RuntimeError as error:
             connections.raise_with_cause(error)
+        if self._work is not None:  # None: the backend has waited already
+            connections.wait(self._work)
         return self._result
 
     def is_completed(self) -> bool:
@@ -86,44 +85,3 @@ class TorchWorks(TorchWork):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
-
-
-class MessagesWork(TorchWork):
-    """Messages to and from all ranks of a process group of gloo, which are sent in :meth:`wait`.
-
-    A thread sends all of them also if the caller's wait is interrupted: the other ranks wait for them.
-
-    Args:
-        run: sends and receives, and waits with the function that it gets.
-    """
-
-    __slots__ = ("_run",)
-
-    def __init__(
-        self,
-        run: Callable[[Callable[[dist.Work], object]], object],
-        result: Any,
-        group: ProcessGroup,
-        ranks: tuple[int, ...],
-    ) -> None:
-        super().__init__(lambda _: None, result, group, ranks)
-        self._run = run
-
-    @waits_for_ranks
-    def wait(self, timeout: timedelta | None = None) -> Any:
-        errors: list[Exception] = []
-
-        def run() -> None:
-            try:
-                self._run(lambda work: work.wait())
-            except Exception as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join()
-        for error in errors:
-            if isinstance(error, RuntimeError):
-                connections.raise_with_cause(error)
-            raise error
-        return self._result

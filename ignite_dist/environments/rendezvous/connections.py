@@ -16,8 +16,10 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from multiprocessing import connection
-from typing import NoReturn
+from typing import Any, NoReturn
+from weakref import WeakSet
 
 from torch.distributed import Work
 
@@ -127,7 +129,7 @@ class Connections:
     """The connections that a library opened: those that are open after a block but not before."""
 
     def __init__(self) -> None:
-        self._found: set[tuple[int, int]] = set()
+        self._found: dict[tuple[int, int], Any] = {}  # the peer's address, by file descriptor and inode
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -136,13 +138,12 @@ class Connections:
         yield
         for fd, inode in _open_sockets() - before:
             with suppress(OSError), _socket_object(fd) as sock:
-                sock.getpeername()  # raises OSError unless connected
-                self._found.add((fd, inode))
+                self._found[fd, inode] = sock.getpeername()  # raises OSError unless connected
 
     def duplicates(self, port: int | None) -> list[int]:
         """Descriptors of the connections to ``port``, which stay open when the library closes its own."""
         found = []
-        for fd, _ in self._found & _open_sockets():
+        for fd, _ in self._found.keys() & _open_sockets():
             with suppress(OSError), _socket_object(fd) as sock:
                 # Another thread may have opened another connection meanwhile.
                 if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
@@ -151,11 +152,16 @@ class Connections:
 
     def has_closed(self) -> bool:
         """True if a recorded connection is closed. The library closes a connection when its peer is gone."""
-        return not self._found <= _open_sockets()
+        return bool(self.closed())
+
+    def closed(self) -> set[tuple[str, int]]:
+        """The addresses and ports of the peers to which a recorded connection is closed."""
+        peers = [self._found[key] for key in self._found.keys() - _open_sockets()]
+        return {(address.removeprefix("::ffff:"), port) for address, port, *_ in peers}
 
     def shut_down(self) -> None:
         """Shut down the open connections, so that waits at both ends fail. The library closes the sockets."""
-        for fd, _ in self._found & _open_sockets():
+        for fd, _ in self._found.keys() & _open_sockets():
             with suppress(OSError), _socket_object(fd) as sock:
                 sock.shutdown(socket.SHUT_RDWR)
 
@@ -207,9 +213,63 @@ def log_long_wait(message: Callable[[], str]) -> Iterator[None]:
 def wait(work: Work) -> None:
     """Wait for a collective. If it fails, raise :func:`with_cause` of the error."""
     try:
-        work.wait()
+        _complete(work)
     except RuntimeError as error:
         raise_with_cause(error)
+
+
+# Connections of gloo to other machines, and those of their peers that were closed at the last look.
+to_other_machines: WeakSet[Connections] = WeakSet()
+_seen_closed: frozenset[tuple[str, int]] = frozenset()
+_LOOK = timedelta(seconds=5)
+_PROBE_SECONDS = 3.0
+
+
+def _complete(work: Work) -> None:
+    """Wait for a collective of a process group.
+
+    If a connection fails, gloo tells those who wait for messages that have not begun to come, but not those
+    whose message has partly come or gone. They would wait until the timeout. So this function looks every few
+    seconds whether gloo has closed a connection meanwhile, and whether that machine answers.
+
+    Raises:
+        HostLostError: a machine does not answer.
+        RuntimeError: the collective has failed.
+    """
+    if not to_other_machines:
+        work.wait()
+        return
+    before = _seen_closed
+    while True:
+        try:
+            work.wait(_LOOK)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                _look()
+                work.wait()  # raises the error, unless the collective has completed just now
+                return
+        for address, port in _look() - before:
+            if not _answers(address, port):
+                raise HostLostError(_host_name(address), address)
+
+
+def _look() -> frozenset[tuple[str, int]]:
+    """The peers to which a connection is closed now."""
+    global _seen_closed
+    _seen_closed = frozenset().union(*(opened.closed() for opened in list(to_other_machines)))
+    return _seen_closed
+
+
+def _answers(address: str, port: int) -> bool:
+    """True if the machine at ``address`` answers, also if no process listens at ``port``."""
+    try:
+        socket.create_connection((address, port), _PROBE_SECONDS).close()
+    except ConnectionError:  # refused
+        return True
+    except OSError:  # a timeout, or no route
+        return False
+    return True
 
 
 def raise_with_cause(error: RuntimeError) -> NoReturn:

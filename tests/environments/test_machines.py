@@ -276,7 +276,7 @@ def test_a_link_that_is_cut_after_a_restart(two: list[Host], script: Path) -> No
 
 @pytest.mark.parametrize("way", ["goes on", "exchanges"])
 def test_a_link_that_is_cut_under_torchrun(way: str, two: list[Host], script: Path) -> None:
-    """gloo's own all-to-all waits for minutes if a part is half sent."""
+    """gloo forgets those whose part is half sent or half received when a connection fails."""
     jobs = start(two, script, way, "torchrun, static", (2, 1))
     jobs[0].wait_for("at work")
     two[1].cut()

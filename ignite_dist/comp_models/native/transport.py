@@ -232,7 +232,6 @@ class NativeTransport(Transport):
         if not is_gloo and tensor.nbytes <= _CARRIED_BYTES:
             return self._reduce_carried(tensor, op, group)
         if not (is_gloo and gloo.fits_one_round(tensor.nbytes, group_size)):
-            # MIN and MAX not in parts: gloo's all-to-all may wait for minutes after a link was cut.
             way = self._reduce_in_parts if is_rounded(op, tensor.dtype) else self._reduce_carried_in_pieces
             return Steps(lambda: way(tensor, op, group))
         if tensor.numel() > _UNCUT_NUMEL and tensor.dtype in _FLOATS:

@@ -83,7 +83,7 @@ def auto_model(
     that are frozen now. A backward pass that computes such a gradient raises ``RuntimeError``.
 
     A step may have any number of backward passes, the same on every rank. A pass that only some ranks make
-    belongs into :func:`no_sync`.
+    belongs in :func:`no_sync`.
 
     See the guide ``docs/training.md``.
 

@@ -709,7 +709,7 @@ def commands() -> str:
         ended = run_new_python("-m", "ignite_dist", *command)
         assert ended.returncode == 0, f"{command}: {ended.stdout[-1000:]}"
         seen.append(f"{command[0]}: {_last_line(ended.stdout).strip()[:80]}")
-    tests = ("tests/test_passes.py", "tests/values/test_views.py", "tests/values/test_wire.py")
+    tests = ("tests/data/test_passes.py", "tests/values/test_views.py", "tests/values/test_wire.py")
     plugins = ("-p", "pytest_ignite_dist", "-p", "no:benchmark", "-p", "no:cacheprovider")
     ended = run_new_python("-m", "pytest", "-q", *plugins, "-m", "not gpu and not long", *tests, seconds=120)
     assert ended.returncode == 0, ended.stdout[-1500:]

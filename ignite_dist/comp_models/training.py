@@ -106,7 +106,7 @@ class Training:
         return optimizer
 
     def device_loader(self) -> type[Any] | None:
-        """The class of a loader around torch's that copies batches to the device; None: they stay there.
+        """The class of a loader around torch's that copies batches to the device. None: on the host.
 
         It is called with a ``DataLoader`` and the device. Its method ``batches_of(loader)`` makes the batches
         of one pass over ``loader``: an iterator with a length.
@@ -189,6 +189,7 @@ class Training:
         """Context manager: backward passes in the block do not average gradients; later passes do."""
         return nullcontext()
 
+    @communicates
     def average_in_block(
         self, model: Module, optimizers: Sequence[Optimizer]
     ) -> AbstractContextManager[None]:

@@ -434,7 +434,7 @@ def _device_loader_class(kind: Any) -> type[_DeviceEpochLoader]:
 
 
 def make_loader(
-    dataset: Dataset[Any], order: Order, device_loader: Any, device: torch.device, **kwargs: Any
+    dataset: Dataset[Any], order: Order, device_loader: Any, device: torch.device, /, **kwargs: Any
 ) -> Any:
     """The loader of ``auto_dataloader``.
 
@@ -442,7 +442,7 @@ def make_loader(
         dataset: of this rank.
         order: what determines the batches.
         device_loader: the class of the backend's loader; None if batches stay on the host.
-        device: where it copies the batches.
+        device: where the backend's loader copies the batches.
         kwargs: of ``DataLoader``.
     """
     is_shard = isinstance(dataset, Shard)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -54,10 +55,15 @@ class OutOfBandStore:
         """The calling thread's own connection: a request blocks the connection until its answer arrives."""
         store: Store | None = getattr(self._connections, "store", None)
         if store is None:
-            with self._lock, connections.keepalive():
+            with self._lock, connections.keepalive() if self._is_remote() else nullcontext():
                 store = self._store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
             self._connections.store = store
         return store
+
+    def _is_remote(self) -> bool:
+        """True if another machine may serve the store."""
+        host = getattr(root_of(self._store), "host", "localhost")
+        return host not in ("localhost", "127.0.0.1", "::1")
 
     @property
     def is_served(self) -> bool:
@@ -99,7 +105,7 @@ def make_oob_store(model: ComputationModel) -> OutOfBandStore | None:
     host, _, port_text = model.objects.broadcast(address, 0, world).rpartition(":")
     with oob_stores_lock:
         if model not in _oob_stores:
-            with connections.keepalive():
+            with nullcontext() if host == "127.0.0.1" else connections.keepalive():
                 connected = store or TCPStore(host, int(port_text), wait_for_workers=False)
             _oob_stores[model] = OutOfBandStore(connected, server=0)
         return _oob_stores[model]

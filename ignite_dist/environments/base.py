@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ignite_dist.environments import own_variables as variables
+from ignite_dist.environments import own_variables
 from ignite_dist.errors import EnvironmentVariablesError
 
 LOOPBACK = "127.0.0.1"
@@ -52,7 +52,7 @@ class Environment(NamedTuple):
         The context stays usable, but new groups may listen on another network interface. ``finalize`` also
         removes the variables. A second call has no effect.
         """
-        variables.restore()
+        own_variables.restore()
 
 
 def read_int(environ: Mapping[str, str], name: str) -> int | None:

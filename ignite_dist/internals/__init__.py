@@ -1,1 +1,1 @@
-"""The ground of the other rooms: private names of torch and Python, call sites, argument checks, limits."""
+"""What every layer uses: private names of torch and Python, call sites, argument checks, limits."""

@@ -14,8 +14,7 @@ import pytest
 import helpers
 import ignite_dist as idist
 from ignite_dist import environments
-from ignite_dist.environments import Environment, torchrun
-from ignite_dist.environments import own_variables as variables
+from ignite_dist.environments import Environment, own_variables, torchrun
 from ignite_dist.environments.registry import Registry
 from ignite_dist.errors import EnvironmentVariablesError
 from recorded_jobs import FLUX, FLUX_NAMES, SLURM, TORCHRUN, detect, found_in, numbered_by_flux
@@ -225,12 +224,12 @@ def test_what_somebody_has_changed_since_is_not_given_back(monkeypatch: pytest.M
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("IGNITE_DIST_TEST_B", "")
     monkeypatch.setenv("IGNITE_DIST_TEST_D", "theirs")
-    variables.set_missing({f"IGNITE_DIST_TEST_{letter}": letter for letter in "ABCD"})
+    own_variables.set_missing({f"IGNITE_DIST_TEST_{letter}": letter for letter in "ABCD"})
     os.environ["IGNITE_DIST_TEST_C"] = "mine"
-    given = variables.given()
+    given = own_variables.given()
     assert "IGNITE_DIST_TEST_A" not in given
     assert given["IGNITE_DIST_TEST_C"] == "mine"
-    variables.restore()
+    own_variables.restore()
     assert "IGNITE_DIST_TEST_A" not in os.environ
     assert os.environ["IGNITE_DIST_TEST_B"] == ""
     assert os.environ["IGNITE_DIST_TEST_C"] == "mine"

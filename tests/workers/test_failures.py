@@ -136,7 +136,14 @@ def _check(
     for text in death.trace:
         assert text in error.traceback and text in message
     assert bool(error.traceback) == bool(death.trace)
-    for plumbing in ("multiprocessing", "outcome_of", "_end_with_launcher", "watchdog.py", "launcher.py"):
+    for plumbing in (
+        "multiprocessing",
+        "outcome_of",
+        "_end_with_launcher",
+        "watchdog.py",
+        "spawning.py",
+        "parallel.py",
+    ):
         assert plumbing not in error.traceback
     others = _ranks_after(error)
     assert len(set(others)) == len(others) and str(victim) not in others

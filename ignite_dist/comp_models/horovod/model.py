@@ -24,8 +24,7 @@ from ignite_dist.comp_models.horovod.one_machine import HorovodOnOneMachine
 from ignite_dist.comp_models.horovod.training import HorovodTraining
 from ignite_dist.comp_models.shared_memory.segment import check_variable
 from ignite_dist.comp_models.topology import Topology
-from ignite_dist.environments import devices
-from ignite_dist.environments import own_variables as variables
+from ignite_dist.environments import devices, own_variables
 from ignite_dist.errors import EnvironmentVariablesError
 from ignite_dist.internals.arguments import check_keywords
 
@@ -106,8 +105,8 @@ class HorovodModel(ProcessModel):
                 undo.callback(os.environ.pop, _DYNAMIC_SETS, None)
             check_variable()  # before anything is to be undone
             hvd.init(comm)
-            undo.callback(variables.restore)
-            variables.set_missing(
+            undo.callback(own_variables.restore)
+            own_variables.set_missing(
                 {"RANK": hvd.rank(), "WORLD_SIZE": hvd.size(), "LOCAL_RANK": hvd.local_rank()}
             )
             if count := torch.cuda.device_count():

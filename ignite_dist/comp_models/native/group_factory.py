@@ -138,7 +138,8 @@ class GroupFactory:
         try:
             return self._free_connections.pop()
         except IndexError:
-            return _new_connection(world_store)
+            with self._connecting():
+                return _new_connection(world_store)
 
 
 def _new_connection(store: Any) -> Any:
@@ -146,8 +147,7 @@ def _new_connection(store: Any) -> Any:
     if store is None:
         return None
     try:
-        with connections.keepalive():
-            return store.clone()
+        return store.clone()
     except DistError:  # the store's server is gone
         raise
     except RuntimeError:  # a user's store, written in Python, has no clone()

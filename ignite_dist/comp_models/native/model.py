@@ -23,8 +23,7 @@ from ignite_dist.comp_models.native.training import NativeTraining
 from ignite_dist.comp_models.native.transport import NativeTransport
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.comp_models.work import never_free
-from ignite_dist.environments import Environment, devices
-from ignite_dist.environments import own_variables as variables
+from ignite_dist.environments import Environment, devices, own_variables
 from ignite_dist.environments.rendezvous import connections, roll_call, stores
 from ignite_dist.errors import EnvironmentVariablesError
 from ignite_dist.internals import _torch
@@ -155,7 +154,7 @@ class NativeModel(ProcessModel):
                     kwargs.update(store=store, rank=place.rank, world_size=place.world_size)
                 _init_process_group(backend, place, world_connections, kwargs)
         except BaseException:
-            variables.restore()
+            own_variables.restore()
             raise
         stores.count_context(place, init_method)
         model = cls(_world(), _make_undo(excepthook), place, connecting)
@@ -268,7 +267,7 @@ def _make_undo(excepthook: Callable[..., Any]) -> Callable[[], None]:
     installed = sys.excepthook
 
     def undo() -> None:
-        variables.restore()
+        own_variables.restore()
         if sys.excepthook is installed:  # torch chains a new hook at every init_process_group
             sys.excepthook = excepthook
 

@@ -54,7 +54,7 @@ _OPS = {
     "OR": dist.ReduceOp.BOR,
     "XOR": dist.ReduceOp.BXOR,
 }
-# Options by is_async. If is_async is False, gloo works in the caller's thread, and NCCL in its stream.
+# Options by is_async. If is_async is False, NCCL works in the caller's stream.
 _ALL_REDUCE = {
     is_async: {name: _all_reduce_options(op, is_async) for name, op in _OPS.items()}
     for is_async in (False, True)
@@ -187,6 +187,7 @@ class NativeTransport(Transport):
     def forget(self) -> None:
         """Drop the connections to the store, because the context has ended."""
         self._groups.forget()
+        connections.to_other_machines.discard(self.world_connections)
 
     # --- primitives ---
 

@@ -1,4 +1,4 @@
-"""torch_xla's data loader with the attributes of ``DataLoader``. Imported only if an XLA device is in use."""
+"""torch_xla's data loader. Imported only if an XLA device is in use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ignite_dist.comp_models.xla import _torch_xla
 
 
 class DeviceLoader(MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no type information
-    """An ``MpDeviceLoader`` whose passes are independent of each other.
+    """An ``MpDeviceLoader`` with :meth:`batches_of`, whose passes are independent of each other.
 
     Each ``next()`` ends a step of torch_xla, which runs the lazy computations.
     """

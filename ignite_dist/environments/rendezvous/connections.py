@@ -1,12 +1,13 @@
 """Connections to other machines: keepalive, errors that name a lost host, and warnings about long waits.
 
 TCP alone notices after 15 minutes that a machine has lost its power or cable. A process that only receives
-never notices. With keepalive the kernel checks the connection, without a thread or messages of this package.
-The option is set on each socket, also on the sockets of gloo and torch's store.
+never notices. With keepalive the kernel checks the connection, without a thread of this package. The option
+is set on each socket, also on the sockets of gloo and torch's store.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -67,7 +68,7 @@ def keepalive() -> Iterator[None]:
     yield
     for fd, _ in _open_sockets() - before:
         with suppress(OSError), _socket_object(fd) as sock:  # it may be closed by now, or of an unusual kind
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+            if _is_tcp(sock):
                 sock.getpeername()  # raises OSError unless connected
                 enable_keepalive(sock, seconds)
 
@@ -104,6 +105,10 @@ def _open_sockets() -> set[tuple[int, int]]:
     return found
 
 
+def _is_tcp(sock: socket.socket) -> bool:
+    return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+
+
 @contextmanager
 def _socket_object(fd: int) -> Iterator[socket.socket]:
     """A socket object for ``fd``, which another library owns. Leaves ``fd`` open."""
@@ -138,7 +143,8 @@ class Connections:
         yield
         for fd, inode in _open_sockets() - before:
             with suppress(OSError), _socket_object(fd) as sock:
-                self._found[fd, inode] = sock.getpeername()  # raises OSError unless connected
+                if _is_tcp(sock):  # another thread may have opened another socket
+                    self._found[fd, inode] = sock.getpeername()  # raises OSError unless connected
 
     def duplicates(self, port: int | None) -> list[int]:
         """Descriptors of the connections to ``port``, which stay open when the library closes its own."""
@@ -218,19 +224,23 @@ def wait(work: Work) -> None:
         raise_with_cause(error)
 
 
-# Connections of gloo to other machines, and those of their peers that were closed at the last look.
 to_other_machines: WeakSet[Connections] = WeakSet()
-_seen_closed: frozenset[tuple[str, int]] = frozenset()
+"""The connections of gloo in contexts on several machines."""
+
+# The peers to which a connection was closed when some thread looked last.
+_closed: frozenset[tuple[str, int]] = frozenset()
 _LOOK = timedelta(seconds=5)
-_PROBE_SECONDS = 3.0
+_NUM_PROBES_OF_PEER, _PROBE_SECONDS = 2, 3.0
+_NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 
 def _complete(work: Work) -> None:
     """Wait for a collective of a process group.
 
-    If a connection fails, gloo tells those who wait for messages that have not begun to come, but not those
-    whose message has partly come or gone. They would wait until the timeout. So this function looks every few
-    seconds whether gloo has closed a connection meanwhile, and whether that machine answers.
+    If a connection fails, gloo reports this only to operations whose message has not begun. An operation
+    whose message is partly sent or received waits until the timeout. So on several machines this function
+    looks every few seconds whether gloo has closed a connection since the wait began, and if so, whether the
+    other machine answers. (Ctrl-C then interrupts the wait, too, and the collective still runs.)
 
     Raises:
         HostLostError: a machine does not answer.
@@ -239,37 +249,45 @@ def _complete(work: Work) -> None:
     if not to_other_machines:
         work.wait()
         return
-    before = _seen_closed
-    while True:
-        try:
-            work.wait(_LOOK)
+    before = _closed
+    while not _succeeds(work):
+        if work.is_completed():
+            _look()
+            work.wait()  # raises the error, unless the collective has completed just now
             return
-        except RuntimeError:
-            if work.is_completed():
-                _look()
-                work.wait()  # raises the error, unless the collective has completed just now
-                return
         for address, port in _look() - before:
             if not _answers(address, port):
                 raise HostLostError(_host_name(address), address)
 
 
+def _succeeds(work: Work) -> bool:
+    """Wait for a few seconds. True if the collective has succeeded."""
+    with suppress(RuntimeError):  # of the limit, or of the collective
+        work.wait(_LOOK)
+        return True
+    return False
+
+
 def _look() -> frozenset[tuple[str, int]]:
     """The peers to which a connection is closed now."""
-    global _seen_closed
-    _seen_closed = frozenset().union(*(opened.closed() for opened in list(to_other_machines)))
-    return _seen_closed
+    global _closed
+    with suppress(OSError):  # no file descriptor is left
+        _closed = frozenset().union(*(opened.closed() for opened in list(to_other_machines)))
+    return _closed
 
 
 def _answers(address: str, port: int) -> bool:
-    """True if the machine at ``address`` answers, also if no process listens at ``port``."""
-    try:
-        socket.create_connection((address, port), _PROBE_SECONDS).close()
-    except ConnectionError:  # refused
-        return True
-    except OSError:  # a timeout, or no route
-        return False
-    return True
+    """False if the machine at ``address`` does not answer. No process needs to listen at ``port``."""
+    for _ in range(_NUM_PROBES_OF_PEER):
+        try:
+            socket.create_connection((address, port), _PROBE_SECONDS).close()
+            return True
+        except TimeoutError:
+            pass
+        except OSError as error:
+            if error.errno not in _NO_ANSWER:
+                return True
+    return False
 
 
 def raise_with_cause(error: RuntimeError) -> NoReturn:

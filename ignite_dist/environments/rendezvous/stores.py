@@ -19,8 +19,7 @@ from torch.distributed import DistNetworkError, DistStoreError, HashStore, Prefi
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ignite_dist import environments
-from ignite_dist.environments import Environment
-from ignite_dist.environments import own_variables as variables
+from ignite_dist.environments import Environment, own_variables
 from ignite_dist.environments.base import read_int, read_port
 from ignite_dist.environments.rendezvous import connections, network_interfaces, roll_call
 from ignite_dist.errors import EnvironmentVariablesError, LaunchError, MissingRanksError
@@ -44,7 +43,7 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
         ValueError: arguments and environment contradict each other, or ``init_method`` needs a rank.
         EnvironmentVariablesError: a variable is missing, for example the address of rank 0.
     """
-    environ = variables.given()
+    environ = own_variables.given()
     environment = environments.detect(environ)
     if rank is None or world_size is None:
         if environment is None and environ.get("LOCAL_RANK"):
@@ -87,7 +86,7 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
 
 def set_missing(place: Environment, more: Mapping[str, str]) -> None:
     """Set the variables that scripts read, and ``more``. Existing values stay."""
-    variables.set_missing(
+    own_variables.set_missing(
         {
             "RANK": place.rank,
             "WORLD_SIZE": place.world_size,

@@ -75,7 +75,11 @@ def test_every_method_that_begins_a_collective_is_marked() -> None:
         if not name.startswith("_") and getattr(member, "__annotations__", {}).get("return") == "Work"
     }
     assert begins >= {"all_reduce", "reduce_scatter"}
-    assert begins <= communicating(idist.comp_models.SerialModel(0).transport)
+    model = idist.comp_models.SerialModel(0)
+    assert begins | {"fill_rows", "gather_bytes", "make_group", "make_mesh"} <= communicating(model.transport)
+    assert {"broadcast", "gather", "gather_packed", "broadcast_packed"} <= communicating(model.objects)
+    assert {"new", "resolve"} <= communicating(model.groups)
+    assert {"average_in_block", "join", "wrap_model", "shard_model"} <= communicating(model.training)
 
 
 def subclasses_of(kind: type) -> list[type]:

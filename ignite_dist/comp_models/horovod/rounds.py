@@ -132,7 +132,7 @@ class Rounds:
         self.errors_with_cause = calls.errors_with_cause
         self._calls = calls
         self._exchange = exchange
-        self._name = f"ignite_dist.values.gradients.{process_set.process_set_id}"
+        self._name = f"ignite_dist.gradients.{process_set.process_set_id}"
         self._members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self._num_members = 0  # number of members ever added, equal on each rank
         self._num_since_step = 0

@@ -62,6 +62,10 @@ class OrderedLoader(DataLoader[Any]):
         """What torch's iterators draw from: indices, or lists of them."""
         return _Draws(self, _torch.index_sampler(self))
 
+    def batches_of(self, loader: DataLoader[Any]) -> Any:
+        """The batches of one pass over ``loader``, this loader. A backend's loader is around another one."""
+        return super().__iter__()
+
 
 class _Draws:
     """The draws of a loader's sampler in its present epoch, from the position on."""
@@ -165,8 +169,12 @@ class Pass:
 
 
 class Resumable:
-    """Mixin for loaders: their position in the epoch, and passes that begin at a saved position."""
+    """Mixin for loaders: their position in the epoch, and passes that begin at a saved position.
 
+    The class behind it has the method ``batches_of(loader)``: the batches of one pass over torch's loader.
+    """
+
+    batches_of: Any
     _latest: Progress | None = None
     _furthest: Progress | None = None  # of the passes before the latest one, in this epoch
     _start: Progress | None = None  # the loaded position
@@ -182,10 +190,6 @@ class Resumable:
         """The loader of torch, which has the sampler."""
         assert isinstance(self, OrderedLoader)
         return self
-
-    def batches_of(self, loader: DataLoader[Any]) -> Any:
-        """The batches of one pass over torch's ``loader``."""
-        return super().__iter__()  # type: ignore[misc]  # of DataLoader, behind this mixin
 
     @property
     def epoch(self) -> int:
@@ -232,7 +236,7 @@ class Resumable:
         return self._latest
 
     def begin_pass(self) -> Pass:
-        """Begin a pass, at the loaded position if there is one."""
+        """Begin a pass, at the position of the loaded checkpoint if there is one."""
         loader, epoch = self.host_loader(), self.epoch
         self._keep_furthest(epoch)
         start = self._start if self._start is not None and self._start.epoch == epoch else None
@@ -429,8 +433,8 @@ class _DeviceEpochLoader(Resumable):
 
 @cache
 def _device_loader_class(kind: Any) -> type[_DeviceEpochLoader]:
-    """``kind``, the loader of a backend, with passes. Its own ``batches_of`` makes the batches of a pass."""
-    return type(kind.__name__, (_DeviceEpochLoader, kind), {"batches_of": kind.batches_of})
+    """``kind``, the loader of a backend, with passes."""
+    return type(kind.__name__, (_DeviceEpochLoader, kind), {})
 
 
 def make_loader(

@@ -107,7 +107,7 @@ PythonPickler = pickle._Pickler
 
 
 class ForkServer:
-    """What this process knows of the fork server that it has started."""
+    """The fork server of this process: its process id, its pipe and its start."""
 
     def __init__(self) -> None:
         self._server: Any = multiprocessing.forkserver._forkserver
@@ -134,12 +134,12 @@ class ForkServer:
         self._server.ensure_running()
 
     def start_by(self, function: Callable[[Callable[[], None]], None]) -> None:
-        """Let ``function`` start the server whenever Python needs it. It gets Python's own way to do so."""
+        """Call ``function`` whenever Python needs the server. Its argument starts the server."""
         original = type(self._server).ensure_running
         self._server.ensure_running = lambda: function(lambda: original(self._server))
 
     def take_pipe(self, stand_in: int | None = None) -> int | None:
-        """The pipe that keeps the server alive. Python passes on ``stand_in`` in its place."""
+        """Return the pipe that keeps the server alive. Child processes inherit ``stand_in`` instead of it."""
         pipe: int | None = self._server._forkserver_alive_fd
         self._server._forkserver_alive_fd = stand_in
         return pipe
@@ -178,7 +178,8 @@ def leave_finalizers() -> None:
     finalize: Any = weakref.finalize
     for entry in finalize._registry.values():
         entry.atexit = False
-    finalize._registered_with_atexit = False  # Python 3.14 clears the handlers of a fork
+    # Python 3.14 clears the handlers of ``atexit`` in a fork. A later finalizer registers a new one.
+    finalize._registered_with_atexit = False
 
 
 def leave_exit_handlers() -> None:

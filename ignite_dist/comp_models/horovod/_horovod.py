@@ -1,6 +1,7 @@
 """Horovod's private names. No other file of the package uses Horovod's private names.
 
-:class:`ignite_dist.internals._torch.PrivateName` explains the fields. Only :func:`check` imports Horovod.
+:class:`~ignite_dist.internals.private_names.PrivateName` explains the fields. Only :func:`check` imports
+Horovod.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class DeviceLoader(MpDeviceLoader):  # type: ignore[misc]  # torch_xla has no ty
         super().__init__(loader, device)
 
     def batches_of(self, loader: DataLoader[Any]) -> Any:
-        """The batches of one pass. They are prefetched, so the pass over ``loader`` ends before this one."""
+        """The batches of one pass. They are prefetched: ``loader`` ends before this pass does."""
         return _DeviceBatches(loader, self._batch_device)
 
 

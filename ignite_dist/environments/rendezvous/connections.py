@@ -67,10 +67,8 @@ def keepalive() -> Iterator[None]:
     before = _open_sockets()
     yield
     for fd, _ in _open_sockets() - before:
-        with suppress(OSError), _socket_object(fd) as sock:  # it may be closed by now, or of an unusual kind
-            if _is_tcp(sock):
-                sock.getpeername()  # raises OSError unless connected
-                enable_keepalive(sock, seconds)
+        with suppress(OSError), _connection(fd) as sock:
+            enable_keepalive(sock, seconds)
 
 
 def enable_keepalive(sock: socket.socket, seconds: int) -> None:
@@ -105,10 +103,6 @@ def _open_sockets() -> set[tuple[int, int]]:
     return found
 
 
-def _is_tcp(sock: socket.socket) -> bool:
-    return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
-
-
 @contextmanager
 def _socket_object(fd: int) -> Iterator[socket.socket]:
     """A socket object for ``fd``, which another library owns. Leaves ``fd`` open."""
@@ -120,6 +114,16 @@ def _socket_object(fd: int) -> Iterator[socket.socket]:
         yield sock
     finally:
         sock.detach()
+
+
+@contextmanager
+def _connection(fd: int) -> Iterator[socket.socket]:
+    """A socket object for a TCP connection. Raises OSError if ``fd`` is closed or of another kind."""
+    with _socket_object(fd) as sock:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+            raise OSError(errno.ENOTCONN, "no TCP connection")
+        sock.getpeername()  # raises OSError unless connected
+        yield sock
 
 
 def wait_for_end(fds: Sequence[int], seconds: float) -> None:
@@ -142,17 +146,15 @@ class Connections:
         before = _open_sockets()
         yield
         for fd, inode in _open_sockets() - before:
-            with suppress(OSError), _socket_object(fd) as sock:
-                if _is_tcp(sock):  # another thread may have opened another socket
-                    self._found[fd, inode] = sock.getpeername()  # raises OSError unless connected
+            with suppress(OSError), _connection(fd) as sock:
+                self._found[fd, inode] = sock.getpeername()
 
     def duplicates(self, port: int | None) -> list[int]:
         """Descriptors of the connections to ``port``, which stay open when the library closes its own."""
         found = []
         for fd, _ in self._found.keys() & _open_sockets():
-            with suppress(OSError), _socket_object(fd) as sock:
-                # Another thread may have opened another connection meanwhile.
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
+            with suppress(OSError), _connection(fd) as sock:
+                if sock.getpeername()[1] == port:  # another thread may have opened another one meanwhile
                     found.append(os.dup(fd))
         return found
 
@@ -227,7 +229,7 @@ def wait(work: Work) -> None:
 to_other_machines: WeakSet[Connections] = WeakSet()
 """The connections of gloo in contexts on several machines."""
 
-# The peers to which a connection was closed when some thread looked last.
+# The peers to which a connection was closed when a thread looked last. Replaced as a whole, never changed.
 _closed: frozenset[tuple[str, int]] = frozenset()
 _LOOK = timedelta(seconds=5)
 _NUM_PROBES_OF_PEER, _PROBE_SECONDS = 2, 3.0
@@ -271,7 +273,7 @@ def _succeeds(work: Work) -> bool:
 def _look() -> frozenset[tuple[str, int]]:
     """The peers to which a connection is closed now."""
     global _closed
-    with suppress(OSError):  # no file descriptor is left
+    with suppress(OSError):  # no file descriptor is left for the look: keep what is known
         _closed = frozenset().union(*(opened.closed() for opened in list(to_other_machines)))
     return _closed
 

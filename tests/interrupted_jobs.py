@@ -6,12 +6,16 @@ import os
 import re
 import signal
 import subprocess
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import helpers
+
+# SIGUSR1 makes a process of the job write its stacks.
+_STACKS = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\n"
 
 
 class Job(NamedTuple):
@@ -33,13 +37,27 @@ class Job(NamedTuple):
 
     def end(self) -> tuple[int, list[list[str]], str]:
         """The launcher's exit code, what each rank has saved, and the output, once all have ended."""
-        out, err = self.launcher.communicate(timeout=280)
+        try:
+            out, err = self.launcher.communicate(timeout=280)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"The job has not ended.\n{self._stacks_and_processes()}") from None
         assert helpers.end_of_processes(self.workers, 0) == []
         assert not re.search(r"TCPStore|Exception raised from|frame #|sendBytes|recvValue", err), err
         assert err.count("Traceback") <= 1, err  # of the launcher
         (self.folder / "stderr").write_text(err)
         saved = [path.read_text().splitlines() if path.exists() else [] for path in self._paths()]
         return self.launcher.returncode, saved, out
+
+    def _stacks_and_processes(self) -> str:
+        for pid in (self.launcher.pid, *self.workers):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        try:
+            _, stderr = self.launcher.communicate(timeout=10)
+        except subprocess.TimeoutExpired as expired:
+            stderr = (expired.stderr or b"").decode(errors="replace")
+        processes = ["ps", "-eo", "pid,ppid,pgid,stat,wchan:20,etimes,args"]
+        return stderr + subprocess.run(processes, capture_output=True, text=True, check=False).stdout
 
     def _paths(self) -> list[Path]:
         return [self.folder / str(rank) for rank in range(2)]
@@ -51,7 +69,7 @@ def job(text: str, *args: str, folder: Path, seconds: int, **environ: str) -> It
 
     Each rank has said ``worker <pid>``, and saves in ``<folder>/<rank>``. The grace period has ``seconds``.
     """
-    script = helpers.write_script(folder, text)
+    script = helpers.write_script(folder, _STACKS + textwrap.dedent(text))
     launcher = subprocess.Popen(
         [helpers.python_that_forks(), str(script), *args, str(folder)],
         env=helpers.plain_environ(IGNITE_DIST_GRACE_SECONDS=str(seconds), **environ),

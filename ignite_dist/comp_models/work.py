@@ -9,7 +9,8 @@ from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from ignite_dist.internals.call_sites import function_called, is_library, site_of, users_frame
+from ignite_dist.internals.call_sites import function_called, is_library, local_of, site_of, users_frame
+from ignite_dist.values.calls import NO_CALL
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -212,4 +213,11 @@ def place_of(frame: FrameType | None) -> str:
     For an asynchronous collective, the place where the collective began, for example
     ``"all_reduce begun at folder/file.py:12"``.
     """
-    return begun_call(frame) or f"{function_called(frame)} at {site_of(users_frame(frame))}"
+    if begun := begun_call(frame):
+        return begun
+    users = users_frame(frame)
+    if users is not None:
+        return f"{function_called(frame)} at {site_of(users)}"
+    # A worker's entry point ends the context after the user's function.
+    call = getattr(local_of(frame, "group"), "call", NO_CALL)
+    return f"{call.text} at the end of the context" if call.text else "the end of the context"

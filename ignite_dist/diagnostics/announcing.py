@@ -13,8 +13,12 @@ from ignite_dist.comp_models.work import Work
 from ignite_dist.diagnostics import pending_calls
 from ignite_dist.diagnostics.flight_recorder import Comparison, Recorder
 from ignite_dist.errors import EnvironmentVariablesError
+from ignite_dist.values.calls import Call
 
 _VARIABLE = "IGNITE_DIST_DEBUG"
+
+# The same for all calls: the ranks compare what differs. A rank without compare_calls() makes another call.
+_COMPARISON = Call("a comparison of compare_calls()")
 
 _comparison: Comparison | None = None
 
@@ -135,7 +139,8 @@ def announce(
     if times is not None and (group.handle is None or group.position(rank) is not None):
         begin = times.timed(operation, op, value, group.ranks, key, async_op, begin)
     if is_compared and len(group.ranks) > 1:
-        recorder.compare(rank, call, group.ranks, lambda row: model.objects.gather(row, group))
+        comparing = group.in_call(_COMPARISON)
+        recorder.compare(rank, call, group.ranks, lambda row: model.objects.gather(row, comparing))
     return begin
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import warnings
@@ -69,7 +70,7 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
         path = frame.f_code.co_filename
         is_of_library = _is_library_by_path.get(path)  # cached: each collective calls this function
         if is_of_library is None:
-            is_of_library = is_library_path(path) or _is_generated(frame)
+            is_of_library = is_library_path(path) or _is_generated(frame) or _starts_worker(frame)
             if not path.startswith("<"):  # code of several modules may be called "<string>"
                 _is_library_by_path[path] = is_of_library
         if not is_of_library:
@@ -105,6 +106,15 @@ def _is_generated(frame: FrameType) -> bool:
     """True if torch.compile generated the code. Its file or module names differ between ranks."""
     module = frame.f_globals.get("__name__", "")
     return frame.f_code.co_filename.startswith("<eval_with_key>") or module.startswith("torch._inductor.")
+
+
+def _starts_worker(frame: FrameType) -> bool:
+    """True for the command of the ``python -c`` by which multiprocessing starts a process."""
+    return (
+        frame.f_back is None
+        and frame.f_code.co_filename == "<string>"
+        and multiprocessing.parent_process() is not None
+    )
 
 
 # Modules of functions that wrap the functions that users call.

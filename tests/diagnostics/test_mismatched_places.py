@@ -55,3 +55,32 @@ def test_one_mismatch_after_another() -> None:
     assert first == second
     assert "rank 0: barrier at" in first[0] and "rank 1: all_reduce at" in first[0]
     assert "rank 0: all_reduce at" in first[1] and "rank 1: barrier at" in first[1]
+
+
+def _compares_alone(local_rank: int) -> str:
+    if idist.get_rank() == 0:
+        idist.compare_calls()
+    with pytest.raises(idist.CollectiveMismatchError) as caught:
+        idist.all_reduce(torch.ones(3))
+    return str(caught.value)
+
+
+def test_a_rank_that_compares_alone() -> None:
+    """It compares the end of its context too, which is named: no user's line is there."""
+    with pytest.raises(idist.RankFailedError) as caught:
+        spawn(_compares_alone)
+    text = str(caught.value)
+    assert "Rank 1 did not come to a comparison of compare_calls() at the end of the context" in text
+
+
+def _compares_alone_until_the_end(local_rank: int) -> str:
+    said = _compares_alone(local_rank)
+    idist.compare_calls(verify=False)
+    return said
+
+
+def test_a_rank_that_does_not_compare() -> None:
+    first, second = spawn(_compares_alone_until_the_end)
+    assert first == second
+    assert "(a comparison of compare_calls()); rank 1: all_reduce at" in first
+    assert "(SUM torch.float32 (3,))" in first

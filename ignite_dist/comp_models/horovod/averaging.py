@@ -168,8 +168,7 @@ class Gradients:
         # Submit the previous gradient, because the user's hooks may still change the current gradient.
         latest, self._latest = self._latest, index
         if latest is not None:
-            with self.rounds.errors_with_cause():
-                self._submit_if_complete(self._units.unit_of(latest))
+            self._submit_if_complete(self._units.unit_of(latest))
 
     def _submit_if_complete(self, unit: Unit) -> None:
         if self._units.is_pending(unit):
@@ -183,7 +182,8 @@ class Gradients:
             gradient = parameter.grad
             if gradient.is_sparse if gradient is not None else parameter.requires_grad:
                 return  # a round must first show if other ranks have a dense gradient or None
-        self._units.submit(unit)
+        with self.rounds.errors_with_cause():
+            self._units.submit(unit)
 
     # --- a round ---------------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ _logger = logging.getLogger(__name__)
 # cycle. So a rank with its own core spins for slightly longer than one cycle, and sleeps afterwards.
 _SPIN_SECONDS = 1.2e-3
 _SLEEP_SECONDS = 200e-6
+# Between two looks whether Horovod still runs. A look waits for the lock of Horovod's thread.
+_CHECK_SECONDS = 5e-3
 
 # The watchdog's timeout for the lock on the process sets.
 _LOCK_SECONDS = 0.1
@@ -316,14 +318,16 @@ class HorovodTransport(Transport):
     def _wait(self, handle: int, name: str, patience: float) -> None:
         # hvd.synchronize() alone would spin until the call ends. Spinning takes a core from Horovod's thread
         # (with three ranks on two cores, 4 bytes take 9 ms instead of 2 ms), and blocks Ctrl-C.
-        start = time.perf_counter()
+        start, next_check = time.perf_counter(), 0.0
         while not self._hvd.poll(handle):
             waited = time.perf_counter() - start
             if waited < self._spin_seconds:
                 os.sched_yield()
                 continue
-            if not self._is_running() and not self._hvd.poll(handle):
-                raise self._mpi_ops.HorovodInternalError(SHUT_DOWN)
+            if waited > next_check:
+                if not self._is_running() and not self._hvd.poll(handle):
+                    raise self._mpi_ops.HorovodInternalError(SHUT_DOWN)
+                next_check = waited + _CHECK_SECONDS
             if waited > patience:
                 patience = inf
                 _logger.warning(_WAITING, self._rank, waited, name)

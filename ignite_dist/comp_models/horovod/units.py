@@ -21,6 +21,10 @@ from ignite_dist.internals._torch import version_of
 
 Unit = tuple[int, ...]
 
+# A call of Horovod costs 0.1 ms and more in the backward pass: it waits for the lock of Horovod's thread.
+_UNIT_BYTES = 1 << 20
+_MAX_UNIT = 32  # each gradient of a unit looks at all others
+
 
 @dataclass
 class _Submitted:
@@ -36,7 +40,7 @@ class Units:
     Args:
         reduction: reduces the gradients.
         groups: the number of units, or lists of parameters; see ``hvd.DistributedOptimizer``. A parameter
-            outside the lists gets its own unit.
+            outside the lists gets its own unit. None: small parameters share units.
     """
 
     def __init__(self, reduction: Reduction, groups: int | Sequence[Sequence[Tensor]] | None) -> None:
@@ -154,7 +158,7 @@ def _make_units(groups: Any, parameters: Sequence[Tensor], first: int) -> list[U
     trained = {id(one): number for number, one in enumerate(parameters, first) if one.requires_grad}
     numbers = list(trained.values())
     if groups is None:
-        parts: list[list[int]] = []
+        parts = _small_parts(numbers, parameters, first)
     elif isinstance(groups, int):
         size, longer = divmod(len(numbers), groups)
         ends = [number * size + min(number, longer) for number in range(groups + 1)]
@@ -170,3 +174,17 @@ def _make_units(groups: Any, parameters: Sequence[Tensor], first: int) -> list[U
         for members in by_type.values():
             units.update(dict.fromkeys(members, tuple(members)))
     return list(units.values())
+
+
+def _small_parts(numbers: Sequence[int], parameters: Sequence[Tensor], first: int) -> list[list[int]]:
+    """The numbers in parts of at most ``_MAX_UNIT`` parameters and ``_UNIT_BYTES``, or of one parameter."""
+    parts: list[list[int]] = []
+    room = 0
+    for number in numbers:
+        num_bytes = parameters[number - first].nbytes
+        if num_bytes > room or len(parts[-1]) == _MAX_UNIT:
+            parts.append([])
+            room = _UNIT_BYTES
+        parts[-1].append(number)
+        room -= num_bytes
+    return parts

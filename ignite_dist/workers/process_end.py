@@ -9,6 +9,7 @@ only those of the user's modules are destroyed here. Objects of the launcher are
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import logging
@@ -39,11 +40,12 @@ _fork_lock = threading.Lock()  # the garbage collector has one setting for all t
 
 @contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Context manager: keep garbage in the block, and in a fork of it until :func:`begin_in_fork`.
+    """Context manager for a fork: keep garbage in the block, and in the fork until :func:`begin_in_fork`.
 
     The launcher's garbage may have a TCPStore. Its destructor waits for a thread, which a fork does not have.
     """
     global _collects_garbage
+    flush_c_stdout()
     with _fork_lock:
         _collects_garbage = gc.isenabled()
         gc.disable()
@@ -88,18 +90,20 @@ def end(code: int, start_method: str) -> NoReturn:
     for hook in _failure_hooks if code else ():
         _try(hook)
     if start_method == "spawn":
+        # multiprocessing would first join the children of an executor, which wait for one of its threads.
+        _python.join_threads()
         sys.exit(code)
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _try(_python.join_children, on_interrupt)
     _try(_python.join_threads, on_interrupt)
     _try(_python.run_exit_handlers, on_interrupt)
+    _try(_python.join_children, on_interrupt)
     _try(logging.shutdown)  # Python 3.14 has removed this handler from a fork
     threading.excepthook = lambda _: None  # Python stops the daemon threads here
     for name, names in reversed(list(_users_globals())):
         _try(partial(_destroy_objects, names, _inherited.get(name, {})))
     _try(gc.collect)
     has_failed = _flush_all([stream for stream in (sys.stdout, sys.stderr) if stream is not None])
-    _flush_all(_open_files())
+    _flush_all([*_open_files(), _CStreams()])
     os._exit(code or (_FAILED_OUTPUT if has_failed else 0))
 
 
@@ -147,6 +151,19 @@ def _open_files() -> list[Any]:
     kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     files = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
     return sorted(files, key=lambda one: not issubclass(type(one), io.TextIOBase))
+
+
+class _CStreams:
+    """The streams of C: what ``printf`` has written. A thread that reads one may hold its lock."""
+
+    def flush(self) -> None:
+        ctypes.CDLL(None).fflush(None)
+
+
+def flush_c_stdout() -> None:
+    """Write what ``printf`` has written. Otherwise a fork of this process would write it too."""
+    libc, name = ctypes.CDLL(None), "__stdoutp" if sys.platform == "darwin" else "stdout"
+    libc.fflush(ctypes.c_void_p.in_dll(libc, name))
 
 
 def _flush_all(files: list[Any]) -> bool:

@@ -23,7 +23,8 @@ from torch.optim import AdamW, Optimizer
 
 import ignite_dist as idist
 from helpers import run_python, write_script
-from ignite_dist.training.checkpointing import shard_files
+from ignite_dist.context.live import current_model
+from ignite_dist.training.checkpointing import rank_states, shard_files
 from ignite_dist.training.checkpointing.trees import plain
 from on_ranks import on_ranks
 
@@ -634,3 +635,25 @@ def test_a_file_of_a_wrapped_model_loads_anywhere(tmp_path: Path) -> None:
     alone, state = Linear(2, 1), torch.load(tmp_path / "old.pt")
     idist.load_model_state(alone, state)
     assert_same(alone.weight.detach(), state["module.weight"])
+
+
+# --- what each rank has of its own -----------------------------------------------------------------------
+
+
+def gathers_and_restores(local_rank: int, folder: Path) -> list[Any]:
+    """The random numbers of the rank before the save, in it, and after the load by the same rank."""
+    rank = idist.get_rank()
+    torch.manual_seed(rank)
+    idist.save_checkpoint(folder / "run.pt")
+    expected = torch.rand(3).tolist()
+    idist.load_checkpoint(folder / "run.pt")
+    live = current_model()
+    states = rank_states.gather_on_rank_0(live, {"loader": None, "random_states": rank})
+    return [torch.rand(3).tolist() == expected, states]
+
+
+def test_no_rank_but_the_first_gets_the_states_of_the_others(tmp_path: Path) -> None:
+    of_all = {"loader": [None] * 3, "random_states": [0, 1, 2]}
+    of_others = {"loader": [], "random_states": []}
+    found = on_ranks(gathers_and_restores, tmp_path, world_size=3)
+    assert found == [[True, of_all], [True, of_others], [True, of_others]]

@@ -595,3 +595,30 @@ def test_a_kill_loses_what_python_has_not_written(tmp_path: Path) -> None:
     with pytest.raises(idist.WorkerExitedError):
         spawn(_killed, tmp_path / "file", nproc_per_node=1)
     assert (tmp_path / "file").read_text() == ""
+
+
+LEAVES_AN_EXECUTOR = """
+    import concurrent.futures, ctypes, sys
+    import ignite_dist as idist
+
+    def double(value):
+        return 2 * value
+
+    def work(local_rank):
+        global executor
+        executor = concurrent.futures.ProcessPoolExecutor(1)
+        assert list(executor.map(double, [1, 2])) == [2, 4]
+        ctypes.CDLL(None).printf(b"printed by %d\\n", local_rank)
+
+    if __name__ == "__main__":
+        ctypes.CDLL(None).printf(b"printed by the launcher\\n")
+        idist.spawn("gloo", work, nproc_per_node=2, start_method=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_executors_that_nobody_ends_and_what_c_has_printed(method: str, tmp_path: Path) -> None:
+    """Python ends executors when it joins threads, before it joins children. C keeps its own buffers."""
+    ended = run_python(write_script(tmp_path, LEAVES_AN_EXECUTOR), method, seconds=200)
+    said = ["printed by 0", "printed by 1", "printed by the launcher"]
+    assert (ended.returncode, sorted(ended.stdout.splitlines())) == (0, said), ended.stdout

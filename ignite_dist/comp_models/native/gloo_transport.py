@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -56,16 +57,10 @@ class GlooTransport(OneMachineTransport, NativeTransport):
         # gloo needs several collectives for a large tensor, which start() cannot begin.
         return work if gloo.fits_one_round(tensor.nbytes, len(group.ranks)) else Steps(work.wait)
 
-    def reducer_group(self, group: Group) -> ProcessGroup | None:
+    def reducer_group(self, group: Group, is_joining: Callable[[], bool]) -> ProcessGroup | None:
         if self.shares_memory(group) is False or self.memory_of(group) is None:
             return None
-        return ReducerGroup(self.handle_of(group), partial(self._sum_in_memory, group=group))
-
-    def _sum_in_memory(self, tensor: Tensor, group: Group) -> Work | None:
-        if not self.shares_memory(group):
-            return None
-        call = call_of("gradients of a backward pass", "", tensor)
-        return self.all_reduce(tensor, "SUM", group.in_call(call))
+        return ReducerGroup(self.handle_of(group), _ReducerCollectives(self, group), is_joining)
 
     def timeout_of(self, handle: Any) -> timedelta:
         return _torch.timeout_of(handle, self._device())
@@ -83,3 +78,24 @@ class GlooTransport(OneMachineTransport, NativeTransport):
     def forget(self) -> None:
         NativeTransport.forget(self)
         OneMachineTransport.forget(self)
+
+
+class _ReducerCollectives:
+    """See :class:`~ignite_dist.comp_models.native.reducer_group.ReducerCollectives`."""
+
+    def __init__(self, transport: GlooTransport, group: Group) -> None:
+        self._transport, self._group = transport, group
+
+    def sum_gradients(self, tensor: Tensor, token: int) -> Work | None:
+        return self._run("gradients of a backward pass", tensor, token, self._transport.all_reduce, "SUM")
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work | None:
+        src = self._group.ranks[root]
+        return self._run("DDP's broadcast", tensor, 0, self._transport.broadcast, src)
+
+    def _run(
+        self, name: str, tensor: Tensor, token: int, collective: Callable[..., Work], how: Any
+    ) -> Work | None:
+        if not self._transport.shares_memory(self._group):
+            return None
+        return collective(tensor, how, self._group.in_call(call_of(name, "", tensor), token))

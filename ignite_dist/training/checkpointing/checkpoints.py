@@ -30,13 +30,13 @@ from ignite_dist.training.checkpointing.parts import (
     state_of,
 )
 from ignite_dist.training.checkpointing.pending_saves import PendingSave, wait_for_pending
+from ignite_dist.training.checkpointing.rank_states import gather_on_rank_0, own_state, restore
 from ignite_dist.training.checkpointing.trees import plain, split_shards
 from ignite_dist.training.comparisons import check_same_state
 from ignite_dist.training.drift import Samples
 from ignite_dist.training.state_dicts import has_shards
 from ignite_dist.training.unwrapped_states import unwrapped_state
 from ignite_dist.values.copies import Copies
-from ignite_dist.values.random_states import RandomStates
 
 _Part = TypeVar("_Part")
 Several = Mapping[str, _Part] | list[_Part] | tuple[_Part, ...]
@@ -115,6 +115,7 @@ def save_checkpoint(
     content: dict[str, Any] = {}
     copies = Copies(of_cpu=asynchronous)
     samples: list[Samples] = []
+    of_this_rank: list[dict[str, Any]] = []
 
     def prepare() -> dict[str, Any]:
         _check_target(path, keep)
@@ -126,7 +127,12 @@ def save_checkpoint(
             name: plain(state_of(name, value), name, copies.promise) for name, value in values.items()
         }
         samples.append(Samples(live, parts["model"].objects))
-        return {**_part_of_rank(live, path, parts["loader"]), "samples": samples[0].digests}
+        of_this_rank.append(own_state(live, parts["loader"]))
+        return {
+            "number": _prepare_folder(path) if live.get_rank() == 0 else 0,
+            "batches": [one.position()["batches"] for one in parts["loader"].objects.values()],
+            "samples": samples[0].digests,
+        }
 
     _check_same_call(live, "save_checkpoint", path=given, asynchronous=bool(asynchronous))
     ranks = same_outcome(live, prepare, "save_checkpoint")
@@ -135,26 +141,15 @@ def save_checkpoint(
     number = ranks[0]["number"]
     shards = _take_states(live, parts, content, copies)
     folder = checkpoint_files.shards_folder(path, number) if shards else None
-    content.update(
-        checkpoint_files.header(number, names_of_several(parts), bool(shards)),
-        loader=[one["loader"] for one in ranks] if parts["loader"].is_given else None,
-        random_states=[one["random_states"] for one in ranks],
-    )
+    content.update(checkpoint_files.header(number, names_of_several(parts), bool(shards)))
+    content.update(gather_on_rank_0(live, of_this_rank[0]))
+    if not parts["loader"].is_given:
+        content["loader"] = None
     write = _writer(live, path, content, folder, shards, keep, asynchronous)
     if asynchronous:
         return PendingSave(live, given, write)
     same_outcome(live, write, "save_checkpoint")
     return Completed(given)
-
-
-def _part_of_rank(live: ComputationModel, path: Path, loader: Part) -> dict[str, Any]:
-    positions = {name: one.position() for name, one in loader.objects.items()}
-    return {
-        "number": _prepare_folder(path) if live.get_rank() == 0 else 0,
-        "batches": [position["batches"] for position in positions.values()],
-        "loader": loader.entry(positions),
-        "random_states": {**RandomStates.now().plain(), "device": live.training.random_state()},
-    }
 
 
 def _check_target(path: Path, keep: Any) -> None:
@@ -368,12 +363,12 @@ def load_checkpoint(
             load_state(value, received["values"][name])
 
     same_outcome(live, fill, "load_checkpoint")
-    _restore_ranks(live, received, parts["loader"])
+    restore(live, content, parts["loader"])
     found: dict[str, Any] = received["values"]
     return found
 
 
-_RECEIVED = ("scheduler", "loader", "values", "random_states")
+_RECEIVED = ("scheduler", "values")
 
 
 def _described_groups(optimizer: Optimizer) -> str:
@@ -385,18 +380,6 @@ def _check_same_objects(objects: Sequence[list[str]]) -> None:
     if any(one != objects[0] for one in objects):
         by_rank = describe_by_rank(range(len(objects)), [", ".join(one) or "nothing" for one in objects])
         raise ValueError(f"load_checkpoint needs the same objects on every rank, but got {by_rank}.")
-
-
-def _restore_ranks(live: ComputationModel, received: dict[str, Any], loader: Part) -> None:
-    """Restore what each rank has of its own: the positions of loaders and the random states."""
-    rank, saved = live.get_rank(), received["random_states"]
-    is_same_rank = len(saved) == live.get_world_size()
-    positions = received["loader"][rank if is_same_rank else 0] if loader.is_given else None
-    for one, position in loader.with_states(positions):
-        one.resume(position, is_same_rank)
-    if rank < len(saved):
-        RandomStates.of_plain(saved[rank]).restore()
-        live.training.set_random_state(saved[rank]["device"])
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from types import FrameType
 
 from ignite_dist.internals._torch import DYNAMO
-from ignite_dist.workers.process_end import leave_finalizers
+from ignite_dist.workers.process_end import flush_c_stdout, leave_finalizers
 from ignite_dist.workers.supervisor.fork_server import BEGIN_IMPORTS
 
 # From the leaves up, so that each import is short: a launch waits until the import under way has ended.
@@ -94,6 +94,7 @@ def _before_fork() -> None:
     The server ignores SIGTERM, and an ignored signal is lost.
     """
     if os.getpid() == _server_pid:
+        flush_c_stdout()  # of preloaded modules
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 

@@ -156,6 +156,10 @@ class Training:
         ``average`` averages the gradients of parameters.
         """
 
+    def has_seen_pass(self, model: Module) -> bool:
+        """False if the wrapper of ``model`` knows that no backward pass has reached its parameters."""
+        return True
+
     @communicates
     def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer like ``optimizer``, with its state sharded over the ranks.

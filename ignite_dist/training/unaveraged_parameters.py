@@ -1,7 +1,7 @@
-"""Detect parameters whose gradients no rank averages.
+"""Detect gradients that nothing averages.
 
-A parameter that is unfrozen after ``auto_model`` is an error. A parameter in no model of ``auto_model`` is a
-warning only: an expert or a pipeline stage is trained on each rank for itself.
+A parameter that is unfrozen after ``auto_model`` is an error. The rest is a warning of the first step only:
+an expert or a pipeline stage, for example, is trained on each rank for itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -45,6 +46,9 @@ def watch_frozen(live: ComputationModel, module: Module, wrapped: Module, is_ave
     """
     ignored = _torch.ignored_by_ddp(module)
     wrapper = wrapped if isinstance(wrapped, DistributedDataParallel) else None
+    if wrapper is not None:
+        received = _received[module] = WeakTensorKeyDictionary()
+        received.update({parameter: _kind(parameter) for parameter in module.parameters()})
     for name, parameter in module.named_parameters():
         handle = _hook_handles.pop(parameter, None)
         if handle is not None:
@@ -87,7 +91,15 @@ class _RaisingHook:
         )
 
 
-# --- parameters in no model of auto_model --------------------------------------------------------------
+# --- gradients that nothing averages ---------------------------------------------------------------------
+
+# The parameters of each module when DDP wrapped it, and their kinds.
+_received: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
+
+
+def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
+    """What torch does not change without losing the hooks of the parameter."""
+    return parameter.dtype, parameter.device
 
 
 def watch_first_step(optimizer: Optimizer) -> None:
@@ -117,15 +129,54 @@ class _FirstStep:
             for parameter in parameters_of(optimizer)
             if parameter.grad is not None and not is_sharded(parameter)
         ]
-        own = _outside(own, remembered_models(live))
-        if own and (own := _outside(own, _wrapped_by_the_script())):
-            shapes = ", ".join(str(tuple(parameter.shape)) for parameter in own[:5])
-            warn_user(
-                f"This {type(optimizer).__name__} trains parameters that are in no model of auto_model, so "
-                f"each rank may train its own. Their shapes: {shapes}{', ...' if len(own) > 5 else ''}. To "
-                "average their gradients, put their module through auto_model too, and keep what it returns "
-                "(for single parameters: shared = idist.auto_model(torch.nn.ParameterList([temperature])))."
-            )
+        models = remembered_models(live)
+        if outside := _outside(own, models):
+            of_script = _wrapped_by_the_script()
+            models = [*models, *of_script]
+            outside = _outside(outside, of_script)
+        models = [model for model in models if len(_outside(own, [model])) < len(own)]
+        name = type(optimizer).__name__
+        if outside:
+            _warn(f"This {name} trains parameters that are in no model of auto_model", outside, _PUT_THROUGH)
+        elif changed := _changed(own, models):
+            _warn(f"This {name} trains parameters that were changed after auto_model", changed, _CHANGE_FIRST)
+        elif own and _torch.number_of_backward_pass() >= 0:
+            _warn(f"This {name} makes its step inside of a backward pass", own, _AFTER_PASS)
+        elif not all(map(live.training.has_seen_pass, models)):
+            _warn(f"This {name} makes a step with gradients of no backward pass", own, _AVERAGE)
+
+
+_PUT_THROUGH = (
+    "To average their gradients, put their module through auto_model too, and keep what it returns (for "
+    "single parameters: shared = idist.auto_model(torch.nn.ParameterList([temperature])))."
+)
+_CHANGE_FIRST = (
+    "model.to() with another dtype or device, load_state_dict(assign=True) and new layers come before "
+    "auto_model. Or call model = idist.auto_model(idist.unwrap_model(model)) again, and make a new optimizer."
+)
+_AFTER_PASS = "DistributedDataParallel averages the gradients at the end of the pass: make the step after it."
+_AVERAGE = (
+    "Gradients of torch.autograd.grad or torch.func.grad are each rank's own. Unless the script averages "
+    "them, assign them in the block of idist.grad_sync(model, strategy=idist.DDPSyncStrategy.FORCED_SYNC)."
+)
+
+
+def _warn(what: str, parameters: list[Any], advice: str) -> None:
+    shapes = ", ".join(str(tuple(parameter.shape)) for parameter in parameters[:5])
+    more = ", ..." if len(parameters) > 5 else ""
+    warn_user(f"{what}, so each rank may train its own. Their shapes: {shapes}{more}. {advice}")
+
+
+def _changed(parameters: list[Any], models: Iterable[Module]) -> list[Any]:
+    """Those that have another kind than when DDP wrapped their model, or were not there."""
+    trained = {id(parameter) for parameter in parameters}
+    return [
+        parameter
+        for model in models
+        if (received := _received.get(model)) is not None
+        for parameter in model.parameters()
+        if id(parameter) in trained and received.get(parameter) != _kind(parameter)
+    ]
 
 
 def _outside(parameters: list[Any], models: Iterable[Module]) -> list[Any]:

@@ -269,3 +269,61 @@ def all_equal(gradients: list[Any]) -> bool:
 
 def test_an_interrupt_in_a_backward_pass_is_raised_at_its_end() -> None:
     on_ranks(_interrupted)
+
+
+def _raises_in_a_pass(rank: int) -> list[str]:
+    """Rank 1 gets an exception of a signal handler while it waits, and has not sent all pieces."""
+
+    def interrupt(*_: Any) -> None:
+        raise TimeoutError("too long")
+
+    signal.signal(signal.SIGALRM, interrupt)
+    control = idist.new_group([0, 1])
+    os.environ[VARIABLE] = "0"
+    idist.barrier(control)
+    del os.environ[VARIABLE]
+    model, said = idist.auto_model(linear()), []
+    for _ in range(2):  # torch rebuilds its buckets between the two
+        backward(model)
+    if rank == 1:
+        when_waiting(lambda: (os.kill(os.getpid(), signal.SIGALRM), idist.barrier(control)))
+    else:
+        idist.barrier(control)
+    try:
+        backward(model)
+    except (TimeoutError, idist.CollectiveMismatchError) as error:
+        said.append(type(error).__name__)
+    for _ in range(2):
+        assert backward(model).eq(1.5).all()
+    return said
+
+
+def test_an_exception_of_a_signal_handler_is_raised_at_the_end_too() -> None:
+    assert on_ranks(_raises_in_a_pass) == [["CollectiveMismatchError"], ["TimeoutError"]]
+
+
+def _makes_other_calls(rank: int, num_steps: int) -> list[str]:
+    """In place of one backward pass, rank 0 makes another call; torch rebuilds its buckets in the second."""
+    model, said = idist.auto_model(Sequential(Linear(3, 3), Linear(3, 3)), bucket_cap_mb=1e-5), []
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.full((1, 3), rank + 1.0)).sum().backward()
+
+    for _ in range(num_steps):
+        step()
+    for call in (lambda: idist.all_reduce(1) if rank == 0 else step(), *(step for _ in range(4))):
+        try:
+            call()
+        except idist.CollectiveMismatchError as error:
+            said.append(str(error).partition("(rank 0: ")[2].partition("(")[0])
+    assert all_equal([one.grad for one in model.parameters()])
+    return said
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_the_model_goes_on_after_another_call_in_place_of_a_step(num_steps: int) -> None:
+    first, second = on_ranks(_makes_other_calls, num_steps)
+    assert first == second and first[0].startswith("all_reduce at")
+    # Only the first pass lets torch rebuild the buckets, so one more call of the ranks differs.
+    assert len(first) <= 2

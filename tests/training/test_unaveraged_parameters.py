@@ -1,7 +1,8 @@
-"""Parameters that an optimizer trains, but that are in no model of ``auto_model``."""
+"""Gradients that nothing averages: parameters in no model of ``auto_model``, or changed after it."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ def warned_in(steps: Callable[[], None]) -> list[str]:
         warnings.simplefilter("always")
         steps()
     assert all(one.filename == __file__ for one in caught), "it points at the script"
-    return [str(one.message) for one in caught if "no model of auto_model" in str(one.message)]
+    return [str(one.message) for one in caught if "may train its own" in str(one.message)]
 
 
 def train(optimizer: Optimizer, loss: Callable[[], Tensor], num_steps: int = 2) -> Callable[[], None]:
@@ -104,3 +105,90 @@ def test_one_process_gets_none() -> None:
     model = Linear(3, 1)
     optimizer = idist.auto_optim(SGD(model.parameters(), lr=0.1))
     assert warned_in(train(optimizer, lambda: model(torch.ones(2, 3)).mean())) == []
+
+
+def _changed(_: int, how: str) -> None:
+    net = Linear(3, 1)
+    model = idist.auto_model(net)
+    if how == "dtype":
+        model.double()
+    elif how == "assigned":
+        net.load_state_dict({key: value.clone() for key, value in net.state_dict().items()}, assign=True)
+    else:
+        net.register_parameter("scale", Parameter(torch.ones(1)))
+    optimizer = idist.auto_optim(SGD(model.parameters(), lr=0.1))
+    x = torch.ones(2, 3, dtype=net.weight.dtype)
+    steps = train(optimizer, lambda: (model(x) * getattr(net, "scale", 1)).mean())
+    (text,) = warned_in(steps)
+    assert "This SGD trains parameters that were changed after auto_model" in text
+    shapes = "(1,). " if how == "new" else "(1, 3), (1,). "
+    assert f"Their shapes: {shapes}model.to()" in text
+
+
+@pytest.mark.parametrize("how", ["dtype", "assigned", "new"])
+def test_parameters_that_change_after_auto_model(how: str) -> None:
+    on_ranks(_changed, how)
+
+
+def _passed_by(_: int, how: str) -> None:
+    model = idist.auto_model(Linear(3, 1))
+    optimizer = idist.auto_optim(SGD(model.parameters(), lr=0.1))
+    weight, bias = model.parameters()
+
+    def step() -> None:
+        loss = model(torch.full((2, 3), idist.get_rank() + 1.0)).mean()
+        if how == "in the pass":
+            optimizers = {one: idist.auto_optim(SGD([one], lr=0.1)) for one in (weight, bias)}
+            for one in optimizers:
+                one.register_post_accumulate_grad_hook(lambda one: optimizers[one].step())
+            loss.backward()
+        else:
+            weight.grad, bias.grad = torch.autograd.grad(loss, (weight, bias))
+            optimizer.step()
+
+    if how == "averaged":
+        with idist.grad_sync(model, strategy=idist.DDPSyncStrategy.FORCED_SYNC):
+            weight.grad, bias.grad = torch.autograd.grad(model(torch.ones(2, 3)).mean(), (weight, bias))
+        assert warned_in(optimizer.step) == []
+        return
+    texts = warned_in(step)
+    expected = "inside of a backward pass" if how == "in the pass" else "with gradients of no backward pass"
+    assert texts and all(expected in text for text in texts)
+
+
+@pytest.mark.parametrize("how", ["in the pass", "torch.autograd.grad", "averaged"])
+def test_steps_that_ddp_does_not_see(how: str) -> None:
+    on_ranks(_passed_by, how)
+
+
+def _copied(rank: int) -> list[float]:
+    """Two backward passes, of which DDP averages one."""
+    torch.manual_seed(0)
+    model = copy.deepcopy(copy.deepcopy(idist.auto_model(Linear(2, 1))))
+    optimizer = idist.auto_optim(SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        optimizer.zero_grad()
+        losses = [model(torch.full((1, 2), rank + step + factor)).sum() for factor in (1.0, 2.0)]
+        for loss in losses:
+            loss.backward()
+        assert warned_in(optimizer.step) == []
+    return [round(one, 4) for one in torch.nn.utils.parameters_to_vector(model.parameters()).tolist()]
+
+
+def test_a_copy_of_a_model_is_trained_like_the_model() -> None:
+    first, second = on_ranks(_copied)
+    assert first == second
+
+
+def _frozen(_: int) -> str:
+    net = torch.nn.Sequential(Linear(2, 2), Linear(2, 1))
+    model = idist.auto_model(net)
+    net[0].requires_grad_(False)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(1, 2)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_layer_that_is_frozen_after_auto_model() -> None:
+    for text in on_ranks(_frozen):
+        assert text.startswith("Frozen after auto_model: 0.bias, 0.weight. DistributedDataParallel waits")

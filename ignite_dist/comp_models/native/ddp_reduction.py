@@ -118,11 +118,7 @@ class _Reduction:
         missing = [number for number in range(len(self.parameters)) if number not in self.arrived]
         frozen = [self.names[number] for number in missing if not self.parameters[number].requires_grad]
         if frozen:
-            raise RuntimeError(
-                f"Frozen after auto_model: {', '.join(frozen)}. DistributedDataParallel waits for these "
-                "gradients and has averaged nothing in this step. Freeze parameters before auto_model, or "
-                "pass find_unused_parameters=True to auto_model."
-            )
+            raise RuntimeError(further_passes.FROZEN_LATER.format(", ".join(frozen)))
         parameters = [self.parameters[number] for number in missing]
         add_gradients(parameters, lambda: [self.zeros(parameter) for parameter in parameters]).backward()  # type: ignore[no-untyped-call]
 

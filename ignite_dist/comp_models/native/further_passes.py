@@ -10,10 +10,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_dist.internals import _torch
@@ -37,31 +37,57 @@ class _Passes:
         is_reducing: True from a forward pass to the end of DDP's reduction, perhaps in the second of two
             backward passes that each reach some of the parameters.
         is_local: True after a forward pass in ``no_sync()``.
+        has_seen: True after any backward pass, also one in ``no_sync()``, or another average.
         hooks: the hooks of the parameters.
     """
 
     def __init__(self, module: DistributedDataParallel, average: Average) -> None:
-        self.is_reducing = self.is_local = False
+        self.is_reducing = self.is_local = self.has_seen = False
         self._module, self._average = weakref.ref(module), average
-        self.hooks = AfterBackward(_trained(module), self._after_backward)
+        trained = _trained(module)
+        self._names = list(trained)
+        self.hooks = AfterBackward(trained.values(), self._after_backward)
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of the module averages as DDP does
+        return type(None), ()  # a pickled module averages as DDP does
+
+    def __deepcopy__(self, memo: Any) -> _Copied:
+        return _Copied(self._average)
 
     def _after_backward(self) -> None:
         module = self._module()
         if module is None:  # the module inside goes on without its wrapper
             return
+        self.has_seen = True
         if self.is_reducing:
             self.is_reducing = not _torch.has_reduced(module)
+            if self.is_reducing:
+                self._check_frozen(module)
         elif module.require_backward_grad_sync and not self.is_local:
-            self._average(_trained(module))
+            self._average(list(_trained(module).values()))
+
+    def _check_frozen(self, module: DistributedDataParallel) -> None:
+        if not module.find_unused_parameters and (frozen := set(self._names) - set(_trained(module))):
+            raise RuntimeError(FROZEN_LATER.format(", ".join(sorted(frozen))))
 
 
-def _trained(module: DistributedDataParallel) -> list[Parameter]:
+class _Copied(NamedTuple):
+    """What a copy of a DDP has, until its first forward pass, in place of its :class:`_Passes`."""
+
+    average: Average
+
+
+FROZEN_LATER = (
+    "Frozen after auto_model: {}. DistributedDataParallel waits for these gradients and has averaged nothing "
+    "in this step. Freeze parameters before auto_model: call model = "
+    "idist.auto_model(idist.unwrap_model(model)) again. Or pass find_unused_parameters=True to auto_model."
+)
+
+
+def _trained(module: DistributedDataParallel) -> dict[str, Parameter]:
     ignored = module.parameters_to_ignore
     named = module.module.named_parameters()
-    return [one for name, one in named if one.requires_grad and name not in ignored]
+    return {name: one for name, one in named if one.requires_grad and name not in ignored}
 
 
 def average_further_passes(module: DistributedDataParallel, average: Average) -> None:
@@ -69,11 +95,29 @@ def average_further_passes(module: DistributedDataParallel, average: Average) ->
 
     All ranks make the same passes.
     """
-    inner = vars(module.module)
-    if inner.get(_PASSES) is not None:
-        inner[_PASSES].hooks.remove()  # of an earlier wrapper
-    inner[_PASSES] = vars(module)[_PASSES] = _Passes(module, average)
+    _begin(module, average)
     module.register_forward_hook(_note_forward)
+
+
+def _begin(module: DistributedDataParallel, average: Average) -> _Passes:
+    inner = vars(module.module)
+    if isinstance(earlier := inner.get(_PASSES), _Passes):
+        earlier.hooks.remove()  # of an earlier wrapper
+    inner[_PASSES] = vars(module)[_PASSES] = passes = _Passes(module, average)
+    return passes
+
+
+def note_average(model: Module) -> None:
+    """Note that the gradients of ``model`` have been averaged outside of its backward passes."""
+    for module in model.modules():
+        if isinstance(passes := vars(module).get(_PASSES), _Passes):
+            passes.has_seen = True
+
+
+def has_seen_pass(module: Module) -> bool:
+    """False if no backward pass has reached the parameters of a DDP, or of the module in it."""
+    passes = vars(module).get(_PASSES)
+    return passes is None or (isinstance(passes, _Passes) and passes.has_seen)
 
 
 @contextmanager
@@ -81,7 +125,7 @@ def reducing(module: DistributedDataParallel) -> Iterator[None]:
     """Context manager: DDP completes its reduction in the block."""
     passes = _passes_of(module)
     if passes is not None:
-        passes.is_reducing = True
+        passes.is_reducing = passes.has_seen = True
     try:
         yield
     finally:
@@ -91,11 +135,16 @@ def reducing(module: DistributedDataParallel) -> Iterator[None]:
 
 def _note_forward(module: DistributedDataParallel, *_: Any) -> None:
     """The forward hook: a function of this module, because models are copied and pickled."""
-    passes = _passes_of(module)
-    if passes is not None and torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
+        return
+    passes = vars(module).get(_PASSES)
+    if isinstance(passes, _Copied):  # all ranks train the copy
+        passes = _begin(module, passes.average)
+    if passes is not None:
         passes.is_local = not module.require_backward_grad_sync
         passes.is_reducing |= not passes.is_local
 
 
 def _passes_of(module: DistributedDataParallel) -> _Passes | None:
-    return vars(module).get(_PASSES)
+    passes = vars(module).get(_PASSES)
+    return passes if isinstance(passes, _Passes) else None

@@ -102,6 +102,9 @@ class NativeTraining(Training):
         if isinstance(model, DistributedDataParallel):
             further_passes.average_further_passes(model, average)
 
+    def has_seen_pass(self, model: Module) -> bool:
+        return further_passes.has_seen_pass(model)
+
     def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         return _shard_optimizer(optimizer)
 
@@ -121,6 +124,7 @@ class NativeTraining(Training):
 
     def mark_averaged(self, model: Module) -> None:
         _mark_averaged(model)
+        further_passes.note_average(model)
 
     def accumulate(self, model: Module, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
         return _accumulating(model)

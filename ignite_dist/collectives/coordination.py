@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.broadcast import broadcast_anything
 from ignite_dist.collectives.checks import check_dense
 from ignite_dist.collectives.interrupts import counts_interrupts
 from ignite_dist.collectives.path import is_member, perform, takes_part
+from ignite_dist.collectives.tree_reduction import reduce_tree
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
@@ -280,12 +280,18 @@ def any_true(flag: bool, group: Any = None) -> bool:
             if idist.any_true(math.isnan(loss)):  # if the loss is NaN on one rank, all ranks stop
                 break
     """
-    return bool(all_reduce(bool(flag), "OR", group=group))
+    return agree_on_flag(flag, "OR", group, Caller("any_true"))
 
 
 def all_true(flag: bool, group: Any = None) -> bool:
     """True if ``flag`` is true on every rank of the group. See :func:`any_true`."""
-    return bool(all_reduce(bool(flag), "AND", group=group))
+    return agree_on_flag(flag, "AND", group, Caller("all_true"))
+
+
+@counts_interrupts
+def agree_on_flag(flag: Any, op: str, group: Any, caller: Caller) -> bool:
+    """The flags of all ranks of ``group``, reduced by ``op``, in the public function ``caller``."""
+    return bool(reduce_tree(current_model(), bool(flag), op, group, function=caller.name))
 
 
 def one_rank_only(

@@ -104,7 +104,7 @@ def reduce(
         return reduced if is_dst else None
 
     if not isinstance(tensor, Tensor):
-        reduced = reduce_tree(model, tensor, op, group, exact, call, async_op)
+        reduced = reduce_tree(model, tensor, op, group, exact, call, async_op, function="reduce")
         return reduced.then(result) if async_op else result(reduced)
     plan = plan_reduction(model, op, tensor, exact)
     check_writable("reduce", tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from numbers import Number
 from types import GeneratorType
@@ -23,6 +24,7 @@ from ignite_dist.collectives.primitives import (
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.errors import CollectiveMismatchError
+from ignite_dist.internals.call_sites import site_of, users_frame
 from ignite_dist.values import number_ops, pytree
 from ignite_dist.values.carriers import PIECE_BYTES
 
@@ -37,16 +39,18 @@ def reduce_tree(
     tree: Any,
     op: str,
     group: Any,
-    exact: bool,
-    op_text: str,
-    async_op: bool,
+    exact: bool = True,
+    op_text: str = "",
+    async_op: bool = False,
     fills: bool = False,
+    function: str = "all_reduce",
 ) -> Any:
     """Reduce a number, or a tree of numbers and tensors; see :func:`ignite_dist.all_reduce`.
 
-    ``op_text`` describes ``op`` and options. It must be equal on all ranks. ``fills`` writes the results
-    into the tensors of ``tree``.
+    ``op_text`` describes ``op`` and options (default: ``op``). It must be equal on all ranks. ``fills``
+    writes the results into the tensors of ``tree``. ``function`` is the public function.
     """
+    op_text = op_text or op
     leaves, structure = pytree.flatten(tree)
     values = [
         leaf
@@ -73,7 +77,7 @@ def reduce_tree(
 
     return perform(
         model,
-        "all_reduce",
+        function,
         members,
         lambda members: Steps(lambda: reduce(values, members)),
         outside=tree,
@@ -241,16 +245,28 @@ def _gather_checked(
     return [(row, data) for _, row, data in gathered]
 
 
-def _mismatch(model: ComputationModel, gathered: list[Any], call: str, group: Group) -> str:
+_SHOWN_BEFORE, _SHOWN = 60, 300  # characters, before and from the first difference
+
+
+def _mismatch(model: ComputationModel, gathered: list[Any], structure: str, group: Group) -> str:
     """The message for ranks whose calls differ. If all of them have called this, they exchange the calls."""
+    function = group.call.text.partition("(")[0]
     parts = [list(map(type, entry)) if type(entry) is tuple else [] for entry in gathered]
     if any(kinds != [int, list, bytes] for kinds in parts):
-        return f"Some ranks call all_reduce, and other ranks make another call. This rank: {call[:500]}"
-    ranks_by_call: dict[str, list[str]] = {}
-    for rank, other in zip(group.ranks, model.objects.gather(call[:500], group), strict=True):
-        ranks_by_call.setdefault(other, []).append(str(rank))
-    calls = "; ".join(f"rank {', '.join(ranks)}: {other}" for other, ranks in ranks_by_call.items())
+        called = structure[:_SHOWN]
+        return f"Some ranks call {function}, and other ranks make another call. This rank: {called}"
+    calls = model.objects.gather((structure, site_of(users_frame(sys._getframe()))), group)
+    columns = enumerate(zip(*(other for other, _ in calls), strict=False))
+    difference = next((number for number, column in columns if len(set(column)) > 1), 0)
+    start = max(0, difference - _SHOWN_BEFORE)
+    by_call: dict[str, list[str]] = {}
+    for rank, (other, site) in zip(group.ranks, calls, strict=True):
+        end = start + _SHOWN_BEFORE + _SHOWN
+        shown = f"{'...' * (start > 0)}{other[start:end]}{'...' * (end < len(other))}"
+        place = "" if site == "?" else f" at {site}"  # the thread of an asynchronous call
+        by_call.setdefault(f"{place}: {shown}", []).append(str(rank))
+    described = "; ".join(f"rank {', '.join(ranks)}{call}" for call, ranks in by_call.items())
     return (
-        "The ranks called one all_reduce with different operations, tree structures, dtypes or shapes "
-        f"(a dot is a value): {calls}"
+        f"The ranks called {function} with different operations, tree structures, dtypes or shapes (a dot is "
+        f"a value): {described}"
     )

@@ -26,6 +26,7 @@ from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
 from ignite_dist.environments import devices
 from ignite_dist.internals import tracing
 from ignite_dist.internals.call_sites import warn_user
+from ignite_dist.values.calls import Call
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,6 +52,7 @@ __all__ = [
 _Result = TypeVar("_Result")
 
 # Getters that torch.compile may trace: its guards check the attributes that these methods read.
+_PLACES = Call("the exchange of the ranks' machines")
 _TRACED = frozenset(
     {"is_current", "is_current_by_guards", "get_rank", "get_world_size", "device", "backend"}
     | {"get_local_rank", "get_nproc_per_node", "get_nnodes", "get_node_rank"}
@@ -285,7 +287,8 @@ class ComputationModel(ABC):
         return self._found_node_ranks
 
     def _exchange_places(self, node: str, local_rank: int | None) -> Topology:
-        gathered = self.objects.gather_bytes(encode_place(node, local_rank), self.groups.world)
+        group = self.groups.world.in_call(_PLACES)
+        gathered = self.objects.gather_bytes(encode_place(node, local_rank), group)
         found, self._found_node_ranks = Topology.from_places(self.get_rank(), decode_places(gathered))
         return found
 

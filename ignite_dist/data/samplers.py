@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -125,11 +125,37 @@ def _num_in_parts(num_draws: int, sampler: Any) -> int:
     return num_whole * part_size(size, *place) + own_rest
 
 
-class BatchSamplerPart(Sampler[Any]):
+class _Forwarding:
+    """Reads and writes the attributes of the object inside that this object does not have.
+
+    So ``loader.batch_sampler.set_epoch(...)`` and ``loader.sampler.weights = ...`` work as without this
+    object. The constructor sets the object inside last.
+    """
+
+    _inside: ClassVar[str]  # the name of the attribute
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == self._inside:
+            raise AttributeError(name)
+        return getattr(getattr(self, self._inside), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inside = vars(self).get(self._inside)
+        is_own = inside is None or name in vars(self) or hasattr(type(self), name) or name.startswith("_")
+        if is_own or not hasattr(inside, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inside, name, value)
+
+
+class BatchSamplerPart(_Forwarding, Sampler[Any]):
     """This rank's part of each batch of another batch sampler, see :func:`part_of_batch`."""
 
+    _inside = "batch_sampler"
+
     def __init__(self, batch_sampler: Any, num_replicas: int, rank: int) -> None:
-        self.batch_sampler, self.num_replicas, self.rank = batch_sampler, num_replicas, rank
+        self.num_replicas, self.rank = num_replicas, rank
+        self.batch_sampler = batch_sampler
 
     def __iter__(self) -> Iterator[list[Any]]:
         for batch in self.batch_sampler:
@@ -139,12 +165,6 @@ class BatchSamplerPart(Sampler[Any]):
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        """The attribute of the other batch sampler, so that ``loader.batch_sampler.set_epoch`` works."""
-        if name.startswith("_") or name == "batch_sampler":
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
 
 
 def place_of(sampler: Any) -> tuple[int, int] | None:
@@ -331,7 +351,7 @@ class ExactSampler(DistributedSampler[Any]):
         return torch.randperm(self.total_size, generator=generator)
 
 
-class Shard(IterableDataset[Any]):
+class Shard(_Forwarding, IterableDataset[Any]):
     """This rank's part of each batch of a stream. A data loader worker makes every ``m``-th batch of ``m``.
 
     A data loader asks its workers in turn, so batches come in the order of the stream with any number of
@@ -350,6 +370,8 @@ class Shard(IterableDataset[Any]):
         start: number of batches that the next pass leaves out.
     """
 
+    _inside = "dataset"
+
     def __init__(
         self,
         dataset: IterableDataset[Any],
@@ -359,13 +381,13 @@ class Shard(IterableDataset[Any]):
         batch_size: int | None = None,
         is_batched: bool = False,
     ) -> None:
-        self.dataset = dataset
         self.num_replicas = num_replicas
         self.rank = rank
         self.drop_last = drop_last
         self.total_batch_size = num_replicas if batch_size is None else batch_size
         self.is_batched = is_batched
         self.start = 0
+        self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -402,14 +424,8 @@ class Shard(IterableDataset[Any]):
         num_whole, num_rest = divmod(num_items, size)
         return num_whole * part_size(size, *place) + part_size(num_rest, *place)
 
-    def __getattr__(self, name: str) -> Any:
-        """The attribute of the wrapped data set, so that ``loader.dataset.set_epoch(...)`` works."""
-        if name.startswith("_") or name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
 
-
-class DistributedProxySampler(_AutoEpoch):
+class DistributedProxySampler(_Forwarding, _AutoEpoch):
     """Each rank's share of the draws of another sampler.
 
     Every rank draws the same indices: in each pass the generators that the sampler draws from are seeded with
@@ -429,6 +445,8 @@ class DistributedProxySampler(_AutoEpoch):
     Raises:
         TypeError: ``sampler`` is not a sampler, has no length, or is a ``DistributedSampler``.
     """
+
+    _inside = "sampler"
 
     def __init__(
         self,
@@ -450,8 +468,8 @@ class DistributedProxySampler(_AutoEpoch):
         super().__init__(
             as_dataset, num_replicas=num_replicas, rank=rank, shuffle=False, seed=seed, drop_last=drop_last
         )
-        self.sampler = sampler
         self.total_batch_size = batch_size
+        self.sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, also that of ``sampler`` if it has one."""

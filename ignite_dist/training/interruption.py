@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from ignite_dist.collectives.coordination import any_true
+from ignite_dist.collectives.coordination import Caller, agree_on_flag
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.serial import SerialModel
 from ignite_dist.context.live import current_model, end_hooks
@@ -102,7 +102,7 @@ def any_interrupted(signals: Iterable[int] = (signal.SIGINT, signal.SIGTERM)) ->
                     f"signals must be numbers of signals that a process can handle, got {number!r}."
                 )
         call_in_main_thread(lambda: _handler.add(numbers))
-    return any_true(_handler.received_at is not None)
+    return agree_on_flag(_handler.received_at is not None, "OR", None, Caller("any_interrupted"))
 
 
 def _end(model: ComputationModel) -> None:

@@ -45,6 +45,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "all_reduce of a tree in place": lambda: idist.all_reduce([_values()], inplace=True),
     "any_true": lambda: idist.any_true(False),
     "all_true": lambda: idist.all_true(False),
+    "any_interrupted": idist.any_interrupted,
+    "reduce of a number": lambda: idist.reduce(1.5),
     "reduce to 0": lambda: idist.reduce(_values(), dst=0),
     "reduce to 1": lambda: idist.reduce(_values(), dst=1),
     "reduce of a number to 1": lambda: idist.reduce(1.5, dst=1),
@@ -121,3 +123,27 @@ def _silent_pairs(rank: int, every: int) -> list[tuple[str, ...]]:
 def test_no_pair_of_different_calls_is_silent(backend: str, num_ranks: int, every: int) -> None:
     found = idist.spawn(backend, _silent_pairs, (every,), nproc_per_node=num_ranks)
     assert found == [[]] * num_ranks, found[0]
+
+
+def _long_trees(rank: int) -> list[str]:
+    """Trees that differ behind a long part that is equal."""
+    metrics = {f"metric {number:02d}": 1.0 for number in range(40)} | {f"only on rank {rank}": 1.0}
+    tensors = [_values()] * 30 + [_values(torch.float32, 4 + rank)]
+    said = [_raised(lambda tree=tree: idist.all_reduce(tree)) for tree in (metrics, tensors)]  # type: ignore[misc]
+    return [*said, _raised(lambda: idist.reduce({"a": 1}, dst=rank))]
+
+
+def test_the_first_difference_of_long_trees_is_shown_with_both_places() -> None:
+    first, second = idist.spawn("gloo", _long_trees, nproc_per_node=2)
+    assert first == second
+    keys, shapes, roots = first
+    place = "collectives/test_different_calls.py:"
+    for text, of_0, of_1 in (
+        (keys, "'only on rank 0'", "'only on rank 1'"),
+        (shapes, "(torch.float32, (4,), 'cpu')]", "(torch.float32, (5,), 'cpu')]"),
+        (roots, "SUM to 0 of { 'a' . }", "SUM to 1 of { 'a' . }"),
+    ):
+        before, after = text.split("; rank 1 at ")
+        assert f"rank 0 at {place}" in before and of_0 in before
+        assert after.startswith(place) and of_1 in after
+    assert "The ranks called reduce with different" in roots and "metric 01" not in keys

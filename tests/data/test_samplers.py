@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -17,7 +19,13 @@ from torch.utils.data import (
 )
 
 import ignite_dist as idist
-from ignite_dist.data.samplers import DistributedProxySampler, EpochSampler, seeded_draws
+from ignite_dist.data.samplers import (
+    BatchSamplerPart,
+    DistributedProxySampler,
+    EpochSampler,
+    Shard,
+    seeded_draws,
+)
 
 SIZE = 11
 SAMPLERS = {
@@ -157,3 +165,28 @@ def test_iterating_over_a_sampler_moves_no_epoch() -> None:
 
 def test_the_front_door_exports_it() -> None:
     assert idist.DistributedProxySampler is DistributedProxySampler
+
+
+class _Stream(IterableDataset[int]):
+    first = 0
+    rank = "of the script"
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.first + 4))
+
+
+def test_settings_are_changed_through_the_object_around() -> None:
+    """Each rank makes its loader in its process. Attributes of the outer object stay its own."""
+    sampler = DistributedProxySampler(WeightedRandomSampler([1.0] * 8, 4), 2, 0, batch_size=2)
+    sampler.weights = torch.eye(8)[5].double()
+    assert (list(sampler), sampler.weights[5]) == ([5, 5], 1)
+    batches = BatchSamplerPart(BatchSampler(SequentialSampler(range(8)), 2, False), 2, 1)
+    batches.batch_size = 8
+    assert (list(batches), batches.batch_size) == ([[1, 3, 5, 7]], 8)
+    stream = Shard(_Stream(), 2, 1)
+    stream.first = 100
+    assert (list(stream), stream.rank, stream.dataset.rank) == ([101, 103], 1, "of the script")
+    stream.rank = 0
+    stream.new = 3
+    assert (list(stream), stream.dataset.rank) == ([100, 102], "of the script")
+    assert not hasattr(stream.dataset, "new")

@@ -420,7 +420,7 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
 
     If the model's wrapper averages gradients, the optimizer does not: put each trained module through
     :func:`auto_model`, also a learned temperature or the proxies of a metric loss. The first step warns of
-    parameters that are in no such module. With XLA, and with a backend without a wrapper, gradients are
+    gradients that nothing averages. With XLA, and with a backend without a wrapper, gradients are
     averaged before the step. Under Horovod the result works like ``hvd.DistributedOptimizer``, takes the
     state of rank 0, and gradients are averages when ``backward`` returns.
 

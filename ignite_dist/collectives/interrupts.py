@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from ignite_dist.comp_models import Group
 from ignite_dist.context.live import current_model
-from ignite_dist.internals._python import enters_try_before_signals
 from ignite_dist.values.calls import Call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -34,11 +33,12 @@ def counts_interrupts(function: _Function) -> _Function:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        before = None
         try:
             before = latest_tokens.get(get_ident(), 0)
             return function(*args, **kwargs)
         except BaseException as error:
-            has_begun = "before" in locals() and latest_tokens.get(get_ident(), 0) != before
+            has_begun = before is not None and latest_tokens.get(get_ident(), 0) != before
             if not has_begun and is_interrupt(error):
                 # If the arguments are wrong, or there is no context, there is nothing to count.
                 with suppress(TypeError, ValueError, RuntimeError):
@@ -52,7 +52,7 @@ def counts_interrupts(function: _Function) -> _Function:
                         model.transport.count_interrupted(group.in_call(Call(f"{name}()")))
             raise
 
-    wrapper: Any = enters_try_before_signals(call)
+    wrapper: Any = call
     wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)  # reports show this name
     return wrapper  # type: ignore[no-any-return]
 

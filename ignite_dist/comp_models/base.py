@@ -51,8 +51,9 @@ __all__ = [
 
 _Result = TypeVar("_Result")
 
-# Getters that torch.compile may trace: its guards check the attributes that these methods read.
 _PLACES = Call("the exchange of the ranks' machines")
+
+# Getters that torch.compile may trace: its guards check the attributes that these methods read.
 _TRACED = frozenset(
     {"is_current", "is_current_by_guards", "get_rank", "get_world_size", "device", "backend"}
     | {"get_local_rank", "get_nproc_per_node", "get_nnodes", "get_node_rank"}

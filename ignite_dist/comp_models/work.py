@@ -216,8 +216,16 @@ def place_of(frame: FrameType | None) -> str:
     if begun := begun_call(frame):
         return begun
     users = users_frame(frame)
-    if users is not None:
-        return f"{function_called(frame)} at {site_of(users)}"
-    # A worker's entry point ends the context after the user's function.
-    call = getattr(local_of(frame, "group"), "call", NO_CALL)
-    return f"{call.text} at the end of the context" if call.text else "the end of the context"
+    if users is None and _ends_context(frame):
+        call = getattr(local_of(frame, "group"), "call", NO_CALL)
+        return f"{call.text} at the end of the context" if call.text else "the end of the context"
+    return f"{function_called(frame)} at {site_of(users)}"
+
+
+def _ends_context(frame: FrameType | None) -> bool:
+    """True if a worker ends its context, after the user's function."""
+    while frame is not None:
+        if frame.f_code.co_name == "conclude" and is_library(frame):
+            return True
+        frame = frame.f_back
+    return False

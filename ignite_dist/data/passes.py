@@ -259,7 +259,7 @@ class Resumable:
 
     def _rest_of_stream(self, loader: OrderedLoader, num_skipped: int, states: RandomStates | None) -> Any:
         if isinstance(loader.dataset, Shard) and loader.num_workers and not self._keeps_workers:
-            loader.dataset.start = num_skipped  # each worker skips its own batches
+            loader.dataset.leave_out(num_skipped)  # each worker skips its own batches
             return self.batches_of(loader)
         with preserved() if states is not None else nullcontext():
             if states is not None:

@@ -365,9 +365,6 @@ class Shard(_Forwarding, IterableDataset[Any]):
             item has no such batch.
         batch_size: number of items of a batch, of all ranks together; default: one per rank.
         is_batched: True yields this rank's part of each batch as a list, False yields the items.
-
-    Attributes:
-        start: number of batches that the next pass leaves out.
     """
 
     _inside = "dataset"
@@ -386,13 +383,13 @@ class Shard(_Forwarding, IterableDataset[Any]):
         self.drop_last = drop_last
         self.total_batch_size = num_replicas if batch_size is None else batch_size
         self.is_batched = is_batched
-        self.start = 0
+        self._start = 0
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         num_workers, number = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        start, self.start = self.start, 0  # workers that persist keep this object for later passes
+        start, self._start = self._start, 0  # workers that persist keep this object for later passes
         return self._parts(start + number, num_workers)
 
     def _parts(self, first: int, step: int) -> Iterator[Any]:
@@ -409,6 +406,10 @@ class Shard(_Forwarding, IterableDataset[Any]):
             else:
                 yield from own
             num_left_out = (step - 1) * size
+
+    def leave_out(self, num_batches: int) -> None:
+        """Let the next pass begin behind this number of batches."""
+        self._start = num_batches
 
     def num_batches(self, rank: int | None = None) -> int:
         """Number of batches of a rank, in all of its workers together; default: this rank."""

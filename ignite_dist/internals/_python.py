@@ -7,7 +7,6 @@ and the tests look up each name in the running Python.
 from __future__ import annotations
 
 import atexit
-import dis
 import multiprocessing
 import multiprocessing.forkserver
 import pickle
@@ -18,7 +17,7 @@ from contextlib import AbstractContextManager
 from multiprocessing import util
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.synchronize import SemLock
-from typing import Any, TypeVar
+from typing import Any
 
 from ignite_dist.internals.private_names import PrivateName, missing
 
@@ -102,29 +101,6 @@ def check() -> list[PrivateName]:
 
 PythonPickler = pickle._Pickler
 """The pickler that is written in Python."""
-
-
-# --- signals -----------------------------------------------------------------------------------------
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_AFTER_YIELD_FROM = 2
-
-
-def enters_try_before_signals(function: _Function) -> _Function:
-    """``function``, which begins with a ``try``: handlers of signals run inside of the ``try``, not before.
-
-    Since Python 3.11 the first instruction of a function is ``RESUME``, at which Python runs the handlers of
-    signals that have come meanwhile. What they raise would leave a function that C++ calls at once. With this
-    argument ``RESUME`` looks for no signals, because the ``yield from`` of a generator has done so. Python
-    looks again at the first call in the function. Python 3.10 does not look before a ``try``.
-    """
-    code: Any = function.__code__
-    instructions = bytearray(code.co_code)
-    for one in dis.get_instructions(code):
-        if one.opname == "RESUME" and one.arg == 0:
-            instructions[one.offset + 1] = _AFTER_YIELD_FROM
-    function.__code__ = code.replace(co_code=bytes(instructions))
-    return function
 
 
 # --- multiprocessing ---------------------------------------------------------------------------------

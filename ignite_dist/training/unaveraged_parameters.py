@@ -46,6 +46,7 @@ def watch_frozen(live: ComputationModel, module: Module, wrapped: Module, is_ave
     """
     ignored = _torch.ignored_by_ddp(module)
     wrapper = wrapped if isinstance(wrapped, DistributedDataParallel) else None
+    _received.pop(module, None)
     if wrapper is not None:
         received = _received[module] = WeakTensorKeyDictionary()
         received.update({parameter: _kind(parameter) for parameter in module.parameters()})
@@ -98,7 +99,7 @@ _received: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 
 
 def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
-    """What torch does not change without losing the hooks of the parameter."""
+    """If one of these changes, torch drops the hooks of the parameter."""
     return parameter.dtype, parameter.device
 
 

@@ -103,7 +103,7 @@ def end(code: int, start_method: str) -> NoReturn:
         _try(partial(_destroy_objects, names, _inherited.get(name, {})))
     _try(gc.collect)
     has_failed = _flush_all([stream for stream in (sys.stdout, sys.stderr) if stream is not None])
-    _flush_all([*_open_files(), _CStreams()])
+    _flush_all([*_open_files(), _CStdout()])
     os._exit(code or (_FAILED_OUTPUT if has_failed else 0))
 
 
@@ -153,11 +153,11 @@ def _open_files() -> list[Any]:
     return sorted(files, key=lambda one: not issubclass(type(one), io.TextIOBase))
 
 
-class _CStreams:
-    """The streams of C: what ``printf`` has written. A thread that reads one may hold its lock."""
+class _CStdout:
+    """What ``printf`` has written. A thread may hold its lock."""
 
     def flush(self) -> None:
-        ctypes.CDLL(None).fflush(None)
+        flush_c_stdout()
 
 
 def flush_c_stdout() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -111,25 +109,3 @@ def test_calls_go_together_after_an_interrupt_at_any_moment(backend: str, name: 
     (num_calls, wrong), (_, others) = idist.spawn(backend, _calls, (name,), nproc_per_node=2)
     assert (wrong, others) == ([], [])
     assert num_calls > 20
-
-
-def _pending(rank: int, name: str) -> list[Any]:
-    """A signal comes when C is about to call the public function of rank 1."""
-
-    def interrupt(*_: Any) -> None:
-        raise TimeoutError
-
-    signal.signal(signal.SIGALRM, interrupt)
-    raise_in_c = getattr(ctypes.CDLL(None), "raise")  # does not run handlers, unlike signal.raise_signal
-    function, seen = getattr(idist, name), []
-    function(1)
-    with pytest.raises((TimeoutError, idist.CollectiveMismatchError)):
-        next(map(function, map(raise_in_c, [signal.SIGALRM]))) if rank == 1 else function(0)
-    for value in (5, 6):
-        seen.append(function(value))
-    return seen
-
-
-@pytest.mark.parametrize(("name", "expected"), [("all_gather", [[5, 5], [6, 6]]), ("all_reduce", [10, 12])])
-def test_a_signal_that_is_pending_when_a_call_begins(name: str, expected: list[Any]) -> None:
-    assert idist.spawn("gloo", _pending, (name,), nproc_per_node=2) == [expected, expected]

@@ -641,7 +641,7 @@ def test_a_file_of_a_wrapped_model_loads_anywhere(tmp_path: Path) -> None:
 
 
 def gathers_and_restores(local_rank: int, folder: Path) -> list[Any]:
-    """The random numbers of the rank before the save, in it, and after the load by the same rank."""
+    """Whether the random numbers go on after the load as after the save, and what the rank gathers."""
     rank = idist.get_rank()
     torch.manual_seed(rank)
     idist.save_checkpoint(folder / "run.pt")

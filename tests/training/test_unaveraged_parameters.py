@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -147,8 +148,10 @@ def _passed_by(_: int, how: str) -> None:
             optimizer.step()
 
     if how == "averaged":
+        x = torch.full((2, 3), idist.get_rank() + 1.0)
         with idist.grad_sync(model, strategy=idist.DDPSyncStrategy.FORCED_SYNC):
-            weight.grad, bias.grad = torch.autograd.grad(model(torch.ones(2, 3)).mean(), (weight, bias))
+            weight.grad, bias.grad = torch.autograd.grad(model(x).mean(), (weight, bias))
+        assert weight.grad.eq(1.5).all()
         assert warned_in(optimizer.step) == []
         return
     texts = warned_in(step)
@@ -165,6 +168,7 @@ def _copied(rank: int) -> list[float]:
     """Two backward passes, of which DDP averages one."""
     torch.manual_seed(0)
     model = copy.deepcopy(copy.deepcopy(idist.auto_model(Linear(2, 1))))
+    pickle.dumps(idist.unwrap_model(model))
     optimizer = idist.auto_optim(SGD(model.parameters(), lr=0.1))
     for step in range(2):
         optimizer.zero_grad()
@@ -191,4 +195,4 @@ def _frozen(_: int) -> str:
 
 def test_a_layer_that_is_frozen_after_auto_model() -> None:
     for text in on_ranks(_frozen):
-        assert text.startswith("Frozen after auto_model: 0.bias, 0.weight. DistributedDataParallel waits")
+        assert text.startswith("Frozen after auto_model: 0.weight, 0.bias. DistributedDataParallel waits")

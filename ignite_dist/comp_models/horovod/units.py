@@ -47,6 +47,7 @@ class Units:
         self._reduction = reduction
         self._groups = groups
         self._parameters: list[weakref.ref[Tensor] | None] = []
+        self._stand_ins: list[Tensor] = []  # without memory, for parameters that no longer exist
         self._names: list[str] = []
         self._units: list[Unit] = []
         self._submitted: dict[Unit, _Submitted] = {}
@@ -63,6 +64,7 @@ class Units:
         for name, parameter in named:
             self._names.append(name)
             self._parameters.append(weakref.ref(parameter))
+            self._stand_ins.append(parameter.detach().new_zeros(()).expand_as(parameter))
         self._units += _make_units(self._groups, [parameter for _, parameter in named], first)
 
     def remove(self, number: int) -> None:
@@ -110,12 +112,13 @@ class Units:
             unit: a unit that is not pending.
             sparse: the parameters with a sparse gradient on some rank and a dense gradient on no rank.
         """
-        existing = [number for number in unit if self.parameter(number) is not None]
+        # Not those that still exist: the garbage collector runs at different times on different ranks.
+        existing = [number for number in unit if self._parameters[number] is not None]
         gathered = [number for number in existing if number in sparse and not self._reduction.sparse_as_dense]
         dense = [number for number in existing if number not in gathered]
         calls: list[tuple[list[int], Callable[[WaitForCall], list[Tensor]]]] = []
         for number in gathered:
-            gradient, parameter = self.gradient(number), self.parameter(number)
+            gradient, parameter = self.gradient(number), self._parameter_or_zeros(number)
             calls.append(([number], self._reduction.begin_sparse(self._names[number], gradient, parameter)))
         if dense:
             values = [self._value(number) for number in dense]
@@ -126,8 +129,12 @@ class Units:
     def _value(self, number: int) -> Tensor:
         gradient = self.gradient(number)
         if gradient is None:
-            return torch.zeros_like(self.parameter(number))  # type: ignore[arg-type]
+            return torch.zeros_like(self._parameter_or_zeros(number))
         return gradient.to_dense() if gradient.is_sparse else gradient.detach()
+
+    def _parameter_or_zeros(self, number: int) -> Tensor:
+        parameter = self.parameter(number)
+        return self._stand_ins[number] if parameter is None else parameter
 
     def results(self, unit: Unit, wait: WaitForCall) -> list[tuple[int, Tensor]]:
         """Wait for a unit. Return its results with the numbers of their parameters."""
@@ -182,7 +189,7 @@ def _small_parts(numbers: Sequence[int], parameters: Sequence[Tensor], first: in
     room = 0
     for number in numbers:
         num_bytes = parameters[number - first].nbytes
-        if num_bytes > room or len(parts[-1]) == _MAX_UNIT:
+        if not parts or num_bytes > room or len(parts[-1]) == _MAX_UNIT:
             parts.append([])
             room = _UNIT_BYTES
         parts[-1].append(number)

@@ -55,10 +55,10 @@ class _Passes:
         return _Copied(self._average)
 
     def _after_backward(self) -> None:
+        self.has_seen = True
         module = self._module()
         if module is None:  # the module inside goes on without its wrapper
             return
-        self.has_seen = True
         if self.is_reducing:
             self.is_reducing = not _torch.has_reduced(module)
             if self.is_reducing:
@@ -67,8 +67,10 @@ class _Passes:
             self._average(list(_trained(module).values()))
 
     def _check_frozen(self, module: DistributedDataParallel) -> None:
-        if not module.find_unused_parameters and (frozen := set(self._names) - set(_trained(module))):
-            raise RuntimeError(FROZEN_LATER.format(", ".join(sorted(frozen))))
+        trained = _trained(module)
+        frozen = [name for name in self._names if name not in trained]
+        if frozen and not module.find_unused_parameters:
+            raise RuntimeError(FROZEN_LATER.format(", ".join(frozen)))
 
 
 class _Copied(NamedTuple):
@@ -76,11 +78,17 @@ class _Copied(NamedTuple):
 
     average: Average
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # as for _Passes
+
+    def __deepcopy__(self, memo: Any) -> _Copied:
+        return self
+
 
 FROZEN_LATER = (
     "Frozen after auto_model: {}. DistributedDataParallel waits for these gradients and has averaged nothing "
-    "in this step. Freeze parameters before auto_model: call model = "
-    "idist.auto_model(idist.unwrap_model(model)) again. Or pass find_unused_parameters=True to auto_model."
+    "in this step. After freezing, call model = idist.auto_model(idist.unwrap_model(model)) again. Or pass "
+    "find_unused_parameters=True to auto_model."
 )
 
 

@@ -57,10 +57,10 @@ class GlooTransport(OneMachineTransport, NativeTransport):
         # gloo needs several collectives for a large tensor, which start() cannot begin.
         return work if gloo.fits_one_round(tensor.nbytes, len(group.ranks)) else Steps(work.wait)
 
-    def reducer_group(self, group: Group, is_joining: Callable[[], bool]) -> ProcessGroup | None:
+    def reducer_group(self, group: Group) -> ProcessGroup | None:
         if self.shares_memory(group) is False or self.memory_of(group) is None:
             return None
-        return ReducerGroup(self.handle_of(group), _ReducerCollectives(self, group), is_joining)
+        return ReducerGroup(self.handle_of(group), _ReducerCollectives(self, group))
 
     def timeout_of(self, handle: Any) -> timedelta:
         return _torch.timeout_of(handle, self._device())
@@ -86,16 +86,18 @@ class _ReducerCollectives:
     def __init__(self, transport: GlooTransport, group: Group) -> None:
         self._transport, self._group = transport, group
 
-    def sum_gradients(self, tensor: Tensor, token: int) -> Work | None:
-        return self._run("gradients of a backward pass", tensor, token, self._transport.all_reduce, "SUM")
+    def sum_gradients(self, tensor: Tensor) -> Work | None:
+        return self._run("gradients of a backward pass", tensor, self._transport.all_reduce, "SUM")
+
+    def was_sent(self, tensor: Tensor) -> bool:
+        memory = self._transport.memory_of(self._group)
+        return memory is not None and memory.was_sent(tensor)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work | None:
         src = self._group.ranks[root]
-        return self._run("DDP's broadcast", tensor, 0, self._transport.broadcast, src)
+        return self._run("DDP's broadcast", tensor, self._transport.broadcast, src)
 
-    def _run(
-        self, name: str, tensor: Tensor, token: int, collective: Callable[..., Work], how: Any
-    ) -> Work | None:
+    def _run(self, name: str, tensor: Tensor, collective: Callable[..., Work], how: Any) -> Work | None:
         if not self._transport.shares_memory(self._group):
             return None
-        return collective(tensor, how, self._group.in_call(call_of(name, "", tensor), token))
+        return collective(tensor, how, self._group.in_call(call_of(name, "", tensor)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +12,6 @@ from torch.futures import Future
 
 from ignite_dist.comp_models.work import Work
 from ignite_dist.internals import _torch
-from ignite_dist.internals._python import enters_try_before_signals
 
 
 class ReducerGroup(ProcessGroup):
@@ -23,27 +20,20 @@ class ReducerGroup(ProcessGroup):
     DDP's reducer calls these methods from C++: :meth:`allreduce` in the backward pass, :meth:`broadcast` in
     the forward pass. The reducer divides by the number of ranks itself, as in ``uneven_inputs()``.
 
-    An error in the backward pass is raised at its end, because the reducer could not be used again otherwise.
-    All buckets of a pass are one call of the group. So a rank that leaves the pass early makes its next call
-    with the others, which get a ``CollectiveMismatchError`` in the pass.
+    An error in :meth:`allreduce` is raised at the end of the backward pass, because the reducer could not be
+    used again otherwise. After an error of the collective this rank sends no more buckets of the pass: the
+    other ranks have left the pass, or leave it when they get this rank's next call.
 
     Args:
         handle: the process group with the same ranks.
-        in_memory: the same over shared memory.
-        is_joining: True in ``uneven_inputs()``. Ranks without a backward pass then send each bucket alone.
+        in_memory: the collectives of these ranks over shared memory.
     """
 
-    def __init__(
-        self, handle: ProcessGroup, in_memory: ReducerCollectives, is_joining: Callable[[], bool]
-    ) -> None:
+    def __init__(self, handle: ProcessGroup, in_memory: ReducerCollectives) -> None:
         super().__init__(handle.rank(), handle.size())  # type: ignore[call-arg]
         self._handle = handle
         self._in_memory = in_memory
-        self._is_joining = is_joining
-        self._pass = -1  # the number of the backward pass
-        self._token = 0  # of the pass, see Group
-        self._is_waiting = False  # a bucket has been sent, or the memory counts it
-        self._has_left = False  # the rest of the pass is not sent
+        self._left_pass = -1  # the number of the backward pass that this rank has left
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the wrapped model has another reducer, which uses its process group
@@ -51,31 +41,22 @@ class ReducerGroup(ProcessGroup):
     def getBackendName(self) -> str:  # noqa: D102
         return self._handle.name()
 
-    @enters_try_before_signals
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:  # type: ignore[override]  # noqa: D102
+        work = None
         try:
-            return self._allreduce(tensors, options)
+            number = _torch.number_of_backward_pass()
+            if number == self._left_pass >= 0:
+                return _Completed(tensors)
+            if _is_of_gradients(tensors, options):
+                work = self._in_memory.sum_gradients(tensors[0])
+            if work is None:
+                return self._handle.allreduce(tensors, options)
+            work.wait()
         except BaseException as error:
-            # After an interrupt the other ranks go on in the pass, unless this rank has not sent the bucket.
-            self._has_left = self._has_left or not self._is_waiting or isinstance(error, RuntimeError)
+            if isinstance(error, RuntimeError) or not (work and self._in_memory.was_sent(tensors[0])):
+                self._left_pass = _torch.number_of_backward_pass()
             _raise_after_pass(error)
         return _Completed(tensors)
-
-    def _allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        self._is_waiting = False
-        number = _torch.number_of_backward_pass()
-        if number < 0 or number != self._pass:
-            self._pass, self._has_left = number, False
-            self._token = 0 if number < 0 or self._is_joining() else next(_tokens)
-        if self._has_left:
-            return _Completed(tensors)
-        if _is_of_gradients(tensors, options):
-            work = self._in_memory.sum_gradients(tensors[0], self._token)
-            if work is not None:
-                self._is_waiting = True
-                work.wait()
-                return _Completed(tensors)
-        return self._handle.allreduce(tensors, options)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:  # type: ignore[override]  # noqa: D102
         work = self._in_memory.broadcast(tensors[0], options.rootRank)
@@ -88,14 +69,14 @@ class ReducerGroup(ProcessGroup):
 class ReducerCollectives(Protocol):
     """Collectives over shared memory. They return None if the ranks share none any more."""
 
-    def sum_gradients(self, tensor: Tensor, token: int) -> Work | None:
+    def sum_gradients(self, tensor: Tensor) -> Work | None:
         """Add ``tensor`` over all ranks, in place, when the result is waited for."""
+
+    def was_sent(self, tensor: Tensor) -> bool:
+        """True if the other ranks get all of ``tensor``, whose :meth:`sum_gradients` was interrupted."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Work | None:
         """Fill ``tensor`` with that of the group's rank ``root``, when the result is waited for."""
-
-
-_tokens = count(-1, -1)  # those of other calls are positive
 
 
 def _is_of_gradients(tensors: list[Tensor], options: Any) -> bool:

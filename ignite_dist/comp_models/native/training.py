@@ -73,10 +73,7 @@ class NativeTraining(Training):
         All ranks of its process group call this function.
         """
         handle = wrapped.process_group
-        groups = self.context.groups
-        group = self._transport.reducer_group(
-            Group(handle, self._transport.ranks_of(handle)), lambda: groups.is_joining
-        )
+        group = self._transport.reducer_group(Group(handle, self._transport.ranks_of(handle)))
         if group is not None:
             vars(wrapped)[_REDUCER_GROUP] = group  # the reducer does not keep the Python object alive
             _torch.reduce_gradients_in(wrapped, group)

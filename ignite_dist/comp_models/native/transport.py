@@ -176,11 +176,8 @@ class NativeTransport(Transport):
             )
         return handle
 
-    def reducer_group(self, group: Group, is_joining: Callable[[], bool]) -> ProcessGroup | None:
-        """A faster process group for DDP's reducer on the CPU. All ranks of ``group`` call this.
-
-        ``is_joining`` returns True in ``uneven_inputs()``.
-        """
+    def reducer_group(self, group: Group) -> ProcessGroup | None:
+        """A faster process group for DDP's reducer on the CPU. All ranks of ``group`` call this."""
         return None
 
     def group_key(self, group: Group) -> str:

@@ -59,6 +59,7 @@ class SharedMemory:
         self._call, self._token = NO_CALL, 0  # of the last steps; guarded by _lock
         self._lock = threading.RLock()  # a signal handler does not wait for its own thread
         self._is_running = False  # guarded by _lock
+        self._has_ended_early = False  # the latest call of run()
         self._interrupted_late: deque[tuple[Call, int]] = deque()
 
     def run(self, collective: Callable[[SharedMemory], Any], group: Group) -> Any:
@@ -76,7 +77,7 @@ class SharedMemory:
                 )
             self._count_late()
             number = self.segment.number
-            self._is_running, self._call = True, group.call
+            self._is_running, self._call, self._has_ended_early = True, group.call, False
             try:
                 self._count(group.token)
                 while True:
@@ -117,7 +118,12 @@ class SharedMemory:
         self._count(token)
         self._end_early(call)
 
+    def was_sent(self, tensor: Tensor) -> bool:
+        """True if an interrupt of the latest call of :meth:`run` came when all of ``tensor`` was sent."""
+        return not self._has_ended_early and tensor.nbytes <= _WHOLE_BYTES  # which takes one step
+
     def _end_early(self, call: Call) -> None:
+        self._has_ended_early = True
         number = self.segment.number + 1
         self.segment.write_place(number)
         self.segment.publish(number, _step(_ENDED_EARLY, call))

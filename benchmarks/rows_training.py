@@ -27,6 +27,7 @@ _STEPS, _BATCH = 8, 64  # steps of a pass, samples of a batch over all ranks
 _FEATURES, _CLASSES = 784, 10
 _ITEMS = 100_000
 _MICROBATCHES = (8, 5, 7, 4)  # number of samples of each microbatch
+_NUM_LAYERS = 22
 _SMALL_LAYERS = 100  # each has a weight and a bias
 
 
@@ -79,8 +80,17 @@ def rows() -> list[Row]:
 
 
 def horovod_rows() -> list[Row]:
-    name = f"a step, 1 M parameters, batch {_BATCH}"
-    return [RankRow("Horovod: training", name, "ms", contenders=_horovod_steps, backend="horovod")]
+    models = {"1 M parameters": _perceptron, f"{_NUM_LAYERS} small layers": _deep_perceptron}
+    return [
+        RankRow(
+            "Horovod: training",
+            f"a step, {name}, batch {_BATCH}",
+            "ms",
+            contenders=partial(_horovod_steps, make),
+            backend="horovod",
+        )
+        for name, make in models.items()
+    ]
 
 
 # --- steps -------------------------------------------------------------------------------------------
@@ -91,6 +101,12 @@ def _perceptron() -> Module:
     return Sequential(
         Linear(_FEATURES, 1024), ReLU(), Linear(1024, 256), ReLU(), Linear(256, _CLASSES)
     )  # 1.07 M parameters
+
+
+def _deep_perceptron() -> Module:
+    torch.manual_seed(0)
+    inner = (layer for _ in range(_NUM_LAYERS - 2) for layer in (Linear(64, 64), ReLU()))
+    return Sequential(Linear(_FEATURES, 64), ReLU(), *inner, Linear(64, _CLASSES))
 
 
 def _optimizer(model: Module) -> SGD:
@@ -192,14 +208,14 @@ def _accumulate(device: torch.device) -> Contenders:
     return {OURS: ours, RAW: raw}
 
 
-def _horovod_steps(device: torch.device) -> Contenders:
+def _horovod_steps(make: Callable[[], Module], device: torch.device) -> Contenders:
     import horovod.torch as hvd
 
     x, y = _samples(_BATCH // idist.get_world_size()).tensors
-    model = idist.auto_model(_perceptron())
-    raw_model = _perceptron()
+    model = idist.auto_model(make())
+    raw_model = make()
     hvd.broadcast_parameters(raw_model.state_dict(), root_rank=0)
-    names = [(f"raw.{name}", parameter) for name, parameter in raw_model.named_parameters()]
+    names = [(f"raw.{make.__name__}.{name}", parameter) for name, parameter in raw_model.named_parameters()]
     raw_optimizer = hvd.DistributedOptimizer(_optimizer(raw_model), named_parameters=names)
     return {
         OURS: _step(model, idist.auto_optim(_optimizer(model)), x, y),

@@ -263,9 +263,9 @@ def _mismatch(model: ComputationModel, gathered: list[Any], structure: str, grou
     for rank, (other, site) in zip(group.ranks, calls, strict=True):
         end = start + _SHOWN_BEFORE + _SHOWN
         shown = f"{'...' * (start > 0)}{other[start:end]}{'...' * (end < len(other))}"
-        place = "" if site == "?" else f" at {site}"  # the thread of an asynchronous call
-        by_call.setdefault(f"{place}: {shown}", []).append(str(rank))
-    described = "; ".join(f"rank {', '.join(ranks)}{call}" for call, ranks in by_call.items())
+        place = "" if site == "?" else f" (at {site})"  # "?" in the thread of an asynchronous call
+        by_call.setdefault(f"{shown}{place}", []).append(str(rank))
+    described = "; ".join(f"rank {', '.join(ranks)}: {call}" for call, ranks in by_call.items())
     return (
         f"The ranks called {function} with different operations, tree structures, dtypes or shapes (a dot is "
         f"a value): {described}"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import helpers
 
-# SIGUSR1 makes a process of the job write its stacks.
+# A process of the job writes its stacks when it receives SIGUSR1.
 _STACKS = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\n"
 
 

@@ -126,7 +126,7 @@ def _num_in_parts(num_draws: int, sampler: Any) -> int:
 
 
 class _Forwarding:
-    """Reads and writes the attributes of the object inside that this object does not have.
+    """Forwards attributes that only the object inside has, when they are read and when they are set.
 
     So ``loader.batch_sampler.set_epoch(...)`` and ``loader.sampler.weights = ...`` work as without this
     object. The constructor sets the object inside last.

@@ -154,14 +154,14 @@ def _open_files() -> list[Any]:
 
 
 class _CStdout:
-    """What ``printf`` has written. A thread may hold its lock."""
+    """C's stdout as a file. Another thread may hold its lock for ever."""
 
     def flush(self) -> None:
         flush_c_stdout()
 
 
 def flush_c_stdout() -> None:
-    """Write what ``printf`` has written. Otherwise a fork of this process would write it too."""
+    """Write the buffer of C's stdout. Otherwise each fork of this process would write its copy of it."""
     libc, name = ctypes.CDLL(None), "__stdoutp" if sys.platform == "darwin" else "stdout"
     libc.fflush(ctypes.c_void_p.in_dll(libc, name))
 

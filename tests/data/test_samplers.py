@@ -176,7 +176,7 @@ class _Stream(IterableDataset[int]):
 
 
 def test_settings_are_changed_through_the_object_around() -> None:
-    """Each rank makes its loader in its process. Attributes of the outer object stay its own."""
+    """Attributes that the outer object has itself, such as ``rank``, are not forwarded."""
     sampler = DistributedProxySampler(WeightedRandomSampler([1.0] * 8, 4), 2, 0, batch_size=2)
     sampler.weights = torch.eye(8)[5].double()
     assert (list(sampler), sampler.weights[5]) == ([5, 5], 1)

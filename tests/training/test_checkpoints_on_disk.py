@@ -641,7 +641,7 @@ def test_a_file_of_a_wrapped_model_loads_anywhere(tmp_path: Path) -> None:
 
 
 def gathers_and_restores(local_rank: int, folder: Path) -> list[Any]:
-    """Whether the random numbers go on after the load as after the save, and what the rank gathers."""
+    """True if the load restores the random state of the save; and what the rank gathers."""
     rank = idist.get_rank()
     torch.manual_seed(rank)
     idist.save_checkpoint(folder / "run.pt")

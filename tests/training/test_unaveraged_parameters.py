@@ -1,4 +1,4 @@
-"""Gradients that nothing averages: parameters in no model of ``auto_model``, or changed after it."""
+"""Gradients that nothing averages, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_steps_that_ddp_does_not_see(how: str) -> None:
 
 
 def _copied(rank: int) -> list[float]:
-    """Two backward passes, of which DDP averages one."""
+    """Each step has two backward passes. DDP averages the gradients of one of them."""
     torch.manual_seed(0)
     model = copy.deepcopy(copy.deepcopy(idist.auto_model(Linear(2, 1))))
     pickle.dumps(idist.unwrap_model(model))

@@ -618,7 +618,7 @@ LEAVES_AN_EXECUTOR = """
 
 @pytest.mark.parametrize("method", METHODS)
 def test_executors_that_nobody_ends_and_what_c_has_printed(method: str, tmp_path: Path) -> None:
-    """Python ends executors when it joins threads, before it joins children. C keeps its own buffers."""
+    """A worker first ends the threads of executors, then joins children, and at last writes C's buffer."""
     ended = run_python(write_script(tmp_path, LEAVES_AN_EXECUTOR), method, seconds=200)
     said = ["printed by 0", "printed by 1", "printed by the launcher"]
     assert (ended.returncode, sorted(ended.stdout.splitlines())) == (0, said), ended.stdout

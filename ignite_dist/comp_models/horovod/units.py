@@ -23,7 +23,7 @@ Unit = tuple[int, ...]
 
 # A call of Horovod costs 0.1 ms and more in the backward pass: it waits for the lock of Horovod's thread.
 _UNIT_BYTES = 1 << 20
-_MAX_UNIT = 32  # each gradient of a unit looks at all others
+_MAX_UNIT = 32  # parameters; each new gradient checks all gradients of its unit
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Units:
             unit: a unit that is not pending.
             sparse: the parameters with a sparse gradient on some rank and a dense gradient on no rank.
         """
-        # Not those that still exist: the garbage collector runs at different times on different ranks.
+        # Parameters that no longer exist count too: another rank may not have collected them yet.
         existing = [number for number in unit if self._parameters[number] is not None]
         gathered = [number for number in existing if number in sparse and not self._reduction.sparse_as_dense]
         dense = [number for number in existing if number not in gathered]

@@ -123,7 +123,7 @@ def note_average(model: Module) -> None:
 
 
 def has_seen_pass(module: Module) -> bool:
-    """False if no backward pass has reached the parameters of a DDP, or of the module in it."""
+    """True if a backward pass has reached the parameters of ``module``; always True if no DDP was watched."""
     passes = vars(module).get(_PASSES)
     return passes is None or (isinstance(passes, _Passes) and passes.has_seen)
 

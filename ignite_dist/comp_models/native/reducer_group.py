@@ -33,7 +33,7 @@ class ReducerGroup(ProcessGroup):
         super().__init__(handle.rank(), handle.size())  # type: ignore[call-arg]
         self._handle = handle
         self._in_memory = in_memory
-        self._left_pass = -1  # the number of the backward pass that this rank has left
+        self._left_pass = -1  # number of the pass in which this rank sends nothing more
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the wrapped model has another reducer, which uses its process group

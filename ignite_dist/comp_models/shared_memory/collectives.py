@@ -120,7 +120,7 @@ class SharedMemory:
 
     def was_sent(self, tensor: Tensor) -> bool:
         """True if an interrupt of the latest call of :meth:`run` came when all of ``tensor`` was sent."""
-        return not self._has_ended_early and tensor.nbytes <= _WHOLE_BYTES  # which takes one step
+        return not self._has_ended_early and tensor.nbytes <= _WHOLE_BYTES  # one step
 
     def _end_early(self, call: Call) -> None:
         self._has_ended_early = True

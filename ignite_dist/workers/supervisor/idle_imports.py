@@ -94,7 +94,7 @@ def _before_fork() -> None:
     The server ignores SIGTERM, and an ignored signal is lost.
     """
     if os.getpid() == _server_pid:
-        flush_c_stdout()  # of preloaded modules
+        flush_c_stdout()  # preloaded modules may have printed from C
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 

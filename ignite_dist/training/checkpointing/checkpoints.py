@@ -115,7 +115,7 @@ def save_checkpoint(
     content: dict[str, Any] = {}
     copies = Copies(of_cpu=asynchronous)
     samples: list[Samples] = []
-    of_this_rank: list[dict[str, Any]] = []
+    of_this_rank: dict[str, Any] = {}
 
     def prepare() -> dict[str, Any]:
         _check_target(path, keep)
@@ -127,10 +127,11 @@ def save_checkpoint(
             name: plain(state_of(name, value), name, copies.promise) for name, value in values.items()
         }
         samples.append(Samples(live, parts["model"].objects))
-        of_this_rank.append(own_state(live, parts["loader"]))
+        of_this_rank.update(own_state(live, parts["loader"]))
+        positions = parts["loader"].with_states(of_this_rank["loader"])
         return {
             "number": _prepare_folder(path) if live.get_rank() == 0 else 0,
-            "batches": [one.position()["batches"] for one in parts["loader"].objects.values()],
+            "batches": [position["batches"] for _, position in positions],
             "samples": samples[0].digests,
         }
 
@@ -142,7 +143,7 @@ def save_checkpoint(
     shards = _take_states(live, parts, content, copies)
     folder = checkpoint_files.shards_folder(path, number) if shards else None
     content.update(checkpoint_files.header(number, names_of_several(parts), bool(shards)))
-    content.update(gather_on_rank_0(live, of_this_rank[0]))
+    content.update(gather_on_rank_0(live, of_this_rank))
     if not parts["loader"].is_given:
         content["loader"] = None
     write = _writer(live, path, content, folder, shards, keep, asynchronous)

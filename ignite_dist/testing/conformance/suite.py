@@ -19,6 +19,7 @@ def register(config: pytest.Config, worlds: Sequence[Any]) -> None:
         worlds: ``pytest.param(world, id=..., marks=...)`` for each.
     """
     config.addinivalue_line("markers", "at_most_two_ranks: not in larger worlds of the conformance suite")
+    config.addinivalue_line("markers", "same_on_every_backend: only with the backends of torch")
     config.stash[_worlds] = worlds
     config.pluginmanager.register(sys.modules[__name__])
 
@@ -41,10 +42,10 @@ def world(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out larger worlds where a case says so."""
-    left_out = [item for item in items if _is_too_large(item)]
+    """Leave out the worlds that a case does not need."""
+    left_out = [item for item in items if _is_not_needed(item)]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not _is_too_large(item)]
+    items[:] = [item for item in items if not _is_not_needed(item)]
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
@@ -55,8 +56,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         world.close()
 
 
-def _is_too_large(item: pytest.Item) -> bool:
-    if item.get_closest_marker("at_most_two_ranks") is None or not isinstance(item, pytest.Function):
+def _is_not_needed(item: pytest.Item) -> bool:
+    if not isinstance(item, pytest.Function) or "world" not in item.fixturenames:
         return False
     world: Any = item.callspec.params["world"]
-    return bool(world.size > 2)
+    is_too_large = item.get_closest_marker("at_most_two_ranks") is not None and world.size > 2
+    is_of_torch = world.name.partition("-")[0] in ("serial", "gloo", "nccl")
+    return is_too_large or (item.get_closest_marker("same_on_every_backend") is not None and not is_of_torch)

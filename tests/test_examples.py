@@ -58,7 +58,7 @@ class Run(NamedTuple):
 
 def train(folder: Path, *options: Any) -> Run:
     """The example with other options than a document shows."""
-    command = [sys.executable, DIGITS, "--output-dir", folder, *options]
+    command = ["python", DIGITS, "--output-dir", folder, *options]
     return _run(shlex.join(map(str, command)), folder, folder)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from torch.distributed import DistBackendError
 
 from ignite_dist.comp_models.shared_memory.segment import (
     DESCRIPTION_BYTES,
-    REFUSAL,
     EarlierCallError,
     Segment,
     Step,
@@ -115,27 +114,6 @@ class SharedMemory:
     def _count_late(self) -> None:
         while self._interrupted_late:
             self._count_interrupted(*self._interrupted_late.popleft())
-
-    def refuse(self, ranks: Collection[int], instead: str) -> None:
-        """End the call in which one of ``ranks`` waits for this rank, which waits for it in another group.
-
-        Neither could go on. ``instead`` says in which call this rank waits.
-        """
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            if not (self._is_running or self.segment.has_left) and self.segment.is_awaited_by(ranks):
-                self._count(0)
-                number = self.segment.number + 1
-                self.segment.write_place(number)
-                self.segment.publish(number, Step(REFUSAL, _described(instead)))
-        finally:
-            self._lock.release()
-
-    @property
-    def latest_call(self) -> Call:
-        """The call of the latest :meth:`run`."""
-        return self._call
 
     def _count_interrupted(self, call: Call, token: int) -> None:
         if self._is_running or self.segment.has_left or token == self._token != 0:
@@ -372,10 +350,6 @@ def _copy_overlap(piece: Tensor, piece_start: int, target: Tensor, target_start:
         target[start - target_start : end - target_start].copy_(source)
 
 
-def _described(text: str) -> bytes:
-    return text.encode()[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES)
-
-
 @lru_cache(maxsize=_MAX_LAYOUTS)
 def _step(name: str, call: Call) -> Step:
     """The step ``name`` of ``call``. The description is what the user has called."""
@@ -384,7 +358,7 @@ def _step(name: str, call: Call) -> Step:
         text = f"{_ENDED_EARLY}: {call.text}"
     return Step(
         zlib.crc32(name.encode(), call.checksum),
-        _described(text),
+        text.encode()[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES),
     )
 
 

@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -48,12 +48,10 @@ _MAX_PART_BYTES = 1 << 20
 _MAX_BYTES = 8 << 20
 
 # The words of a rank: the number of its last step, 0 or why it has left, the position (from 1) of the rank
-# for which it sleeps, 1 if threads of its call collectives; and of its last steps the checksums, the
-# numbers of the calls, and the descriptions. Only a rank that was interrupted is more than one step ahead of
-# others.
+# for which it sleeps; and of its last steps the checksums, the numbers of the calls, and the descriptions.
+# Only a rank that was interrupted is more than one step ahead of others.
 _WORDS_PER_RANK, _SLOTS = 64, 4
-_WHY_LEFT, _SLEEPS_FOR, _HAS_THREADS, _CHECKSUMS, _CALLS = 1, 2, 3, 4, 4 + _SLOTS
-_DESCRIPTIONS = _CALLS + _SLOTS
+_WHY_LEFT, _SLEEPS_FOR, _CHECKSUMS, _CALLS, _DESCRIPTIONS = 1, 2, 3, 3 + _SLOTS, 3 + 2 * _SLOTS
 # Why a rank has left.
 _ENDED_CONTEXT, _TIMED_OUT = 1, 2
 DESCRIPTION_BYTES = (_WORDS_PER_RANK - _DESCRIPTIONS) // _SLOTS * 8
@@ -98,10 +96,6 @@ class Step(NamedTuple):
     description: bytes
 
 
-REFUSAL = 0
-"""The checksum of the step of a rank that does not come to the call, because it waits in another group."""
-
-
 class EarlierCallError(Exception):
     """Other ranks are still in an earlier call, which this rank has left, for example by an interrupt."""
 
@@ -119,8 +113,7 @@ class Segment:
         position: this rank's position in the group.
         peers: the processes of the group.
         timeout: how long to wait for another rank.
-        while_waiting: called from time to time with the ranks for which this rank waits, and when one of them
-            has refused to come. Raises if the ranks cannot meet any more.
+        check_backend: called while this rank waits; raises if the ranks cannot meet any more.
         patience_seconds: after this time a waiting rank logs for whom it waits.
 
     Attributes:
@@ -133,7 +126,7 @@ class Segment:
         position: int,
         peers: list[_Offer],
         timeout: timedelta,
-        while_waiting: Callable[[list[int]], None],
+        check_backend: Callable[[], None],
         patience_seconds: float,
     ) -> None:
         self.position = position
@@ -141,7 +134,7 @@ class Segment:
         self.part_bytes = part_bytes(len(peers))
         self._peers = peers
         self._timeout = timeout
-        self._while_waiting = while_waiting
+        self._check_backend = check_backend
         self._patience_seconds = patience_seconds
         self._header_bytes = _header_bytes(len(peers))
         self._bytes = memoryview(memory)
@@ -232,9 +225,6 @@ class Segment:
         calls = [self._call_of(place, number) for place in self.others]
         if min(calls) < self.call and max(calls) <= self.call:
             raise EarlierCallError
-        refused = [place for place in self.others if self._has_refused(place, number)]
-        if refused:
-            self._while_waiting([self._peers[place].rank for place in refused])
         self.raise_mismatch(number)
 
     def _call_of(self, position: int, number: int) -> int:
@@ -247,22 +237,6 @@ class Segment:
         # belonged to an earlier call than this rank's.
         return call if call > self.call else self.call - 1
 
-    def _has_refused(self, position: int, number: int) -> bool:
-        word = self._words[position * _WORDS_PER_RANK + _CHECKSUMS + number % _SLOTS]
-        return word == (number & _LOW_BITS) << 32 | REFUSAL
-
-    def is_awaited_by(self, ranks: Collection[int]) -> bool:
-        """True if one of ``ranks`` waits for this rank, which has no other threads for collectives."""
-        own, words = self.number, self._words
-        return any(
-            words[word] > own and words[word + _SLEEPS_FOR] and not words[word + _HAS_THREADS]
-            for word in (place * _WORDS_PER_RANK for place in self.others if self._peers[place].rank in ranks)
-        )
-
-    def mark_threads(self) -> None:
-        """Tell the other ranks that not only the main thread of this rank calls collectives."""
-        self._words[self._own + _HAS_THREADS] = 1
-
     def wait_for(self, number: int) -> None:
         """Return when the other ranks have published ``number``."""
         words = self._words
@@ -274,24 +248,13 @@ class Segment:
                         break
                     os.sched_yield()  # there may be more ranks than processors
                 else:
-                    self._sleep(number)
-                    return
+                    self._sleep(word, number)
 
-    def _sleep(self, number: int) -> None:
-        words, own = self._words, self._own
-        try:
-            for place in self.others:
-                word = place * _WORDS_PER_RANK
-                if words[word] < number:
-                    words[own + _SLEEPS_FOR] = place + 1
-                    self._sleep_until(word, number)
-        finally:
-            words[own + _SLEEPS_FOR] = 0
-
-    def _sleep_until(self, word: int, number: int) -> None:
+    def _sleep(self, word: int, number: int) -> None:
         words = self._words
         began = checked = time.monotonic()
         patience = self._patience_seconds
+        words[self._own + _SLEEPS_FOR] = word // _WORDS_PER_RANK + 1
         while (seen := words[word]) < number:
             _syscall(_FUTEX, self._address + 8 * word, _FUTEX_WAIT, seen & _LOW_BITS, _TIMEOUT)
             now = time.monotonic()
@@ -309,6 +272,7 @@ class Segment:
                 why = f"Connection closed: this rank has waited for {names} for {seconds:g} s, its timeout."
                 self._leave(_TIMED_OUT, why)
                 raise RuntimeError(f"Timed out waiting {seconds * 1e3:.0f}ms for {names} in a collective.")
+        words[self._own + _SLEEPS_FOR] = 0
 
     def _check_peers(self, number: int) -> None:
         """Raise if one of the awaited ranks has ended."""
@@ -320,7 +284,7 @@ class Segment:
                 what = "has ended" if has_ended else _LEFT_BY[why]
                 raise DistBackendError(f"Connection closed by peer: {peer.who} {what}.")
         try:
-            self._while_waiting([self._peers[place].rank for place in self._late(number)])
+            self._check_backend()
         except DistBackendError:  # another rank may have ended it after its part of this step
             if self._late(number):
                 raise
@@ -481,7 +445,7 @@ def open_segment(
     position: int,
     group_size: int,
     timeout: timedelta,
-    while_waiting: Callable[[list[int]], None],
+    check_backend: Callable[[], None],
     patience_seconds: float,
 ) -> Segment | str:
     """The memory of a group, or the reason why its ranks share none. Every rank of the group calls this.
@@ -492,7 +456,7 @@ def open_segment(
         position: its position in the group.
         group_size: number of ranks.
         timeout: how long to wait for another rank in a collective.
-        while_waiting: see :class:`Segment`.
+        check_backend: called while a rank waits; raises if the ranks cannot meet any more.
         patience_seconds: after this time a waiting rank logs for whom it waits.
     """
     fd, size = -1, _header_bytes(group_size) + 2 * group_size * part_bytes(group_size)
@@ -519,7 +483,7 @@ def open_segment(
         _, reason = _exchange(gather, offer, group_size)
         if memory is None or reason:
             return reason
-        return Segment(memory, position, offers, timeout, while_waiting, patience_seconds)
+        return Segment(memory, position, offers, timeout, check_backend, patience_seconds)
     finally:
         if fd >= 0:
             os.close(fd)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -51,7 +50,6 @@ class OneMachineTransport(Transport):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_variable()  # at the beginning of the context, not in its first collective
-        self._has_threads = False  # True once another thread than the main one has called a collective
         self._of_thread = threading.local()  # its `token` is that of the last call that the backend carried
         # By the id of the handle; None if its ranks share no memory.
         self._memories: dict[int, SharedMemory | None] = {}
@@ -191,38 +189,13 @@ class OneMachineTransport(Transport):
         gather = partial(self._gather_over_backend, group=group)
         segment = open_segment(
             *(gather, self._rank, position, len(group.ranks), self.timeout_of(handle)),
-            while_waiting=partial(self._while_waiting, id(handle), group.ranks),  # does not hold the handle
+            check_backend=self.check_backend,
             patience_seconds=self.patience_seconds,
         )
         if isinstance(segment, str):
             _logger.info("%s share no memory: %s", describe_ranks(group.ranks).capitalize(), segment)
             return None
-        if self._has_threads:
-            segment.mark_threads()
         return SharedMemory(segment, self.name_of(group))
-
-    def _while_waiting(self, key: int, members: tuple[int, ...], ranks: list[int]) -> None:
-        """End the calls of other groups in which ``ranks`` wait for this rank, which waits for them.
-
-        ``key`` is that of the group in which it waits, with these ``members``.
-        """
-        self.check_backend()
-        memory = self._memories.get(key)
-        if memory is None or self._has_threads:
-            return
-        function, _, arguments = memory.latest_call.text.rstrip(")").partition("(")
-        where = f"in the group {list(members)}"
-        instead = f"{function}({', '.join(filter(None, (where, arguments)))})"
-        for other in self._live_memories():
-            if other is not memory:
-                other.refuse(ranks, instead)
-
-    def note_thread(self) -> None:
-        """Note it if this is not the main thread: while one thread waits, another may come to a call."""
-        if not self._has_threads and get_ident() != threading.main_thread().ident:
-            self._has_threads = True
-            for memory in self._live_memories():
-                memory.segment.mark_threads()
 
     def _gather_over_backend(self, buffer: bytearray, group: Group) -> bytearray:
         """As ``Transport.gather_bytes``, whose ``all_gather`` would wait for this memory."""
@@ -349,7 +322,6 @@ class _SharedWork(Work):
     def wait(self, timeout: timedelta | None = None) -> Any:
         run, self._run = self._run, None
         if run is not None:
-            self._transport.note_thread()
             memory = self._transport.memory_of(self._group)
             if memory is None:
                 self._inner = self._over_backend()

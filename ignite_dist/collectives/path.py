@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any, TypeVar
@@ -82,11 +83,14 @@ def perform_backward(
     return result
 
 
+_tokens = itertools.count(1)
+
+
 def _in_call(group: Group, operation: str, op: str, value: Any) -> Group:
     """``group`` with the call that its collectives belong to."""
     if len(group.ranks) == 1:
         return group
-    return group.in_new_call(call_of(operation, op, value))
+    return group.in_call(call_of(operation, op, value), next(_tokens))
 
 
 def is_member(model: ComputationModel, group: Group) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from itertools import count
 from types import FrameType
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -22,8 +21,6 @@ from ignite_dist.values.calls import NO_CALL, Call
 _INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 STANDARD_DTYPES = frozenset({*_INTS, torch.float16, torch.float32, torch.float64})
 """Dtypes that both torch and numpy have. Most libraries can send these dtypes."""
-
-_tokens = count(1)
 
 
 class Group(NamedTuple):
@@ -45,10 +42,6 @@ class Group(NamedTuple):
     def in_call(self, call: Call, token: int = 0) -> Group:
         """This group, for the collectives of ``call``."""
         return Group(self.handle, self.ranks, call, token)
-
-    def in_new_call(self, call: Call) -> Group:
-        """This group, for the collectives of ``call``, with a token that no other call of this rank has."""
-        return Group(self.handle, self.ranks, call, next(_tokens))
 
     def position(self, rank: int) -> int | None:
         """Return the group rank of the global ``rank``; None if ``rank`` is not in the group."""

@@ -180,15 +180,6 @@ _NAMES = (
         "A DistributedDataParallel whose own group is not the world cannot be pickled.",
         "none: auto_model on one machine raises AttributeError",
     ),
-    *(
-        (
-            f"torch.distributed.Reducer.{name}",
-            "After a backward pass that failed, for example for lack of memory, a DistributedDataParallel "
-            "raises in every step. Nothing public resets it.",
-            "none: auto_model on one machine raises AttributeError",
-        )
-        for name in ("_reset_state", "_push_all_rebuilt_params", "_rebuild_buckets")
-    ),
     (
         f"{_DDP}._static_graph_delay_allreduce_enqueued",
         "Shows if a DistributedDataParallel with static_graph=True has finished its first backward pass. "
@@ -445,19 +436,6 @@ def register_buffer_hook(wrapper: Any, *hook: Any) -> None:
 def reduce_gradients_in(wrapper: DistributedDataParallel, group: ProcessGroup) -> None:
     """Let ``wrapper`` average gradients in ``group``, which has the same ranks as its process group."""
     wrapper.reducer._update_process_group(group)
-
-
-def make_buckets(wrapper: DistributedDataParallel, group: ProcessGroup) -> None:
-    """Let ``wrapper`` forget its backward passes, and make its buckets as torch does after the first one.
-
-    ``group`` broadcasts rank 0's buckets.
-    """
-    reducer = wrapper.reducer
-    reducer._update_process_group(group)
-    reducer._reset_state()
-    if wrapper.static_graph or not wrapper.find_unused_parameters:
-        reducer._push_all_rebuilt_params()
-        reducer._rebuild_buckets()
 
 
 def has_learnt_static_graph(wrapper: DistributedDataParallel) -> bool:

@@ -33,24 +33,14 @@ class AfterBackward:
     """Calls ``function()`` at the end of each backward pass that adds to gradients of ``parameters``.
 
     Several functions of a pass are called in the order in which their objects were made, on every rank.
-    ``torch.autograd.grad`` adds to no gradient. A copy of a model has no such hooks. The functions must not
-    hold the parameters, which then would never be freed.
-
-    Args:
-        parameters: leaf tensors that require gradients.
-        function: called at the end of the pass.
-        on_failure: called in its place after a pass that fails, as a destructor: it must not raise or wait.
+    ``torch.autograd.grad`` adds to no gradient. Nothing is called at the end of a pass that fails. A copy of
+    a model has no such hooks. ``function`` must not hold the parameters, which then would never be freed.
     """
 
     _numbers = count()
 
-    def __init__(
-        self,
-        parameters: Iterable[Parameter],
-        function: Callable[[], None],
-        on_failure: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.function, self.on_failure = function, on_failure
+    def __init__(self, parameters: Iterable[Parameter], function: Callable[[], None]) -> None:
+        self.function = function
         self.number = next(self._numbers)
         self._pass = -1  # the last one that has reached a parameter
         self._handles = [
@@ -64,22 +54,15 @@ class AfterBackward:
             handle.remove()
 
     def _on_gradient(self, _: Tensor) -> None:
-        try:
-            if number_of_backward_pass() != self._pass:
-                self._begin_pass()
-        except BaseException as error:  # of a signal handler: the pass goes on, as the other ranks' does
-            self._begin_pass()
-            raise_after_backward(error)
-
-    def _begin_pass(self) -> None:
         number = number_of_backward_pass()
+        if number == self._pass:
+            return
+        self._pass = number
         current = _passes.get(number)
         if current is None:
-            current = _Pass()
+            current = _passes[number] = _Pass()
             run_after_backward(current.end)
-            _passes[number] = current
         current.reached.add(self)
-        self._pass = number
 
 
 class _Pass:
@@ -95,28 +78,10 @@ class _Pass:
 
     def call_all(self) -> None:
         for one in sorted(self.reached, key=lambda one: one.number):
-            self.reached.discard(one)
             one.function()
-
-    def __del__(self) -> None:
-        for one in self.reached:
-            one.on_failure()
 
 
 _passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()  # by number
-
-
-def raise_after_backward(error: BaseException) -> None:
-    """Raise ``error`` at the end of the current backward pass, or now outside of a pass."""
-
-    def raise_now() -> None:
-        raise error
-
-    try:
-        # The first callback may run before those of DDP, the second runs after them.
-        run_after_backward(lambda: run_after_backward(raise_now))
-    except RuntimeError:  # there is no backward pass
-        raise error from None
 
 
 @contextmanager

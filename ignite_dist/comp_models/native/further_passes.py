@@ -16,7 +16,6 @@ import torch
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_dist.comp_models.native.reducer_group import leave_failed_pass
 from ignite_dist.internals import _torch
 from ignite_dist.values.gradients import AfterBackward
 
@@ -37,7 +36,7 @@ class _Passes:
     Attributes:
         is_reducing: True from a forward pass to the end of DDP's reduction, perhaps in the second of two
             backward passes that each reach some of the parameters.
-        is_local: True after a forward pass in ``no_sync()``, and after a backward pass that has failed.
+        is_local: True after a forward pass in ``no_sync()``.
         has_seen: True after any backward pass, also one in ``no_sync()``, or another average.
         hooks: the hooks of the parameters.
     """
@@ -47,7 +46,7 @@ class _Passes:
         self._module, self._average = weakref.ref(module), average
         trained = _trained(module)
         self._names = list(trained)
-        self.hooks = AfterBackward(trained.values(), self._after_backward, self._after_failure)
+        self.hooks = AfterBackward(trained.values(), self._after_backward)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a pickled module averages as DDP does
@@ -66,12 +65,6 @@ class _Passes:
                 self._check_frozen(module)
         elif module.require_backward_grad_sync and not self.is_local:
             self._average(list(_trained(module).values()))
-
-    def _after_failure(self) -> None:
-        module = self._module()
-        if module is not None and module.require_backward_grad_sync and not self.is_local:
-            self.is_reducing, self.is_local = False, True
-            leave_failed_pass(module)
 
     def _check_frozen(self, module: DistributedDataParallel) -> None:
         trained = _trained(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from ignite_dist.comp_models.shared_memory.transport import OneMachineTransport
 from ignite_dist.comp_models.transport import CollectiveKind, Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.internals import _torch
-from ignite_dist.values.calls import Call, call_of
+from ignite_dist.values.calls import call_of
 from ignite_dist.values.reduce_ops import adds_rows, reduce_rows
 from ignite_dist.values.serialization import as_bytes
 
@@ -56,7 +57,7 @@ class GlooTransport(OneMachineTransport, NativeTransport):
         # gloo needs several collectives for a large tensor, which start() cannot begin.
         return work if gloo.fits_one_round(tensor.nbytes, len(group.ranks)) else Steps(work.wait)
 
-    def reducer_group(self, group: Group) -> ReducerGroup | None:
+    def reducer_group(self, group: Group) -> ProcessGroup | None:
         if self.shares_memory(group) is False or self.memory_of(group) is None:
             return None
         return ReducerGroup(self.handle_of(group), _ReducerCollectives(self, group))
@@ -79,32 +80,24 @@ class GlooTransport(OneMachineTransport, NativeTransport):
         OneMachineTransport.forget(self)
 
 
-_FAILED_PASS = Call("a backward pass that failed")
-
-
 class _ReducerCollectives:
     """See :class:`~ignite_dist.comp_models.native.reducer_group.ReducerCollectives`."""
 
     def __init__(self, transport: GlooTransport, group: Group) -> None:
         self._transport, self._group = transport, group
 
-    def new_sum(self, tensor: Tensor) -> Group:
-        return self._group.in_new_call(call_of("gradients of a backward pass", "", tensor))
+    def sum_gradients(self, tensor: Tensor) -> Work | None:
+        return self._run("gradients of a backward pass", tensor, self._transport.all_reduce, "SUM")
 
-    def add(self, tensor: Tensor, call: Group) -> Work | None:
-        if not self._transport.shares_memory(self._group):
-            return None
-        return self._transport.all_reduce(tensor, "SUM", call)
-
-    def leave_pass(self, call: Group | None) -> None:
-        self._transport.count_interrupted(self._group.in_call(_FAILED_PASS) if call is None else call)
-
-    def was_sent(self, tensor: Tensor, call: Group) -> bool:
+    def was_sent(self, tensor: Tensor) -> bool:
         memory = self._transport.memory_of(self._group)
-        return memory is not None and memory.was_sent(tensor, call.token)
+        return memory is not None and memory.was_sent(tensor)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work | None:
+        src = self._group.ranks[root]
+        return self._run("DDP's broadcast", tensor, self._transport.broadcast, src)
+
+    def _run(self, name: str, tensor: Tensor, collective: Callable[..., Work], how: Any) -> Work | None:
         if not self._transport.shares_memory(self._group):
             return None
-        call = self._group.in_call(call_of("DDP's broadcast", "", tensor))
-        return self._transport.broadcast(tensor, self._group.ranks[root], call)
+        return collective(tensor, how, self._group.in_call(call_of(name, "", tensor)))

@@ -59,7 +59,7 @@ class SharedMemory:
         self._call, self._token = NO_CALL, 0  # of the last steps; guarded by _lock
         self._lock = threading.RLock()  # a signal handler does not wait for its own thread
         self._is_running = False  # guarded by _lock
-        self._has_ended_early = self._is_complete = False  # the latest call of run()
+        self._has_ended_early = False  # the latest call of run()
         self._interrupted_late: deque[tuple[Call, int]] = deque()
 
     def run(self, collective: Callable[[SharedMemory], Any], group: Group) -> Any:
@@ -77,15 +77,12 @@ class SharedMemory:
                 )
             self._count_late()
             number = self.segment.number
-            self._is_running, self._call = True, group.call
-            self._has_ended_early = self._is_complete = False
+            self._is_running, self._call, self._has_ended_early = True, group.call, False
             try:
                 self._count(group.token)
                 while True:
                     try:
-                        result = collective(self)
-                        self._is_complete = True
-                        return result
+                        return collective(self)
                     except EarlierCallError:  # the other ranks raise now, and make this call in the next step
                         self.segment.write_place(number + 1)
                         if self.segment.number > number + 1:
@@ -121,11 +118,9 @@ class SharedMemory:
         self._count(token)
         self._end_early(call)
 
-    def was_sent(self, tensor: Tensor, token: int) -> bool:
-        """True if all of ``tensor`` was sent in the latest call, which was interrupted."""
-        is_one_step = tensor.nbytes <= _WHOLE_BYTES
-        has_published = self._is_complete or (is_one_step and not self._has_ended_early)
-        return token == self._token and has_published
+    def was_sent(self, tensor: Tensor) -> bool:
+        """True if an interrupt of the latest call of :meth:`run` came when all of ``tensor`` was sent."""
+        return not self._has_ended_early and tensor.nbytes <= _WHOLE_BYTES  # one step
 
     def _end_early(self, call: Call) -> None:
         self._has_ended_early = True

@@ -20,6 +20,8 @@ from ignite_dist.values import safe_objects
 
 SECONDS_PER_CASE = 240
 
+BACKENDS_OF_TORCH = ("gloo", "nccl")
+
 PROPERTY = "conformance"
 """The property of a test's report that has its world, and what the case has returned."""
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from ignite_dist.testing.conformance.cases import BACKENDS_OF_TORCH
+
 _worlds: pytest.StashKey[Sequence[Any]] = pytest.StashKey()
 
 
@@ -19,7 +21,7 @@ def register(config: pytest.Config, worlds: Sequence[Any]) -> None:
         worlds: ``pytest.param(world, id=..., marks=...)`` for each.
     """
     config.addinivalue_line("markers", "at_most_two_ranks: not in larger worlds of the conformance suite")
-    config.addinivalue_line("markers", "same_on_every_backend: only with the backends of torch")
+    config.addinivalue_line("markers", "same_on_every_backend: with torch's backends only")
     config.stash[_worlds] = worlds
     config.pluginmanager.register(sys.modules[__name__])
 
@@ -43,9 +45,9 @@ def world(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the worlds that a case does not need."""
-    left_out = [item for item in items if _is_not_needed(item)]
+    left_out = [item for item in items if _is_left_out(item)]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not _is_not_needed(item)]
+    items[:] = [item for item in items if not _is_left_out(item)]
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
@@ -56,10 +58,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         world.close()
 
 
-def _is_not_needed(item: pytest.Item) -> bool:
-    if not isinstance(item, pytest.Function) or "world" not in item.fixturenames:
+def _is_left_out(item: pytest.Item) -> bool:
+    if not isinstance(item, pytest.Function):
+        return False
+    most_two, only_torch = map(item.get_closest_marker, ("at_most_two_ranks", "same_on_every_backend"))
+    if most_two is None and only_torch is None:
         return False
     world: Any = item.callspec.params["world"]
-    is_too_large = item.get_closest_marker("at_most_two_ranks") is not None and world.size > 2
-    is_of_torch = world.name.partition("-")[0] in ("serial", "gloo", "nccl")
-    return is_too_large or (item.get_closest_marker("same_on_every_backend") is not None and not is_of_torch)
+    is_of_torch = world.name.partition("-")[0] in ("serial", *BACKENDS_OF_TORCH)
+    return (most_two is not None and world.size > 2) or (only_torch is not None and not is_of_torch)

@@ -14,21 +14,18 @@ from torch import Tensor
 
 import ignite_dist as idist
 from ignite_dist.context.live import current_model
-from ignite_dist.testing.conformance.cases import count_collectives, on_every_rank, raises
+from ignite_dist.testing.conformance.cases import BACKENDS_OF_TORCH, count_collectives, on_every_rank, raises
 
 # To compile takes seconds on every rank, and a third rank adds nothing to a graph.
 pytestmark = pytest.mark.at_most_two_ranks
 
-# The last one makes C++ of a graph, which takes seconds. The operators in it are the same on all backends.
+# Inductor makes C++ of a graph, which takes seconds. A graph has the same operators on every backend.
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.same_on_every_backend)
 COMPILERS = ["aot_eager", INDUCTOR]
 
 
 def where_it_compiles(case: Callable[..., None]) -> Callable[..., None]:
-    """``case`` where torch.compile itself works.
-
-    It compiles in one thread at a time, and XLA's replicas may be threads.
-    """
+    """``case``, but nothing where ranks are threads, as XLA's may be: torch compiles in one at a time."""
 
     @wraps(case)
     def checked(**kwargs: Any) -> None:
@@ -164,9 +161,12 @@ def can_hold_collectives() -> bool:
 
 
 def compiler_of_all() -> str:
-    """C++ of all functions takes a minute. In a world of one a graph has no collectives."""
-    has_collectives = idist.get_world_size() > 1 and idist.backend() in ("gloo", "nccl")
-    return "inductor" if has_collectives else "aot_eager"
+    """Inductor takes a minute for all functions: only where ``INDUCTOR`` runs, and on several ranks.
+
+    On one rank a graph has no collectives.
+    """
+    is_worth_it = idist.backend() in BACKENDS_OF_TORCH and idist.get_world_size() > 1
+    return "inductor" if is_worth_it else "aot_eager"
 
 
 @pytest.mark.parametrize("name", IN_A_GRAPH)

@@ -160,6 +160,17 @@ def reduce_tensor(size: int, device: torch.device) -> Contenders:
     return contenders
 
 
+def reduce_under_way(count: int, size: int, device: torch.device) -> Contenders:
+    """``count`` asynchronous calls, and then their waits."""
+    tensors = [zeros(size, device) for _ in range(count)]
+
+    def reduce(all_reduce: Callable[..., Any]) -> None:
+        for work in [all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()
+
+    return {OURS: partial(reduce, idist.all_reduce), RAW: partial(reduce, dist.all_reduce)}
+
+
 def _with_computation(device: torch.device) -> Contenders:
     """Rank 1 is late; this simulates a long transfer without CPU time. Rank 0 computes in the meantime.
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ignite_dist as idist
 from rows import OURS, RAW, Bar, Contenders, LauncherRow, RankRow, Row, zeros
-from rows_collectives import GATHERS, gather_dict, reduce_numbers, reduce_tensor
+from rows_collectives import GATHERS, gather_dict, reduce_numbers, reduce_tensor, reduce_under_way
 from timing import Effort, Samples
 
 _RANKS = (2, 4)
@@ -83,6 +83,10 @@ def _lines() -> Iterator[_Line]:
         for dtype in (torch.float32, torch.bfloat16):
             title, contenders = f"{dtype}, {name}, ".replace("torch.", ""), partial(_scatter, size, dtype)
             yield _Line("reduce_scatter", title, contenders, _RAW_SCATTER.__name__, (1.0, 1.0))
+    label = "dist.all_reduce(async_op=True)"
+    for name, count, size in (("4 B", 1, 4), ("16 MB", 1, 16 * _MB), ("16 of 64 KB under way", 16, 64 * _KB)):
+        contenders = partial(reduce_under_way, count, size)
+        yield _Line("all_reduce(async_op=True)", f"tensor, {name}, ", contenders, label, (1.0, 1.0))
     yield _Line("barrier", "", _barrier, "dist.barrier", (0.15, 0.1))
     label = "dist.all_reduce, packed by hand"
     yield _Line("all_reduce", "dict of 20 ints and floats, ", reduce_numbers, label, (0.15, 0.1))

@@ -114,8 +114,6 @@ class MpiGroup:
 class MpiTransport(Transport):
     """MPI's nonblocking collectives on tensors, without a copy of the tensors."""
 
-    overlap = True  # MPI matches the collectives of a communicator by their order
-
     def __init__(self, mpi: Any, comm: Any) -> None:
         self.mpi, self.world, self.is_over = mpi, MpiGroup(comm, tuple(range(comm.size)), ""), False
         self.groups = [self.world]
@@ -155,6 +153,9 @@ class MpiTransport(Transport):
             comm = self.world.comm.Create_group(members, tag)
         self.groups.append(group := MpiGroup(comm, ranks, key))
         return group
+
+    def overlaps(self, group: Group) -> bool:
+        return True  # MPI matches the collectives of a communicator by their order
 
     def separate_group(self, group: Group) -> Work:
         comm, request = self.comm(group).Idup()

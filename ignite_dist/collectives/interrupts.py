@@ -12,8 +12,9 @@ from traceback import walk_tb
 from types import CodeType
 from typing import Any, TypeVar
 
-from ignite_dist.comp_models import Group
+from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
+from ignite_dist.diagnostics import pending_calls
 from ignite_dist.values.calls import Call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -26,8 +27,8 @@ def counts_interrupts(function: _Function) -> _Function:
     """Decorator for a collective: an interrupt before ``perform()`` has begun counts as a call of the group.
 
     Otherwise this rank's next call would meet the call of the other ranks that it has left. ``perform()``
-    itself counts later interrupts. Asynchronous calls, and calls with a timeout, do not count: they are not
-    in the order of the blocking calls.
+    itself counts later interrupts. Calls with a timeout do not count: they are not in the order of the
+    other calls.
     """
     signature = inspect.signature(function)
 
@@ -45,16 +46,24 @@ def counts_interrupts(function: _Function) -> _Function:
                     bound = signature.bind(*args, **kwargs)
                     bound.apply_defaults()
                     arguments = bound.arguments
-                    if not arguments.get("async_op") and arguments.get("timeout") is None:
+                    if arguments.get("timeout") is None:
                         model, group = current_model(), arguments["group"]
                         name = getattr(arguments.get("caller"), "name", function.__name__)
                         group = group if isinstance(group, Group) else model.groups.resolve(group)
-                        model.transport.count_interrupted(group.in_call(Call(f"{name}()")))
+                        count(model, group.in_call(Call(f"{name}()")), bool(arguments.get("async_op")))
             raise
 
     wrapper: Any = call
     wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)  # reports show this name
     return wrapper  # type: ignore[no-any-return]
+
+
+def count(model: ComputationModel, group: Group, async_op: bool) -> None:
+    """Count ``group.call``, in which this rank was interrupted."""
+    if async_op:
+        pending_calls.count_interrupted(model, group)
+    else:
+        model.transport.count_interrupted(group)
 
 
 def is_interrupt(error: BaseException) -> bool:

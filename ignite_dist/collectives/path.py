@@ -7,7 +7,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, TypeVar
 
-from ignite_dist.collectives import progress
+from ignite_dist.collectives import interrupts, progress
 from ignite_dist.collectives.interrupts import is_interrupt, latest_tokens
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Work
@@ -57,8 +57,8 @@ def perform(
         return begin(called).wait()
     except BaseException as error:
         latest_tokens[get_ident()] = called.token  # the interrupt may have come before the line above
-        if not async_op and is_interrupt(error):
-            model.transport.count_interrupted(called)
+        if is_interrupt(error):
+            interrupts.count(model, called, async_op)
         raise
 
 

@@ -31,14 +31,14 @@ _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 50e-6, 5e-3
 def begin(model: ComputationModel, operation: str, group: Group, start: Callable[[Group], Work]) -> Work:
     """Begin a collective by ``start(group)`` and return its work for the user.
 
-    A single primitive begins in the caller's thread if the transport's collectives may overlap. Other
+    A single primitive begins in the caller's thread if collectives of the group may overlap. Other
     collectives run in the thread of the group. On an accelerator, collectives with several steps complete
     here, because another thread would use another stream. An error comes out of the work's ``wait()``.
     """
     call = f"{operation} begun at {site_of(users_frame(sys._getframe(1)))}"
     timed = start.call if isinstance(start, TimedStart) else None
     transport = model.transport
-    if not (transport.is_synchronous or transport.overlap):
+    if not (transport.is_synchronous or transport.overlaps(group)):
         return PendingWork(model, call, pending_calls.submit(model, group, start, call), timed)
     try:
         work = start(group)
@@ -80,14 +80,14 @@ class PendingWork(Work):
     def __init__(
         self, model: ComputationModel, call: str, inner: Work, timed: TimedCall | None = None
     ) -> None:
+        self._pending = _pending.setdefault(model, _Pending())
         self.call = call
         self._timed = timed
-        self._inner: Work | None = inner
         self.ranks, self.needs_all, self._group_name = inner.ranks, inner.needs_all, inner.group_name
         self._lock = threading.Lock()
         self._result: Any = None
         self._error: BaseException | None = None
-        self._pending = _pending.setdefault(model, _Pending())
+        self._inner: Work | None = inner  # after an interrupt before this line, the work does not exist
         self._pending.works[id(self)] = weakref.ref(self)
         self._pending.release()
 
@@ -206,7 +206,7 @@ def _wait_for_all(model: ComputationModel) -> None:
 def _forget_all(model: ComputationModel) -> None:
     """Drop the works and threads of a context that has ended: they would keep its connections open."""
     _pending.pop(model)
-    pending_calls.queues.pop(model)
+    pending_calls.end(model)
 
 
 def _leave_all_to_parent() -> None:

@@ -107,21 +107,21 @@ class Transport(ABC):
     has_meshes: ClassVar[bool] = False
     """True if :meth:`make_mesh` makes meshes."""
 
-    overlap: bool = False
-    """True if a rank may begin a collective of a group before the group's earlier collectives have completed.
-
-    Then :meth:`separate_group` must give another group.
-
-    If True, a collective that has begun makes progress while any thread of the rank waits for another
-    collective. If False, a thread of this package waits for each collective, so that it makes progress.
-    """
-
     is_synchronous: ClassVar[bool] = False
     """True if every primitive returns only when the collective is complete."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         tracing.untrace_class(cls)
+
+    def overlaps(self, group: Group) -> bool:
+        """True if an asynchronous collective of ``group`` may begin before earlier ones have completed.
+
+        Then it must make progress while any thread of the rank waits for another collective, and
+        :meth:`separate_group` must give another group. If False, a thread of this package runs the
+        asynchronous collectives of the group one after the other. The result is the same on all ranks.
+        """
+        return False
 
     @abstractmethod
     def supports(
@@ -240,9 +240,9 @@ class Transport(ABC):
     def separate_group(self, group: Group) -> Work:
         """Begin to make a group of the same ranks, whose collectives have an order of their own.
 
-        Called once per group, on each member, at the first asynchronous collective of several steps. A thread
-        of the group waits for the result, a :class:`Group`, and then runs such collectives in it. Meanwhile
-        other threads begin collectives in ``group``. The default is for libraries without :attr:`overlap`.
+        Called once per group, on each member, at the first asynchronous collective that a thread runs. This
+        thread waits for the result, a :class:`Group`, and then runs the collectives in it. Meanwhile other
+        threads begin collectives in ``group``. The default is for libraries where no collectives overlap.
         """
         return Completed(group)
 

@@ -1,4 +1,4 @@
-"""Asynchronous collectives of several steps, run in one thread per group.
+"""Asynchronous collectives, run in one thread per group. See :meth:`Transport.overlaps`.
 
 Ranks match the collectives of a group by their order. So the next blocking collective of a group waits until
 the group's thread has completed all pending calls.
@@ -57,23 +57,28 @@ class PendingCall(Work):
 
 
 class _Queue:
-    """The pending calls of one group. A thread runs the calls, and ends when no call is left.
+    """The pending calls of one group. A thread runs them. It ends if none comes for a second.
 
     Attributes:
         group: the result is the group in which the thread runs the calls.
+        tokens: of the latest calls.
     """
 
     def __init__(self, group: Work) -> None:
         self.group = group
-        self._calls: deque[PendingCall] = deque()
+        self.tokens: deque[int] = deque(maxlen=_LATEST_CALLS)
+        self._calls: deque[PendingCall] = deque()  # also the one that runs
+        self._turn = threading.Lock()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._has_ended = False
 
     def submit(self, work: Work, call: str) -> PendingCall:
         pending = PendingCall(work, call)
         with self._changed:
             self._calls.append(pending)
-            if self._thread is None:
+            self._changed.notify_all()
+            if self._thread is None or not self._thread.is_alive():  # an interrupt may have ended start()
                 self._thread = threading.Thread(
                     target=self._run, name="ignite_dist's asynchronous collectives", daemon=True
                 )
@@ -81,22 +86,41 @@ class _Queue:
         return pending
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._calls:
-                    self._thread = None
+        with self._turn:  # only after such an interrupt there may be two threads
+            while (pending := self._first()) is not None:
+                pending.run()
+                del pending  # its result is the user's
+                with self._changed:
+                    self._calls.popleft()
                     self._changed.notify_all()
-                    return
-                pending = self._calls.popleft()
-            pending.run()
+
+    def _first(self) -> PendingCall | None:
+        with self._changed:
+            if not self._calls and not self._has_ended:
+                self._changed.wait(_IDLE_SECONDS)
+            if self._calls:
+                return self._calls[0]
+            self._thread = None
+            return None
+
+    def end(self) -> None:
+        """Let the thread end, after the pending calls."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
 
     @waits_for_ranks
     def drain(self) -> None:
         """Return when all pending calls are completed."""
         with self._changed:
-            while self._thread is not None:
+            while self._calls:
                 self._changed.wait()
 
+
+# A new thread would take 0.1 ms.
+_IDLE_SECONDS = 1.0
+# An interrupt comes at most this many calls of other threads after its own call.
+_LATEST_CALLS = 64
 
 queues: PerContext[dict[str, _Queue]] = PerContext()
 """The queues of each context, by :meth:`Transport.group_key`."""
@@ -122,9 +146,33 @@ def submit(model: ComputationModel, group: Group, begin: Callable[[Group], Work]
     def run() -> Any:
         own_group = queue.group.wait()
         queue.group = Completed(own_group)
+        queue.tokens.append(group.token)
         return begin(own_group.in_call(group.call, group.token)).wait()
 
     return queue.submit(Steps(run), call)
+
+
+def end(model: ComputationModel) -> None:
+    """End the threads of a context that has ended: they would keep its connections open."""
+    for queue in (queues.get(model) or {}).values():
+        queue.end()
+    queues.pop(model)
+
+
+def count_interrupted(model: ComputationModel, group: Group) -> None:
+    """Count ``group.call`` after the pending calls, unless the interrupt came when it was submitted.
+
+    An interrupt of the first asynchronous call of a group does not count.
+    """
+    queue = _queue(model, group)
+    if queue is None:
+        return
+
+    def count() -> None:
+        if group.token not in queue.tokens:
+            model.transport.count_interrupted(queue.group.wait().in_call(group.call, group.token))
+
+    queue.submit(Steps(count), group.call.text)
 
 
 def drain(model: ComputationModel, group: Group) -> None:

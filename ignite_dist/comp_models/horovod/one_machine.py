@@ -15,7 +15,7 @@ from ignite_dist.comp_models.work import Completed, Work
 
 
 class HorovodOnOneMachine(OneMachineTransport, HorovodTransport):
-    """Carries blocking collectives of CPU tensors over shared memory, and all others over Horovod."""
+    """Carries CPU tensors over shared memory on one machine, and all others over Horovod."""
 
     patience_seconds = PATIENCE_SECONDS  # a context of the user's own has no watchdog
 
@@ -26,14 +26,11 @@ class HorovodOnOneMachine(OneMachineTransport, HorovodTransport):
         return super().all_reduce(tensor, op, group)
 
     def separate_group(self, group: Group) -> Work:
-        # Another handle of the process set, without a memory: its collectives go over Horovod, which matches
-        # them by name. In the memory they would have to keep an order with those of other threads.
+        # Another handle of the process set, with a memory of its own.
         known = self.handle_of(group)
         handle = self._hvd.ProcessSet(list(group.ranks))
         handle.process_set_id = known.process_set_id
         handle.ignite_dist_number = self._number_of(group)
-        self._forget_with(handle)
-        self._memories[id(handle)] = None
         return Completed(Group(handle, group.ranks))
 
     def handle_of(self, group: Group) -> Any:

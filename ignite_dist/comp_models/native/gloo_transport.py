@@ -25,9 +25,14 @@ from ignite_dist.values.serialization import as_bytes
 
 
 class GlooTransport(OneMachineTransport, NativeTransport):
-    """Carries blocking collectives of CPU tensors over shared memory, and all others over process groups."""
+    """Carries CPU tensors over shared memory on one machine, and all others over process groups."""
 
     handle_of = NativeTransport.handle_of
+
+    def overlaps(self, group: Group) -> bool:
+        # On one machine the thread of the group runs them over shared memory, which compares them.
+        in_memory = self._device().type == "cpu" and self.shares_memory(group) is not False
+        return not in_memory and super().overlaps(group)
 
     def supports(
         self, kind: CollectiveKind, op: str | None, dtype: torch.dtype, device: torch.device

@@ -110,7 +110,7 @@ class NativeTransport(Transport):
         self._backends = backends
         self._device = device
         self._own_store = own_store
-        self.overlap = backends.get("cpu", "gloo") == "gloo"  # the only one on CPUs with separate_group()
+        self._has_separate_groups = backends.get("cpu", "gloo") == "gloo"  # no other backend on CPUs has
         self._world_ranks = tuple(range(world.size()))
         self._scratch = gloo.ScratchBuffers()
         self._groups = GroupFactory(world, rank, device, connecting)
@@ -124,8 +124,11 @@ class NativeTransport(Transport):
     def make_group(self, ranks: tuple[int, ...], **options: Any) -> Any:
         return self._groups.make(ranks, **options)
 
+    def overlaps(self, group: Group) -> bool:
+        return self._has_separate_groups
+
     def separate_group(self, group: Group) -> Work:
-        if not self.overlap or len(group.ranks) == 1:
+        if not self._has_separate_groups or len(group.ranks) == 1:
             return Completed(group)
         # All members have called when they have each other's tokens. The first token names the new group.
         tokens = self.all_gather(as_tensor(bytearray(os.urandom(16))), group)

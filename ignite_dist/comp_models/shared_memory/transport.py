@@ -36,11 +36,11 @@ _CPU = torch.device("cpu")
 
 
 class OneMachineTransport(Transport):
-    """Carries blocking collectives of CPU tensors over shared memory, in groups whose ranks share memory.
+    """Carries collectives of CPU tensors over shared memory, in groups whose ranks share memory.
 
     To be inherited from before the transport of a backend. The ranks of a group find out whether they can
     share memory in the first of these collectives. If they cannot, the backend carries the collectives. The
-    backend also carries asynchronous collectives. (mypy does not see the backend behind ``super()``.)
+    backend also carries the collectives that overlap. (mypy does not see the backend behind ``super()``.)
     """
 
     _rank: int

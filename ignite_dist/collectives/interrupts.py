@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics import pending_calls
+from ignite_dist.internals.call_sites import reported_as
 from ignite_dist.values.calls import Call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -33,6 +34,7 @@ def counts_interrupts(function: _Function) -> _Function:
     signature = inspect.signature(function)
 
     @wraps(function)
+    @reported_as(function.__name__)
     def call(*args: Any, **kwargs: Any) -> Any:
         before = None
         try:
@@ -53,9 +55,7 @@ def counts_interrupts(function: _Function) -> _Function:
                         count(model, group.in_call(Call(f"{name}()")), bool(arguments.get("async_op")))
             raise
 
-    wrapper: Any = call
-    wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)  # reports show this name
-    return wrapper  # type: ignore[no-any-return]
+    return call  # type: ignore[return-value]
 
 
 def count(model: ComputationModel, group: Group, async_op: bool) -> None:

@@ -6,11 +6,14 @@ import multiprocessing
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from functools import lru_cache
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _MAX_SITE_LENGTH = 90
 
@@ -115,6 +118,16 @@ def _starts_worker(frame: FrameType) -> bool:
         and frame.f_code.co_filename == "<string>"
         and multiprocessing.parent_process() is not None
     )
+
+
+def reported_as(name: str) -> Callable[[_Function], _Function]:
+    """Decorator: reports show ``name`` for the function if the user's code has called it."""
+
+    def rename(function: _Function) -> _Function:
+        function.__code__ = function.__code__.replace(co_name=name)
+        return function
+
+    return rename
 
 
 # Modules of functions that wrap the functions that users call.

@@ -18,7 +18,7 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.data.model_buffers import group_of_parameters
 from ignite_dist.data.passes import Resumable
-from ignite_dist.internals.call_sites import warn_user
+from ignite_dist.internals.call_sites import reported_as, warn_user
 from ignite_dist.training.comparisons import trained_together
 from ignite_dist.training.gradient_sync import (
     DDPSyncStrategy,
@@ -130,6 +130,7 @@ def accumulate_gradients(
     return _accumulate(loader, model, steps, weight, make_sync, optimizers, check)
 
 
+@reported_as("accumulate_gradients")
 def _accumulate(
     loader: Iterable[Any],
     model: Module,

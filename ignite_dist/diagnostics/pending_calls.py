@@ -6,6 +6,7 @@ the group's thread has completed all pending calls.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from typing import Any
 
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
-from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
+from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks, work_of
+from ignite_dist.diagnostics.hang_reports import waiting_frame
 
 
 class PendingCall(Work):
@@ -23,17 +25,19 @@ class PendingCall(Work):
         error: what the collective has raised.
     """
 
-    __slots__ = ("_done", "_result", "_work", "call", "error")
+    __slots__ = ("_done", "_result", "_thread", "_work", "call", "error")
 
     def __init__(self, work: Work, call: str) -> None:
         self.call = call
         self._work: Work | None = work
         self._done = threading.Event()
+        self._thread = 0
         self._result: object = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
         """Run the collective. :meth:`wait` raises its exception."""
+        self._thread = threading.get_ident()
         work, self._work = self._work, None
         assert work is not None
         try:
@@ -42,6 +46,13 @@ class PendingCall(Work):
             self.error = error
         finally:
             self._done.set()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The ranks for which the group's thread waits in this call at the moment."""
+        waits_in = waiting_frame(sys._current_frames().get(self._thread))
+        work = None if waits_in is None or self.is_completed() else work_of(waits_in)
+        return () if work is None else work.ranks
 
     @waits_for_ranks
     def wait(self, timeout: object = None) -> object:

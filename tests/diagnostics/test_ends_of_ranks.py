@@ -96,6 +96,21 @@ def test_a_collective_that_a_rank_has_ended_without(size: int, ended: int, wait:
     assert "So rank" not in error.traceback, "it is about the rank that waited"
 
 
+def waits_for_one_later(local_rank: int, wait: str) -> None:
+    """As :func:`waits_for_one`, when the group has made such a call before."""
+    idist.all_reduce(ones(), async_op=True).wait()
+    waits_for_one(local_rank, wait, 1)
+
+
+@pytest.mark.usefixtures("every_rank_reports")
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("horovod", marks=pytest.mark.horovod)])
+@pytest.mark.parametrize("wait", ["all_reduce begun", "all_reduce begun with a dict"])
+def test_a_later_asynchronous_collective_that_a_rank_has_ended_without(backend: str, wait: str) -> None:
+    error = failure(backend, waits_for_one_later, wait, size=2)
+    assert error.rank == 0
+    is_named(error, 1, wait)
+
+
 @pytest.mark.horovod
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("wait", ["all_reduce", "all_gather of objects", "barrier"])

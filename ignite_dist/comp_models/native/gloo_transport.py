@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 from ignite_dist.comp_models.native import gloo
 from ignite_dist.comp_models.native.reducer_group import ReducerGroup
 from ignite_dist.comp_models.native.transport import NativeTransport
-from ignite_dist.comp_models.native.works import awaited_ranks
 from ignite_dist.comp_models.shared_memory.transport import OneMachineTransport
 from ignite_dist.comp_models.transport import CollectiveKind, Group
 from ignite_dist.comp_models.work import Steps, Work
@@ -73,9 +72,6 @@ class GlooTransport(OneMachineTransport, NativeTransport):
     def name_of(self, group: Group) -> str:
         handle = self.handle_of(group)
         return handle.group_name if isinstance(handle, ProcessGroup) else ""
-
-    def awaited_in(self, group: Group) -> tuple[int, ...]:
-        return awaited_ranks(self.handle_of(group), group.ranks)
 
     def barrier_device(self) -> torch.device:
         return self._device()

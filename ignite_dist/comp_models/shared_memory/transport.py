@@ -136,10 +136,6 @@ class OneMachineTransport(Transport):
     def timeout_of(self, handle: Any) -> timedelta:
         """How long a rank waits for another one in a collective."""
 
-    def awaited_in(self, group: Group) -> tuple[int, ...]:
-        """The ranks for which a collective of ``group`` waits, as the watchdog sees it."""
-        return group.ranks
-
     def barrier_device(self) -> torch.device:
         """The device whose work a barrier waits for."""
         return _CPU
@@ -306,7 +302,7 @@ class _SharedWork(Work):
         self._over_backend = over_backend
         self._inner: Work | None = None
         self._result: Any = None
-        self.ranks = transport.awaited_in(group)
+        self.ranks = group.ranks
         self.needs_all = True
 
     @property

@@ -71,9 +71,8 @@ class MpiModel(ComputationModel):
 
     def close(self) -> None:
         MpiModel.live = None
-        for group in self.transport.groups:
-            if group.comm:
-                group.comm.Free()
+        for comm in filter(None, [group.comm for group in self.transport.groups]):
+            comm.Free()
 
     def abort(self) -> None:
         MpiModel.live, MpiModel.has_failed = None, True

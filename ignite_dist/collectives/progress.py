@@ -25,6 +25,7 @@ from ignite_dist.errors import MissingRanksError
 from ignite_dist.internals.arguments import check_timeout
 from ignite_dist.internals.call_sites import site_of, users_frame, warn_user
 
+_YIELD_SECONDS = 20e-6
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 50e-6, 5e-3
 
 
@@ -104,10 +105,11 @@ class PendingWork(Work):
             if inner is not None:
                 try:
                     self._result = inner.wait() if timed is None else timed.wait(inner)
-                except Exception as error:
-                    self._error = error
                 except BaseException as error:
-                    if not (isinstance(inner, PendingCall) and error is inner.error):
+                    is_own = isinstance(error, Exception)
+                    if isinstance(inner, PendingCall):
+                        is_own = error is inner.error
+                    if not is_own:
                         raise  # an interrupt of this wait: the collective still runs
                     self._error = error
                 self._inner = None
@@ -150,6 +152,12 @@ class PendingWork(Work):
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
 
     def is_completed(self) -> bool:  # noqa: D102
+        if not self.has_ended() and isinstance(self._inner, PendingCall):
+            time.sleep(_YIELD_SECONDS)  # the group's thread needs the interpreter
+        return self.has_ended()
+
+    def has_ended(self) -> bool:
+        """As :meth:`is_completed`, for a caller that asks once."""
         inner = self._inner
         return inner is None or inner.is_completed()
 
@@ -178,7 +186,7 @@ class _Pending:
         for _ in range(min(2, len(self.dropped))):
             with suppress(IndexError):  # another thread has taken it
                 work = self.dropped.popleft()
-                if work.is_completed() and work.has_succeeded():
+                if work.has_ended() and work.has_succeeded():
                     with self._lock:
                         self.released[work.call] += 1
                 else:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
-from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks, work_of
+from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, waits_for_ranks, work_of
 from ignite_dist.diagnostics.hang_reports import waiting_frame
 
 
@@ -25,12 +30,14 @@ class PendingCall(Work):
         error: what the collective has raised.
     """
 
-    __slots__ = ("_done", "_result", "_thread", "_work", "call", "error")
+    __slots__ = ("_is_done", "_latch", "_result", "_thread", "_work", "call", "error")
 
     def __init__(self, work: Work, call: str) -> None:
         self.call = call
         self._work: Work | None = work
-        self._done = threading.Event()
+        # An interrupted wait for an event may keep its lock, which is written in Python.
+        self._latch, self._is_done = threading.Lock(), False
+        self._latch.acquire()
         self._thread = 0
         self._result: object = None
         self.error: BaseException | None = None
@@ -45,50 +52,117 @@ class PendingCall(Work):
         except BaseException as error:  # loading an object may raise anything
             self.error = error
         finally:
-            self._done.set()
+            self._is_done = True
+            self._latch.release()
 
     @property
     def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
         """The ranks for which the group's thread waits in this call at the moment."""
         waits_in = waiting_frame(sys._current_frames().get(self._thread))
-        work = None if waits_in is None or self.is_completed() else work_of(waits_in)
+        work = None if waits_in is None or self._is_done else work_of(waits_in)
         return () if work is None else work.ranks
 
     @waits_for_ranks
     def wait(self, timeout: object = None) -> object:
         """See ``Work``."""
-        self._done.wait()
+        self.wait_until_done()
         if self.error is not None:
             raise self.error
         return self._result
 
+    def wait_until_done(self) -> None:
+        """Return when the collective has completed or failed."""
+        while not self._is_done:  # an interrupt may have come between the two calls
+            if self._latch.acquire(timeout=_IDLE_SECONDS):
+                self._latch.release()
+
     def is_completed(self) -> bool:
         """See ``Work``."""
-        return self._done.is_set()
+        return self._is_done
+
+
+class _OwnGroup(Work):
+    """The group in which the thread of a group runs the calls; ready when all ranks have made such a call.
+
+    Attributes:
+        has_ended: the context has ended, and the other ranks may never come.
+    """
+
+    __slots__ = ("_lock", "_make", "_making", "has_ended")
+
+    def __init__(self, make: Callable[[], Work]) -> None:
+        self._make: Callable[[], Work] | None = make
+        self.has_ended = False
+        self._making: Work | None = None
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Begin to make the group, once.
+
+        In a thread, which no interrupt ends: a second exchange would not meet those of the other ranks.
+        """
+        if self._making is None:
+            thread = threading.Thread(target=self._begin, daemon=True)
+            thread.start()
+            thread.join()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._make is not None:
+                try:
+                    self._making = self._make()
+                except Exception as error:
+                    self._making = Failed(error)
+                self._make = None  # it keeps the group's handle
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Those of the exchange."""
+        return () if self._making is None else self._making.ranks
+
+    @waits_for_ranks
+    def wait(self, timeout: object = None) -> Group:
+        """See ``Work``."""
+        assert self._making is not None
+        while not self._making.is_completed():
+            if self.has_ended:
+                raise RuntimeError("The context has ended before the other ranks have made this call.")
+            time.sleep(_POLL_SECONDS)
+        group: Group = self._making.wait()
+        self._making = Completed(group)
+        return group
+
+    def is_completed(self) -> bool:
+        """See ``Work``."""
+        return isinstance(self._making, Completed)
 
 
 class _Queue:
     """The pending calls of one group. A thread runs them. It ends if none comes for a second.
 
+    The user's thread takes no lock that is written in Python: see :class:`PendingCall`.
+
     Attributes:
-        group: the result is the group in which the thread runs the calls.
+        group: the group in which the thread runs the calls.
         tokens: of the latest calls.
+        reference: to the group's handle; None if it has none.
     """
 
-    def __init__(self, group: Work) -> None:
-        self.group = group
+    def __init__(self, make_group: Callable[[], Work]) -> None:
+        self.group = _OwnGroup(make_group)
         self.tokens: deque[int] = deque(maxlen=_LATEST_CALLS)
-        self._calls: deque[PendingCall] = deque()  # also the one that runs
+        self.reference: weakref.ref[Any] | None = None
+        self._calls: SimpleQueue[PendingCall | None] = SimpleQueue()
+        self._latest: PendingCall | None = None
         self._turn = threading.Lock()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # guards _thread, also from a handler of a signal
         self._thread: threading.Thread | None = None
-        self._has_ended = False
 
     def submit(self, work: Work, call: str) -> PendingCall:
         pending = PendingCall(work, call)
-        with self._changed:
-            self._calls.append(pending)
-            self._changed.notify_all()
+        with self._lock:
+            self._calls.put(pending)
+            self._latest = pending
             if self._thread is None or not self._thread.is_alive():  # an interrupt may have ended start()
                 self._thread = threading.Thread(
                     target=self._run, name="ignite_dist's asynchronous collectives", daemon=True
@@ -98,36 +172,40 @@ class _Queue:
 
     def _run(self) -> None:
         with self._turn:  # only after such an interrupt there may be two threads
-            while (pending := self._first()) is not None:
+            while (pending := self._next()) is not None:
                 pending.run()
                 del pending  # its result is the user's
-                with self._changed:
-                    self._calls.popleft()
-                    self._changed.notify_all()
 
-    def _first(self) -> PendingCall | None:
-        with self._changed:
-            if not self._calls and not self._has_ended:
-                self._changed.wait(_IDLE_SECONDS)
-            if self._calls:
-                return self._calls[0]
-            self._thread = None
-            return None
+    def _next(self) -> PendingCall | None:
+        try:
+            return self._calls.get(timeout=_IDLE_SECONDS)
+        except Empty:
+            with self._lock:
+                if not self._calls.empty():
+                    return self._calls.get()
+                self._thread = None
+                return None
 
     def end(self) -> None:
         """Let the thread end, after the pending calls."""
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
+        self.group.has_ended = True
+        self._calls.put(None)
 
     @waits_for_ranks
     def drain(self) -> None:
         """Return when all pending calls are completed."""
-        with self._changed:
-            while self._calls:
-                self._changed.wait()
+        latest = self._latest
+        if latest is None or latest.is_completed():
+            return
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "A finalizer or the loading of an object has called a collective in the thread of the "
+                "group's asynchronous collectives. Call it later, in a thread of your own."
+            )
+        latest.wait_until_done()
 
 
+_POLL_SECONDS = 5e-4
 # A new thread would take 0.1 ms.
 _IDLE_SECONDS = 1.0
 # An interrupt comes at most this many calls of other threads after its own call.
@@ -142,23 +220,43 @@ def _queue(model: ComputationModel, group: Group) -> _Queue | None:
     return None if by_group is None else by_group.get(model.transport.group_key(group))
 
 
+def _get_or_create_queue(model: ComputationModel, group: Group) -> _Queue:
+    by_group = queues.setdefault(model, {})
+    key = model.transport.group_key(group)
+    queue = by_group.get(key)
+    if queue is None:
+        queue = by_group.setdefault(key, _Queue(partial(model.transport.separate_group, group)))
+        with suppress(TypeError):  # no handle, or one that cannot be referenced weakly
+            queue.reference = weakref.ref(group.handle, lambda _: _forget(by_group, key))
+    queue.group.begin()
+    return queue
+
+
+def _forget(by_group: dict[str, _Queue], key: str) -> None:
+    """End the thread of a group that was destroyed."""
+    queue = by_group.pop(key, None)
+    if queue is not None:
+        queue.end()
+
+
 def submit(model: ComputationModel, group: Group, begin: Callable[[Group], Work], call: str) -> PendingCall:
     """Begin a collective in the thread of ``group``, after the calls submitted before. See ``Work.call``.
 
     The thread uses a separate group of the same ranks, because other threads of this rank may begin
     collectives of ``group`` meanwhile, for example the backward pass of a ``DistributedDataParallel``.
     """
-    by_group = queues.setdefault(model, {})
-    key = model.transport.group_key(group)
-    queue = by_group.get(key)
-    if queue is None:
-        queue = by_group[key] = _Queue(model.transport.separate_group(group))
+    queue = _get_or_create_queue(model, group)
+    begun: Work | None = None
+    if queue.group.is_completed() and model.device().type == "cpu":
+        own_group = queue.group.wait()
+        if model.transport.shares_memory(own_group):
+            # Nothing is sent before wait(). What is copied, and what autograd sees, is that of the call.
+            begun = begin(own_group.in_call(group.call, group.token))
 
     def run() -> Any:
         own_group = queue.group.wait()
-        queue.group = Completed(own_group)
         queue.tokens.append(group.token)
-        return begin(own_group.in_call(group.call, group.token)).wait()
+        return (begun or begin(own_group.in_call(group.call, group.token))).wait()
 
     return queue.submit(Steps(run), call)
 
@@ -173,11 +271,11 @@ def end(model: ComputationModel) -> None:
 def count_interrupted(model: ComputationModel, group: Group) -> None:
     """Count ``group.call`` after the pending calls, unless the interrupt came when it was submitted.
 
-    An interrupt of the first asynchronous call of a group does not count.
+    Without shared memory nothing counts.
     """
-    queue = _queue(model, group)
-    if queue is None:
+    if group.position(model.get_rank()) is None or model.transport.shares_memory(group) is False:
         return
+    queue = _get_or_create_queue(model, group)
 
     def count() -> None:
         if group.token not in queue.tokens:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,6 +16,7 @@ import pytest
 import torch
 
 import ignite_dist as idist
+from waiting import when_waiting
 
 PACKAGE = str(Path(idist.__file__).parent)
 
@@ -81,7 +86,6 @@ def _calls(rank: int, name: str) -> tuple[int, list[tuple[int, Any]]]:
     call, wrong, k, goes_on = CALLS[name], [], 1, True
     control = idist.new_group(range(2))
     idist.barrier()
-    call(0)  # an interrupt of a group's first asynchronous call is not counted
     while goes_on:
         value = None
         if rank == 1:
@@ -112,3 +116,89 @@ def test_calls_go_together_after_an_interrupt_at_any_moment(backend: str, name: 
     (num_calls, wrong), (_, others) = idist.spawn(backend, _calls, (name,), nproc_per_node=2)
     assert (wrong, others) == ([], [])
     assert num_calls > 20
+
+
+def _first_calls(rank: int, is_open: bool) -> tuple[int, list[tuple[int, Any]]]:
+    """The first asynchronous call of group ``k`` is interrupted at moment ``k``, on rank 1."""
+    wrong, k, goes_on = [], 1, True
+    control = idist.new_group(range(2))
+    while goes_on:
+        group = idist.new_group(range(2))
+        if is_open:  # the group has its shared memory
+            idist.barrier(group)
+
+        def call(number: int) -> Any:
+            tensor = torch.full((3,), float(number))
+            return idist.all_reduce(tensor, group=group, async_op=True).wait()[0].item()  # noqa: B023
+
+        if rank == 1:
+            goes_on, _ = _interrupted_at(k - 1, lambda: call(k))  # noqa: B023
+        for number in (k, k + 1000) if rank == 0 else (k + 1000,):
+            try:
+                value = call(number)
+            except idist.CollectiveMismatchError:
+                value = None
+            if value not in (None, 2 * number):
+                wrong.append((k, value))
+        goes_on = idist.broadcast(goes_on, src=1, group=control)
+        k += 1
+    return k, wrong
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_the_first_asynchronous_call_of_a_group_counts_too(is_open: bool) -> None:
+    (num_calls, wrong), (_, others) = idist.spawn("gloo", _first_calls, (is_open,), nproc_per_node=2)
+    assert (wrong, others) == ([], [])
+    assert num_calls > 20
+
+
+def _alarmed(rank: int) -> list[float]:
+    """A handler's exception ends a wait(), not the call."""
+
+    class Alarm(Exception):
+        pass
+
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    control = idist.new_group(range(2))
+    idist.barrier()
+    if rank == 1:
+        idist.barrier(control)  # rank 0 has had its alarm
+    work = idist.all_reduce(torch.ones(1), async_op=True)
+    if rank == 0:
+        signal.signal(signal.SIGALRM, ring)
+        place = "pending_calls.py", "wait_until_done"
+        when_waiting(partial(os.kill, os.getpid(), signal.SIGALRM), place)
+        with pytest.raises(Alarm):
+            work.wait()
+        idist.barrier(control)
+    return work.wait().tolist()  # type: ignore[no-any-return]
+
+
+def test_a_wait_that_a_handler_has_ended_may_be_called_again() -> None:
+    assert idist.spawn("gloo", _alarmed, nproc_per_node=2) == [[2.0], [2.0]]
+
+
+def _without_memory(rank: int) -> list[str]:
+    """Rank 1 has no memory for the copy of the second tensor."""
+    tensor, seen = torch.zeros(50_000_000)[::2], []
+    idist.barrier()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    for k in range(3):
+        tensor.fill_(k)
+        if rank == k == 1:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + 50_000_000, hard))
+        try:
+            seen.append(str(idist.all_reduce(tensor, async_op=True).wait()[0].item()))
+        except (RuntimeError, MemoryError) as error:
+            seen.append(type(error).__name__)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    return seen
+
+
+def test_a_lack_of_memory_counts_in_an_asynchronous_call_too() -> None:
+    first, second = idist.spawn("gloo", _without_memory, nproc_per_node=2)
+    assert first == ["0.0", "CollectiveMismatchError", "4.0"]
+    assert second == ["0.0", "RuntimeError", "4.0"]

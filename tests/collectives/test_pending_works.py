@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 import time
 import warnings
 import weakref
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ignite_dist as idist
 from ignite_dist.context.live import current_model
@@ -92,7 +95,10 @@ def fails_with_a_work(local_rank: int) -> bool:
     except ValueError:
         idist.finalize()
     del work
-    gc.collect()
+    deadline = time.monotonic() + 20  # the thread of the group ends
+    while model() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+        gc.collect()
     return model() is None
 
 
@@ -133,3 +139,68 @@ def makes_groups_meanwhile(local_rank: int) -> Any:
 def test_groups_of_torch_are_made_while_a_thread_makes_its_own() -> None:
     expected = (2, [2 * number for number in range(5)])
     assert idist.spawn("gloo", makes_groups_meanwhile, nproc_per_node=2) == [expected, expected]
+
+
+def _noticed(local_rank: int) -> int:
+    """Backward passes that need the old value of a tensor which is being reduced."""
+    idist.barrier()
+    noticed = 0
+    for _ in range(10):
+        weight, x = torch.ones(1000, requires_grad=True), torch.ones(1000)
+        loss = (weight * x).sum()
+        works = [idist.all_reduce(one, async_op=True) for one in (torch.ones(100_000), x)]
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            noticed += 1
+        for work in works:
+            work.wait()
+    return noticed
+
+
+def test_autograd_notices_a_change_that_has_begun() -> None:
+    assert idist.spawn("gloo", _noticed, nproc_per_node=2) == [10, 10]
+
+
+class _Reduces:
+    """An object whose loading calls a collective."""
+
+    def __reduce__(self) -> Any:
+        return idist.barrier, ()
+
+
+def _loads(local_rank: int) -> int:
+    idist.barrier()
+    with pytest.raises(RuntimeError, match="in the thread of the group's asynchronous collectives"):
+        idist.all_gather(_Reduces(), async_op=True).wait()
+    total: int = idist.all_reduce(1)
+    return total
+
+
+def test_a_collective_in_the_thread_of_the_group_is_refused() -> None:
+    assert idist.spawn("gloo", _loads, nproc_per_node=2) == [2, 2]
+
+
+def _destroyed_groups(local_rank: int) -> list[tuple[int, int]]:
+    """Open files and threads, after the first groups and after more of them."""
+    idist.barrier()
+    found = []
+    for _ in range(2):
+        for _ in range(10):
+            group = idist.new_group([0, 1])
+            idist.all_reduce(torch.ones(2), group=group, async_op=True).wait()
+            dist.destroy_process_group(group)
+            del group
+        deadline = time.monotonic() + 20  # the threads of the groups end
+        while threading.active_count() > 4 and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+        found.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    return found
+
+
+def test_a_destroyed_group_leaves_no_thread_and_no_file() -> None:
+    for (files, threads), (later_files, later_threads) in idist.spawn(
+        "gloo", _destroyed_groups, nproc_per_node=2
+    ):
+        assert later_files <= files + 2 and later_threads <= threads

@@ -11,7 +11,7 @@ from torch.distributed import DistBackendError
 from ignite_dist.comp_models.horovod.transport import PATIENCE_SECONDS, SHUT_DOWN, HorovodTransport
 from ignite_dist.comp_models.shared_memory.transport import OneMachineTransport
 from ignite_dist.comp_models.transport import Group
-from ignite_dist.comp_models.work import Completed, Work
+from ignite_dist.comp_models.work import Completed, Steps, Work
 
 
 class HorovodOnOneMachine(OneMachineTransport, HorovodTransport):
@@ -22,10 +22,12 @@ class HorovodOnOneMachine(OneMachineTransport, HorovodTransport):
     def all_reduce(self, tensor: Tensor, op: str, group: Group) -> Work:
         if op == "ADASUM":
             self._leave_to_backend(group)
-            return HorovodTransport.all_reduce(self, tensor, op, group)
+            return Steps(lambda: HorovodTransport.all_reduce(self, tensor, op, group).wait())
         return super().all_reduce(tensor, op, group)
 
     def separate_group(self, group: Group) -> Work:
+        if self.shares_memory(group):
+            return super().separate_group(group)
         # Another handle of the process set, with a memory of its own.
         known = self.handle_of(group)
         handle = self._hvd.ProcessSet(list(group.ranks))

@@ -47,11 +47,13 @@ class SharedMemory:
     Args:
         segment: the group's memory.
         name: the group's name.
+        second: the memory of its asynchronous calls, which have an order of their own; None in that memory.
     """
 
-    def __init__(self, segment: Segment, name: str) -> None:
+    def __init__(self, segment: Segment, name: str, second: SharedMemory | None = None) -> None:
         self.segment = segment
         self.name = name
+        self.second = second
         self._position = segment.position
         self._positions = range(len(segment.others) + 1)
         self._parts = [[segment.bytes_of(place, parity) for place in self._positions] for parity in (0, 1)]
@@ -117,6 +119,12 @@ class SharedMemory:
             return
         self._count(token)
         self._end_early(call)
+
+    def leave(self) -> None:
+        """Mark that this rank has left both memories."""
+        self.segment.leave()
+        if self.second is not None:
+            self.second.leave()
 
     def was_sent(self, tensor: Tensor) -> bool:
         """True if an interrupt of the latest call of :meth:`run` came when all of ``tensor`` was sent."""

@@ -43,6 +43,9 @@ VARIABLE = "IGNITE_DIST_SHARED_MEMORY"
 """The environment variable that turns shared memory off, by ``0`` on any rank."""
 
 MAX_RANKS = 64
+NUM_SEGMENTS = 2
+"""Of a group: one for blocking calls, one for asynchronous calls. What is not used takes no memory."""
+
 # The parts of all ranks fit into the processor's cache.
 _MAX_PART_BYTES = 1 << 20
 _MAX_BYTES = 8 << 20
@@ -109,7 +112,7 @@ class Segment:
     data of ``n`` over those of ``n - 2``. Only ranks that write data wait for this, in :meth:`begin`.
 
     Args:
-        memory: the mapped file.
+        memory: a part of the mapped file.
         position: this rank's position in the group.
         peers: the processes of the group.
         timeout: how long to wait for another rank.
@@ -122,7 +125,7 @@ class Segment:
 
     def __init__(
         self,
-        memory: mmap.mmap,
+        memory: memoryview,
         position: int,
         peers: list[_Offer],
         timeout: timedelta,
@@ -137,7 +140,7 @@ class Segment:
         self._check_backend = check_backend
         self._patience_seconds = patience_seconds
         self._header_bytes = _header_bytes(len(peers))
-        self._bytes = memoryview(memory)
+        self._bytes = memory
         self._words = self._bytes[: self._header_bytes].cast("Q")
         with torch.inference_mode(False):  # an inference tensor could be written to in inference mode only
             self._tensor = torch.frombuffer(memory, dtype=torch.uint8)
@@ -201,7 +204,7 @@ class Segment:
             pass
         for word in self._sleepers:
             if words[word] == self.position + 1:
-                self._wake()
+                self._wake(self.position)
                 return
 
     def wait_for_step(self, number: int, step: Step) -> None:
@@ -340,8 +343,10 @@ class Segment:
         self._bytes[start + 8 : start + _PLACE_BYTES] = text
         self._bytes[start : start + 8] = number.to_bytes(8, "little")
 
-    def _wake(self) -> None:
-        _syscall(_FUTEX, self._address + 8 * self._own, _FUTEX_WAKE, _ALL_SLEEPERS, None)
+    def _wake(self, position: int) -> None:
+        """Wake the ranks that sleep until the rank at ``position`` has published."""
+        word = position * _WORDS_PER_RANK
+        _syscall(_FUTEX, self._address + 8 * word, _FUTEX_WAKE, _ALL_SLEEPERS, None)
 
     def leave(self) -> None:
         """Mark that this rank has left. Its waits, and waits for it, then raise."""
@@ -352,7 +357,8 @@ class Segment:
             if not self._why_left:
                 self._why_left = why
                 self._words[self._own + _WHY_LEFT] = how
-            self._wake()
+            for place in range(len(self._peers)):  # also the threads of this rank
+                self._wake(place)
 
 
 def _call() -> str:
@@ -439,7 +445,7 @@ def unavailable_reason() -> str:
     return "" if _start_time(os.getpid()) else "/proc does not show this process"
 
 
-def open_segment(
+def open_segments(
     gather: Callable[[bytearray], bytearray],
     rank: int,
     position: int,
@@ -447,8 +453,10 @@ def open_segment(
     timeout: timedelta,
     check_backend: Callable[[], None],
     patience_seconds: float,
-) -> Segment | str:
-    """The memory of a group, or the reason why its ranks share none. Every rank of the group calls this.
+) -> list[Segment] | str:
+    """``NUM_SEGMENTS`` segments of a group, or the reason why its ranks share no memory.
+
+    Every rank of the group calls this.
 
     Args:
         gather: gathers buffers of one length from all ranks of the group.
@@ -468,22 +476,23 @@ def open_segment(
                 pid = os.getpid()
                 offer = _Offer("", rank, pid, _start_time(pid) or "", os.readlink("/proc/self/ns/pid"))
                 if position == 0:
-                    fd, name = _make_file(size)
+                    fd, name = _make_file(NUM_SEGMENTS * size)
                     offer = offer._replace(name=name, fd=fd)
         except (OSError, EnvironmentVariablesError) as error:
             offer = _Offer(without_link(str(error)), rank)
         offers, reason = _exchange(gather, offer, group_size)
         if reason:
             return reason
-        memory: mmap.mmap | None = None
+        memory: memoryview | None = None
         try:
-            memory = _map(offers, position, size)
+            memory = memoryview(_map(offers, position, NUM_SEGMENTS * size))
         except OSError as error:
             offer = offer._replace(reason=str(error))
         _, reason = _exchange(gather, offer, group_size)
         if memory is None or reason:
             return reason
-        return Segment(memory, position, offers, timeout, check_backend, patience_seconds)
+        parts = [memory[start : start + size] for start in range(0, NUM_SEGMENTS * size, size)]
+        return [Segment(part, position, offers, timeout, check_backend, patience_seconds) for part in parts]
     finally:
         if fd >= 0:
             os.close(fd)

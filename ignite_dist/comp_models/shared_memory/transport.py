@@ -20,11 +20,11 @@ from ignite_dist.comp_models.shared_memory.collectives import SharedMemory
 from ignite_dist.comp_models.shared_memory.segment import (
     MAX_RANKS,
     check_variable,
-    open_segment,
+    open_segments,
     part_bytes,
 )
 from ignite_dist.comp_models.transport import Group, Sizes, Transport
-from ignite_dist.comp_models.work import Steps, Work, waits_for_ranks
+from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
 from ignite_dist.environments.rendezvous import connections
 from ignite_dist.internals.ranks import describe_ranks
 from ignite_dist.values.calls import Call
@@ -183,15 +183,25 @@ class OneMachineTransport(Transport):
         position = group.position(self._rank)
         assert position is not None
         gather = partial(self._gather_over_backend, group=group)
-        segment = open_segment(
+        segments = open_segments(
             *(gather, self._rank, position, len(group.ranks), self.timeout_of(handle)),
             check_backend=self.check_backend,
             patience_seconds=self.patience_seconds,
         )
-        if isinstance(segment, str):
-            _logger.info("%s share no memory: %s", describe_ranks(group.ranks).capitalize(), segment)
+        if isinstance(segments, str):
+            _logger.info("%s share no memory: %s", describe_ranks(group.ranks).capitalize(), segments)
             return None
-        return SharedMemory(segment, self.name_of(group))
+        first, second = segments
+        return SharedMemory(first, self.name_of(group), SharedMemory(second, ""))
+
+    def separate_group(self, group: Group) -> Work:
+        memory = self._memories.get(id(self.handle_of(group)))
+        if memory is None or memory.second is None:
+            return super().separate_group(group)
+        handle = _SecondHandle()
+        self._forget_with(handle)
+        self._memories[id(handle)] = memory.second
+        return Completed(group._replace(handle=handle))
 
     def _gather_over_backend(self, buffer: bytearray, group: Group) -> bytearray:
         """As ``Transport.gather_bytes``, whose ``all_gather`` would wait for this memory."""
@@ -210,7 +220,7 @@ class OneMachineTransport(Transport):
                 by_id.pop(key, None)
             forgotten = memories.pop(key, None)
             if forgotten is not None:
-                forgotten.segment.leave()
+                forgotten.leave()
 
         self._references.setdefault(key, weakref.ref(handle, forget))
 
@@ -245,7 +255,7 @@ class OneMachineTransport(Transport):
     def forget(self) -> None:
         """Leave the memories, at the end of the context."""
         for memory in self._live_memories():
-            memory.segment.leave()
+            memory.leave()
         self._references.clear()
         self._memories.clear()
         self._openings.clear()
@@ -267,7 +277,11 @@ class OneMachineTransport(Transport):
     def end_waits(self) -> None:
         super().end_waits()
         for memory in self._live_memories():
-            memory.segment.leave()
+            memory.leave()
+
+
+class _SecondHandle:
+    """Stands for a group in the group of its asynchronous calls, which go over the second memory."""
 
 
 def _in_bytes(sizes: Sizes | None, tensor: Tensor, group_size: int) -> Sizes:

@@ -112,9 +112,9 @@ def all_reduce(
             with a read-only array, or with a number, alone or in a tree; or ``sync_grads`` is combined with
             another ``op``, with ``async_op``, or on XLA with a group of only some ranks. Nothing was sent.
         CollectiveMismatchError: the trees of the ranks differ in keys, shapes or dtypes, or the ranks passed
-            different ``op``; raised on every rank. A single tensor is not compared. A tree without numbers
-            and with more than 448 bytes of tensors needs one more small collective for the comparison. The
-            host waits for this collective, also on a GPU.
+            different ``op``; raised on every rank. A single tensor is compared over shared memory only. A
+            tree without numbers and with more than 448 bytes of tensors needs one more small collective for
+            the comparison. The host waits for this collective, also on a GPU.
 
     Example::
 

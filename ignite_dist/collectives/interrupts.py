@@ -52,13 +52,14 @@ def counts_interrupts(function: _Function) -> _Function:
                         model, group = current_model(), arguments["group"]
                         name = getattr(arguments.get("caller"), "name", function.__name__)
                         group = group if isinstance(group, Group) else model.groups.resolve(group)
-                        count(model, group.in_call(Call(f"{name}()")), bool(arguments.get("async_op")))
+                        called = group.in_call(Call(f"{name}()"))
+                        count_interrupted(model, called, bool(arguments.get("async_op")))
             raise
 
     return call  # type: ignore[return-value]
 
 
-def count(model: ComputationModel, group: Group, async_op: bool) -> None:
+def count_interrupted(model: ComputationModel, group: Group, async_op: bool) -> None:
     """Count ``group.call``, in which this rank was interrupted."""
     if async_op:
         pending_calls.count_interrupted(model, group)

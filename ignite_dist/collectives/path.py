@@ -7,8 +7,8 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, TypeVar
 
-from ignite_dist.collectives import interrupts, progress
-from ignite_dist.collectives.interrupts import is_interrupt, latest_tokens
+from ignite_dist.collectives import progress
+from ignite_dist.collectives.interrupts import count_interrupted, is_interrupt, latest_tokens
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.diagnostics.announcing import announce
@@ -58,7 +58,7 @@ def perform(
     except BaseException as error:
         latest_tokens[get_ident()] = called.token  # the interrupt may have come before the line above
         if is_interrupt(error):
-            interrupts.count(model, called, async_op)
+            count_interrupted(model, called, async_op)
         raise
 
 

@@ -75,7 +75,6 @@ class PendingWork(Work):
         "_timed",
         "call",
         "needs_all",
-        "ranks",
     )
 
     def __init__(
@@ -84,13 +83,18 @@ class PendingWork(Work):
         self._pending = _pending.setdefault(model, _Pending())
         self.call = call
         self._timed = timed
-        self.ranks, self.needs_all, self._group_name = inner.ranks, inner.needs_all, inner.group_name
+        self.needs_all, self._group_name = inner.needs_all, inner.group_name
         self._lock = threading.Lock()
         self._result: Any = None
         self._error: BaseException | None = None
-        self._inner: Work | None = inner  # after an interrupt before this line, the work does not exist
+        self._inner: Work | None = inner  # last: __del__ ignores a work that an interrupt left without it
         self._pending.works[id(self)] = weakref.ref(self)
         self._pending.release()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]  # noqa: D102
+        inner = self._inner
+        return () if inner is None else inner.ranks
 
     @property
     def group_name(self) -> str:  # noqa: D102
@@ -152,11 +156,11 @@ class PendingWork(Work):
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
 
     def is_completed(self) -> bool:  # noqa: D102
-        if not self.has_ended() and isinstance(self._inner, PendingCall):
+        if not self.is_done() and isinstance(self._inner, PendingCall):
             time.sleep(_YIELD_SECONDS)  # the group's thread needs the interpreter
-        return self.has_ended()
+        return self.is_done()
 
-    def has_ended(self) -> bool:
+    def is_done(self) -> bool:
         """As :meth:`is_completed`, for a caller that asks once."""
         inner = self._inner
         return inner is None or inner.is_completed()
@@ -186,7 +190,7 @@ class _Pending:
         for _ in range(min(2, len(self.dropped))):
             with suppress(IndexError):  # another thread has taken it
                 work = self.dropped.popleft()
-                if work.has_ended() and work.has_succeeded():
+                if work.is_done() and work.has_succeeded():
                     with self._lock:
                         self.released[work.call] += 1
                 else:
@@ -222,8 +226,7 @@ def _leave_all_to_parent() -> None:
     for pending in _pending:
         for work in [*pending.dropped, *pending.held()]:
             work.leave_to_parent()
-    never_free(pending_calls.queues)
-    pending_calls.queues.clear()
+    pending_calls.leave_to_parent()
 
 
 if hasattr(os, "register_at_fork"):

@@ -242,7 +242,8 @@ class Transport(ABC):
 
         Called once per group, on each member, at the first asynchronous collective that a thread runs. This
         thread waits for the result, a :class:`Group`, and then runs the collectives in it. Meanwhile other
-        threads begin collectives in ``group``. The default is for libraries where no collectives overlap.
+        threads begin collectives in ``group``. The work becomes complete without a call of ``wait()``. The
+        default is for libraries where no collectives overlap.
         """
         return Completed(group)
 

@@ -17,34 +17,40 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
+
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
-from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, waits_for_ranks, work_of
+from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, never_free, waits_for_ranks, work_of
 from ignite_dist.diagnostics.hang_reports import waiting_frame
 
 
 class PendingCall(Work):
     """A collective that runs in the thread of its group.
 
+    Args:
+        work: the collective, which begins in its ``wait()``.
+        call: see ``Work.call``.
+        queue: the calls of the group.
+
     Attributes:
         error: what the collective has raised.
     """
 
-    __slots__ = ("_is_done", "_latch", "_result", "_thread", "_work", "call", "error")
+    __slots__ = ("_is_done", "_latch", "_queue", "_result", "_work", "call", "error")
 
-    def __init__(self, work: Work, call: str) -> None:
+    def __init__(self, work: Work, call: str, queue: _Queue) -> None:
         self.call = call
+        self._queue = queue
         self._work: Work | None = work
         # An interrupted wait for an event may keep its lock, which is written in Python.
         self._latch, self._is_done = threading.Lock(), False
         self._latch.acquire()
-        self._thread = 0
         self._result: object = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
         """Run the collective. :meth:`wait` raises its exception."""
-        self._thread = threading.get_ident()
         work, self._work = self._work, None
         assert work is not None
         try:
@@ -57,9 +63,10 @@ class PendingCall(Work):
 
     @property
     def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The ranks for which the group's thread waits in this call at the moment."""
-        waits_in = waiting_frame(sys._current_frames().get(self._thread))
-        work = None if waits_in is None or self._is_done else work_of(waits_in)
+        """The ranks for which the group's thread waits at the moment, in this call or an earlier one."""
+        thread = self._queue.thread_id()
+        waits_in = None if self._is_done else waiting_frame(sys._current_frames().get(thread))
+        work = None if waits_in is None else work_of(waits_in)
         return () if work is None else work.ranks
 
     @waits_for_ranks
@@ -70,10 +77,20 @@ class PendingCall(Work):
             raise self.error
         return self._result
 
+    @waits_for_ranks
     def wait_until_done(self) -> None:
-        """Return when the collective has completed or failed."""
+        """Return when the collective has completed or failed.
+
+        Raises:
+            RuntimeError: this is the thread that runs the collective.
+        """
+        if not self._is_done and threading.get_ident() == self._queue.thread_id():
+            raise RuntimeError(
+                "A finalizer or the loading of an object has called a collective in the thread of the "
+                "group's asynchronous collectives. Call it later, in a thread of your own."
+            )
         while not self._is_done:  # an interrupt may have come between the two calls
-            if self._latch.acquire(timeout=_IDLE_SECONDS):
+            if self._latch.acquire(timeout=_LOOK_SECONDS):
                 self._latch.release()
 
     def is_completed(self) -> bool:
@@ -82,17 +99,19 @@ class PendingCall(Work):
 
 
 class _OwnGroup(Work):
-    """The group in which the thread of a group runs the calls; ready when all ranks have made such a call.
+    """The separate group in which the thread runs the calls.
+
+    Complete when all ranks have made an asynchronous call.
 
     Attributes:
-        has_ended: the context has ended, and the other ranks may never come.
+        context_has_ended: the context has ended, and the other ranks may never come.
     """
 
-    __slots__ = ("_lock", "_make", "_making", "has_ended")
+    __slots__ = ("_lock", "_make", "_making", "context_has_ended")
 
     def __init__(self, make: Callable[[], Work]) -> None:
         self._make: Callable[[], Work] | None = make
-        self.has_ended = False
+        self.context_has_ended = False
         self._making: Work | None = None
         self._lock = threading.Lock()
 
@@ -124,10 +143,12 @@ class _OwnGroup(Work):
     def wait(self, timeout: object = None) -> Group:
         """See ``Work``."""
         assert self._making is not None
+        pause = _SHORTEST_PAUSE
         while not self._making.is_completed():
-            if self.has_ended:
+            if self.context_has_ended:
                 raise RuntimeError("The context has ended before the other ranks have made this call.")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
         group: Group = self._making.wait()
         self._making = Completed(group)
         return group
@@ -138,9 +159,10 @@ class _OwnGroup(Work):
 
 
 class _Queue:
-    """The pending calls of one group. A thread runs them. It ends if none comes for a second.
+    """The pending calls of one group, and the thread that runs them.
 
-    The user's thread takes no lock that is written in Python: see :class:`PendingCall`.
+    The thread ends after a second without a call. The user's thread takes no lock that is written in Python:
+    see :class:`PendingCall`.
 
     Attributes:
         group: the group in which the thread runs the calls.
@@ -153,16 +175,16 @@ class _Queue:
         self.tokens: deque[int] = deque(maxlen=_LATEST_CALLS)
         self.reference: weakref.ref[Any] | None = None
         self._calls: SimpleQueue[PendingCall | None] = SimpleQueue()
-        self._latest: PendingCall | None = None
+        self._latest: weakref.ref[PendingCall] | None = None
         self._turn = threading.Lock()
         self._lock = threading.RLock()  # guards _thread, also from a handler of a signal
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Work, call: str) -> PendingCall:
-        pending = PendingCall(work, call)
+        pending = PendingCall(work, call, self)
         with self._lock:
             self._calls.put(pending)
-            self._latest = pending
+            self._latest = weakref.ref(pending)
             if self._thread is None or not self._thread.is_alive():  # an interrupt may have ended start()
                 self._thread = threading.Thread(
                     target=self._run, name="ignite_dist's asynchronous collectives", daemon=True
@@ -177,35 +199,37 @@ class _Queue:
                 del pending  # its result is the user's
 
     def _next(self) -> PendingCall | None:
-        try:
-            return self._calls.get(timeout=_IDLE_SECONDS)
-        except Empty:
-            with self._lock:
-                if not self._calls.empty():
-                    return self._calls.get()
-                self._thread = None
-                return None
+        with suppress(Empty):
+            if (pending := self._calls.get(timeout=_IDLE_SECONDS)) is not None:
+                return pending
+        with self._lock:  # another thread may have submitted a call meanwhile
+            while not self._calls.empty():
+                if (pending := self._calls.get()) is not None:
+                    return pending
+            self._thread = None
+            return None
+
+    def thread_id(self) -> int:
+        """The identity of the thread; 0 if there is none."""
+        thread = self._thread
+        return (thread and thread.ident) or 0
 
     def end(self) -> None:
         """Let the thread end, after the pending calls."""
-        self.group.has_ended = True
+        self.group.context_has_ended = True
+        self.reference = None  # its function has the queue
         self._calls.put(None)
 
-    @waits_for_ranks
     def drain(self) -> None:
         """Return when all pending calls are completed."""
-        latest = self._latest
-        if latest is None or latest.is_completed():
-            return
-        if threading.current_thread() is self._thread:
-            raise RuntimeError(
-                "A finalizer or the loading of an object has called a collective in the thread of the "
-                "group's asynchronous collectives. Call it later, in a thread of your own."
-            )
-        latest.wait_until_done()
+        latest = None if self._latest is None else self._latest()
+        if latest is not None:
+            latest.wait_until_done()
 
 
-_POLL_SECONDS = 5e-4
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-4, 5e-3
+# A wait that was interrupted between two steps may have kept the latch. Others look after this time.
+_LOOK_SECONDS = 1.0
 # A new thread would take 0.1 ms.
 _IDLE_SECONDS = 1.0
 # An interrupt comes at most this many calls of other threads after its own call.
@@ -247,25 +271,39 @@ def submit(model: ComputationModel, group: Group, begin: Callable[[Group], Work]
     """
     queue = _get_or_create_queue(model, group)
     begun: Work | None = None
-    if queue.group.is_completed() and model.device().type == "cpu":
+    is_plain = model.device().type == "cpu" and not torch.is_inference_mode_enabled()
+    if queue.group.is_completed() and is_plain:
         own_group = queue.group.wait()
         if model.transport.shares_memory(own_group):
-            # Nothing is sent before wait(). What is copied, and what autograd sees, is that of the call.
+            # wait() sends. The copies are made, and autograd counts the change, when the user calls.
             begun = begin(own_group.in_call(group.call, group.token))
 
     def run() -> Any:
         own_group = queue.group.wait()
         queue.tokens.append(group.token)
-        return (begun or begin(own_group.in_call(group.call, group.token))).wait()
+        called = own_group.in_call(group.call, group.token)
+        try:
+            return (begun or begin(called)).wait()
+        except BaseException:
+            model.transport.count_interrupted(called)  # unless it has made a step
+            raise
 
     return queue.submit(Steps(run), call)
 
 
 def end(model: ComputationModel) -> None:
     """End the threads of a context that has ended: they would keep its connections open."""
-    for queue in (queues.get(model) or {}).values():
+    for queue in list((queues.get(model) or {}).values()):
         queue.end()
     queues.pop(model)
+
+
+def leave_to_parent() -> None:
+    """In a forked child: forget the queues, whose threads are in the parent."""
+    for by_group in queues:
+        never_free(by_group.values())
+    never_free(queues)
+    queues.clear()
 
 
 def count_interrupted(model: ComputationModel, group: Group) -> None:
@@ -273,13 +311,16 @@ def count_interrupted(model: ComputationModel, group: Group) -> None:
 
     Without shared memory nothing counts.
     """
-    if group.position(model.get_rank()) is None or model.transport.shares_memory(group) is False:
+    transport = model.transport
+    if group.position(model.get_rank()) is None or transport.shares_memory(group) is False:
+        return
+    if transport.overlaps(group):  # the calls of this group are in no queue
         return
     queue = _get_or_create_queue(model, group)
 
     def count() -> None:
         if group.token not in queue.tokens:
-            model.transport.count_interrupted(queue.group.wait().in_call(group.call, group.token))
+            transport.count_interrupted(queue.group.wait().in_call(group.call, group.token))
 
     queue.submit(Steps(count), group.call.text)
 

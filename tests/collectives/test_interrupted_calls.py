@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -118,13 +119,13 @@ def test_calls_go_together_after_an_interrupt_at_any_moment(backend: str, name: 
     assert num_calls > 20
 
 
-def _first_calls(rank: int, is_open: bool) -> tuple[int, list[tuple[int, Any]]]:
-    """The first asynchronous call of group ``k`` is interrupted at moment ``k``, on rank 1."""
+def _first_calls(rank: int, before: str) -> tuple[int, list[tuple[int, Any]]]:
+    """The first call of group ``k`` is interrupted at moment ``k``, on rank 1."""
     wrong, k, goes_on = [], 1, True
     control = idist.new_group(range(2))
     while goes_on:
         group = idist.new_group(range(2))
-        if is_open:  # the group has its shared memory
+        if before == "a barrier":  # the group has its shared memory
             idist.barrier(group)
 
         def call(number: int) -> Any:
@@ -132,8 +133,12 @@ def _first_calls(rank: int, is_open: bool) -> tuple[int, list[tuple[int, Any]]]:
             return idist.all_reduce(tensor, group=group, async_op=True).wait()[0].item()  # noqa: B023
 
         if rank == 1:
-            goes_on, _ = _interrupted_at(k - 1, lambda: call(k))  # noqa: B023
-        for number in (k, k + 1000) if rank == 0 else (k + 1000,):
+            first = partial(idist.barrier, group) if before == "an interrupted barrier" else partial(call, k)
+            goes_on, _ = _interrupted_at(k - 1, first)
+        elif before == "an interrupted barrier":
+            with suppress(idist.CollectiveMismatchError):
+                idist.barrier(group)
+        for number in (k + 1000,) if rank == 1 or before == "an interrupted barrier" else (k, k + 1000):
             try:
                 value = call(number)
             except idist.CollectiveMismatchError:
@@ -145,9 +150,9 @@ def _first_calls(rank: int, is_open: bool) -> tuple[int, list[tuple[int, Any]]]:
     return k, wrong
 
 
-@pytest.mark.parametrize("is_open", [False, True])
-def test_the_first_asynchronous_call_of_a_group_counts_too(is_open: bool) -> None:
-    (num_calls, wrong), (_, others) = idist.spawn("gloo", _first_calls, (is_open,), nproc_per_node=2)
+@pytest.mark.parametrize("before", ["nothing", "a barrier", "an interrupted barrier"])
+def test_the_first_calls_of_a_group_count_too(before: str) -> None:
+    (num_calls, wrong), (_, others) = idist.spawn("gloo", _first_calls, (before,), nproc_per_node=2)
     assert (wrong, others) == ([], [])
     assert num_calls > 20
 

@@ -1,4 +1,4 @@
-"""Works of ``async_op=True`` whose ``wait()`` nobody has called when the context ends."""
+"""Works of ``async_op=True``: what they keep, and how they end with their context."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import ignite_dist as idist
 from ignite_dist.context.live import current_model
+from ignite_dist.diagnostics import pending_calls
 
 
 def leaves_a_work(local_rank: int) -> tuple[list[str], Any]:
@@ -162,29 +164,79 @@ def test_autograd_notices_a_change_that_has_begun() -> None:
     assert idist.spawn("gloo", _noticed, nproc_per_node=2) == [10, 10]
 
 
+def _kept(local_rank: int) -> list[bool]:
+    """Whether the results of calls live after their works."""
+    idist.barrier()
+    kept = []
+    for _ in range(3):
+        rows = idist.all_gather(torch.ones(1000), async_op=True).wait()
+        alive = weakref.ref(rows)
+        del rows
+        idist.barrier()
+        deadline = time.monotonic() + 20  # the thread of the group has still to forget it
+        while alive() is not None and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.001)
+        kept.append(alive() is not None)
+    return kept
+
+
+def test_the_result_of_a_call_is_not_kept() -> None:
+    assert idist.spawn("gloo", _kept, nproc_per_node=2) == [[False] * 3] * 2
+
+
+def _begin_and_wait() -> None:
+    idist.barrier(async_op=True).wait()
+
+
 class _Reduces:
     """An object whose loading calls a collective."""
 
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call = call
+
     def __reduce__(self) -> Any:
-        return idist.barrier, ()
+        return self.call, ()
 
 
-def _loads(local_rank: int) -> int:
+def _loads(local_rank: int, call: Callable[[], Any]) -> int:
     idist.barrier()
     with pytest.raises(RuntimeError, match="in the thread of the group's asynchronous collectives"):
-        idist.all_gather(_Reduces(), async_op=True).wait()
+        idist.all_gather(_Reduces(call), async_op=True).wait()
     total: int = idist.all_reduce(1)
     return total
 
 
-def test_a_collective_in_the_thread_of_the_group_is_refused() -> None:
-    assert idist.spawn("gloo", _loads, nproc_per_node=2) == [2, 2]
+@pytest.mark.parametrize("call", [idist.barrier, _begin_and_wait])
+def test_a_wait_in_the_thread_of_the_group_is_refused(call: Callable[[], Any]) -> None:
+    assert idist.spawn("gloo", _loads, (call,), nproc_per_node=2) == [2, 2]
+
+
+def _in_inference_mode(local_rank: int) -> list[float]:
+    idist.barrier()
+    with torch.inference_mode():
+        works = [
+            idist.all_reduce(torch.ones(4), async_op=True),
+            idist.all_gather(torch.ones(4), async_op=True),
+            idist.all_reduce(torch.ones(4, dtype=torch.float16), async_op=True),
+        ]
+        inside = [float(work.wait().sum()) for work in works]
+        works = [
+            idist.all_reduce(torch.ones(4), async_op=True),
+            idist.all_to_all(torch.ones(4), async_op=True),
+        ]
+    return inside + [float(work.wait().sum()) for work in works]
+
+
+def test_calls_of_inference_mode() -> None:
+    assert idist.spawn("gloo", _in_inference_mode, nproc_per_node=2) == [[8.0, 8.0, 8.0, 8.0, 4.0]] * 2
 
 
 def _destroyed_groups(local_rank: int) -> list[tuple[int, int]]:
     """Open files and threads, after the first groups and after more of them."""
+    pending_calls._IDLE_SECONDS = 3600.0
     idist.barrier()
-    found = []
+    found, threads = [], threading.active_count()
     for _ in range(2):
         for _ in range(10):
             group = idist.new_group([0, 1])
@@ -192,15 +244,13 @@ def _destroyed_groups(local_rank: int) -> list[tuple[int, int]]:
             dist.destroy_process_group(group)
             del group
         deadline = time.monotonic() + 20  # the threads of the groups end
-        while threading.active_count() > 4 and time.monotonic() < deadline:
+        while threading.active_count() > threads + 1 and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)
-        found.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+        found.append((len(os.listdir("/proc/self/fd")), threading.active_count() - threads))
     return found
 
 
 def test_a_destroyed_group_leaves_no_thread_and_no_file() -> None:
-    for (files, threads), (later_files, later_threads) in idist.spawn(
-        "gloo", _destroyed_groups, nproc_per_node=2
-    ):
-        assert later_files <= files + 2 and later_threads <= threads
+    for (files, _), (later_files, more_threads) in idist.spawn("gloo", _destroyed_groups, nproc_per_node=2):
+        assert later_files <= files + 2 and more_threads <= 1  # of the latest group

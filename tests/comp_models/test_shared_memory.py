@@ -312,7 +312,10 @@ def _sizes(_: int) -> list[int]:
     new_group()
     idist.all_reduce(torch.ones(5_000_000))
     idist.all_gather(torch.ones(5_000_000))
-    return used()
+    without_async_calls = used()
+    idist.all_reduce(torch.ones(5_000_000), async_op=True).wait()
+    assert max(used()) <= 2 * MAX_BYTES_PER_GROUP
+    return without_async_calls
 
 
 @pytest.mark.long

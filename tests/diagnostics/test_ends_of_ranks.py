@@ -102,6 +102,25 @@ def waits_for_one_later(local_rank: int, wait: str) -> None:
     waits_for_one(local_rank, wait, 1)
 
 
+def waits_behind_it(local_rank: int, blocks: bool) -> None:
+    """Rank 0 waits in a later call than the first that rank 1 does not make."""
+    idist.barrier()
+    idist.all_reduce(ones(), async_op=True).wait()
+    if local_rank == 0:
+        works = [idist.all_reduce(ones(), async_op=True) for _ in range(3)]
+        with pytest.raises(idist.MissingRanksError) as info:
+            idist.barrier() if blocks else works[-1].wait()
+        raise info.value
+
+
+@pytest.mark.usefixtures("every_rank_reports")
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_call_behind_an_asynchronous_one_that_a_rank_has_ended_without(blocks: bool) -> None:
+    error = failure("gloo", waits_behind_it, blocks, size=2)
+    assert error.rank == 0
+    is_named(error, 1, "all_reduce begun")
+
+
 @pytest.mark.usefixtures("every_rank_reports")
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("horovod", marks=pytest.mark.horovod)])
 @pytest.mark.parametrize("wait", ["all_reduce begun", "all_reduce begun with a dict"])

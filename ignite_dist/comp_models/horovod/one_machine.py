@@ -26,13 +26,18 @@ class HorovodOnOneMachine(OneMachineTransport, HorovodTransport):
         return super().all_reduce(tensor, op, group)
 
     def separate_group(self, group: Group) -> Work:
-        if self.shares_memory(group):
+        self._finish_opening(group)
+        shares_memory = self.shares_memory(group)
+        if shares_memory:
             return super().separate_group(group)
-        # Another handle of the process set, with a memory of its own.
+        # Another handle of the process set, which opens a memory of its own unless the ranks share none.
         known = self.handle_of(group)
         handle = self._hvd.ProcessSet(list(group.ranks))
         handle.process_set_id = known.process_set_id
         handle.ignite_dist_number = self._number_of(group)
+        if shares_memory is False:
+            self._forget_with(handle)
+            self._memories[id(handle)] = None
         return Completed(Group(handle, group.ranks))
 
     def handle_of(self, group: Group) -> Any:

@@ -30,6 +30,7 @@ class GlooTransport(OneMachineTransport, NativeTransport):
 
     def overlaps(self, group: Group) -> bool:
         # On one machine the thread of the group runs them over shared memory, which compares them.
+        self._finish_opening(group)
         in_memory = self._device().type == "cpu" and self.shares_memory(group) is not False
         return not in_memory and super().overlaps(group)
 

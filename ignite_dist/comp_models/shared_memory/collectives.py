@@ -47,13 +47,14 @@ class SharedMemory:
     Args:
         segment: the group's memory.
         name: the group's name.
-        second: the memory of its asynchronous calls, which have an order of their own; None in that memory.
+        for_async_calls: the memory of its asynchronous calls, which have an order of their own; None in that
+            memory.
     """
 
-    def __init__(self, segment: Segment, name: str, second: SharedMemory | None = None) -> None:
+    def __init__(self, segment: Segment, name: str, for_async_calls: SharedMemory | None = None) -> None:
         self.segment = segment
         self.name = name
-        self.second = second
+        self.for_async_calls = for_async_calls
         self._position = segment.position
         self._positions = range(len(segment.others) + 1)
         self._parts = [[segment.bytes_of(place, parity) for place in self._positions] for parity in (0, 1)]
@@ -101,7 +102,7 @@ class SharedMemory:
 
     def count_interrupted(self, call: Call, token: int) -> None:
         """Count ``call``, in which this rank was interrupted, unless it has made a step."""
-        # The thread of an asynchronous call may hold the lock while it waits for other ranks. It counts then.
+        # Another thread may hold the lock while it waits for other ranks. It counts then.
         if not self._lock.acquire(blocking=False):
             self._interrupted_late.append((call, token))
             return
@@ -123,8 +124,8 @@ class SharedMemory:
     def leave(self) -> None:
         """Mark that this rank has left both memories."""
         self.segment.leave()
-        if self.second is not None:
-            self.second.leave()
+        if self.for_async_calls is not None:
+            self.for_async_calls.leave()
 
     def was_sent(self, tensor: Tensor) -> bool:
         """True if an interrupt of the latest call of :meth:`run` came when all of ``tensor`` was sent."""

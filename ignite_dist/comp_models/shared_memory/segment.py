@@ -44,7 +44,7 @@ VARIABLE = "IGNITE_DIST_SHARED_MEMORY"
 
 MAX_RANKS = 64
 NUM_SEGMENTS = 2
-"""Of a group: one for blocking calls, one for asynchronous calls. What is not used takes no memory."""
+"""Of a group: the first for blocking calls, the second for asynchronous ones. Unused pages take no memory."""
 
 # The parts of all ranks fit into the processor's cache.
 _MAX_PART_BYTES = 1 << 20

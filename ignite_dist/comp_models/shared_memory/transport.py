@@ -158,9 +158,8 @@ class OneMachineTransport(Transport):
             pass
         # In a thread, because the other ranks would not notice that an interrupt has ended the opening on
         # this rank. The next call of this rank waits for the same opening.
-        begun: Future[SharedMemory | None] = Future()
-        opening = self._openings.setdefault(id(handle), begun)  # atomic: threads of one group share it
-        if opening is begun:
+        opening = self._openings.setdefault(id(handle), Future())  # atomic: threads of one group share it
+        if not (opening.running() or opening.done()):  # an interrupt may have come before start()
             threading.Thread(target=self._open_in_thread, args=(opening, handle, group), daemon=True).start()
         try:
             return opening.result()
@@ -169,6 +168,10 @@ class OneMachineTransport(Transport):
                 self._openings.pop(id(handle), None)
 
     def _open_in_thread(self, opening: Future[SharedMemory | None], handle: Any, group: Group) -> None:
+        with self._counting:
+            if opening.running() or opening.done():  # another thread opens it
+                return
+            opening.set_running_or_notify_cancel()
         try:
             memory = self._open_memory(handle, group)
             self._forget_with(handle)
@@ -194,13 +197,20 @@ class OneMachineTransport(Transport):
         first, second = segments
         return SharedMemory(first, self.name_of(group), SharedMemory(second, ""))
 
+    def _finish_opening(self, group: Group) -> None:
+        """Open the memory if an interrupted call of this rank should have: the other ranks open it there."""
+        key = id(self.handle_of(group))
+        if key in self._openings or key in self._interrupted_calls:
+            self.memory_of(group)
+
     def separate_group(self, group: Group) -> Work:
+        self._finish_opening(group)
         memory = self._memories.get(id(self.handle_of(group)))
-        if memory is None or memory.second is None:
+        if memory is None or memory.for_async_calls is None:
             return super().separate_group(group)
         handle = _SecondHandle()
         self._forget_with(handle)
-        self._memories[id(handle)] = memory.second
+        self._memories[id(handle)] = memory.for_async_calls
         return Completed(group._replace(handle=handle))
 
     def _gather_over_backend(self, buffer: bytearray, group: Group) -> bytearray:
@@ -281,7 +291,7 @@ class OneMachineTransport(Transport):
 
 
 class _SecondHandle:
-    """Stands for a group in the group of its asynchronous calls, which go over the second memory."""
+    """The handle of a separate group whose collectives go over the group's second memory."""
 
 
 def _in_bytes(sizes: Sizes | None, tensor: Tensor, group_size: int) -> Sizes:

@@ -30,7 +30,7 @@ class TimedCall:
         is_async: True if the call returned a ``Work``.
         thread: identity of the calling thread.
         begin: when the call began.
-        end: when the collective completed; for a ``Work`` of one step, when its ``wait()`` had the result.
+        end: when the collective completed; if the backend runs a ``Work``, when ``wait()`` had the result.
         wait_begin: when the caller began to wait for the ``Work``.
         wait_end: when this wait ended.
     """

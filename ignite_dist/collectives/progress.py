@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from ignite_dist.collectives.interrupts import is_interrupt
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, never_free, waits_for_ranks
@@ -110,10 +111,8 @@ class PendingWork(Work):
                 try:
                     self._result = inner.wait() if timed is None else timed.wait(inner)
                 except BaseException as error:
-                    is_own = isinstance(error, Exception)
-                    if isinstance(inner, PendingCall):
-                        is_own = error is inner.error
-                    if not is_own:
+                    own = inner.error if isinstance(inner, PendingCall) else None
+                    if error is not own and is_interrupt(error):
                         raise  # an interrupt of this wait: the collective still runs
                     self._error = error
                 self._inner = None

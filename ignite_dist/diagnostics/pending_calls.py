@@ -217,8 +217,14 @@ class _Queue:
     def end(self) -> None:
         """Let the thread end, after the pending calls."""
         self.group.context_has_ended = True
-        self.reference = None  # its function has the queue
+        self.reference = None  # its callback refers to this queue
         self._calls.put(None)
+
+    def join(self) -> None:
+        """Wait until the thread has ended, for a second at most."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_END_SECONDS)
 
     def drain(self) -> None:
         """Return when all pending calls are completed."""
@@ -230,7 +236,8 @@ class _Queue:
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-4, 5e-3
 # A wait that was interrupted between two steps may have kept the latch. Others look after this time.
 _LOOK_SECONDS = 1.0
-# A new thread would take 0.1 ms.
+_END_SECONDS = 1.0
+# The thread waits this long for the next call. With a new thread for each, a small call took twice the time.
 _IDLE_SECONDS = 1.0
 # An interrupt comes at most this many calls of other threads after its own call.
 _LATEST_CALLS = 64
@@ -245,10 +252,9 @@ def _queue(model: ComputationModel, group: Group) -> _Queue | None:
 
 
 def _get_or_create_queue(model: ComputationModel, group: Group) -> _Queue:
-    by_group = queues.setdefault(model, {})
-    key = model.transport.group_key(group)
-    queue = by_group.get(key)
+    queue = _queue(model, group)
     if queue is None:
+        by_group, key = queues.setdefault(model, {}), model.transport.group_key(group)
         queue = by_group.setdefault(key, _Queue(partial(model.transport.separate_group, group)))
         with suppress(TypeError):  # no handle, or one that cannot be referenced weakly
             queue.reference = weakref.ref(group.handle, lambda _: _forget(by_group, key))
@@ -285,7 +291,7 @@ def submit(model: ComputationModel, group: Group, begin: Callable[[Group], Work]
         try:
             return (begun or begin(called)).wait()
         except BaseException:
-            model.transport.count_interrupted(called)  # unless it has made a step
+            model.transport.count_interrupted(called)  # does nothing if the call has made a step
             raise
 
     return queue.submit(Steps(run), call)
@@ -293,9 +299,12 @@ def submit(model: ComputationModel, group: Group, begin: Callable[[Group], Work]
 
 def end(model: ComputationModel) -> None:
     """End the threads of a context that has ended: they would keep its connections open."""
-    for queue in list((queues.get(model) or {}).values()):
-        queue.end()
+    of_context = list((queues.get(model) or {}).values())
     queues.pop(model)
+    for queue in of_context:
+        queue.end()
+    for queue in of_context:
+        queue.join()
 
 
 def leave_to_parent() -> None:

@@ -121,7 +121,7 @@ def _starts_worker(frame: FrameType) -> bool:
 
 
 def reported_as(name: str) -> Callable[[_Function], _Function]:
-    """Decorator: reports show ``name`` for the function if the user's code has called it."""
+    """Decorator: reports that say which function the user has called show ``name`` for this one."""
 
     def rename(function: _Function) -> _Function:
         function.__code__ = function.__code__.replace(co_name=name)

@@ -82,22 +82,25 @@ def _interrupted_at(moment: int, call: Callable[[], float]) -> tuple[bool, Any]:
         sys.setprofile(None)
 
 
+def _wrong_values(call: Callable[[int], Any], k: int, numbers: tuple[int, ...]) -> list[tuple[int, Any]]:
+    """``(k, call(number))`` of each number, if it is neither a mismatch nor right."""
+    wrong = []
+    for number in numbers:
+        with suppress(idist.CollectiveMismatchError):
+            if (value := call(number)) != 2 * number:
+                wrong.append((k, value))
+    return wrong
+
+
 def _calls(rank: int, name: str) -> tuple[int, list[tuple[int, Any]]]:
     """Call ``k`` of rank 1 is interrupted at moment ``k``. The number of calls, and wrong results."""
     call, wrong, k, goes_on = CALLS[name], [], 1, True
     control = idist.new_group(range(2))
     idist.barrier()
     while goes_on:
-        value = None
         if rank == 1:
-            goes_on, value = _interrupted_at(k - 1, lambda: call(k))  # noqa: B023
-        for number in (k, k + 1000) if rank == 0 else (k + 1000,):
-            try:
-                value = call(number)
-            except idist.CollectiveMismatchError:
-                value = None
-            if value not in (None, 2 * number):
-                wrong.append((k, value))
+            goes_on, _ = _interrupted_at(k - 1, lambda: call(k))  # noqa: B023
+        wrong += _wrong_values(call, k, (k, k + 1000) if rank == 0 else (k + 1000,))
         goes_on = idist.broadcast(goes_on, src=1, group=control)
         k += 1
     return k, wrong
@@ -138,13 +141,8 @@ def _first_calls(rank: int, before: str) -> tuple[int, list[tuple[int, Any]]]:
         elif before == "an interrupted barrier":
             with suppress(idist.CollectiveMismatchError):
                 idist.barrier(group)
-        for number in (k + 1000,) if rank == 1 or before == "an interrupted barrier" else (k, k + 1000):
-            try:
-                value = call(number)
-            except idist.CollectiveMismatchError:
-                value = None
-            if value not in (None, 2 * number):
-                wrong.append((k, value))
+        numbers = (k + 1000,) if rank == 1 or before == "an interrupted barrier" else (k, k + 1000)
+        wrong += _wrong_values(call, k, numbers)
         goes_on = idist.broadcast(goes_on, src=1, group=control)
         k += 1
     return k, wrong
@@ -169,7 +167,7 @@ def _alarmed(rank: int) -> list[float]:
     control = idist.new_group(range(2))
     idist.barrier()
     if rank == 1:
-        idist.barrier(control)  # rank 0 has had its alarm
+        idist.barrier(control)  # returns after the alarm of rank 0
     work = idist.all_reduce(torch.ones(1), async_op=True)
     if rank == 0:
         signal.signal(signal.SIGALRM, ring)

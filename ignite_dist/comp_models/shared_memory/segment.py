@@ -44,7 +44,7 @@ VARIABLE = "IGNITE_DIST_SHARED_MEMORY"
 
 MAX_RANKS = 64
 NUM_SEGMENTS = 2
-"""Of a group: the first for blocking calls, the second for asynchronous ones. Unused pages take no memory."""
+"""A group has one for blocking calls, and one for asynchronous calls. Unused pages take no memory."""
 
 # The parts of all ranks fit into the processor's cache.
 _MAX_PART_BYTES = 1 << 20
@@ -259,7 +259,8 @@ class Segment:
         patience = self._patience_seconds
         words[self._own + _SLEEPS_FOR] = word // _WORDS_PER_RANK + 1
         while (seen := words[word]) < number:
-            _syscall(_FUTEX, self._address + 8 * word, _FUTEX_WAIT, seen & _LOW_BITS, _TIMEOUT)
+            if not self.has_left:
+                _syscall(_FUTEX, self._address + 8 * word, _FUTEX_WAIT, seen & _LOW_BITS, _TIMEOUT)
             now = time.monotonic()
             if not (self.has_left or words[word + _WHY_LEFT] or now - checked >= _SLEEP_SECONDS):
                 continue

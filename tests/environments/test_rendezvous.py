@@ -305,6 +305,28 @@ def _files_of_contexts(folder: str) -> list[list[str]]:
     return seen
 
 
+def _outputs_of_two_ranks(script: Path) -> list[str]:
+    """What both ranks print, which must end with 0; rank 0 serves the store."""
+    ranks = [
+        subprocess.Popen(
+            [helpers.python_that_forks(), script],
+            env=helpers.plain_environ(**environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for environ in helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
+    ]
+    try:
+        outputs = [helpers.without_gloos(rank.communicate(timeout=120)[0]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    return outputs
+
+
 @pytest.mark.long
 def test_many_contexts_at_one_address_print_nothing(tmp_path: Path) -> None:
     """A rank may begin the next context before rank 0 has closed the store of the last one."""
@@ -318,24 +340,31 @@ def test_many_contexts_at_one_address_print_nothing(tmp_path: Path) -> None:
                 assert parallel.run(lambda _: idist.all_gather(idist.get_rank())) == [0, 1]
         """,
     )
-    environs = helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
-    ranks = [
-        subprocess.Popen(
-            [helpers.python_that_forks(), script],
-            env=helpers.plain_environ(**environ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for environ in environs
-    ]
-    try:
-        outputs = [helpers.without_gloos(rank.communicate(timeout=120)[0]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert ([rank.returncode for rank in ranks], outputs) == ([0, 0], ["", ""])
+    assert _outputs_of_two_ranks(script) == ["", ""]
+
+
+@pytest.mark.long
+def test_a_rank_waits_for_the_end_of_the_last_store_however_late(tmp_path: Path) -> None:
+    """torch would print a warning where a rank had joined the store before its end."""
+    script = helpers.write_script(
+        tmp_path,
+        """
+        import threading, torch
+        import ignite_dist as idist
+
+        idist.initialize("gloo")
+        models = [idist.auto_model(torch.nn.Linear(2, 2))]
+        idist.finalize()
+        if idist.environment().rank == 0:
+            threading.Event().wait(6.0)
+            models.clear()  # which has held the store
+            threading.Event().wait(0.5)
+        idist.initialize("gloo")
+        assert idist.all_gather(idist.get_rank()) == [0, 1]
+        idist.finalize()
+        """,
+    )
+    assert _outputs_of_two_ranks(script) == ["", ""]
 
 
 def test_contexts_while_models_hold_the_stores_of_earlier_ones() -> None:

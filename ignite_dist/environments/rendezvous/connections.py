@@ -126,12 +126,9 @@ def _connection(fd: int) -> Iterator[socket.socket]:
         yield sock
 
 
-def wait_for_end(fds: Sequence[int], seconds: float) -> None:
-    """Wait until a peer closes one of the connections, at most for ``seconds``. Closes ``fds``."""
-    if fds:
-        connection.wait(fds, seconds)
-    for fd in fds:
-        os.close(fd)
+def has_ended(fds: Sequence[int], seconds: float) -> bool:
+    """Wait until a peer closes one of the connections. False after ``seconds``."""
+    return bool(connection.wait(fds, seconds))
 
 
 class Connections:
@@ -149,13 +146,13 @@ class Connections:
             with suppress(OSError), _connection(fd) as sock:
                 self._found[fd, inode] = sock.getpeername()
 
-    def duplicates(self, port: int | None) -> list[int]:
-        """Descriptors of the connections to ``port``, which stay open when the library closes its own."""
+    def to_port(self, port: int | None) -> list[int]:
+        """File descriptors of the open connections to ``port``."""
         found = []
         for fd, _ in self._found.keys() & _open_sockets():
             with suppress(OSError), _connection(fd) as sock:
                 if sock.getpeername()[1] == port:  # another thread may have opened another one meanwhile
-                    found.append(os.dup(fd))
+                    found.append(fd)
         return found
 
     def has_closed(self) -> bool:

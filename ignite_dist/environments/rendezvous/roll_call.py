@@ -71,6 +71,11 @@ def call(store: Store, place: Environment, where: str, deadline: float, hint: st
     )
 
 
+def has_begun(store: Store) -> bool:
+    """True if rank 0 has reached ``store``."""
+    return store.check(["here/0"])
+
+
 def waiting_message(place: Environment, awaited: str) -> str:
     """The warning that this rank still waits for ``awaited``."""
     return f"Rank {place.rank} of {place.world_size} ({socket.gethostname()}) is still waiting for {awaited}."

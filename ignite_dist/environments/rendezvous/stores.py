@@ -28,10 +28,12 @@ from ignite_dist.internals import limits
 # Number of contexts made at each rendezvous address or file, equal on all ranks of the rendezvous.
 _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
 
-# Connections to the stores of rank 0, which outlive the contexts of this rank.
-_to_rank_0: dict[tuple[str, str | None, int | None], list[int]] = {}
-# Rank 0 may never close a store: a model may hold it.
-_CLOSE_SECONDS = 5.0
+# Rank 0's store of the last context at each address, and the connections to it. They outlive the context.
+_last_stores: dict[tuple[str, str | None, int | None], tuple[Store, list[int]]] = {}
+# Rank 0 may run other code between two contexts, and hold the store meanwhile.
+_NEXT_SECONDS = 60.0
+# Polling interval; maximum rate of all ranks together.
+_POLL_SECONDS, _POLLS_PER_SECOND = 0.05, 2000
 
 _SECOND = timedelta(seconds=1)
 
@@ -115,8 +117,6 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
     init_method = init_method or "env://"
     key = _rendezvous_key(place, init_method)
     num_contexts = _num_contexts[key]
-    # A rank that joined the store of the last context would see its end, and torch would log an error.
-    connections.wait_for_end(_to_rank_0.pop(key, ()), _CLOSE_SECONDS)
     init_method = _with_own_file(init_method, num_contexts)
     has_agents = place.launcher == "torchrun" and (place.nnodes or 1) > 1
     start = "agents" if has_agents else os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
@@ -126,6 +126,7 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
         try:
             opened = connections.Connections()
             with roll_call.logging_wait(place, f"{_store_server(place)} at {where}"), opened.recording():
+                _leave_last_store(key, prefix, place.world_size, deadline)
                 root = _connect(place, init_method, max(deadline - time.monotonic(), 1.0))
             root.set_timeout(timeout)
             store: Store = PrefixStore(prefix, root)
@@ -133,8 +134,9 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
                 with roll_call.logging_wait(place, f"all others at {where}"):
                     return _store_of_this_start(store, place, deadline)
             roll_call.call(store, place, where, deadline, _loopback_hint(place, init_method))
-            if place.rank > 0 and not _is_served_by_agent():
-                _to_rank_0[key] = opened.duplicates(_main_address(place, init_method)[1])
+            served_by_rank_0 = place.rank > 0 and not _is_served_by_agent()
+            if served_by_rank_0 and (fds := opened.to_port(_main_address(place, init_method)[1])):
+                _last_stores[key] = root, fds
             return store
         except DistNetworkError as error:
             if place.rank > 0 and time.monotonic() < deadline:
@@ -147,6 +149,25 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
                 f"rank 0.{_loopback_hint(place, init_method)}",
                 [0],
             ) from error
+
+
+def _leave_last_store(
+    key: tuple[str, str | None, int | None], prefix: str, world_size: int, deadline: float
+) -> None:
+    """Wait until rank 0 has closed its store of the last context, or uses this store for the next one.
+
+    If a rank joined the store before rank 0 closes it, torch would log an error. Rank 0 uses it again if
+    something there still holds it, for example a model.
+    """
+    last, fds = _last_stores.pop(key, (None, []))
+    if last is None:
+        return
+    of_next, limit = PrefixStore(prefix, last), min(deadline, time.monotonic() + _NEXT_SECONDS)
+    period = max(_POLL_SECONDS, world_size / _POLLS_PER_SECOND)
+    with suppress(dist.DistError):  # rank 0 has closed the store after the last look
+        while not connections.has_ended(fds, period) and not roll_call.has_begun(of_next):
+            if time.monotonic() > limit:
+                return
 
 
 def forget_failures(store: Store) -> None:

@@ -30,6 +30,7 @@ WORKERS = "Start workers"
 # Each line of this table finds the values of the second block again, which differ between ranks.
 COLLECTIVES = "Collectives"
 OPAQUE = "an object that is not compared"
+_kept: list[dict[str, Any]] = []
 # What the lines of the left column need besides the imports of the page.
 NAMES = {
     "accelerate.md": "from accelerate import Accelerator, notebook_launcher\n"
@@ -91,7 +92,8 @@ def _python(page: str) -> list[str]:
 def run_page(page: str, column: str, folder: Path, num_ranks: int) -> dict[str, list[Result]]:
     """The results of a column by the titles of the tables: see the start of this file.
 
-    The process that runs this ends afterwards, so what the lines leave behind does not matter.
+    The process that runs this ends afterwards, so what the lines leave behind does not matter. Nothing of it
+    is freed: torch may hang when a model is freed that has the last reference to a group of gloo.
     """
     os.chdir(folder)
     os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -103,6 +105,7 @@ def run_page(page: str, column: str, folder: Path, num_ranks: int) -> dict[str, 
     found = {START: [_run(line, session) for line in lines.pop(START)]}
     for title in lines:
         names, found[title] = dict(session), []
+        _kept.append(names)
         for number, line in enumerate(lines[title]):
             if number == 0 or title == COLLECTIVES:
                 exec(_python(page)[1], names)
@@ -111,11 +114,12 @@ def run_page(page: str, column: str, folder: Path, num_ranks: int) -> dict[str, 
 
 
 def run_script(text: str, folder: Path) -> str:
-    """What a script prints in this process."""
+    """What a script prints in this process, which keeps the script's names as :func:`run_page` does."""
     os.chdir(folder)
     output = io.StringIO()
+    _kept.append({"__name__": "__main__"})
     with contextlib.redirect_stdout(output):
-        exec(compile(text, "script", "exec"), {"__name__": "__main__"})
+        exec(compile(text, "script", "exec"), _kept[-1])
     return output.getvalue()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import ipaddress
 import os
 import re
@@ -10,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import traceback
@@ -197,7 +199,7 @@ def end_of_ranks(
         args: can be pickled.
         world_size: number of processes.
         environs: what each has in its environment beside ours; torchrun's variables if not given.
-        seconds: what has not ended by then is ended, and fails the test.
+        seconds: what has not ended by then is ended, and fails the test, which says where it was.
     """
     agent = None
     if environs is None:
@@ -207,31 +209,42 @@ def end_of_ranks(
     receivers: list[Connection] = []
     processes: list[Any] = []
     started = time.monotonic()
-    try:
-        for environ in environs:
-            receiver, sender = context.Pipe(duplex=False)
-            complete = plain_environ(**{**loopback(), **environ})
-            processes.append(
-                context.Process(target=_rank, args=(function, args, complete, sender), daemon=True)
-            )
-            processes[-1].start()
-            sender.close()
-            receivers.append(receiver)
-        return _collect(receivers, started, seconds)
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        places = [Path(folder) / f"rank-{rank}" for rank in range(len(environs))]
+        try:
+            for environ, place in zip(environs, places, strict=True):
+                receiver, sender = context.Pipe(duplex=False)
+                complete = plain_environ(**{**loopback(), **environ})
+                target = (function, args, complete, sender, place, 0.8 * seconds)
+                processes.append(context.Process(target=_rank, args=target, daemon=True))
+                processes[-1].start()
+                sender.close()
+                receivers.append(receiver)
+            return _collect(receivers, places, started, seconds)
+        finally:
+            _end(processes)
+
+
+def _end(processes: Sequence[Any]) -> None:
+    for process in processes:
+        process.terminate()
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def _rank(
-    function: Callable[..., Any], args: tuple[Any, ...], environ: dict[str, str], sender: Connection
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    environ: dict[str, str],
+    sender: Connection,
+    place: Path,
+    seconds: float,
 ) -> None:
     os.environ.clear()
     os.environ.update(environ)
+    faulthandler.dump_traceback_later(seconds, file=place.open("w", encoding="utf-8"))
     try:
         answer = (function(*args), "")
     except BaseException:
@@ -241,12 +254,17 @@ def _rank(
     os._exit(0)  # as after a crash: what the function has left open ends here and now
 
 
-def _collect(receivers: list[Connection], started: float, seconds: float) -> list[Ended]:
+def _collect(receivers: list[Connection], places: list[Path], started: float, seconds: float) -> list[Ended]:
     ended: dict[int, Ended] = {}
     waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
     while waiting:
         ready = wait(list(waiting), max(0.0, started + seconds - time.monotonic()))
-        assert ready, f"no end within {seconds} s of ranks {sorted(waiting.values())}; ended: {ended}"
+        assert ready, "\n".join(
+            [
+                f"no end within {seconds} s of ranks {sorted(waiting.values())}; ended: {ended}",
+                *(f"rank {rank}:\n{places[rank].read_text()}" for rank in sorted(waiting.values())),
+            ]
+        )
         for receiver in ready:
             rank = waiting.pop(receiver)
             try:

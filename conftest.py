@@ -86,6 +86,15 @@ def _marks(name: str) -> list[Any]:
     return [getattr(pytest.mark, one) for one in ("horovod", "mpi4py", "xla") if name.startswith(one)]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Inductor makes C++ of a graph. In ``make test`` it does so on two ranks, and of few functions at once."""
+    of_all = ("test_they_all_are_part_of_one_graph[gloo-2]", "test_graphs_around_all_the_others[gloo-2]")
+    for item in items:
+        is_serial = "[serial-" in item.name and "inductor" in item.name
+        if "test_compiled" in item.nodeid and (is_serial or item.name in of_all):
+            item.add_marker(pytest.mark.long)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     kept = "keep what the conformance suite sees, as JSON"
     parser.addoption("--conformance-results", type=Path, metavar="FILE", help=kept)

@@ -251,6 +251,7 @@ print([name for name in sys.argv[1:] if name in sys.modules])
 """
 
 
+@pytest.mark.long
 def test_using_it_imports_nothing_heavy_either() -> None:
     heavy = [
         name for name in HEAVY if name.startswith(("horovod", "torch_xla", "torch._", "torch.distributed."))

@@ -105,7 +105,9 @@ def test_output_after_the_end_of_the_cell_is_still_its_own(kernel: notebooks.Ker
     assert "2/2" in first.stderr
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize(
+    "start_method", ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.long)]
+)
 def test_captured_output(start_method: str, kernel: notebooks.Kernel) -> None:
     kernel.run(SAY)
     cell = kernel.run(f"%%capture captured\nidist.spawn('gloo', say, ('a',), start_method={start_method!r})")
@@ -183,6 +185,7 @@ def test_an_interrupt_ends_the_workers(code: str, kernel: notebooks.Kernel) -> N
     assert kernel.run("print(idist.spawn('gloo', lambda rank: rank, nproc_per_node=2))").stdout == "[0, 1]\n"
 
 
+@pytest.mark.long
 def test_an_interrupt_during_the_first_imports() -> None:
     """The fork server gets the signal too. It survives, so that the next cell has it."""
     with notebooks.kernel() as kernel:

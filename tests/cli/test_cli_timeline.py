@@ -123,6 +123,7 @@ def test_a_script_that_fails_leaves_the_calls_of_the_rank(tmp_path: Path) -> Non
     assert not (tmp_path / "trace.json").exists()
 
 
+@pytest.mark.long
 def test_a_path_that_cannot_be_written_is_an_error_before_the_script_runs(tmp_path: Path) -> None:
     ended = _run(tmp_path, "fail", trace="no/trace.json")
     assert ended.returncode != 0

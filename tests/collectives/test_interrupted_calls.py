@@ -148,7 +148,9 @@ def _first_calls(rank: int, before: str) -> tuple[int, list[tuple[int, Any]]]:
     return k, wrong
 
 
-@pytest.mark.parametrize("before", ["nothing", "a barrier", "an interrupted barrier"])
+@pytest.mark.parametrize(
+    "before", [pytest.param("nothing", marks=pytest.mark.long), "a barrier", "an interrupted barrier"]
+)
 def test_the_first_calls_of_a_group_count_too(before: str) -> None:
     (num_calls, wrong), (_, others) = idist.spawn("gloo", _first_calls, (before,), nproc_per_node=2)
     assert (wrong, others) == ([], [])

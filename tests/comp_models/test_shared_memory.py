@@ -248,7 +248,7 @@ def _compare(_: int, num_examples: int) -> int:
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_the_results_are_gloos(world_size: int, repetitions: Callable[[int, int], int]) -> None:
     """Bit for bit where the order of reduction does not matter; else those of the order of the ranks."""
     num = repetitions(60, 1000)

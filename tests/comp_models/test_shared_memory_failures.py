@@ -312,7 +312,7 @@ def _interrupted_often(_: int, num_interrupts: int) -> list[float]:
     return idist.all_reduce(torch.full((3,), 5.0)).tolist()
 
 
-@pytest.mark.parametrize("num_interrupts", [2, 4, 5, 9])
+@pytest.mark.parametrize("num_interrupts", [2, 4, 5, pytest.param(9, marks=pytest.mark.long)])
 def test_old_data_is_never_taken_for_that_of_a_call_that_ended_early(num_interrupts: int) -> None:
     found = idist.spawn("gloo", _interrupted_often, (num_interrupts,), nproc_per_node=2)
     assert found == [[10.0] * 3] * 2

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import helpers
 import ignite_dist as idist
 from contexts import SHORT, by_test_rank, facts, messages_of, my_rank, topology
+from ignite_dist.comp_models.native import gloo
 from ignite_dist.context import live
 from warm_client import WHOLE_EXIT
 
@@ -558,3 +560,34 @@ def test_a_collective_may_be_the_last_statement_of_a_script(tmp_path: Path, last
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+def _ends_while_gloo_has_a_tensor(seconds: float) -> tuple[list[str], bool]:
+    idist.initialize("gloo")
+    gloo._EXIT_SECONDS = seconds
+    world, events, lent = weakref.ref(dist.group.WORLD), list[str](), [gloo.lend(torch.ones(1))]
+    has_lent, destroy = gloo._has_lent_tensors, dist.destroy_process_group
+
+    def look() -> bool:
+        if has_lent():
+            events.append("looked")
+            if seconds:
+                lent.clear()
+            return True
+        return False
+
+    def record() -> None:
+        events.append("destroyed")
+        destroy()
+
+    gloo._has_lent_tensors, dist.destroy_process_group = look, record
+    idist.finalize()
+    return events, world() is not None
+
+
+@pytest.mark.parametrize("is_released", [True, False])
+def test_a_context_ends_after_gloo_has_released_its_tensors(is_released: bool) -> None:
+    """torch joins gloo's threads with the GIL, for which a thread with a tensor waits: neither would end."""
+    ended = helpers.run_ranks(_ends_while_gloo_has_a_tensor, 30.0 if is_released else 0.0)
+    # A group whose threads take too long is kept instead.
+    assert ended == [(["looked", "destroyed"], not is_released)] * 2

@@ -323,6 +323,7 @@ def _unwrapped(_: int) -> list[bool]:
     return [type(ddp) is DistributedDataParallel, *(idist.unwrap_model(one) is net for one in wrapped)]
 
 
+@pytest.mark.long
 def test_the_model_inside_of_its_wrappers_in_any_order() -> None:
     for found in on_ranks(_unwrapped):
         assert all(found)

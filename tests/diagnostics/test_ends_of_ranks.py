@@ -123,7 +123,9 @@ def test_a_call_behind_an_asynchronous_one_that_a_rank_has_ended_without(blocks:
 
 @pytest.mark.usefixtures("every_rank_reports")
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("horovod", marks=pytest.mark.horovod)])
-@pytest.mark.parametrize("wait", ["all_reduce begun", "all_reduce begun with a dict"])
+@pytest.mark.parametrize(
+    "wait", [pytest.param("all_reduce begun", marks=pytest.mark.long), "all_reduce begun with a dict"]
+)
 def test_a_later_asynchronous_collective_that_a_rank_has_ended_without(backend: str, wait: str) -> None:
     error = failure(backend, waits_for_one_later, wait, size=2)
     assert error.rank == 0

@@ -120,6 +120,7 @@ def test_a_wrong_backend_fails(theirs: Path) -> None:
     assert re.search(text, ended.stdout), ended.stdout
 
 
+@pytest.mark.long
 def test_another_launcher_may_start_the_ranks(theirs: Path) -> None:
     options = (f"--launcher={BIN / 'torchrun'} --no-python --nproc-per-node {{ranks}}", f"-k={NUMBERS}")
     ended = run_suite(theirs, f"{SUITE}.test_numbers", "--backend=their_module:store", *options)

@@ -241,6 +241,7 @@ def test_options_of_the_command_line(tmp_path: Path) -> None:
     assert list(found.values()).count("failure") == 2 and len(found) == 3, output
 
 
+@pytest.mark.long
 def test_a_pytest_without_a_standard_input(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(f"{IMPORTS}@pytest.mark.ranks(2)\ndef test_it(): pass\n")
     code = "import os, sys; os.close(0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
@@ -285,6 +286,7 @@ def test_what_fails_before_the_test_is_its_only_outcome(run: Runner) -> None:
     assert "= 1 error in" in output, output
 
 
+@pytest.mark.long
 def test_warnings_as_errors_and_other_ways_to_use_fixtures(run: Runner) -> None:
     found, output = run(
         """
@@ -318,6 +320,7 @@ def test_warnings_as_errors_and_other_ways_to_use_fixtures(run: Runner) -> None:
     assert "part of rank 1" in output and "1 xpassed" in output, output
 
 
+@pytest.mark.long
 def test_a_conftest_that_fails_in_the_workers(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         "import os\nassert 'RANK' not in os.environ or os.environ['RANK'] == '0', 'no worker here'\n"

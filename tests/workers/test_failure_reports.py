@@ -144,6 +144,7 @@ def test_every_end_of_ranks_has_a_report(failed: list[FailedRank], about: str) -
         _is_a_report(error_of(failed, about), failed)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=400)
 @given(
     failed=failed_ranks(),

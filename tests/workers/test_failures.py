@@ -587,6 +587,7 @@ def _nested(local_rank: int) -> list[int]:
     return idist.spawn("gloo", int, nproc_per_node=1)
 
 
+@pytest.mark.long
 def test_a_forked_worker_starts_workers_of_its_own() -> None:
     others = idist.spawn("gloo", _waits, nproc_per_node=1, join=False)  # from a fork server
     assert idist.spawn("gloo", _nested, nproc_per_node=1, start_method="fork") == [[0]]

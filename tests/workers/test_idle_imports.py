@@ -102,6 +102,7 @@ INTERRUPTED = """
 """
 
 
+@pytest.mark.long
 def test_a_server_that_starts_during_an_interrupt_is_the_one_that_is_used(tmp_path: Path) -> None:
     ended = helpers.run_new_python(helpers.write_script(tmp_path, INTERRUPTED))
     assert ended.returncode == 0, ended.stdout
@@ -138,6 +139,7 @@ def run_as_the_server(folder: Path, leaf: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.long
 def test_errors_and_warnings_of_an_import_are_not_seen(tmp_path: Path) -> None:
     assert run_as_the_server(tmp_path, "") == "['first_leaf', 'second_module']\n"
 
@@ -162,6 +164,7 @@ ENDED_AT_ONCE = """
 """
 
 
+@pytest.mark.long
 def test_a_worker_that_is_ended_before_its_first_instruction_ends(tmp_path: Path) -> None:
     """The server ignores SIGTERM, and an ignored signal would be lost."""
     ended = helpers.run_new_python(helpers.write_script(tmp_path, ENDED_AT_ONCE))
@@ -185,5 +188,6 @@ FORKS = """
 """
 
 
+@pytest.mark.long
 def test_a_worker_that_blocks_sigterm_may_fork(tmp_path: Path) -> None:
     assert helpers.run_new_python(helpers.write_script(tmp_path, FORKS)).stdout == "[(True, 1)]\n"

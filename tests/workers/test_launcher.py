@@ -121,6 +121,7 @@ def test_functions_of_a_command_line_as_in_a_notebook() -> None:
     assert ended.stdout.splitlines() == MAIN_OUTPUT
 
 
+@pytest.mark.long
 def test_functions_of_a_script_from_the_standard_input() -> None:
     ended = helpers.run_new_python("-", input=textwrap.dedent(MAIN))
     assert ended.stdout.splitlines() == MAIN_OUTPUT
@@ -182,7 +183,9 @@ def _default_start_method(_: int) -> str:
     return multiprocessing.get_start_method()
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize(
+    "start_method", ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.long)]
+)
 def test_processes_of_a_worker_start_as_they_would_in_the_launcher(start_method: str) -> None:
     expected = multiprocessing.get_start_method()
     assert spawn(_default_start_method, start_method=start_method) == [expected, expected]
@@ -226,7 +229,9 @@ def test_modules_see_the_environment_of_this_launch_when_they_are_imported(
         assert spawn(_read_at_import) == [value, value]
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize(
+    "start_method", ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.long)]
+)
 def test_omp_num_threads_is_honoured(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (3, 1):
         monkeypatch.setenv("OMP_NUM_THREADS", str(value))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from helpers import plain_environ, run_new_python, write_script
 
 
+@pytest.mark.long
 def test_a_script_without_a_guard_is_told_in_a_line(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
@@ -43,6 +46,7 @@ def test_a_function_under_the_guard_is_named(tmp_path: Path) -> None:
     assert "'train'" in ended.stdout and "Define functions and classes above that part." in ended.stdout
 
 
+@pytest.mark.long
 def test_functions_of_the_main_module_of_a_package(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()

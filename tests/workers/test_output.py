@@ -100,7 +100,8 @@ WRITTEN = ["multi", "line", "C++", "child", *(f"line {number}" for number in ran
 @pytest.mark.parametrize(
     ("start_method", "how"),
     [
-        *((start_method, "returns") for start_method in ("forkserver", "spawn", "fork")),
+        *((start_method, "returns") for start_method in ("forkserver", "fork")),
+        pytest.param("spawn", "returns", marks=pytest.mark.long),
         ("forkserver", "dies"),
         ("forkserver", "raises"),
     ],
@@ -280,7 +281,7 @@ LOGS_OF_FILES = """
 """
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("start_method", ["forkserver", OTHERS["spawn"], "fork"])
 @pytest.mark.parametrize("root", ["root", ""])
 def test_what_the_launcher_logs_to_a_file(root: str, start_method: str, tmp_path: Path) -> None:
     script = helpers.write_script(tmp_path, LOGS_OF_FILES)

@@ -79,12 +79,14 @@ def test_forked_children_of_a_process_that_has_used_it(tmp_path: Path) -> None:
     assert ended.stdout.splitlines() == ["[0, 1]", "[0, 1] [0, 1]", str([[0, 1]] * 4), "[0, 1]"], ended.stdout
 
 
+@pytest.mark.long
 def test_under_a_debugger_without_a_spec_of_the_main_module(tmp_path: Path) -> None:
     script = write_script(tmp_path, SCRIPT)
     ended = run_new_python("-m", "pdb", "-c", "continue", "-c", "quit", script)
     assert "[2, 2]" in ended.stdout and "Error" not in ended.stdout, ended.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how",
     [

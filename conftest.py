@@ -87,7 +87,7 @@ def _marks(name: str) -> list[Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Inductor makes C++ of a graph. In ``make test`` it does so on two ranks, and of few functions at once."""
+    """Inductor makes C++ of a graph: in ``make test`` on two ranks, and not of all functions at once."""
     of_all = ("test_they_all_are_part_of_one_graph[gloo-2]", "test_graphs_around_all_the_others[gloo-2]")
     for item in items:
         is_serial = "[serial-" in item.name and "inductor" in item.name

@@ -92,8 +92,8 @@ def _python(page: str) -> list[str]:
 def run_page(page: str, column: str, folder: Path, num_ranks: int) -> dict[str, list[Result]]:
     """The results of a column by the titles of the tables: see the start of this file.
 
-    The process that runs this ends afterwards, so what the lines leave behind does not matter. Nothing of it
-    is freed: torch may hang when a model is freed that has the last reference to a group of gloo.
+    The process that runs this ends afterwards, so what the lines leave behind does not matter. Their names
+    are kept: torch may hang when it frees a group of gloo (see ``NativeModel.close``).
     """
     os.chdir(folder)
     os.environ["ACCELERATE_USE_CPU"] = "true"

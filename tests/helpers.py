@@ -199,7 +199,7 @@ def end_of_ranks(
         args: can be pickled.
         world_size: number of processes.
         environs: what each has in its environment beside ours; torchrun's variables if not given.
-        seconds: what has not ended by then is ended, and fails the test, which says where it was.
+        seconds: limit. A rank that has not ended by then fails the test; the error shows where the rank was.
     """
     agent = None
     if environs is None:
@@ -210,17 +210,17 @@ def end_of_ranks(
     processes: list[Any] = []
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        places = [Path(folder) / f"rank-{rank}" for rank in range(len(environs))]
+        traces = [Path(folder) / f"rank-{rank}" for rank in range(len(environs))]
         try:
-            for environ, place in zip(environs, places, strict=True):
+            for environ, trace in zip(environs, traces, strict=True):
                 receiver, sender = context.Pipe(duplex=False)
                 complete = plain_environ(**{**loopback(), **environ})
-                target = (function, args, complete, sender, place, 0.8 * seconds)
+                target = (function, args, complete, sender, trace, 0.8 * seconds)
                 processes.append(context.Process(target=_rank, args=target, daemon=True))
                 processes[-1].start()
                 sender.close()
                 receivers.append(receiver)
-            return _collect(receivers, places, started, seconds)
+            return _collect(receivers, traces, started, seconds)
         finally:
             _end(processes)
 
@@ -239,12 +239,12 @@ def _rank(
     args: tuple[Any, ...],
     environ: dict[str, str],
     sender: Connection,
-    place: Path,
+    trace: Path,
     seconds: float,
 ) -> None:
     os.environ.clear()
     os.environ.update(environ)
-    faulthandler.dump_traceback_later(seconds, file=place.open("w", encoding="utf-8"))
+    faulthandler.dump_traceback_later(seconds, file=trace.open("w", encoding="utf-8"))
     try:
         answer = (function(*args), "")
     except BaseException:
@@ -254,7 +254,7 @@ def _rank(
     os._exit(0)  # as after a crash: what the function has left open ends here and now
 
 
-def _collect(receivers: list[Connection], places: list[Path], started: float, seconds: float) -> list[Ended]:
+def _collect(receivers: list[Connection], traces: list[Path], started: float, seconds: float) -> list[Ended]:
     ended: dict[int, Ended] = {}
     waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
     while waiting:
@@ -262,7 +262,7 @@ def _collect(receivers: list[Connection], places: list[Path], started: float, se
         assert ready, "\n".join(
             [
                 f"no end within {seconds} s of ranks {sorted(waiting.values())}; ended: {ended}",
-                *(f"rank {rank}:\n{places[rank].read_text()}" for rank in sorted(waiting.values())),
+                *(f"rank {rank}:\n{traces[rank].read_text()}" for rank in sorted(waiting.values())),
             ]
         )
         for receiver in ready:

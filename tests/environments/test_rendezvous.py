@@ -306,7 +306,7 @@ def _files_of_contexts(folder: str) -> list[list[str]]:
 
 
 def _outputs_of_two_ranks(script: Path) -> list[str]:
-    """What both ranks print, which must end with 0; rank 0 serves the store."""
+    """What each of two ranks prints, of which rank 0 serves the store. Both must exit with 0."""
     ranks = [
         subprocess.Popen(
             [helpers.python_that_forks(), script],
@@ -349,22 +349,77 @@ def test_a_rank_waits_for_the_end_of_the_last_store_however_late(tmp_path: Path)
     script = helpers.write_script(
         tmp_path,
         """
-        import threading, torch
+        import os, pathlib, threading, time, torch
         import ignite_dist as idist
+        from ignite_dist.environments.rendezvous import connections
+
+        waits = pathlib.Path(__file__).with_name("waits")
+
+        def close_late(models):
+            while not waits.exists():
+                time.sleep(0.01)
+            threading.Event().wait(6.0)
+            models.clear()  # which has held the store
+            connections.listen("127.0.0.1", int(os.environ["MASTER_PORT"])).close()  # the port is free
 
         idist.initialize("gloo")
         models = [idist.auto_model(torch.nn.Linear(2, 2))]
         idist.finalize()
-        if idist.environment().rank == 0:
-            threading.Event().wait(6.0)
-            models.clear()  # which has held the store
-            threading.Event().wait(0.5)
+        close_late(models) if idist.environment().rank == 0 else waits.touch()
         idist.initialize("gloo")
         assert idist.all_gather(idist.get_rank()) == [0, 1]
         idist.finalize()
         """,
     )
     assert _outputs_of_two_ranks(script) == ["", ""]
+
+
+def _begins_again_after_a_failure() -> list[int]:
+    """gloo fails after the ranks have met. Rank 0 takes longer to leave what it has begun."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "none")
+        try:
+            idist.initialize("gloo", timeout=SHORT)
+        except RuntimeError:
+            threading.Event().wait(1.0 if int(os.environ["RANK"]) == 0 else 0.0)
+    idist.initialize("gloo", timeout=SHORT)
+    found = idist.all_gather(idist.get_rank())
+    idist.finalize()
+    return found
+
+
+def test_a_context_after_a_failure_to_begin_one() -> None:
+    environs = helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
+    assert helpers.run_ranks(_begins_again_after_a_failure, environs=environs) == [[0, 1]] * 2
+
+
+def _does_not_come_to_the_second_context(folder: str) -> str:
+    """Rank 0 holds the store of the first one."""
+    idist.initialize("gloo", timeout=SHORT)
+    model = idist.auto_model(torch.nn.Linear(2, 2))
+    idist.finalize()
+    ended = [Path(folder, str(rank)) for rank in (1, 2)]
+    try:
+        if int(os.environ["RANK"]) == 0:
+            while not all(path.exists() for path in ended):
+                time.sleep(0.02)
+        else:
+            idist.initialize("gloo", timeout=timedelta(seconds=3 + int(os.environ["RANK"])))
+    except idist.MissingRanksError as error:
+        return str(error)
+    finally:
+        Path(folder, str(int(os.environ["RANK"]))).touch()
+        del model
+    return ""
+
+
+def test_a_rank_0_that_does_not_come_again_is_named_alone(tmp_path: Path) -> None:
+    environs = helpers.torchrun_environs(3, helpers.free_port(), agent_store=False)
+    served, *others = helpers.run_ranks(
+        _does_not_come_to_the_second_context, str(tmp_path), world_size=3, environs=environs
+    )
+    assert not served
+    assert all("Rank 0 of 3 did not reach" in error and "ranks 1-2 did" in error for error in others), others
 
 
 def test_contexts_while_models_hold_the_stores_of_earlier_ones() -> None:

@@ -14,6 +14,7 @@ import re
 import socket
 import stat
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -38,6 +39,9 @@ _NUM_PROBES = 3
 
 # Longer waits for other processes are logged.
 LONG_WAIT_SECONDS = 15.0
+
+# Polling intervals for a listener that another process is about to open.
+_FIRST_POLL_SECONDS, _POLL_SECONDS = 0.001, 0.05
 
 # Time limit of a DNS request. A lost network link may cut off the DNS server too.
 _DNS_SECONDS = 2.0
@@ -126,9 +130,28 @@ def _connection(fd: int) -> Iterator[socket.socket]:
         yield sock
 
 
-def has_ended(fds: Sequence[int], seconds: float) -> bool:
-    """Wait until a peer closes one of the connections. False after ``seconds``."""
+def wait_for_end(fds: Sequence[int], seconds: float) -> bool:
+    """Wait until a peer closes one of the connections: True. False after ``seconds``."""
     return bool(connection.wait(fds, seconds))
+
+
+def wait_for_listener(address: str, port: int, seconds: float) -> None:
+    """Return when a process listens at the address, or after ``seconds``.
+
+    torch's store, if it is refused a connection, tries again only after 0.25 to 0.75 seconds.
+    """
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError:  # torch's error says so
+        return
+    deadline, period = time.monotonic() + seconds, _FIRST_POLL_SECONDS
+    while time.monotonic() < deadline:
+        for *_, socket_address in found:
+            with suppress(OSError):
+                socket.create_connection((str(socket_address[0]), port), _PROBE_SECONDS).close()
+                return
+        time.sleep(period)
+        period = min(2 * period, _POLL_SECONDS)
 
 
 class Connections:

@@ -22,8 +22,8 @@ _logger = logging.getLogger(__name__)
 _ANSWER_SECONDS = 5.0
 # Polling interval of rank 0 at the end of a cancelled roll call.
 _CANCEL_POLL_SECONDS = 0.02
-# Polling interval of a long wait (Ctrl-C works in between); maximum rate of all ranks together.
-_POLL_SECONDS, _POLLS_PER_SECOND = 0.5, 2000
+# Polling intervals of a long and a short wait (Ctrl-C works in between); maximum rate of all ranks together.
+_POLL_SECONDS, _SHORT_POLL_SECONDS, _POLLS_PER_SECOND = 0.5, 0.05, 2000
 # Maximum number of hosts in an error message.
 _MAX_HOSTS = 16
 
@@ -46,7 +46,7 @@ def call(store: Store, place: Environment, where: str, deadline: float, hint: st
     """
     ranks = range(place.world_size)
     awaited = [f"here/{rank}" for rank in ranks] if place.rank == 0 else ["outcome"]
-    store.set(f"here/{place.rank}", socket.gethostname())
+    arrive(store, place)
     has_cancelled = False
     if not _await(store, place, awaited, where, deadline):
         has_cancelled, outcome = _cancel(store, place)
@@ -71,9 +71,19 @@ def call(store: Store, place: Environment, where: str, deadline: float, hint: st
     )
 
 
+def arrive(store: Store, place: Environment) -> None:
+    """Say in ``store`` that this rank is there. Does not wait."""
+    store.set(f"here/{place.rank}", socket.gethostname())
+
+
 def has_begun(store: Store) -> bool:
-    """True if rank 0 has reached ``store``."""
+    """True if rank 0 has reached ``store``, or if another rank has given up the wait for it."""
     return store.check(["here/0"])
+
+
+def short_period(place: Environment) -> float:
+    """Polling interval of a short wait."""
+    return max(_SHORT_POLL_SECONDS, place.world_size / _POLLS_PER_SECOND)
 
 
 def waiting_message(place: Environment, awaited: str) -> str:
@@ -108,6 +118,8 @@ def _await(store: Store, place: Environment, keys: list[str], where: str, deadli
 
 def _wait(store: Store, keys: list[str], seconds: float) -> bool:
     """Wait for ``keys``. False at the timeout."""
+    if seconds <= 0.0:
+        return store.check(keys)  # without torch's warning of the timeout
     try:
         store.wait(keys, timedelta(seconds=max(0.001, seconds)))
     except RuntimeError:  # FileStore's timeout; other errors recur at the next request

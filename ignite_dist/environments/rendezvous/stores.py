@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -28,12 +29,20 @@ from ignite_dist.internals import limits
 # Number of contexts made at each rendezvous address or file, equal on all ranks of the rendezvous.
 _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
 
-# Rank 0's store of the last context at each address, and the connections to it. They outlive the context.
-_last_stores: dict[tuple[str, str | None, int | None], tuple[Store, list[int]]] = {}
-# Rank 0 may run other code between two contexts, and hold the store meanwhile.
-_NEXT_SECONDS = 60.0
-# Polling interval; maximum rate of all ranks together.
-_POLL_SECONDS, _POLLS_PER_SECOND = 0.05, 2000
+# How long a rank waits for rank 0 to close the store of the last context, or to begin the next one in it.
+# Then the rank joins the store, and torch may print a warning. After a failed attempt only the end counts.
+_NEXT_SECONDS, _FAILED_SECONDS = 60.0, 5.0
+
+
+class _Joined(NamedTuple):
+    """A store of rank 0 that this rank has joined. It outlives the context."""
+
+    store: Store
+    prefix: str
+    fds: list[int]
+
+
+_joined: dict[tuple[str, str | None, int | None], _Joined] = {}
 
 _SECOND = timedelta(seconds=1)
 
@@ -126,8 +135,9 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
         try:
             opened = connections.Connections()
             with roll_call.logging_wait(place, f"{_store_server(place)} at {where}"), opened.recording():
-                _leave_last_store(key, prefix, place.world_size, deadline)
-                root = _connect(place, init_method, max(deadline - time.monotonic(), 1.0))
+                if key in _joined:
+                    _leave(_joined.pop(key), prefix, place, deadline)
+                root = _connect(place, init_method, deadline)
             root.set_timeout(timeout)
             store: Store = PrefixStore(prefix, root)
             if has_agents:
@@ -136,7 +146,7 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
             roll_call.call(store, place, where, deadline, _loopback_hint(place, init_method))
             served_by_rank_0 = place.rank > 0 and not _is_served_by_agent()
             if served_by_rank_0 and (fds := opened.to_port(_main_address(place, init_method)[1])):
-                _last_stores[key] = root, fds
+                _joined[key] = _Joined(root, prefix, fds)
             return store
         except DistNetworkError as error:
             if place.rank > 0 and time.monotonic() < deadline:
@@ -151,22 +161,22 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
             ) from error
 
 
-def _leave_last_store(
-    key: tuple[str, str | None, int | None], prefix: str, world_size: int, deadline: float
-) -> None:
-    """Wait until rank 0 has closed its store of the last context, or uses this store for the next one.
+def _leave(joined: _Joined, prefix: str, place: Environment, deadline: float) -> None:
+    """Wait until rank 0 has closed a store of an earlier context, or begins the next context in this store.
 
-    If a rank joined the store before rank 0 closes it, torch would log an error. Rank 0 uses it again if
-    something there still holds it, for example a model.
+    If a rank joined the store before its end, torch would print a warning. Rank 0 uses the store again if an
+    object of its process, for example a model, still holds the store.
     """
-    last, fds = _last_stores.pop(key, (None, []))
-    if last is None:
-        return
-    of_next, limit = PrefixStore(prefix, last), min(deadline, time.monotonic() + _NEXT_SECONDS)
-    period = max(_POLL_SECONDS, world_size / _POLLS_PER_SECOND)
-    with suppress(dist.DistError):  # rank 0 has closed the store after the last look
-        while not connections.has_ended(fds, period) and not roll_call.has_begun(of_next):
-            if time.monotonic() > limit:
+    has_failed = joined.prefix == prefix  # and has left keys of rank 0 behind
+    limit = min(deadline, time.monotonic() + (_FAILED_SECONDS if has_failed else _NEXT_SECONDS))
+    period, of_next = roll_call.short_period(place), PrefixStore(prefix, joined.store)
+    with suppress(dist.DistError):  # rank 0 has just closed the store
+        is_announced = has_failed
+        while not connections.wait_for_end(joined.fds, period):
+            if not is_announced:
+                roll_call.arrive(of_next, place)
+                is_announced = True
+            if time.monotonic() > limit or (not has_failed and roll_call.has_begun(of_next)):
                 return
 
 
@@ -270,16 +280,16 @@ def remove_files(init_method: str | None) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _connect(place: Environment, init_method: str, seconds: float) -> Store:
+def _connect(place: Environment, init_method: str, deadline: float) -> Store:
     address, port = _main_address(place, init_method)
-    timeout = timedelta(seconds=seconds)
     try:
         # If init_method has options after a question mark, torch parses them.
         if address is None or port is None or "?" in init_method or _is_served_by_agent():
+            timeout = _time_left(deadline)
             candidates = dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout)
             store: Store = next(candidates)[0]
             return store
-        return _store_of_rank_0(place, address, port, timeout)
+        return _store_of_rank_0(place, address, port, deadline)
     except DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -298,14 +308,21 @@ def _is_served_by_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _store_of_rank_0(place: Environment, address: str, port: int, timeout: timedelta) -> Store:
+def _time_left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(deadline - time.monotonic(), 1.0))
+
+
+def _store_of_rank_0(place: Environment, address: str, port: int, deadline: float) -> Store:
     """The store of rank 0. It is compatible with torch's own: other libraries may use the same address.
 
     torch's rendezvous is not used, for two reasons: it listens on all interfaces even for a loopback address,
     and it counts the ranks without naming them.
     """
     listen_fd = None
-    if place.rank == 0 and network_interfaces.is_loopback(address):
+    if place.rank > 0:
+        left = _time_left(deadline).total_seconds() - 1.0
+        connections.wait_for_listener(address, port, min(left, connections.LONG_WAIT_SECONDS))
+    elif network_interfaces.is_loopback(address):
         # If the port is in use, TCPStore shares this process's store at the port (multi_tenant), or raises.
         with suppress(OSError):
             listener = connections.listen(address, port)
@@ -315,7 +332,7 @@ def _store_of_rank_0(place: Environment, address: str, port: int, timeout: timed
         port,
         place.world_size,
         is_master=place.rank == 0,
-        timeout=timeout,
+        timeout=_time_left(deadline),
         wait_for_workers=False,
         multi_tenant=True,
         master_listen_fd=listen_fd,

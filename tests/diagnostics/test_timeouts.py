@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,12 +16,21 @@ import helpers
 import ignite_dist as idist
 
 SECONDS = 120.0
+# Of the collectives. The ranks must also meet within this time, on a busy machine too.
+TIMEOUT = timedelta(seconds=6)
 
 
 def _wait_for(path: Path) -> None:
     deadline = time.monotonic() + SECONDS
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+def _meet(folder: Path) -> None:
+    """Return when both ranks have started."""
+    (folder / os.environ["RANK"]).touch()
+    for rank in ("0", "1"):
+        _wait_for(folder / rank)
 
 
 def _first() -> None:
@@ -38,7 +48,8 @@ CALLS: dict[str, Callable[[], object]] = {
 
 
 def _is_late(folder: Path, name: str, is_first: bool) -> str:
-    idist.initialize("gloo", timeout=timedelta(seconds=2))
+    _meet(folder)
+    idist.initialize("gloo", timeout=TIMEOUT)
     if not is_first:
         idist.barrier()
     if idist.get_rank() == 1:
@@ -68,7 +79,7 @@ def test_it_names_the_call_the_late_rank_and_the_keyword(name: str, is_first: bo
     assert said.error == ""
     text, call = str(said.result), "all_reduce begun" if name == "begun" else name
     assert text.startswith(f"Rank 1 did not come to {call} at diagnostics/test_timeouts.py:"), said
-    assert ", where rank 0 has waited for 2 s, its timeout. " in text
+    assert ", where rank 0 has waited for 6 s, its timeout. " in text
     assert (
         "pass timeout= to initialize, spawn or Parallel.\nRank 1 is at diagnostics/test_timeouts.py:" in text
     )
@@ -86,9 +97,9 @@ def _gives_up(local_rank: int, folder: Path) -> None:
 
 def test_a_rank_in_its_block_is_not_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(idist.RankFailedError) as caught:
-        idist.spawn("gloo", _gives_up, (tmp_path,), nproc_per_node=2, timeout=timedelta(seconds=2))
+        idist.spawn("gloo", _gives_up, (tmp_path,), nproc_per_node=2, timeout=TIMEOUT)
     text = (
-        "Rank 0 is still in the block of one_rank_first, for which rank 1 has waited for 2 s, its timeout, "
+        "Rank 0 is still in the block of one_rank_first, for which rank 1 has waited for 6 s, its timeout, "
     )
     assert text + "at one_rank_first at diagnostics/test_timeouts.py:" in str(caught.value)
 
@@ -106,7 +117,7 @@ def _in_torchs_own_call(local_rank: int, folder: Path) -> None:
 
 def test_a_worker_that_waits_in_torchs_own_call_says_it_too(tmp_path: Path) -> None:
     with pytest.raises(idist.RankFailedError) as caught:
-        idist.spawn("gloo", _in_torchs_own_call, (tmp_path,), nproc_per_node=2, timeout=timedelta(seconds=2))
+        idist.spawn("gloo", _in_torchs_own_call, (tmp_path,), nproc_per_node=2, timeout=TIMEOUT)
     assert "Rank 1 did not come to all_reduce at diagnostics/test_timeouts.py:" in str(caught.value)
     assert "pass timeout= to initialize, spawn or Parallel" in str(caught.value)
 
@@ -125,7 +136,5 @@ def _alone_in_a_group(local_rank: int, folder: Path, collective: bool) -> str:
 
 @pytest.mark.parametrize("collective", [False, True])
 def test_a_group_that_only_some_of_its_ranks_make(collective: bool, tmp_path: Path) -> None:
-    found = idist.spawn(
-        "gloo", _alone_in_a_group, (tmp_path, collective), nproc_per_node=3, timeout=timedelta(seconds=3)
-    )
+    found = idist.spawn("gloo", _alone_in_a_group, (tmp_path, collective), nproc_per_node=3, timeout=TIMEOUT)
     assert "The group of ranks 0-1 is not complete: some of them have not made it" in found[0]

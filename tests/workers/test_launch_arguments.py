@@ -114,6 +114,7 @@ def _wraps_twice(local_rank: int) -> None:
             idist.auto_model(model)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_model_that_is_wrapped_already() -> None:
     idist.spawn("gloo", _wraps_twice, nproc_per_node=2)
 

@@ -27,6 +27,7 @@ def test_a_script_without_a_guard_is_told_in_a_line(tmp_path: Path) -> None:
     assert "multiprocessing" not in ended.stdout and len(lines) < 20, ended.stdout
 
 
+@pytest.mark.long
 def test_a_function_under_the_guard_is_named(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

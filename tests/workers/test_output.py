@@ -245,7 +245,7 @@ LOGS = """
 """
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", ["forkserver", OTHERS["spawn"]])
 def test_workers_log_as_the_launcher_does(start_method: str, tmp_path: Path) -> None:
     script = helpers.write_script(tmp_path, LOGS)
     ended = helpers.run_python(script, "", start_method)

@@ -88,10 +88,10 @@ def _marks(name: str) -> list[Any]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Inductor makes C++ of a graph: in ``make test`` on two ranks, and not of all functions at once."""
-    of_all = ("test_they_all_are_part_of_one_graph[gloo-2]", "test_graphs_around_all_the_others[gloo-2]")
     for item in items:
-        is_serial = "[serial-" in item.name and "inductor" in item.name
-        if "test_compiled" in item.nodeid and (is_serial or item.name in of_all):
+        world = item.callspec.params.get("world") if hasattr(item, "callspec") else None
+        marker = {_WORLDS["serial"]: "same_on_every_backend", _WORLDS["gloo-2"]: "all_functions"}.get(world)
+        if marker is not None and item.get_closest_marker(marker) is not None:
             item.add_marker(pytest.mark.long)
 
 

@@ -30,6 +30,7 @@ WORKERS = "Start workers"
 # Each line of this table finds the values of the second block again, which differ between ranks.
 COLLECTIVES = "Collectives"
 OPAQUE = "an object that is not compared"
+# The names of each table and script, for the life of the process.
 _kept: list[dict[str, Any]] = []
 # What the lines of the left column need besides the imports of the page.
 NAMES = {

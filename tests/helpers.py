@@ -199,7 +199,7 @@ def end_of_ranks(
         args: can be pickled.
         world_size: number of processes.
         environs: what each has in its environment beside ours; torchrun's variables if not given.
-        seconds: limit. A rank that has not ended by then fails the test; the error shows where the rank was.
+        seconds: limit for all ranks. The error shows the stack of each rank that has not ended by then.
     """
     agent = None
     if environs is None:

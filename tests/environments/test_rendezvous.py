@@ -306,7 +306,7 @@ def _files_of_contexts(folder: str) -> list[list[str]]:
 
 
 def _outputs_of_two_ranks(script: Path) -> list[str]:
-    """What each of two ranks prints, of which rank 0 serves the store. Both must exit with 0."""
+    """The output of each of two ranks. Rank 0 serves the store. Fails unless both exit with 0."""
     ranks = [
         subprocess.Popen(
             [helpers.python_that_forks(), script],
@@ -345,7 +345,7 @@ def test_many_contexts_at_one_address_print_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_rank_waits_for_the_end_of_the_last_store_however_late(tmp_path: Path) -> None:
-    """torch would print a warning where a rank had joined the store before its end."""
+    """A rank that joins a store before rank 0 closes it prints a warning of torch."""
     script = helpers.write_script(
         tmp_path,
         """
@@ -358,8 +358,8 @@ def test_a_rank_waits_for_the_end_of_the_last_store_however_late(tmp_path: Path)
         def close_late(models):
             while not waits.exists():
                 time.sleep(0.01)
-            threading.Event().wait(6.0)
-            models.clear()  # which has held the store
+            threading.Event().wait(6.0)  # longer than ranks once waited
+            models.clear()  # closes the store, which a model has held
             connections.listen("127.0.0.1", int(os.environ["MASTER_PORT"])).close()  # the port is free
 
         idist.initialize("gloo")
@@ -394,7 +394,7 @@ def test_a_context_after_a_failure_to_begin_one() -> None:
 
 
 def _does_not_come_to_the_second_context(folder: str) -> str:
-    """Rank 0 holds the store of the first one."""
+    """Rank 0 keeps a model, which holds the store of the first context, and begins no second one."""
     idist.initialize("gloo", timeout=SHORT)
     model = idist.auto_model(torch.nn.Linear(2, 2))
     idist.finalize()

@@ -180,9 +180,9 @@ class NativeModel(ProcessModel):
         # A DistributedDataParallel is a reference cycle that includes the group. If the cycle is freed at the
         # interpreter's exit, the group's threads may abort the process: raw torch 2.13, 2 of 20 runs.
         gc.collect()
-        # torch joins gloo's threads when it frees a group, and holds Python's GIL meanwhile. A thread that
-        # still has a tensor to release waits for the GIL, so neither ends: 4 of 900 runs of a script of raw
-        # torch 2.13 on two busy cores. The groups of a thread that takes too long are never freed.
+        # torch frees a group with Python's GIL held, and waits for the end of gloo's threads. A thread that
+        # still has a tensor to release waits for the GIL, and the process hangs: raw torch 2.13, 4 of 900
+        # runs on two busy cores. If a thread takes too long, its groups are never freed.
         if not gloo.wait_for_threads():
             never_free(_torch.groups_and_stores())
         dist.destroy_process_group()

@@ -131,18 +131,18 @@ def _connection(fd: int) -> Iterator[socket.socket]:
 
 
 def wait_for_end(fds: Sequence[int], seconds: float) -> bool:
-    """Wait until a peer closes one of the connections: True. False after ``seconds``."""
+    """Wait for at most ``seconds`` until a peer closes one of the connections. True if a peer has."""
     return bool(connection.wait(fds, seconds))
 
 
 def wait_for_listener(address: str, port: int, seconds: float) -> None:
-    """Return when a process listens at the address, or after ``seconds``.
+    """Wait for at most ``seconds`` until a process listens at the address.
 
-    torch's store, if it is refused a connection, tries again only after 0.25 to 0.75 seconds.
+    A store of torch that connects earlier is refused, and tries again after 0.25 to 0.75 seconds.
     """
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except OSError:  # torch's error says so
+    except OSError:  # torch's store will fail too, with an error that names the host
         return
     deadline, period = time.monotonic() + seconds, _FIRST_POLL_SECONDS
     while time.monotonic() < deadline:

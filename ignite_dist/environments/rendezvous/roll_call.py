@@ -22,8 +22,12 @@ _logger = logging.getLogger(__name__)
 _ANSWER_SECONDS = 5.0
 # Polling interval of rank 0 at the end of a cancelled roll call.
 _CANCEL_POLL_SECONDS = 0.02
-# Polling intervals of a long and a short wait (Ctrl-C works in between); maximum rate of all ranks together.
-_POLL_SECONDS, _SHORT_POLL_SECONDS, _POLLS_PER_SECOND = 0.5, 0.05, 2000
+# Polling interval of a long wait, in which Ctrl-C works.
+_POLL_SECONDS = 0.5
+# Polling interval of a rank that waits for the end of an earlier store.
+_END_POLL_SECONDS = 0.05
+# Maximum rate of all ranks together.
+_POLLS_PER_SECOND = 2000
 # Maximum number of hosts in an error message.
 _MAX_HOSTS = 16
 
@@ -72,7 +76,7 @@ def call(store: Store, place: Environment, where: str, deadline: float, hint: st
 
 
 def arrive(store: Store, place: Environment) -> None:
-    """Say in ``store`` that this rank is there. Does not wait."""
+    """Report in ``store`` that this rank has reached it."""
     store.set(f"here/{place.rank}", socket.gethostname())
 
 
@@ -81,9 +85,9 @@ def has_begun(store: Store) -> bool:
     return store.check(["here/0"])
 
 
-def short_period(place: Environment) -> float:
-    """Polling interval of a short wait."""
-    return max(_SHORT_POLL_SECONDS, place.world_size / _POLLS_PER_SECOND)
+def end_poll_seconds(place: Environment) -> float:
+    """Polling interval of a rank that waits for the end of an earlier store."""
+    return max(_END_POLL_SECONDS, place.world_size / _POLLS_PER_SECOND)
 
 
 def waiting_message(place: Environment, awaited: str) -> str:

@@ -29,17 +29,19 @@ from ignite_dist.internals import limits
 # Number of contexts made at each rendezvous address or file, equal on all ranks of the rendezvous.
 _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
 
-# How long a rank waits for rank 0 to close the store of the last context, or to begin the next one in it.
-# Then the rank joins the store, and torch may print a warning. After a failed attempt only the end counts.
-_NEXT_SECONDS, _FAILED_SECONDS = 60.0, 5.0
+# How long a rank waits until rank 0 closes the store of the last context, or begins the next context in it.
+_NEXT_SECONDS = 60.0
+# The same after a failed attempt to begin a context. The store then has keys of that attempt, so only the
+# end of the store counts.
+_FAILED_SECONDS = 5.0
 
 
 class _Joined(NamedTuple):
-    """A store of rank 0 that this rank has joined. It outlives the context."""
+    """A store that rank 0 serves and this rank has joined."""
 
     store: Store
     prefix: str
-    fds: list[int]
+    fds: list[int]  # the connections to rank 0, which are open while this object lives
 
 
 _joined: dict[tuple[str, str | None, int | None], _Joined] = {}
@@ -135,8 +137,8 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
         try:
             opened = connections.Connections()
             with roll_call.logging_wait(place, f"{_store_server(place)} at {where}"), opened.recording():
-                if key in _joined:
-                    _leave(_joined.pop(key), prefix, place, deadline)
+                if (last := _joined.pop(key, None)) is not None:
+                    _leave(last, prefix, place, deadline)
                 root = _connect(place, init_method, deadline)
             root.set_timeout(timeout)
             store: Store = PrefixStore(prefix, root)
@@ -162,21 +164,20 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
 
 
 def _leave(joined: _Joined, prefix: str, place: Environment, deadline: float) -> None:
-    """Wait until rank 0 has closed a store of an earlier context, or begins the next context in this store.
+    """Wait until rank 0 has closed an earlier store, or begins the next context in it.
 
-    If a rank joined the store before its end, torch would print a warning. Rank 0 uses the store again if an
-    object of its process, for example a model, still holds the store.
+    A rank that joins a store before rank 0 closes it prints a warning of torch. Rank 0 uses the store again
+    if an object of its process, for example a model, still holds it.
     """
-    has_failed = joined.prefix == prefix  # and has left keys of rank 0 behind
+    has_failed = joined.prefix == prefix
     limit = min(deadline, time.monotonic() + (_FAILED_SECONDS if has_failed else _NEXT_SECONDS))
-    period, of_next = roll_call.short_period(place), PrefixStore(prefix, joined.store)
-    with suppress(dist.DistError):  # rank 0 has just closed the store
-        is_announced = has_failed
-        while not connections.wait_for_end(joined.fds, period):
-            if not is_announced:
-                roll_call.arrive(of_next, place)
-                is_announced = True
-            if time.monotonic() > limit or (not has_failed and roll_call.has_begun(of_next)):
+    period, of_next = roll_call.end_poll_seconds(place), PrefixStore(prefix, joined.store)
+    with suppress(dist.DistError):  # rank 0 has closed the store during a request
+        if connections.wait_for_end(joined.fds, period):
+            return
+        roll_call.arrive(of_next, place)
+        while time.monotonic() < limit and (has_failed or not roll_call.has_begun(of_next)):
+            if connections.wait_for_end(joined.fds, period):
                 return
 
 
@@ -309,6 +310,7 @@ def _is_served_by_agent() -> bool:
 
 
 def _time_left(deadline: float) -> timedelta:
+    """The time until ``deadline``, but at least a second for one try."""
     return timedelta(seconds=max(deadline - time.monotonic(), 1.0))
 
 
@@ -320,8 +322,8 @@ def _store_of_rank_0(place: Environment, address: str, port: int, deadline: floa
     """
     listen_fd = None
     if place.rank > 0:
-        left = _time_left(deadline).total_seconds() - 1.0
-        connections.wait_for_listener(address, port, min(left, connections.LONG_WAIT_SECONDS))
+        until_last_try = deadline - time.monotonic() - 1.0
+        connections.wait_for_listener(address, port, min(until_last_try, connections.LONG_WAIT_SECONDS))
     elif network_interfaces.is_loopback(address):
         # If the port is in use, TCPStore shares this process's store at the port (multi_tenant), or raises.
         with suppress(OSError):

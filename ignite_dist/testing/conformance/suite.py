@@ -21,6 +21,7 @@ def register(config: pytest.Config, worlds: Sequence[Any]) -> None:
         worlds: ``pytest.param(world, id=..., marks=...)`` for each.
     """
     config.addinivalue_line("markers", "at_most_two_ranks: not in larger worlds of the conformance suite")
+    config.addinivalue_line("markers", "all_functions: takes a minute where Inductor compiles them")
     config.addinivalue_line("markers", "same_on_every_backend: with torch's backends only")
     config.stash[_worlds] = worlds
     config.pluginmanager.register(sys.modules[__name__])

@@ -177,6 +177,7 @@ def test_a_tensor_collective_is_part_of_the_graph(name: str) -> None:
     check_like_eager(lambda x: function(x, size), "aot_eager", fullgraph=can_hold_collectives())
 
 
+@pytest.mark.all_functions
 @on_every_rank
 @where_it_compiles
 def test_they_all_are_part_of_one_graph() -> None:
@@ -195,6 +196,7 @@ def test_everything_else_is_a_graph_break(name: str) -> None:
     check_like_eager(BETWEEN_GRAPHS[name], "eager")
 
 
+@pytest.mark.all_functions
 @on_every_rank
 @where_it_compiles
 def test_graphs_around_all_the_others() -> None:

@@ -130,8 +130,8 @@ def reported_as(name: str) -> Callable[[_Function], _Function]:
     return rename
 
 
-# Modules of functions that wrap the functions that users call.
-_WRAPPER_MODULES = ("torch.distributed.c10d_logger", "contextlib")
+# Modules of functions that wrap the functions that users call, such as a model's forward().
+_WRAPPER_MODULES = ("torch.distributed.c10d_logger", "torch.nn.modules.module", "contextlib")
 
 
 def function_called(frame: FrameType | None) -> str:

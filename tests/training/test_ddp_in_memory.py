@@ -231,9 +231,48 @@ def test_another_call_on_another_rank() -> None:
     text = str(caught.value)
     assert "CollectiveMismatchError: The ranks made different calls (" in text
     place = "at training/test_ddp_in_memory.py:"
-    gradients = "gradients of a backward pass(torch.float32 (300000,))"
+    gradients = "gradients of model 1(torch.float32 (300000,))"
     assert f"rank 0: backward {place}" in text and f"({gradients})" in text
     assert f"rank 1: all_reduce {place}" in text and "(SUM torch.float32 (3,))" in text
+
+
+class _Fails(torch.autograd.Function):
+    """Rank 1 has no memory for this backward pass."""
+
+    @staticmethod
+    def forward(_: Any, output: Tensor) -> Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        if idist.get_rank() == 1:
+            raise MemoryError
+        return gradient
+
+
+def _misses_a_pass(rank: int, sparse: bool) -> list[str]:
+    """Two models of one size are trained in turn. Rank 1 misses a pass, before any gradient."""
+    generator, critic = (idist.auto_model(Embedding(4, 3, sparse=sparse)) for _ in range(2))
+    said = []
+    for step, model in enumerate([generator, critic] * 4 + [generator] * rank):
+        try:
+            output = model(torch.tensor([step % 4]))
+            (_Fails.apply(output) if step == 4 else output).sum().backward()
+            said.append("no error")
+        except MemoryError:
+            said.append("no memory")
+        except idist.CollectiveMismatchError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_of_two_models_are_never_added(sparse: bool) -> None:
+    first, second = on_ranks(_misses_a_pass, sparse)
+    assert first[:4] == second[:4] == ["no error"] * 4
+    assert second[4] == "no memory" and "no error" not in first[4:] + second[5:]
+    for text in (first[4], second[5]):
+        assert "gradients of model 1(" in text and "gradients of model 2(" in text
 
 
 def _interrupted(_: int) -> None:

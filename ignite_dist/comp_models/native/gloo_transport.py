@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,6 +27,11 @@ class GlooTransport(OneMachineTransport, NativeTransport):
     """Carries CPU tensors over shared memory on one machine, and all others over process groups."""
 
     handle_of = NativeTransport.handle_of
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_models: Counter[tuple[int, ...]] = Counter()  # by the ranks that train them
+        self.left_pass = -1  # number of the backward pass in which this rank sends no more gradients
 
     def overlaps(self, group: Group) -> bool:
         # On one machine the thread of the group runs them over shared memory, which compares them.
@@ -65,7 +70,9 @@ class GlooTransport(OneMachineTransport, NativeTransport):
     def reducer_group(self, group: Group) -> ProcessGroup | None:
         if self.shares_memory(group) is False or self.memory_of(group) is None:
             return None
-        return ReducerGroup(self.handle_of(group), _ReducerCollectives(self, group))
+        self._num_models[group.ranks] += 1
+        collectives = _ReducerCollectives(self, group, f"model {self._num_models[group.ranks]}")
+        return ReducerGroup(self.handle_of(group), collectives)
 
     def timeout_of(self, handle: Any) -> timedelta:
         return _torch.timeout_of(handle, self._device())
@@ -83,23 +90,43 @@ class GlooTransport(OneMachineTransport, NativeTransport):
 
 
 class _ReducerCollectives:
-    """See :class:`~ignite_dist.comp_models.native.reducer_group.ReducerCollectives`."""
+    """See :class:`~ignite_dist.comp_models.native.reducer_group.ReducerCollectives`.
 
-    def __init__(self, transport: GlooTransport, group: Group) -> None:
-        self._transport, self._group = transport, group
+    Args:
+        transport: of the context.
+        group: the ranks.
+        model: names the model in the calls that the ranks compare. A rank whose backward pass failed may be
+            at another model than the others.
+    """
+
+    def __init__(self, transport: GlooTransport, group: Group, model: str) -> None:
+        self._transport, self._group, self._model = transport, group, model
+
+    def leave_pass(self, number: int) -> None:
+        self._transport.left_pass = number
+
+    def has_left(self, number: int) -> bool:
+        return number == self._transport.left_pass >= 0
 
     def sum_gradients(self, tensor: Tensor) -> Work | None:
-        return self._run("gradients of a backward pass", tensor, self._transport.all_reduce, "SUM")
+        group = self._in_call("gradients", tensor)
+        return None if group is None else self._transport.all_reduce(tensor, "SUM", group)
+
+    def compare_sparse(self, tensor: Tensor) -> None:
+        group = self._in_call("sparse gradients", tensor)
+        if group is not None:
+            self._transport.barrier(group).wait()
 
     def was_sent(self, tensor: Tensor) -> bool:
         memory = self._transport.memory_of(self._group)
         return memory is not None and memory.was_sent(tensor)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work | None:
-        src = self._group.ranks[root]
-        return self._run("DDP's broadcast", tensor, self._transport.broadcast, src)
+        group = self._in_call("DDP's broadcast", tensor)
+        return None if group is None else self._transport.broadcast(tensor, self._group.ranks[root], group)
 
-    def _run(self, name: str, tensor: Tensor, collective: Callable[..., Work], how: Any) -> Work | None:
+    def _in_call(self, name: str, tensor: Tensor) -> Group | None:
+        """The group in a call that the ranks compare; None if they share no memory any more."""
         if not self._transport.shares_memory(self._group):
             return None
-        return collective(tensor, how, self._group.in_call(call_of(name, "", tensor)))
+        return self._group.in_call(call_of(f"{name} of {self._model}", "", tensor))

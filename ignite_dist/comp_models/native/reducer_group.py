@@ -21,8 +21,9 @@ class ReducerGroup(ProcessGroup):
     the forward pass. The reducer divides by the number of ranks itself, as in ``uneven_inputs()``.
 
     An error in :meth:`allreduce` is raised at the end of the backward pass, because the reducer could not be
-    used again otherwise. After an error of the collective this rank sends no more buckets of the pass: the
-    other ranks have left the pass, or leave it when they get this rank's next call.
+    used again otherwise. After an error of the collective this rank sends no more buckets of the pass, those
+    of other models neither: the other ranks have left the pass, or leave it when they get this rank's next
+    call.
 
     Args:
         handle: the process group with the same ranks.
@@ -33,7 +34,6 @@ class ReducerGroup(ProcessGroup):
         super().__init__(handle.rank(), handle.size())  # type: ignore[call-arg]
         self._handle = handle
         self._in_memory = in_memory
-        self._left_pass = -1  # number of the pass in which this rank sends nothing more
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the wrapped model has another reducer, which uses its process group
@@ -44,17 +44,18 @@ class ReducerGroup(ProcessGroup):
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:  # type: ignore[override]  # noqa: D102
         work = None
         try:
-            number = _torch.number_of_backward_pass()
-            if number == self._left_pass >= 0:
+            if self._in_memory.has_left(_torch.number_of_backward_pass()):
                 return _Completed(tensors)
             if _is_of_gradients(tensors, options):
                 work = self._in_memory.sum_gradients(tensors[0])
+            elif tensors[0].layout == torch.sparse_coo:
+                self._in_memory.compare_sparse(tensors[0])
             if work is None:
                 return self._handle.allreduce(tensors, options)
             work.wait()
         except BaseException as error:
             if isinstance(error, RuntimeError) or not (work and self._in_memory.was_sent(tensors[0])):
-                self._left_pass = _torch.number_of_backward_pass()
+                self._in_memory.leave_pass(_torch.number_of_backward_pass())
             _raise_after_pass(error)
         return _Completed(tensors)
 
@@ -67,10 +68,22 @@ class ReducerGroup(ProcessGroup):
 
 
 class ReducerCollectives(Protocol):
-    """Collectives over shared memory. They return None if the ranks share none any more."""
+    """Collectives over shared memory. They return None if the ranks share none any more.
+
+    The ranks compare which model a collective is for.
+    """
+
+    def leave_pass(self, number: int) -> None:
+        """Note that this rank sends no more gradients in the backward pass ``number``; -1 is no pass."""
+
+    def has_left(self, number: int) -> bool:
+        """True after :meth:`leave_pass`, for any model of the context."""
 
     def sum_gradients(self, tensor: Tensor) -> Work | None:
         """Add ``tensor`` over all ranks, in place, when the result is waited for."""
+
+    def compare_sparse(self, tensor: Tensor) -> None:
+        """Raise unless all ranks come to the sparse gradients ``tensor``, which are added elsewhere."""
 
     def was_sent(self, tensor: Tensor) -> bool:
         """True if the other ranks get all of ``tensor``, whose :meth:`sum_gradients` was interrupted."""

@@ -35,12 +35,16 @@ class AfterBackward:
     Several functions of a pass are called in the order in which their objects were made, on every rank.
     ``torch.autograd.grad`` adds to no gradient. Nothing is called at the end of a pass that fails. A copy of
     a model has no such hooks. ``function`` must not hold the parameters, which then would never be freed.
+
+    Attributes:
+        has_unfinished_pass: True while a backward pass that has reached a parameter runs, and after one that
+            has failed.
     """
 
     _numbers = count()
 
     def __init__(self, parameters: Iterable[Parameter], function: Callable[[], None]) -> None:
-        self.function = function
+        self.function, self.has_unfinished_pass = function, False
         self.number = next(self._numbers)
         self._pass = -1  # the last one that has reached a parameter
         self._handles = [
@@ -57,7 +61,7 @@ class AfterBackward:
         number = number_of_backward_pass()
         if number == self._pass:
             return
-        self._pass = number
+        self._pass, self.has_unfinished_pass = number, True
         current = _passes.get(number)
         if current is None:
             current = _passes[number] = _Pass()
@@ -78,6 +82,7 @@ class _Pass:
 
     def call_all(self) -> None:
         for one in sorted(self.reached, key=lambda one: one.number):
+            one.has_unfinished_pass = False
             one.function()
 
 

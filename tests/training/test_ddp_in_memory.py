@@ -236,9 +236,7 @@ def test_another_call_on_another_rank() -> None:
     assert f"rank 1: all_reduce {place}" in text and "(SUM torch.float32 (3,))" in text
 
 
-class _Fails(torch.autograd.Function):
-    """Rank 1 has no memory for this backward pass."""
-
+class _FailsOnRank1(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, output: Tensor) -> Tensor:
         return output.clone()
@@ -257,7 +255,7 @@ def _misses_a_pass(rank: int, sparse: bool) -> list[str]:
     for step, model in enumerate([generator, critic] * 4 + [generator] * rank):
         try:
             output = model(torch.tensor([step % 4]))
-            (_Fails.apply(output) if step == 4 else output).sum().backward()
+            (_FailsOnRank1.apply(output) if step == 4 else output).sum().backward()
             said.append("no error")
         except MemoryError:
             said.append("no memory")
@@ -273,6 +271,51 @@ def test_gradients_of_two_models_are_never_added(sparse: bool) -> None:
     assert second[4] == "no memory" and "no error" not in first[4:] + second[5:]
     for text in (first[4], second[5]):
         assert "gradients of model 1(" in text and "gradients of model 2(" in text
+
+
+class _FailsBetweenLayers(Sequential):
+    fails = False
+
+    def forward(self, data: Tensor) -> Tensor:
+        first, second = self
+        hidden = first(data)
+        return second(_FailsOnRank1.apply(hidden) if self.fails else hidden)
+
+
+def _fails_in_a_pass(rank: int, kwargs: dict[str, Any]) -> list[str]:
+    """Rank 1 has no memory in the middle of a pass. Each rank makes a new wrapper when it is told to."""
+
+    def wrap() -> Any:
+        return idist.auto_model(idist.unwrap_model(model), **kwargs)
+
+    said = []
+    model = _FailsBetweenLayers(Linear(3, 3), Linear(3, 3))
+    model = wrap()
+    for step in range(6):
+        model.zero_grad()
+        idist.unwrap_model(model).fails = step == 2
+        try:
+            model(torch.full((1, 3), rank + 1.0)).sum().backward()
+            said.append("no error")
+        except MemoryError:
+            said.append("no memory")
+        except RuntimeError as error:
+            said.append(str(error))
+            model = wrap()
+    if rank == 1:  # it has missed a pass
+        model(torch.ones(1, 3)).sum().backward()
+    return said
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"bucket_cap_mb": 1e-5}, {"find_unused_parameters": True}, {"static_graph": True}]
+)
+def test_after_a_pass_that_failed_all_ranks_are_told(kwargs: dict[str, Any]) -> None:
+    first, second = on_ranks(_fails_in_a_pass, kwargs)
+    assert first[:2] + first[3:] == ["no error"] * 5
+    assert "rank 1: forward at" in first[2] and "the last backward pass of model 1 failed" in first[2]
+    assert second[:3] + second[4:] == ["no error", "no error", "no memory", "no error", "no error"]
+    assert "idist.auto_model(idist.unwrap_model(model))" in second[3]
 
 
 def _interrupted(_: int) -> None:

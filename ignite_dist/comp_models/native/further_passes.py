@@ -16,7 +16,9 @@ import torch
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_dist.comp_models.native.reducer_group import miss_pass
 from ignite_dist.internals import _torch
+from ignite_dist.internals.call_sites import reported_as
 from ignite_dist.values.gradients import AfterBackward
 
 _PASSES = "_ignite_dist_passes"  # attribute of a DDP and of the module inside: its _Passes
@@ -91,6 +93,12 @@ FROZEN_LATER = (
     "find_unused_parameters=True to auto_model."
 )
 
+FAILED_BEFORE = (
+    "The last backward pass of this model failed on this rank, and a DistributedDataParallel cannot be used "
+    "after that. On all ranks, call model = idist.auto_model(idist.unwrap_model(model)). Or let the job end, "
+    "and start it again from a checkpoint."
+)
+
 
 def _trained(module: DistributedDataParallel) -> dict[str, Parameter]:
     ignored = module.parameters_to_ignore
@@ -104,6 +112,7 @@ def average_further_passes(module: DistributedDataParallel, average: Average) ->
     All ranks make the same passes.
     """
     _begin(module, average)
+    module.register_forward_pre_hook(_check_last_pass)
     module.register_forward_hook(_note_forward)
 
 
@@ -139,6 +148,21 @@ def reducing(module: DistributedDataParallel) -> Iterator[None]:
     finally:
         if passes is not None:
             passes.is_reducing = False
+
+
+@reported_as("forward")
+def _check_last_pass(module: DistributedDataParallel, _: Any) -> None:
+    """The hook before a forward pass. torch's own error says nothing of the pass that has failed.
+
+    Raises:
+        RuntimeError: a backward pass has failed. The other ranks get an error in the pass.
+    """
+    passes = _passes_of(module)
+    if passes is None or not passes.hooks.has_unfinished_pass or not torch.is_grad_enabled():
+        return
+    if _torch.number_of_backward_pass() < 0 and not _torch.has_reduced(module):
+        miss_pass(module)
+        raise RuntimeError(FAILED_BEFORE)
 
 
 def _note_forward(module: DistributedDataParallel, *_: Any) -> None:

@@ -18,7 +18,7 @@ from ignite_dist.comp_models.shared_memory.transport import OneMachineTransport
 from ignite_dist.comp_models.transport import CollectiveKind, Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.internals import _torch
-from ignite_dist.values.calls import call_of
+from ignite_dist.values.calls import Call, call_of
 from ignite_dist.values.reduce_ops import adds_rows, reduce_rows
 from ignite_dist.values.serialization import as_bytes
 
@@ -67,7 +67,7 @@ class GlooTransport(OneMachineTransport, NativeTransport):
         # gloo needs several collectives for a large tensor, which start() cannot begin.
         return work if gloo.fits_one_round(tensor.nbytes, len(group.ranks)) else Steps(work.wait)
 
-    def reducer_group(self, group: Group) -> ProcessGroup | None:
+    def reducer_group(self, group: Group) -> ReducerGroup | None:
         if self.shares_memory(group) is False or self.memory_of(group) is None:
             return None
         self._num_models[group.ranks] += 1
@@ -107,6 +107,10 @@ class _ReducerCollectives:
 
     def has_left(self, number: int) -> bool:
         return number == self._transport.left_pass >= 0
+
+    def miss_pass(self) -> None:
+        call = Call(f"the last backward pass of {self._model} failed")
+        self._transport.count_interrupted(self._group.in_call(call))
 
     def sum_gradients(self, tensor: Tensor) -> Work | None:
         group = self._in_call("gradients", tensor)

@@ -9,9 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from ignite_dist.comp_models.work import Work
 from ignite_dist.internals import _torch
+
+_GROUP = "_ignite_dist_reducer_group"  # attribute of a DistributedDataParallel
 
 
 class ReducerGroup(ProcessGroup):
@@ -34,6 +37,11 @@ class ReducerGroup(ProcessGroup):
         super().__init__(handle.rank(), handle.size())  # type: ignore[call-arg]
         self._handle = handle
         self._in_memory = in_memory
+
+    def carry_gradients_of(self, wrapper: DistributedDataParallel) -> None:
+        """Let ``wrapper``, whose process group has the same ranks, average its gradients in this group."""
+        vars(wrapper)[_GROUP] = self  # the reducer does not keep the Python object alive
+        _torch.reduce_gradients_in(wrapper, self)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the wrapped model has another reducer, which uses its process group
@@ -67,6 +75,16 @@ class ReducerGroup(ProcessGroup):
         return _Completed(tensors)
 
 
+def miss_pass(wrapper: DistributedDataParallel) -> None:
+    """Let the other ranks raise in the pass of ``wrapper`` that this rank cannot make. Does not wait.
+
+    Does nothing if the ranks share no memory: the others wait for their timeout.
+    """
+    group = vars(wrapper).get(_GROUP)
+    if isinstance(group, ReducerGroup):
+        group._in_memory.miss_pass()
+
+
 class ReducerCollectives(Protocol):
     """Collectives over shared memory. They return None if the ranks share none any more.
 
@@ -78,6 +96,9 @@ class ReducerCollectives(Protocol):
 
     def has_left(self, number: int) -> bool:
         """True after :meth:`leave_pass`, for any model of the context."""
+
+    def miss_pass(self) -> None:
+        """Tell the other ranks, in place of the next collective, that this rank cannot make the pass."""
 
     def sum_gradients(self, tensor: Tensor) -> Work | None:
         """Add ``tensor`` over all ranks, in place, when the result is waited for."""

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _LOCAL = "_ignite_dist_local"  # attribute of an FSDP2 module while it does not synchronise gradients
 _REPLACED = "_ignite_dist_replaced"  # attribute of a parameter that FSDP2 has replaced by a sharded one
-_REDUCER_GROUP = "_ignite_dist_reducer_group"  # attribute of a DistributedDataParallel over shared memory
 
 
 class NativeTraining(Training):
@@ -75,8 +74,7 @@ class NativeTraining(Training):
         handle = wrapped.process_group
         group = self._transport.reducer_group(Group(handle, self._transport.ranks_of(handle)))
         if group is not None:
-            vars(wrapped)[_REDUCER_GROUP] = group  # the reducer does not keep the Python object alive
-            _torch.reduce_gradients_in(wrapped, group)
+            group.carry_gradients_of(wrapped)
 
     def wrap_optimizer(self, optimizer: Optimizer, **kwargs: Any) -> Optimizer:
         _check_optimizer(optimizer)

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ignite_dist.comp_models.native import gloo, narrow_floats, waits
 from ignite_dist.comp_models.native.group_factory import GroupFactory
+from ignite_dist.comp_models.native.reducer_group import ReducerGroup
 from ignite_dist.comp_models.native.works import TorchWork, TorchWorks
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Steps, Work
@@ -179,7 +180,7 @@ class NativeTransport(Transport):
             )
         return handle
 
-    def reducer_group(self, group: Group) -> ProcessGroup | None:
+    def reducer_group(self, group: Group) -> ReducerGroup | None:
         """A faster process group for DDP's reducer on the CPU. All ranks of ``group`` call this."""
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -305,8 +306,8 @@ def _files_of_contexts(folder: str) -> list[list[str]]:
     return seen
 
 
-def _outputs_of_two_ranks(script: Path) -> list[str]:
-    """The output of each of two ranks. Rank 0 serves the store. Fails unless both exit with 0."""
+def _outputs_of_two_ranks(script: Path, exit_codes: tuple[int, int] = (0, 0)) -> list[str]:
+    """The output of each of two ranks, which must exit with ``exit_codes``. Rank 0 serves the store."""
     ranks = [
         subprocess.Popen(
             [helpers.python_that_forks(), script],
@@ -323,7 +324,7 @@ def _outputs_of_two_ranks(script: Path) -> list[str]:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert tuple(rank.returncode for rank in ranks) == exit_codes, outputs
     return outputs
 
 
@@ -372,6 +373,35 @@ def test_a_rank_waits_for_the_end_of_the_last_store_however_late(tmp_path: Path)
         """,
     )
     assert _outputs_of_two_ranks(script) == ["", ""]
+
+
+def test_a_rank_that_waits_for_the_end_of_the_last_store_makes_no_request(tmp_path: Path) -> None:
+    """A request to which rank 0 does not reply before it closes the store prints a warning of torch."""
+    script = helpers.write_script(
+        tmp_path,
+        """
+        import os, signal, threading, time, torch
+        from datetime import timedelta
+        from pathlib import Path
+        import ignite_dist as idist
+
+        idist.initialize("gloo")
+        models = [idist.auto_model(torch.nn.Linear(2, 2))]  # the store stays open
+        pid_of_rank_0, _ = idist.all_gather(os.getpid())
+        idist.finalize()
+        if pid_of_rank_0 == os.getpid():
+            os.kill(pid_of_rank_0, signal.SIGSTOP)
+        while Path(f"/proc/{pid_of_rank_0}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        threading.Timer(0.5, os.kill, (pid_of_rank_0, signal.SIGKILL)).start()
+        try:
+            idist.initialize("gloo", timeout=timedelta(seconds=3))
+        except idist.MissingRanksError:
+            print("rank 0 is missing")
+        """,
+    )
+    _, output = _outputs_of_two_ranks(script, (-signal.SIGKILL, 0))
+    assert "rank 0 is missing" in output and "recvValue" not in output
 
 
 def _begins_again_after_a_failure() -> list[int]:

@@ -178,6 +178,20 @@ class Connections:
                     found.append(fd)
         return found
 
+    def served_at(self, port: int | None) -> Connections:
+        """The open connections of other processes to the server of this process at ``port``."""
+        served, own = Connections(), set()
+        for key in self._found.keys() & _open_sockets():
+            with suppress(OSError), _connection(key[0]) as sock:
+                if sock.getsockname()[1] == port:
+                    served._found[key] = sock.getpeername()
+                else:
+                    own.add(_address_and_port(sock.getsockname()))
+        served._found = {
+            key: peer for key, peer in served._found.items() if _address_and_port(peer) not in own
+        }
+        return served
+
     def has_closed(self) -> bool:
         """True if a recorded connection is closed. The library closes a connection when its peer is gone."""
         return bool(self.closed())
@@ -185,13 +199,19 @@ class Connections:
     def closed(self) -> set[tuple[str, int]]:
         """The addresses and ports of the peers to which a recorded connection is closed."""
         peers = [self._found[key] for key in self._found.keys() - _open_sockets()]
-        return {(address.removeprefix("::ffff:"), port) for address, port, *_ in peers}
+        return set(map(_address_and_port, peers))
 
     def shut_down(self) -> None:
         """Shut down the open connections, so that waits at both ends fail. The library closes the sockets."""
         for fd, _ in self._found.keys() & _open_sockets():
             with suppress(OSError), _socket_object(fd) as sock:
                 sock.shutdown(socket.SHUT_RDWR)
+
+
+def _address_and_port(name: Any) -> tuple[str, int]:
+    """Those of a socket's name. An IPv4 address has one form."""
+    address, port, *_ = name
+    return address.removeprefix("::ffff:"), port
 
 
 # Messages of gloo and torch's store about a silent machine.

@@ -24,8 +24,6 @@ _ANSWER_SECONDS = 5.0
 _CANCEL_POLL_SECONDS = 0.02
 # Polling interval of a long wait, in which Ctrl-C works.
 _POLL_SECONDS = 0.5
-# Polling interval of a rank that waits for the end of an earlier store.
-_END_POLL_SECONDS = 0.05
 # Maximum rate of all ranks together.
 _POLLS_PER_SECOND = 2000
 # Maximum number of hosts in an error message.
@@ -50,7 +48,7 @@ def call(store: Store, place: Environment, where: str, deadline: float, hint: st
     """
     ranks = range(place.world_size)
     awaited = [f"here/{rank}" for rank in ranks] if place.rank == 0 else ["outcome"]
-    arrive(store, place)
+    store.set(f"here/{place.rank}", socket.gethostname())
     has_cancelled = False
     if not _await(store, place, awaited, where, deadline):
         has_cancelled, outcome = _cancel(store, place)
@@ -73,21 +71,6 @@ def call(store: Store, place: Environment, where: str, deadline: float, hint: st
         f"{describe_ranks(arrived)} did ({', '.join(hosts)}{more}).{hint}",
         missing,
     )
-
-
-def arrive(store: Store, place: Environment) -> None:
-    """Report in ``store`` that this rank has reached it."""
-    store.set(f"here/{place.rank}", socket.gethostname())
-
-
-def has_begun(store: Store) -> bool:
-    """True if rank 0 has reached ``store``, or if another rank has given up the wait for it."""
-    return store.check(["here/0"])
-
-
-def end_poll_seconds(place: Environment) -> float:
-    """Polling interval of a rank that waits for the end of an earlier store."""
-    return max(_END_POLL_SECONDS, place.world_size / _POLLS_PER_SECOND)
 
 
 def waiting_message(place: Environment, awaited: str) -> str:

@@ -29,21 +29,19 @@ from ignite_dist.internals import limits
 # Number of contexts made at each rendezvous address or file, equal on all ranks of the rendezvous.
 _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
 
-# How long a rank waits until rank 0 closes the store of the last context, or begins the next context in it.
-_NEXT_SECONDS = 60.0
-# The same after a failed attempt to begin a context. The store then has keys of that attempt, so only the
-# end of the store counts.
-_FAILED_SECONDS = 5.0
+# How long a rank waits until rank 0 closes its connection to the store of the last context.
+_END_SECONDS = 60.0
 
 
 class _Joined(NamedTuple):
     """A store that rank 0 serves and this rank has joined."""
 
     store: Store
-    prefix: str
     fds: list[int]  # the connections to rank 0, which are open while this object lives
 
 
+# The store of the last context of each rendezvous, if rank 0 serves it: on rank 0, and on the other ranks.
+_served: dict[tuple[str, str | None, int | None], connections.Connections] = {}
 _joined: dict[tuple[str, str | None, int | None], _Joined] = {}
 
 _SECOND = timedelta(seconds=1)
@@ -136,19 +134,25 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
     while True:
         try:
             opened = connections.Connections()
-            with roll_call.logging_wait(place, f"{_store_server(place)} at {where}"), opened.recording():
-                if (last := _joined.pop(key, None)) is not None:
-                    _leave(last, prefix, place, deadline)
-                root = _connect(place, init_method, deadline)
-            root.set_timeout(timeout)
-            store: Store = PrefixStore(prefix, root)
-            if has_agents:
-                with roll_call.logging_wait(place, f"all others at {where}"):
-                    return _store_of_this_start(store, place, deadline)
-            roll_call.call(store, place, where, deadline, _loopback_hint(place, init_method))
-            served_by_rank_0 = place.rank > 0 and not _is_served_by_agent()
-            if served_by_rank_0 and (fds := opened.to_port(_main_address(place, init_method)[1])):
-                _joined[key] = _Joined(root, prefix, fds)
+            with opened.recording():
+                with roll_call.logging_wait(place, f"{_store_server(place)} at {where}"):
+                    if (joined := _joined.pop(key, None)) is not None:
+                        _wait_for_end(joined, deadline)
+                    root = _connect(place, init_method, deadline)
+                if (served := _served.pop(key, None)) is not None:
+                    served.shut_down()
+                root.set_timeout(timeout)
+                store: Store = PrefixStore(prefix, root)
+                if has_agents:
+                    with roll_call.logging_wait(place, f"all others at {where}"):
+                        return _store_of_this_start(store, place, deadline)
+                roll_call.call(store, place, where, deadline, _loopback_hint(place, init_method))
+            _, port = _main_address(place, init_method)
+            if port is not None and not _is_served_by_agent():
+                if place.rank == 0:
+                    _served[key] = opened.served_at(port)
+                elif fds := opened.to_port(port):
+                    _joined[key] = _Joined(root, fds)
             return store
         except DistNetworkError as error:
             if place.rank > 0 and time.monotonic() < deadline:
@@ -163,22 +167,15 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
             ) from error
 
 
-def _leave(joined: _Joined, prefix: str, place: Environment, deadline: float) -> None:
-    """Wait until rank 0 has closed an earlier store, or begins the next context in it.
+def _wait_for_end(joined: _Joined, deadline: float) -> None:
+    """Wait until rank 0 closes this rank's connection to the store of the last context.
 
-    A rank that joins a store before rank 0 closes it prints a warning of torch. Rank 0 uses the store again
-    if an object of its process, for example a model, still holds it.
+    Rank 0 closes it when nothing holds the store any more, or when it begins the next context. If an object
+    of its process, for example a model, still holds the store, the store serves the next context too. A rank
+    that joins a store just before rank 0 closes it prints a warning of torch, and so does a request at that
+    moment. At half of the time this rank joins the store, so that errors do not name it as missing.
     """
-    has_failed = joined.prefix == prefix
-    limit = min(deadline, time.monotonic() + (_FAILED_SECONDS if has_failed else _NEXT_SECONDS))
-    period, of_next = roll_call.end_poll_seconds(place), PrefixStore(prefix, joined.store)
-    with suppress(dist.DistError):  # rank 0 has closed the store during a request
-        if connections.wait_for_end(joined.fds, period):
-            return
-        roll_call.arrive(of_next, place)
-        while time.monotonic() < limit and (has_failed or not roll_call.has_begun(of_next)):
-            if connections.wait_for_end(joined.fds, period):
-                return
+    connections.wait_for_end(joined.fds, min(_END_SECONDS, (deadline - time.monotonic()) / 2))
 
 
 def forget_failures(store: Store) -> None:

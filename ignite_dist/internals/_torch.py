@@ -181,6 +181,12 @@ _NAMES = (
         "none: auto_model on one machine raises AttributeError",
     ),
     (
+        f"{_DDP}._join_config",
+        "Shows if a DistributedDataParallel is in torch's Join, in which a rank without data sends zeros for "
+        "several models in another order than the others.",
+        "none: auto_model on one machine raises AttributeError",
+    ),
+    (
         f"{_DDP}._static_graph_delay_allreduce_enqueued",
         "Shows if a DistributedDataParallel with static_graph=True has finished its first backward pass. "
         "Accumulation before that pass fails deep inside torch.",
@@ -441,6 +447,11 @@ def reduce_gradients_in(wrapper: DistributedDataParallel, group: ProcessGroup) -
 def has_learnt_static_graph(wrapper: DistributedDataParallel) -> bool:
     """True if a wrapper with ``static_graph=True`` has run a backward pass that averages gradients."""
     return bool(wrapper._static_graph_delay_allreduce_enqueued)
+
+
+def is_in_join(wrapper: DistributedDataParallel) -> bool:
+    """True in torch's ``Join``, on all ranks, and after it."""
+    return bool(wrapper._join_config.enable)
 
 
 def has_reduced(wrapper: DistributedDataParallel) -> bool:

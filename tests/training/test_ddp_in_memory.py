@@ -145,6 +145,35 @@ def test_uneven_inputs(unused: bool) -> None:
     assert on_ranks(_joined, unused) == [[[1.5]] * 4, [[1.5, 1, 1]] * 2 + [[1.5, 2, 2]] * 2]
 
 
+class _TwoModels(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (idist.auto_model(Linear(3, 3, bias=False)) for _ in range(2))
+
+    def forward(self, data: Tensor) -> Tensor:
+        return self.first(data).sum() + 2 * self.second(data).sum()
+
+
+def _two_joined(rank: int) -> list[list[float]]:
+    """A rank without data sends zeros for the first model first, unlike a backward pass."""
+    model, found = _TwoModels(), []
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.full((1, 3), rank + 1.0)).backward()
+        found.append([float(one.grad[0, 0]) for one in model.parameters()])
+
+    step(), step()  # DDP agrees on its buckets
+    with idist.uneven_inputs(model):
+        for _ in range(1 + rank):
+            step()
+    return found[2:]
+
+
+def test_uneven_inputs_of_two_models() -> None:
+    assert on_ranks(_two_joined) == [[[1.5, 3]], [[1.5, 3], [1, 2]]]
+
+
 def _sparse(_: int) -> None:
     model = idist.auto_model(Embedding(4, 3, sparse=True))
     model(torch.tensor([idist.get_rank()])).sum().backward()
@@ -271,6 +300,39 @@ def test_gradients_of_two_models_are_never_added(sparse: bool) -> None:
     assert second[4] == "no memory" and "no error" not in first[4:] + second[5:]
     for text in (first[4], second[5]):
         assert "gradients of model 1(" in text and "gradients of model 2(" in text
+
+
+def _in_two_groups(rank: int) -> list[Any]:
+    """Rank 1 fails in a pass, and makes another call in its group. Rank 2 has a group with rank 0 too."""
+    groups = [idist.new_group(ranks) for ranks in ([0, 1], [0, 2])]
+    own = [
+        idist.auto_model(Linear(1, 1, bias=False), process_group=group)
+        for group in groups
+        if idist.get_rank(group) >= 0
+    ]
+    found: list[Any] = []
+    for step in range(4):
+        outputs = [model(torch.full((1, 1), 10.0**step)) for model in own]
+        for model in own:
+            model.zero_grad()
+        try:
+            loss = torch.stack(outputs).sum()
+            (_FailsOnRank1.apply(loss) if step == 2 else loss).backward()
+            found.append([float(model.module.weight.grad) for model in own])
+        except MemoryError:
+            with pytest.raises(idist.CollectiveMismatchError):
+                idist.all_reduce(1, group=groups[0])
+        except idist.CollectiveMismatchError:
+            found.append("mismatch")
+    return found
+
+
+def test_a_group_goes_on_after_a_mismatch_in_another_one() -> None:
+    assert on_ranks(_in_two_groups, world_size=3) == [
+        [[1, 1], [10, 10], "mismatch", [1000, 1000]],
+        [[1], [10], [1000]],
+        [[1], [10], [100], [1000]],
+    ]
 
 
 class _FailsBetweenLayers(Sequential):

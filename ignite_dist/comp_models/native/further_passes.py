@@ -95,8 +95,8 @@ FROZEN_LATER = (
 
 FAILED_BEFORE = (
     "The last backward pass of this model failed on this rank, and a DistributedDataParallel cannot be used "
-    "after that. On all ranks, call model = idist.auto_model(idist.unwrap_model(model)). Or let the job end, "
-    "and start it again from a checkpoint."
+    "after that. On all ranks, call model = idist.auto_model(idist.unwrap_model(model)), and keep no other "
+    "reference to the old one. Or let the job end, and start it again from a checkpoint."
 )
 
 
@@ -155,13 +155,14 @@ def _check_last_pass(module: DistributedDataParallel, _: Any) -> None:
     """The hook before a forward pass. torch's own error says nothing of the pass that has failed.
 
     Raises:
-        RuntimeError: a backward pass has failed. The other ranks get an error in the pass.
+        RuntimeError: a backward pass has failed. The other ranks get an error if they average in this pass.
     """
     passes = _passes_of(module)
     if passes is None or not passes.hooks.has_unfinished_pass or not torch.is_grad_enabled():
         return
     if _torch.number_of_backward_pass() < 0 and not _torch.has_reduced(module):
-        miss_pass(module)
+        if module.require_backward_grad_sync:
+            miss_pass(module)
         raise RuntimeError(FAILED_BEFORE)
 
 

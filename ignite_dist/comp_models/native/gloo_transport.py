@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import weakref
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from ignite_dist.comp_models.native import gloo
 from ignite_dist.comp_models.native.reducer_group import ReducerGroup
 from ignite_dist.comp_models.native.transport import NativeTransport
+from ignite_dist.comp_models.shared_memory.collectives import SharedMemory
 from ignite_dist.comp_models.shared_memory.transport import OneMachineTransport
 from ignite_dist.comp_models.transport import CollectiveKind, Group
 from ignite_dist.comp_models.work import Steps, Work
@@ -30,8 +33,7 @@ class GlooTransport(OneMachineTransport, NativeTransport):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._num_models: Counter[tuple[int, ...]] = Counter()  # by the ranks that train them
-        self.left_pass = -1  # number of the backward pass in which this rank sends no more gradients
+        self._models: weakref.WeakKeyDictionary[SharedMemory, _Models] = weakref.WeakKeyDictionary()
 
     def overlaps(self, group: Group) -> bool:
         # On one machine the thread of the group runs them over shared memory, which compares them.
@@ -67,12 +69,12 @@ class GlooTransport(OneMachineTransport, NativeTransport):
         # gloo needs several collectives for a large tensor, which start() cannot begin.
         return work if gloo.fits_one_round(tensor.nbytes, len(group.ranks)) else Steps(work.wait)
 
-    def reducer_group(self, group: Group) -> ReducerGroup | None:
-        if self.shares_memory(group) is False or self.memory_of(group) is None:
+    def reducer_group(self, group: Group, wrapper: DistributedDataParallel) -> ReducerGroup | None:
+        memory = None if self.shares_memory(group) is False else self.memory_of(group)
+        if memory is None:
             return None
-        self._num_models[group.ranks] += 1
-        collectives = _ReducerCollectives(self, group, f"model {self._num_models[group.ranks]}")
-        return ReducerGroup(self.handle_of(group), collectives)
+        models = self._models.setdefault(memory, _Models())
+        return ReducerGroup(self.handle_of(group), _ReducerCollectives(self, group, models, wrapper))
 
     def timeout_of(self, handle: Any) -> timedelta:
         return _torch.timeout_of(handle, self._device())
@@ -89,24 +91,39 @@ class GlooTransport(OneMachineTransport, NativeTransport):
         OneMachineTransport.forget(self)
 
 
+class _Models:
+    """The models whose gradients the ranks of a process group average.
+
+    Attributes:
+        numbers: of the models, the same on all ranks.
+        left_pass: number of the backward pass in which this rank sends no more gradients.
+    """
+
+    def __init__(self) -> None:
+        self.numbers, self.left_pass = count(1), -1
+
+
 class _ReducerCollectives:
     """See :class:`~ignite_dist.comp_models.native.reducer_group.ReducerCollectives`.
 
     Args:
         transport: of the context.
         group: the ranks.
-        model: names the model in the calls that the ranks compare. A rank whose backward pass failed may be
-            at another model than the others.
+        models: of the process group.
+        wrapper: the next one of them.
     """
 
-    def __init__(self, transport: GlooTransport, group: Group, model: str) -> None:
-        self._transport, self._group, self._model = transport, group, model
+    def __init__(
+        self, transport: GlooTransport, group: Group, models: _Models, wrapper: DistributedDataParallel
+    ) -> None:
+        self._transport, self._group, self._models = transport, group, models
+        self._model, self._wrapper = f"model {next(models.numbers)}", weakref.ref(wrapper)
 
     def leave_pass(self, number: int) -> None:
-        self._transport.left_pass = number
+        self._models.left_pass = number
 
     def has_left(self, number: int) -> bool:
-        return number == self._transport.left_pass >= 0
+        return number == self._models.left_pass >= 0
 
     def miss_pass(self) -> None:
         call = Call(f"the last backward pass of {self._model} failed")
@@ -133,4 +150,8 @@ class _ReducerCollectives:
         """The group in a call that the ranks compare; None if they share no memory any more."""
         if not self._transport.shares_memory(self._group):
             return None
-        return self._group.in_call(call_of(f"{name} of {self._model}", "", tensor))
+        wrapper = self._wrapper()
+        # A rank without data sends zeros for all models in the order in which Join got them.
+        in_any_order = wrapper is None or _torch.is_in_join(wrapper)
+        model = "a model" if in_any_order else self._model
+        return self._group.in_call(call_of(f"{name} of {model}", "", tensor))

@@ -24,9 +24,8 @@ class ReducerGroup(ProcessGroup):
     the forward pass. The reducer divides by the number of ranks itself, as in ``uneven_inputs()``.
 
     An error in :meth:`allreduce` is raised at the end of the backward pass, because the reducer could not be
-    used again otherwise. After an error of the collective this rank sends no more buckets of the pass, those
-    of other models neither: the other ranks have left the pass, or leave it when they get this rank's next
-    call.
+    used again otherwise. After an error of the collective this rank sends these ranks no more buckets of the
+    pass, also of other models: they have left the pass, or leave it when they get this rank's next call.
 
     Args:
         handle: the process group with the same ranks.
@@ -88,14 +87,14 @@ def miss_pass(wrapper: DistributedDataParallel) -> None:
 class ReducerCollectives(Protocol):
     """Collectives over shared memory. They return None if the ranks share none any more.
 
-    The ranks compare which model a collective is for.
+    The ranks compare which model a collective is for, except in ``uneven_inputs()``.
     """
 
     def leave_pass(self, number: int) -> None:
         """Note that this rank sends no more gradients in the backward pass ``number``; -1 is no pass."""
 
     def has_left(self, number: int) -> bool:
-        """True after :meth:`leave_pass`, for any model of the context."""
+        """True after :meth:`leave_pass`, for any model of the process group."""
 
     def miss_pass(self) -> None:
         """Tell the other ranks, in place of the next collective, that this rank cannot make the pass."""

@@ -72,7 +72,7 @@ class NativeTraining(Training):
         All ranks of its process group call this function.
         """
         handle = wrapped.process_group
-        group = self._transport.reducer_group(Group(handle, self._transport.ranks_of(handle)))
+        group = self._transport.reducer_group(Group(handle, self._transport.ranks_of(handle)), wrapped)
         if group is not None:
             group.carry_gradients_of(wrapped)
 

@@ -18,6 +18,7 @@ from torch.distributed import (
     Store,
 )
 from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.nn.parallel import DistributedDataParallel
 
 from ignite_dist.comp_models.native import gloo, narrow_floats, waits
 from ignite_dist.comp_models.native.group_factory import GroupFactory
@@ -180,7 +181,7 @@ class NativeTransport(Transport):
             )
         return handle
 
-    def reducer_group(self, group: Group) -> ReducerGroup | None:
+    def reducer_group(self, group: Group, wrapper: DistributedDataParallel) -> ReducerGroup | None:
         """A faster process group for DDP's reducer on the CPU. All ranks of ``group`` call this."""
         return None
 

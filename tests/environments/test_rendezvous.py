@@ -458,6 +458,27 @@ def test_contexts_while_models_hold_the_stores_of_earlier_ones() -> None:
     assert helpers.run_ranks(_contexts_with_models, environs=environs) == [[[0, 1]] * 3] * 2
 
 
+def _with_a_client_of_the_user() -> list[Any]:
+    """Rank 1 has a connection of its own to the store, which rank 0 serves in all contexts."""
+    clients, models, found = [], [], []
+    if int(os.environ["RANK"]) == 1:
+        port = int(os.environ["MASTER_PORT"])
+        clients.append(dist.TCPStore("127.0.0.1", port, timeout=SHORT, wait_for_workers=False))
+    for number in range(3):
+        idist.initialize("gloo", timeout=SHORT)
+        for client in clients:
+            client.set("of the user", str(number))
+            found.append(client.get("of the user"))
+        models.append(idist.auto_model(torch.nn.Linear(2, 2)))
+        idist.finalize()
+    return found
+
+
+def test_a_connection_of_the_user_to_the_store_stays_open() -> None:
+    environs = helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
+    assert helpers.run_ranks(_with_a_client_of_the_user, environs=environs) == [[], [b"0", b"1", b"2"]]
+
+
 def _contexts_with_models() -> list[list[int]]:
     models, found = [], []
     for _ in range(3):

@@ -16,7 +16,7 @@ import stat
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import connection
@@ -130,9 +130,9 @@ def _connection(fd: int) -> Iterator[socket.socket]:
         yield sock
 
 
-def wait_for_end(fds: Sequence[int], seconds: float) -> bool:
-    """Wait for at most ``seconds`` until a peer closes one of the connections. True if a peer has."""
-    return bool(connection.wait(fds, seconds))
+def wait_for_end(fds: Collection[int], seconds: float) -> None:
+    """Wait for at most ``seconds`` until a peer closes one of the connections."""
+    connection.wait(fds, seconds)
 
 
 def wait_for_listener(address: str, port: int, seconds: float) -> None:
@@ -169,28 +169,24 @@ class Connections:
             with suppress(OSError), _connection(fd) as sock:
                 self._found[fd, inode] = sock.getpeername()
 
-    def to_port(self, port: int | None) -> list[int]:
-        """File descriptors of the open connections to ``port``."""
-        found = []
+    def to_port(self, port: int | None) -> dict[int, tuple[str, int]]:
+        """The open connections to ``port``: this end's address and port, by file descriptor."""
+        found = {}
         for fd, _ in self._found.keys() & _open_sockets():
             with suppress(OSError), _connection(fd) as sock:
                 if sock.getpeername()[1] == port:  # another thread may have opened another one meanwhile
-                    found.append(fd)
+                    found[fd] = _address_and_port(sock.getsockname())
         return found
 
-    def served_at(self, port: int | None) -> Connections:
-        """The open connections of other processes to the server of this process at ``port``."""
-        served, own = Connections(), set()
-        for key in self._found.keys() & _open_sockets():
+    @staticmethod
+    def from_peers(port: int | None, peers: Collection[tuple[str, int]]) -> Connections:
+        """The open connections of ``peers`` to the server of this process at ``port``."""
+        connections = Connections()
+        for key in _open_sockets():
             with suppress(OSError), _connection(key[0]) as sock:
-                if sock.getsockname()[1] == port:
-                    served._found[key] = sock.getpeername()
-                else:
-                    own.add(_address_and_port(sock.getsockname()))
-        served._found = {
-            key: peer for key, peer in served._found.items() if _address_and_port(peer) not in own
-        }
-        return served
+                if sock.getsockname()[1] == port and _address_and_port(sock.getpeername()) in peers:
+                    connections._found[key] = sock.getpeername()
+        return connections
 
     def has_closed(self) -> bool:
         """True if a recorded connection is closed. The library closes a connection when its peer is gone."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -31,13 +32,16 @@ _num_contexts: Counter[tuple[str, str | None, int | None]] = Counter()
 
 # How long a rank waits until rank 0 closes its connection to the store of the last context.
 _END_SECONDS = 60.0
+# The same after a failed attempt to begin a context: rank 0 may wait for this rank in that attempt.
+_FAILED_SECONDS = 5.0
 
 
 class _Joined(NamedTuple):
     """A store that rank 0 serves and this rank has joined."""
 
     store: Store
-    fds: list[int]  # the connections to rank 0, which are open while this object lives
+    prefix: str
+    fds: Collection[int]  # the connections to rank 0, which are open while this object lives
 
 
 # The store of the last context of each rendezvous, if rank 0 serves it: on rank 0, and on the other ranks.
@@ -134,25 +138,27 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
     while True:
         try:
             opened = connections.Connections()
-            with opened.recording():
-                with roll_call.logging_wait(place, f"{_store_server(place)} at {where}"):
-                    if (joined := _joined.pop(key, None)) is not None:
-                        _wait_for_end(joined, deadline)
-                    root = _connect(place, init_method, deadline)
-                if (served := _served.pop(key, None)) is not None:
-                    served.shut_down()
-                root.set_timeout(timeout)
-                store: Store = PrefixStore(prefix, root)
-                if has_agents:
-                    with roll_call.logging_wait(place, f"all others at {where}"):
-                        return _store_of_this_start(store, place, deadline)
-                roll_call.call(store, place, where, deadline, _loopback_hint(place, init_method))
+            with roll_call.logging_wait(place, f"{_store_server(place)} at {where}"), opened.recording():
+                if (joined := _joined.pop(key, None)) is not None:
+                    _wait_for_end(joined, prefix, deadline)
+                root = _connect(place, init_method, deadline)
+            if (served := _served.pop(key, None)) is not None:
+                served.shut_down()
+            root.set_timeout(timeout)
+            store: Store = PrefixStore(prefix, root)
+            if has_agents:
+                with roll_call.logging_wait(place, f"all others at {where}"):
+                    return _store_of_this_start(store, place, deadline)
             _, port = _main_address(place, init_method)
-            if port is not None and not _is_served_by_agent():
-                if place.rank == 0:
-                    _served[key] = opened.served_at(port)
-                elif fds := opened.to_port(port):
-                    _joined[key] = _Joined(root, fds)
+            own_ends = (
+                {} if _is_served_by_agent() else opened.to_port(port)
+            )  # empty if rank 0 serves no store
+            store.set(f"connected from/{place.rank}", json.dumps(list(own_ends.values())))
+            roll_call.call(store, place, where, deadline, _loopback_hint(place, init_method))
+            if own_ends and place.rank == 0:
+                _served[key] = _connections_of_peers(store, place, port)
+            elif own_ends:
+                _joined[key] = _Joined(root, prefix, own_ends)
             return store
         except DistNetworkError as error:
             if place.rank > 0 and time.monotonic() < deadline:
@@ -167,7 +173,14 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
             ) from error
 
 
-def _wait_for_end(joined: _Joined, deadline: float) -> None:
+def _connections_of_peers(store: Store, place: Environment, port: int | None) -> connections.Connections:
+    """The connections of the other ranks to the store that this process serves at ``port``."""
+    ends = store.multi_get([f"connected from/{rank}" for rank in range(1, place.world_size)])
+    peers = {(address, its_port) for end in ends for address, its_port in json.loads(end)}
+    return connections.Connections.from_peers(port, peers)
+
+
+def _wait_for_end(joined: _Joined, prefix: str, deadline: float) -> None:
     """Wait until rank 0 closes this rank's connection to the store of the last context.
 
     Rank 0 closes it when nothing holds the store any more, or when it begins the next context. If an object
@@ -175,7 +188,8 @@ def _wait_for_end(joined: _Joined, deadline: float) -> None:
     that joins a store just before rank 0 closes it prints a warning of torch, and so does a request at that
     moment. At half of the time this rank joins the store, so that errors do not name it as missing.
     """
-    connections.wait_for_end(joined.fds, min(_END_SECONDS, (deadline - time.monotonic()) / 2))
+    limit = _FAILED_SECONDS if joined.prefix == prefix else _END_SECONDS
+    connections.wait_for_end(joined.fds, min(limit, (deadline - time.monotonic()) / 2))
 
 
 def forget_failures(store: Store) -> None:

@@ -150,8 +150,7 @@ class _ReducerCollectives:
         """The group in a call that the ranks compare; None if they share no memory any more."""
         if not self._transport.shares_memory(self._group):
             return None
-        wrapper = self._wrapper()
-        # A rank without data sends zeros for all models in the order in which Join got them.
-        in_any_order = wrapper is None or _torch.is_in_join(wrapper)
-        model = "a model" if in_any_order else self._model
+        wrapper, model = self._wrapper(), self._model
+        if wrapper is not None and _torch.is_in_join(wrapper):
+            model = "a model"  # a rank without data sends zeros in the order in which Join got the models
         return self._group.in_call(call_of(f"{name} of {model}", "", tensor))

@@ -150,12 +150,10 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
                 with roll_call.logging_wait(place, f"all others at {where}"):
                     return _store_of_this_start(store, place, deadline)
             _, port = _main_address(place, init_method)
-            own_ends = (
-                {} if _is_served_by_agent() else opened.to_port(port)
-            )  # empty if rank 0 serves no store
+            own_ends = {} if _is_served_by_agent() else opened.to_port(port)
             store.set(f"connected from/{place.rank}", json.dumps(list(own_ends.values())))
             roll_call.call(store, place, where, deadline, _loopback_hint(place, init_method))
-            if own_ends and place.rank == 0:
+            if own_ends and place.rank == 0:  # it has a connection to itself
                 _served[key] = _connections_of_peers(store, place, port)
             elif own_ends:
                 _joined[key] = _Joined(root, prefix, own_ends)

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -378,6 +379,31 @@ def test_after_a_pass_that_failed_all_ranks_are_told(kwargs: dict[str, Any]) -> 
     assert "rank 1: forward at" in first[2] and "the last backward pass of model 1 failed" in first[2]
     assert second[:3] + second[4:] == ["no error", "no error", "no memory", "no error", "no error"]
     assert "idist.auto_model(idist.unwrap_model(model))" in second[3]
+
+
+class _FailsAtItsInput(Module):
+    """All gradients of the model are sent when its backward pass fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Linear(3, 3)
+
+    def forward(self, data: Tensor, fails: bool) -> Tensor:
+        return self.model(_FailsOnRank1.apply(data) if fails else data)
+
+
+def _fails_before_a_local_pass(rank: int) -> list[list[int]]:
+    model = idist.auto_model(_FailsAtItsInput())
+    for fails in (False, False, True):
+        with pytest.raises(MemoryError) if fails and rank == 1 else nullcontext():
+            model(torch.ones(1, 3, requires_grad=True), fails).sum().backward()
+    with model.no_sync(), pytest.raises(RuntimeError, match="failed") if rank == 1 else nullcontext():
+        model(torch.ones(1, 3), False).sum().backward()
+    return [idist.all_gather(rank) for _ in range(2)]
+
+
+def test_a_rank_that_misses_a_local_pass_misses_no_call() -> None:
+    assert on_ranks(_fails_before_a_local_pass) == [[[0, 1]] * 2] * 2
 
 
 def _interrupted(_: int) -> None:

@@ -450,7 +450,7 @@ def has_learnt_static_graph(wrapper: DistributedDataParallel) -> bool:
 
 
 def is_in_join(wrapper: DistributedDataParallel) -> bool:
-    """True in torch's ``Join``, on all ranks, and after it."""
+    """True on all ranks in a block of torch's ``Join``, and after it."""
     return bool(wrapper._join_config.enable)
 
 

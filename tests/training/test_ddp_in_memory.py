@@ -346,7 +346,7 @@ class _FailsBetweenLayers(Sequential):
 
 
 def _fails_in_a_pass(rank: int, kwargs: dict[str, Any]) -> list[str]:
-    """Rank 1 has no memory in the middle of a pass. Each rank makes a new wrapper when it is told to."""
+    """Rank 1 has no memory in the middle of a pass. Ranks that get an error after it make a new wrapper."""
 
     def wrap() -> Any:
         return idist.auto_model(idist.unwrap_model(model), **kwargs)
@@ -382,7 +382,7 @@ def test_after_a_pass_that_failed_all_ranks_are_told(kwargs: dict[str, Any]) -> 
 
 
 class _FailsAtItsInput(Module):
-    """All gradients of the model are sent when its backward pass fails."""
+    """Its backward pass may fail after all gradients of the model were sent."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ FROZEN_LATER = (
     "find_unused_parameters=True to auto_model."
 )
 
-FAILED_BEFORE = (
+_FAILED_BEFORE = (
     "The last backward pass of this model failed on this rank, and a DistributedDataParallel cannot be used "
     "after that. On all ranks, call model = idist.auto_model(idist.unwrap_model(model)), and keep no other "
     "reference to the old one. Or let the job end, and start it again from a checkpoint."
@@ -163,7 +163,7 @@ def _check_last_pass(module: DistributedDataParallel, _: Any) -> None:
     if _torch.number_of_backward_pass() < 0 and not _torch.has_reduced(module):
         if module.require_backward_grad_sync:
             miss_pass(module)
-        raise RuntimeError(FAILED_BEFORE)
+        raise RuntimeError(_FAILED_BEFORE)
 
 
 def _note_forward(module: DistributedDataParallel, *_: Any) -> None:

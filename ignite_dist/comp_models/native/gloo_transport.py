@@ -96,11 +96,13 @@ class _Models:
 
     Attributes:
         numbers: of the models, the same on all ranks.
-        left_pass: number of the backward pass in which this rank sends no more gradients.
+        left_passes: numbers of the backward passes in which this rank sends no more gradients. Threads may be
+            in several passes.
     """
 
     def __init__(self) -> None:
-        self.numbers, self.left_pass = count(1), -1
+        self.numbers = count(1)
+        self.left_passes: set[int] = set()
 
 
 class _ReducerCollectives:
@@ -120,10 +122,10 @@ class _ReducerCollectives:
         self._model, self._wrapper = f"model {next(models.numbers)}", weakref.ref(wrapper)
 
     def leave_pass(self, number: int) -> None:
-        self._models.left_pass = number
+        self._models.left_passes.add(number)
 
     def has_left(self, number: int) -> bool:
-        return number == self._models.left_pass >= 0
+        return number >= 0 and number in self._models.left_passes
 
     def miss_pass(self) -> None:
         call = Call(f"the last backward pass of {self._model} failed")
@@ -152,5 +154,5 @@ class _ReducerCollectives:
             return None
         wrapper, model = self._wrapper(), self._model
         if wrapper is not None and _torch.is_in_join(wrapper):
-            model = "a model"  # a rank without data sends zeros in the order in which Join got the models
+            model = "a model"  # a rank without data sends zeros in another order than a backward pass
         return self._group.in_call(call_of(f"{name} of {model}", "", tensor))

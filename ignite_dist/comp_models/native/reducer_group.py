@@ -94,7 +94,7 @@ class ReducerCollectives(Protocol):
         """Note that this rank sends no more gradients in the backward pass ``number``; -1 is no pass."""
 
     def has_left(self, number: int) -> bool:
-        """True after :meth:`leave_pass`, for any model of the process group."""
+        """True if this rank has left the pass, for whichever model of the process group."""
 
     def miss_pass(self) -> None:
         """Tell the other ranks, in place of the next collective, that this rank cannot make the pass."""

@@ -179,7 +179,7 @@ class Connections:
         return found
 
     @staticmethod
-    def from_peers(port: int | None, peers: Collection[tuple[str, int]]) -> Connections:
+    def from_peers(port: int, peers: Collection[tuple[str, int]]) -> Connections:
         """The open connections of ``peers`` to the server of this process at ``port``."""
         connections = Connections()
         for key in _open_sockets():
@@ -205,7 +205,7 @@ class Connections:
 
 
 def _address_and_port(name: Any) -> tuple[str, int]:
-    """Those of a socket's name. An IPv4 address has one form."""
+    """The address and the port of a socket's name. IPv4 addresses lose the prefix that IPv6 gives them."""
     address, port, *_ = name
     return address.removeprefix("::ffff:"), port
 

@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +41,7 @@ class _Joined(NamedTuple):
 
     store: Store
     prefix: str
-    fds: Collection[int]  # the connections to rank 0, which are open while this object lives
+    fds: list[int]  # the connections to rank 0, which are open while this object lives
 
 
 # The store of the last context of each rendezvous, if rank 0 serves it: on rank 0, and on the other ranks.
@@ -149,14 +149,15 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
             if has_agents:
                 with roll_call.logging_wait(place, f"all others at {where}"):
                     return _store_of_this_start(store, place, deadline)
-            _, port = _main_address(place, init_method)
-            own_ends = {} if _is_served_by_agent() else opened.to_port(port)
-            store.set(f"connected from/{place.rank}", json.dumps(list(own_ends.values())))
+            port = _port_of_rank_0(place, init_method)
+            own_ends = opened.to_port(port)
+            if port is not None:
+                store.set(f"connected from/{place.rank}", json.dumps(list(own_ends.values())))
             roll_call.call(store, place, where, deadline, _loopback_hint(place, init_method))
-            if own_ends and place.rank == 0:  # it has a connection to itself
+            if port is not None and place.rank == 0:
                 _served[key] = _connections_of_peers(store, place, port)
             elif own_ends:
-                _joined[key] = _Joined(root, prefix, own_ends)
+                _joined[key] = _Joined(root, prefix, list(own_ends))
             return store
         except DistNetworkError as error:
             if place.rank > 0 and time.monotonic() < deadline:
@@ -171,7 +172,7 @@ def join_store(place: Environment, init_method: str | None, timeout: timedelta |
             ) from error
 
 
-def _connections_of_peers(store: Store, place: Environment, port: int | None) -> connections.Connections:
+def _connections_of_peers(store: Store, place: Environment, port: int) -> connections.Connections:
     """The connections of the other ranks to the store that this process serves at ``port``."""
     ends = store.multi_get([f"connected from/{rank}" for rank in range(1, place.world_size)])
     peers = {(address, its_port) for end in ends for address, its_port in json.loads(end)}
@@ -316,6 +317,11 @@ def _connect(place: Environment, init_method: str, deadline: float) -> Store:
 def _is_served_by_agent() -> bool:
     """True if torchrun's agent or the launcher of ``spawn`` serves the store; False if rank 0 serves it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _port_of_rank_0(place: Environment, init_method: str) -> int | None:
+    """The port at which rank 0 serves the store; None if another process serves it."""
+    return None if _is_served_by_agent() else _main_address(place, init_method)[1]
 
 
 def _time_left(deadline: float) -> timedelta:

@@ -142,12 +142,16 @@ class Steps(Work):
 
 
 class _Then(Work):
-    __slots__ = ("_finish", "_inner", "needs_all", "ranks")
+    __slots__ = ("_finish", "_inner", "needs_all")
 
     def __init__(self, inner: Work, finish: Callable[[Any], Any]) -> None:
         self._inner = inner
         self._finish = finish
-        self.ranks, self.needs_all = inner.ranks, inner.needs_all
+        self.needs_all = inner.needs_all
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]  # a pending call's change with time
+        return self._inner.ranks
 
     @property
     def group_name(self) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ignite_dist as idist
+from ignite_dist.comp_models.work import Steps
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics import pending_calls
 
@@ -251,3 +252,18 @@ def _destroyed_groups(local_rank: int) -> list[tuple[int, int]]:
 def test_a_destroyed_group_leaves_no_thread_and_no_file() -> None:
     for (files, _), (later_files, more_threads) in idist.spawn("gloo", _destroyed_groups, nproc_per_node=2):
         assert later_files <= files + 2 and more_threads <= 1  # of the latest group
+
+
+class _Moves(Steps):
+    """A pending call, whose group's thread waits for other ranks at other times."""
+
+    ranks = (0,)
+
+
+def test_the_ranks_of_a_work_made_of_another_are_those_of_the_moment() -> None:
+    """To find them is a walk through the stack of a running thread, so they are not asked for earlier."""
+    moves = _Moves(lambda: 1)
+    made = super(Steps, moves).then(str)
+    moves.ranks = (1,)
+    assert made.ranks == (1,)
+    assert made.wait() == "1"

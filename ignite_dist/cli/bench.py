@@ -170,12 +170,12 @@ class Bench:
             with steps.step(f"{collective} of {size} bytes"):
                 figures.append(_figure(collective, size, getattr(torch, self.dtype)))
                 _show_progress(len(figures), len(self.rows))
-        model = current_model()
+        model, device = current_model(), idist.device().type
         return BenchReport(
             backend=str(idist.backend()),
-            device=idist.device().type,
+            device=device,
             dtype=self.dtype,
-            shared_memory=bool(model.transport.shares_memory(model.groups.world)),
+            shared_memory=device == "cpu" and bool(model.transport.shares_memory(model.groups.world)),
             world_size=idist.get_world_size(),
             hosts=steps.hosts,
             figures=figures,

@@ -3,69 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from datetime import timedelta
-from functools import partial
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_dist.comp_models.native import gloo
+from ignite_dist.comp_models.native.one_machine import NativeOnOneMachine
 from ignite_dist.comp_models.native.reducer_group import ReducerGroup
-from ignite_dist.comp_models.native.transport import NativeTransport
 from ignite_dist.comp_models.shared_memory.collectives import SharedMemory
-from ignite_dist.comp_models.shared_memory.transport import OneMachineTransport
-from ignite_dist.comp_models.transport import CollectiveKind, Group
+from ignite_dist.comp_models.transport import Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.internals import _torch
 from ignite_dist.values.calls import Call, call_of
-from ignite_dist.values.reduce_ops import adds_rows, reduce_rows
-from ignite_dist.values.serialization import as_bytes
 
 
-class GlooTransport(OneMachineTransport, NativeTransport):
-    """Carries CPU tensors over shared memory on one machine, and all others over process groups."""
-
-    handle_of = NativeTransport.handle_of
+class GlooTransport(NativeOnOneMachine):
+    """Carries the gradients of DDP over shared memory, too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._models: weakref.WeakKeyDictionary[SharedMemory, _Models] = weakref.WeakKeyDictionary()
 
-    def overlaps(self, group: Group) -> bool:
-        # On one machine the thread of the group runs them over shared memory, which compares them.
-        self._finish_opening(group)
-        in_memory = self._device().type == "cpu" and self.shares_memory(group) is not False
-        return not in_memory and super().overlaps(group)
-
-    def supports(
-        self, kind: CollectiveKind, op: str | None, dtype: torch.dtype, device: torch.device
-    ) -> bool:
-        if kind == "reduce_scatter" and self._is_gloo_on_cpu(device):
-            return adds_rows(str(op), dtype)
-        return super().supports(kind, op, dtype, device)
-
-    def reduce_scatter(self, tensor: Tensor, op: str, group: Group, out: Tensor) -> Work:
-        if not self._is_gloo_on_cpu(tensor.device):
-            return super().reduce_scatter(tensor, op, group, out)
-        rows, row = tensor.view(len(group.ranks), -1), out.view(-1)
-        over_backend = partial(self._exchange_and_reduce, rows, op, group, row)
-        work = self._work(
-            tensor.device, group, lambda memory: memory.reduce_scatter(rows, op, row), over_backend
-        )
-        return work.then(lambda _: out)
-
-    def _exchange_and_reduce(self, rows: Tensor, op: str, group: Group, out: Tensor) -> Work:
-        received = torch.empty_like(rows)
-        exchanged = NativeTransport.all_to_all(self, as_bytes(rows), group, as_bytes(received), None)
-        return exchanged.then(lambda _: reduce_rows(received.unbind(), op, out))
-
     def reduce_exactly(self, tensor: Tensor, op: str, group: Group) -> Work:
-        over_backend = partial(super().reduce_exactly, tensor, op, group)
-        work = self._work(tensor.device, group, lambda memory: memory.all_reduce(tensor, op), over_backend)
+        work = super().reduce_exactly(tensor, op, group)
         # gloo needs several collectives for a large tensor, which start() cannot begin.
         return work if gloo.fits_one_round(tensor.nbytes, len(group.ranks)) else Steps(work.wait)
 
@@ -75,20 +37,6 @@ class GlooTransport(OneMachineTransport, NativeTransport):
             return None
         models = self._models.setdefault(memory, _Models())
         return ReducerGroup(self.handle_of(group), _ReducerCollectives(self, group, models, wrapper))
-
-    def timeout_of(self, handle: Any) -> timedelta:
-        return _torch.timeout_of(handle, self._device())
-
-    def name_of(self, group: Group) -> str:
-        handle = self.handle_of(group)
-        return handle.group_name if isinstance(handle, ProcessGroup) else ""
-
-    def barrier_device(self) -> torch.device:
-        return self._device()
-
-    def forget(self) -> None:
-        NativeTransport.forget(self)
-        OneMachineTransport.forget(self)
 
 
 class _Models:

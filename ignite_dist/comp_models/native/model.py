@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from ignite_dist import environments
 from ignite_dist.comp_models.base import ProcessModel, weak_method
 from ignite_dist.comp_models.native import gloo
+from ignite_dist.comp_models.native.accelerator_transport import AcceleratorTransport
 from ignite_dist.comp_models.native.gloo_transport import GlooTransport
 from ignite_dist.comp_models.native.launcher import NativeLauncher
 from ignite_dist.comp_models.native.training import NativeTraining
@@ -80,9 +81,8 @@ class NativeModel(ProcessModel):
         self._fixed_device = _find_device(world, self._backends, is_own=undo is not None)
         self._environment = environment or _environment_of(self._rank, self._world_size)
         self._local_rank = self._environment.local_rank if self._environment else _local_rank_without_rank()
-        has_gloo = self._backends.get("cpu") == "gloo"
         super().__init__(
-            (GlooTransport if has_gloo else NativeTransport)(
+            _transport_class(self._backends)(
                 world,
                 self._rank,
                 self._backends,
@@ -251,6 +251,13 @@ class NativeModel(ProcessModel):
 
 
 # --- properties of the context -----------------------------------------------------------------------
+
+
+def _transport_class(backends: Mapping[str, str]) -> type[NativeTransport]:
+    of_cpu = backends.get("cpu")
+    if of_cpu is None:
+        return AcceleratorTransport
+    return GlooTransport if of_cpu == "gloo" else NativeTransport
 
 
 def _world() -> ProcessGroup:

@@ -30,7 +30,7 @@ from ignite_dist.environments.rendezvous import connections
 from ignite_dist.internals import _torch
 from ignite_dist.values import meshes
 from ignite_dist.values.carriers import find_carrier
-from ignite_dist.values.reduce_ops import BITWISE, is_inexact, is_rounded, reduce_rows
+from ignite_dist.values.reduce_ops import BITWISE, adds_rows, is_inexact, is_rounded, reduce_rows
 from ignite_dist.values.serialization import as_bytes, as_tensor
 
 
@@ -204,11 +204,13 @@ class NativeTransport(Transport):
             if self._is_gloo_on_cpu(device):
                 return is_inexact(str(op), dtype)
             return backend in _OF_GPUS and is_rounded(str(op), dtype)  # MIN and MAX go as ints
+        if kind == "reduce_scatter" and self._is_gloo_on_cpu(device):
+            return adds_rows(str(op), dtype)
         if backend is None or dtype not in _CARRIED_DTYPES.get(backend, _FLOATS | _INTS):
             return False
         if kind == "all_reduce":
             return op in _CARRIED_OPS.get(backend, _ARITHMETIC)
-        if kind == "reduce_scatter":  # gloo's reduces all rows on all ranks
+        if kind == "reduce_scatter":
             return backend not in ("gloo", "mpi") and op in _ARITHMETIC and not is_inexact(op, dtype)
         return kind in ("all_gather", "all_to_all", "broadcast")
 
@@ -336,9 +338,16 @@ class NativeTransport(Transport):
         )
 
     def reduce_scatter(self, tensor: Tensor, op: str, group: Group, out: Tensor) -> Work:
-        handle = self.handle_of(group)
+        if self._is_gloo_on_cpu(tensor.device):  # gloo's reduces all rows on all ranks
+            rows = tensor.view(len(group.ranks), -1)
+            received = torch.empty_like(rows)
+            exchanged = NativeTransport.all_to_all(self, as_bytes(rows), group, as_bytes(received), None)
+            return exchanged.then(lambda _: reduce_rows(received.unbind(), op, out.view(-1))).then(
+                lambda _: out
+            )
+        handle, rows, row = self.handle_of(group), tensor.view(-1), out.view(-1)
         return TorchWork(
-            lambda is_async: dist.reduce_scatter_tensor(out, tensor, _OPS[op], handle, is_async),
+            lambda is_async: dist.reduce_scatter_tensor(row, rows, _OPS[op], handle, is_async),
             out,
             handle,
             group.ranks,

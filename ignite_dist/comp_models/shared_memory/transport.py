@@ -66,6 +66,10 @@ class OneMachineTransport(Transport):
         over_backend = partial(super().all_reduce, tensor, op, group)  # type: ignore[safe-super]
         return self._work(tensor.device, group, lambda memory: memory.all_reduce(tensor, op), over_backend)
 
+    def reduce_exactly(self, tensor: Tensor, op: str, group: Group) -> Work:
+        over_backend = partial(super().reduce_exactly, tensor, op, group)
+        return self._work(tensor.device, group, lambda memory: memory.all_reduce(tensor, op), over_backend)
+
     def all_gather(self, tensor: Tensor, group: Group, out: Tensor | None = None) -> Work:
         def gather(memory: SharedMemory) -> Tensor:
             rows = tensor.new_empty((len(group.ranks), *tensor.shape)) if out is None else out
@@ -90,6 +94,15 @@ class OneMachineTransport(Transport):
         root = group.position(src)
         assert root is not None
         return self._work(tensor.device, group, lambda memory: memory.broadcast(tensor, root), over_backend)
+
+    def reduce_scatter(self, tensor: Tensor, op: str, group: Group, out: Tensor) -> Work:
+        over_backend = partial(super().reduce_scatter, tensor, op, group, out)
+
+        def reduce(memory: SharedMemory) -> Tensor:
+            memory.reduce_scatter(tensor.view(len(group.ranks), -1), op, out.view(-1))
+            return out
+
+        return self._work(tensor.device, group, reduce, over_backend)
 
     def barrier(self, group: Group) -> Work:
         # On an accelerator a barrier also waits for the device, which the backend's does.

@@ -3,8 +3,9 @@
 ``import ignite_dist as idist``. Every function of this package works in any context, and without one.
 """
 
-from ignite_dist import utils as utils  # for scripts that call ignite.distributed.utils
-from ignite_dist.auto import auto_model, auto_optim
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ignite_dist.collectives.all_gather import all_gather, all_gather_ragged, all_gather_tensors_with_shapes
 from ignite_dist.collectives.all_reduce import all_reduce
 from ignite_dist.collectives.all_to_all import all_to_all
@@ -19,13 +20,7 @@ from ignite_dist.collectives.coordination import (
 )
 from ignite_dist.collectives.gather_scatter import gather, scatter
 from ignite_dist.collectives.reduce_scatter import reduce, reduce_scatter
-from ignite_dist.comp_models import (
-    has_hvd_support,
-    has_native_dist_support,
-    has_xla_support,
-    register_computation_model,
-    registered_computation_models,
-)
+from ignite_dist.comp_models import register_computation_model, registered_computation_models
 from ignite_dist.comp_models.work import Work
 from ignite_dist.context.console import print as print  # not in __all__: a star import keeps Python's own
 from ignite_dist.context.console import progress_bar
@@ -49,11 +44,6 @@ from ignite_dist.context.identity import (
     world_group,
 )
 from ignite_dist.context.live import available_backends, finalize, initialize, sync
-from ignite_dist.data.gathering import gather_in_order
-from ignite_dist.data.loaders import auto_dataloader
-from ignite_dist.data.samplers import DistributedProxySampler, ExactSampler
-from ignite_dist.data.splitting import sampler_kwargs, split_by_rank
-from ignite_dist.data.to_device import to_device
 from ignite_dist.diagnostics.profiler.timeline import record_timeline
 from ignite_dist.diagnostics.verification import compare_calls, watch_for_hangs
 from ignite_dist.errors import (
@@ -70,40 +60,110 @@ from ignite_dist.errors import (
     original_exception,
 )
 from ignite_dist.internals.tracing import untrace_package
-from ignite_dist.launcher import Parallel, spawn
-from ignite_dist.launcher.restarts import restart_count
-from ignite_dist.training.accumulation import accumulate_gradients
-from ignite_dist.training.checkpointing.checkpoints import latest_checkpoint, load_checkpoint, save_checkpoint
-from ignite_dist.training.data_meshes import mesh
-from ignite_dist.training.gradient_sync import DDPSyncStrategy, clip_grad_norm, grad_sync, no_sync
-from ignite_dist.training.interruption import any_interrupted
-from ignite_dist.training.parameter_averaging import average_parameters
-from ignite_dist.training.seeding import seed_everything, shared_seed
-from ignite_dist.training.state_dicts import (
-    load_model_state,
-    load_optimizer_state,
-    model_state,
-    optimizer_state,
-)
-from ignite_dist.training.uneven_inputs import uneven_inputs
-from ignite_dist.training.wrapped_models import mark_forward_method, unwrap_model
 from ignite_dist.values.safe_objects import safe_objects
+
+if TYPE_CHECKING:
+    from ignite_dist import utils as utils  # for scripts that call ignite.distributed.utils
+    from ignite_dist.auto import auto_model, auto_optim
+    from ignite_dist.comp_models import has_hvd_support, has_native_dist_support, has_xla_support
+    from ignite_dist.data.gathering import gather_in_order
+    from ignite_dist.data.loaders import auto_dataloader
+    from ignite_dist.data.samplers import DistributedProxySampler, ExactSampler
+    from ignite_dist.data.splitting import sampler_kwargs, split_by_rank
+    from ignite_dist.data.to_device import to_device
+    from ignite_dist.launcher import Parallel, spawn
+    from ignite_dist.launcher.restarts import restart_count
+    from ignite_dist.training.accumulation import accumulate_gradients
+    from ignite_dist.training.checkpointing.checkpoints import (
+        latest_checkpoint,
+        load_checkpoint,
+        save_checkpoint,
+    )
+    from ignite_dist.training.data_meshes import mesh
+    from ignite_dist.training.gradient_sync import DDPSyncStrategy, clip_grad_norm, grad_sync, no_sync
+    from ignite_dist.training.interruption import any_interrupted
+    from ignite_dist.training.parameter_averaging import average_parameters
+    from ignite_dist.training.seeding import seed_everything, shared_seed
+    from ignite_dist.training.state_dicts import (
+        load_model_state,
+        load_optimizer_state,
+        model_state,
+        optimizer_state,
+    )
+    from ignite_dist.training.uneven_inputs import uneven_inputs
+    from ignite_dist.training.wrapped_models import mark_forward_method, unwrap_model
 
 __version__ = "0.1.0"
 
 # The old names, for scripts from before version 0.2. They are not in __all__, so dir() does not list them.
-accumulate = accumulate_gradients
 debug = compare_calls
-interrupted = any_interrupted
-join = uneven_inputs
-latest = latest_checkpoint
 original = original_exception
 progress = progress_bar
-split = split_by_rank
 timeline = record_timeline
 watch = watch_for_hangs
+if TYPE_CHECKING:
+    from ignite_dist.training.uneven_inputs import uneven_inputs as join  # noqa: F401
+
+    accumulate = accumulate_gradients
+    interrupted = any_interrupted
+    latest = latest_checkpoint
+    split = split_by_rank
 
 untrace_package(__name__)  # for torch.compile
+
+# Half of the package is imported when the first of these names is used.
+_LATER = {
+    "ignite_dist.auto": ("auto_model", "auto_optim"),
+    "ignite_dist.comp_models": ("has_hvd_support", "has_native_dist_support", "has_xla_support"),
+    "ignite_dist.data.gathering": ("gather_in_order",),
+    "ignite_dist.data.loaders": ("auto_dataloader",),
+    "ignite_dist.data.samplers": ("DistributedProxySampler", "ExactSampler"),
+    "ignite_dist.data.splitting": ("sampler_kwargs", "split_by_rank"),
+    "ignite_dist.data.to_device": ("to_device",),
+    "ignite_dist.launcher": ("Parallel", "spawn"),
+    "ignite_dist.launcher.restarts": ("restart_count",),
+    "ignite_dist.training.accumulation": ("accumulate_gradients",),
+    "ignite_dist.training.checkpointing.checkpoints": (
+        *("latest_checkpoint", "load_checkpoint", "save_checkpoint"),
+    ),
+    "ignite_dist.training.data_meshes": ("mesh",),
+    "ignite_dist.training.gradient_sync": ("DDPSyncStrategy", "clip_grad_norm", "grad_sync", "no_sync"),
+    "ignite_dist.training.interruption": ("any_interrupted",),
+    "ignite_dist.training.parameter_averaging": ("average_parameters",),
+    "ignite_dist.training.seeding": ("seed_everything", "shared_seed"),
+    "ignite_dist.training.state_dicts": (
+        *("load_model_state", "load_optimizer_state", "model_state", "optimizer_state"),
+    ),
+    "ignite_dist.training.uneven_inputs": ("uneven_inputs",),
+    "ignite_dist.training.wrapped_models": ("mark_forward_method", "unwrap_model"),
+}
+_MODULE_OF = {name: module for module, names in _LATER.items() for name in names}
+_MODULES = ("auto", "data", "launcher", "training", "utils")
+_OLD_NAMES = {
+    "accumulate": "accumulate_gradients",
+    "interrupted": "any_interrupted",
+    "join": "uneven_inputs",
+    "latest": "latest_checkpoint",
+    "split": "split_by_rank",
+}
+
+
+def _import_later(name: str) -> Any:
+    known = _OLD_NAMES.get(name, name)
+    if known in _MODULES:
+        value: Any = import_module(f"{__name__}.{known}")
+    elif known in _MODULE_OF:
+        value = getattr(import_module(_MODULE_OF[known]), known)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    untrace_package(__name__)
+    globals()[name] = value
+    return value
+
+
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__ = _import_later
+
 
 __all__ = [
     "CollectiveMismatchError",

@@ -210,6 +210,7 @@ after, new = state(), sorted(set(sys.modules) - modules)
 changed = [key for key in before if before[key] != after[key]]
 print(json.dumps({"changed": changed, "cuda": after["cuda"], "new": new}))
 """
+BACKENDS = ("native", "horovod", "xla", "shared_memory")
 HEAVY = [
     "horovod",
     "torch_xla",
@@ -236,6 +237,14 @@ def test_importing_the_package_changes_nothing_and_imports_nothing_heavy() -> No
     for name in HEAVY:
         assert [new for new in found["new"] if f"{new}.".startswith(f"{name}.")] == []
     assert len([new for new in found["new"] if not new.startswith("ignite_dist")]) < 50
+    late = ("auto", "data", "launcher", "training", "workers", *(f"comp_models.{name}" for name in BACKENDS))
+    for name in late:
+        assert [new for new in found["new"] if f"{new}.".startswith(f"ignite_dist.{name}.")] == []
+
+
+def test_a_name_that_does_not_exist() -> None:
+    with pytest.raises(AttributeError, match="'ignite_dist' has no attribute 'all_redcue'"):
+        idist.all_redcue  # noqa: B018
 
 
 USE = """

@@ -29,8 +29,6 @@ from ignite_dist.internals.ranks import describe_by_rank
 from ignite_dist.internals.tracing import untraced
 from ignite_dist.values import serialization
 from ignite_dist.values.calls import Call
-from ignite_dist.workers.failures import text_of
-from ignite_dist.workers.sent_exceptions import message_of
 
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +51,13 @@ class _Outcome(NamedTuple):
 def _outcome(rank: int, error: BaseException | None, value: Any) -> _Outcome:
     if error is None:
         return _Outcome(rank, time.time(), value=value)
-    return _Outcome(rank, time.time(), type(error).__name__, text_of(error, error.__traceback__))
+    return _Outcome(rank, time.time(), type(error).__name__, _traceback_of(error))
+
+
+def _traceback_of(error: BaseException) -> str:
+    from ignite_dist.workers.failures import text_of
+
+    return text_of(error, error.__traceback__)
 
 
 class Caller(NamedTuple):
@@ -205,7 +209,7 @@ def same_outcome(
             row = "", function(), "", ""
         except tuple(_KINDS.values()) as error:
             own, kind = error, next(name for name, kind in _KINDS.items() if isinstance(error, kind))
-            row = kind, _arguments(error), type(error).__name__, text_of(error, error.__traceback__)
+            row = kind, _arguments(error), type(error).__name__, _traceback_of(error)
     rows = exchange_outcomes(model, world, None, row, Caller(caller))
     if own is not None:
         raise own
@@ -217,6 +221,8 @@ def same_outcome(
 
 def _arguments(error: Exception) -> tuple[Any, ...]:
     """Arguments for an error of the same text, and of the same ``errno``."""
+    from ignite_dist.workers.sent_exceptions import message_of
+
     text, number = message_of(error), getattr(error, "errno", None)
     prefix = f"[Errno {number}] "
     is_numbered = isinstance(error, OSError) and type(number) is int and text.startswith(prefix)

@@ -1,10 +1,10 @@
-"""The computation models. ``_BUILT_IN`` gives the order of the search for a live context."""
+"""The computation models. Each backend's is imported when it is needed."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from ignite_dist.comp_models.base import ComputationModel, Group
-from ignite_dist.comp_models.horovod import HorovodModel
-from ignite_dist.comp_models.native import NativeModel
 from ignite_dist.comp_models.registry import (
     Registry,
     register_computation_model,
@@ -12,7 +12,15 @@ from ignite_dist.comp_models.registry import (
 )
 from ignite_dist.comp_models.serial import SerialModel
 from ignite_dist.comp_models.topology import Topology
-from ignite_dist.comp_models.xla import XlaModel
+
+if TYPE_CHECKING:
+    from ignite_dist.comp_models.horovod import HorovodModel
+    from ignite_dist.comp_models.native import NativeModel
+    from ignite_dist.comp_models.xla import XlaModel
+
+    has_native_dist_support: bool
+    has_hvd_support: bool
+    has_xla_support: bool
 
 __all__ = [
     "ComputationModel",
@@ -30,17 +38,22 @@ __all__ = [
     "registered_computation_models",
 ]
 
-_BUILT_IN = (SerialModel, NativeModel, HorovodModel, XlaModel)
-
-for _model in _BUILT_IN:
-    register_computation_model(_model)
-
-
-def _has_backend_of(name: str) -> bool:
-    return any(model.available_backends for model in _BUILT_IN if model.name == name)
-
-
+_MODELS = {"NativeModel": "native-dist", "HorovodModel": "horovod-dist", "XlaModel": "xla-dist"}
 # True if initialize() accepts a backend of this computation model.
-has_native_dist_support = _has_backend_of("native-dist")
-has_hvd_support = _has_backend_of("horovod-dist")
-has_xla_support = _has_backend_of("xla-dist")
+_SUPPORT = {
+    "has_native_dist_support": "native-dist",
+    "has_hvd_support": "horovod-dist",
+    "has_xla_support": "xla-dist",
+}
+
+
+def _import_later(name: str) -> Any:
+    if name in _MODELS:
+        return registered_computation_models.named(_MODELS[name])
+    if name in _SUPPORT:
+        return bool(registered_computation_models.named(_SUPPORT[name]).available_backends)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__ = _import_later

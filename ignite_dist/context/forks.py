@@ -8,7 +8,6 @@ exit does not end the context.
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any, NoReturn
 
 from torch.utils.data import get_worker_info
@@ -79,10 +78,9 @@ class WorkOfParent(Work):
 def after_fork(model: ComputationModel) -> None:
     """Record the inherited contexts in a forked child. ``model`` is the current model."""
     global _parent
-    for kind in registered_computation_models:
-        if kind.library in sys.modules:
-            mark = kind.prepare_forked_child()
-            if mark is not None:
-                _inherited.append(mark)
-                _parent = _parent or os.getppid()  # a fork of a fork: the first of them
+    for kind in registered_computation_models.with_imported_library():
+        mark = kind.prepare_forked_child()
+        if mark is not None:
+            _inherited.append(mark)
+            _parent = _parent or os.getppid()  # a fork of a fork: the first of them
     disable_if_inherited(model)

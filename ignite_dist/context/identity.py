@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ignite_dist import environments
-from ignite_dist.comp_models import NativeModel
 from ignite_dist.context.live import current_model
 from ignite_dist.environments import Environment
 from ignite_dist.internals.arguments import as_int
@@ -199,6 +198,8 @@ def set_local_rank(index: int) -> None:
     index = as_int(index)
     if type(index) is not int or index < 0:
         raise ValueError(f"The local rank must be an int >= 0, got {index!r}.")
+    from ignite_dist.comp_models.native import NativeModel
+
     NativeModel.hint_local_rank(index)
     current_model().set_local_rank(index)
 

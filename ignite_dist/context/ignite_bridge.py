@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from ignite_dist.comp_models import ComputationModel, HorovodModel, NativeModel
+from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.topology import Topology
 
 _UTILS = "ignite.distributed.utils"
@@ -27,7 +27,7 @@ _UTILS = "ignite.distributed.utils"
 
 def context_began(model: ComputationModel) -> None:
     """Set the context of ``model`` in ignite: now if ignite is imported, else after its import."""
-    if not isinstance(model, (NativeModel, HorovodModel)):
+    if model.library not in ("torch.distributed", "horovod.torch"):
         return
     _import_hook.forget()
     utils = sys.modules.get(_UTILS)
@@ -49,7 +49,7 @@ def _set_ignite_model(utils: Any, model: ComputationModel) -> None:
     if not model.is_current():
         return
     topology = model.known_topology()
-    if not isinstance(model, NativeModel):
+    if model.library != "torch.distributed":
         utils.sync()  # not a collective over Horovod
     elif topology is not None:
         utils._set_model(_native_model(topology))

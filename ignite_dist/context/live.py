@@ -8,14 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ignite_dist.comp_models import ComputationModel, NativeModel, SerialModel, registered_computation_models
+from ignite_dist.comp_models import ComputationModel, SerialModel, registered_computation_models
 from ignite_dist.comp_models.serial import PollingSerialModel
 from ignite_dist.context import forks, ignite_bridge, loader_workers
 from ignite_dist.environments import devices, spawned
 from ignite_dist.internals.arguments import check_keywords, did_you_mean, keywords_of
 from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.internals.tracing import call_eagerly, resolved_while_tracing, traced, traced_as
-from ignite_dist.workers import torchelastic
 
 _model: ComputationModel = SerialModel()
 
@@ -122,13 +121,13 @@ loader_workers.call_in_new_processes(_drop_serial_model)
 
 def _find_model_of_context() -> ComputationModel:
     """A model of the live context; a serial model if no context is live."""
-    loaded = [model for model in registered_computation_models if model.library in sys.modules]
-    for candidate in loaded:
+    kinds = registered_computation_models.with_imported_library()
+    for candidate in kinds:
         found = candidate.find()
         if found is not None:
             return found
     # A serial model itself detects contexts of torch.distributed and new imports.
-    others = [model for model in loaded if model not in (SerialModel, NativeModel)]
+    others = [kind for kind in kinds if kind.name not in ("serial", "native-dist")]
     num_modules = len(sys.modules)
     worker_model = loader_workers.model_of_worker(num_modules)
     if worker_model is not None:
@@ -298,6 +297,8 @@ def abort() -> None:
     Under torchrun, the exception that is being handled is shown in torchrun's failure summary. If the
     exception is a consequence of another rank's failure, this rank waits 3 s for torchrun to end it.
     """
+    from ignite_dist.workers import torchelastic
+
     with torchelastic.report_to_torchrun(sys.exc_info()[1]):
         model = current_model()
         model.abort()

@@ -35,7 +35,6 @@ from ignite_dist.diagnostics.out_of_band import (
 from ignite_dist.errors import MissingRanksError, RankFailedError
 from ignite_dist.internals.call_sites import site_of, users_frame
 from ignite_dist.internals.ranks import describe_ranks
-from ignite_dist.workers import failures
 
 _logger = logging.getLogger(__name__)
 
@@ -242,7 +241,9 @@ class Endings:
 
     def find_cause(self, error: RuntimeError) -> BaseException | None:
         """The error that names the ended rank that caused ``error``; None if no rank has ended."""
-        if not failures.is_consequence(error):
+        from ignite_dist.workers.failures import is_consequence
+
+        if not is_consequence(error):
             return None
         explanation = self._explanation or self._read_explanation()
         if explanation is None:
@@ -250,7 +251,7 @@ class Endings:
         where = {int(rank): how for rank, how in explanation["where"].items()}
         cause = MissingRanksError(explanation["text"], explanation["ranks"], where)
         # After an early finalize(), this error is the root cause. With a connection error as __cause__,
-        # failures.is_consequence() would be True.
+        # is_consequence() would be True.
         cause.__cause__ = error if explanation.get("has_left") else None
         return cause
 

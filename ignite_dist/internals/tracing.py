@@ -79,10 +79,17 @@ def untrace_class(cls: type, traced_methods: Collection[str] = ()) -> None:
             (traced if name in traced_methods else untraced)(method)
 
 
+_untraced_modules: set[str] = set()
+
+
 def untrace_package(package: str) -> None:
-    """Make all unmarked functions and methods in the package's modules :func:`untraced`."""
+    """Make all unmarked functions and methods in the package's imported modules :func:`untraced`."""
     prefix = f"{package}."
     for name, module in [item for item in sys.modules.items() if item[0].startswith(prefix)]:
+        is_imported = not getattr(module.__spec__, "_initializing", False)
+        if not is_imported or name in _untraced_modules:
+            continue
+        _untraced_modules.add(name)
         for member in list(vars(module).values()):
             if getattr(member, "__module__", None) != name:
                 continue

@@ -94,3 +94,7 @@ def launching(config: dict[str, int]) -> None:
         parallel.run(train, config, epoch=2)  # type: ignore[call-arg]
         parallel.run(train, "no config")  # type: ignore[arg-type]
     idist.Parallel("gloo", nproc_per_nodes=2)  # type: ignore[call-arg]
+
+
+def unknown_names() -> None:
+    idist.all_redcue  # type: ignore[attr-defined]  # noqa: B018

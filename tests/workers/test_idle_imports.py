@@ -49,6 +49,26 @@ def test_after_the_first_launch_workers_have_what_training_needs(tmp_path: Path)
         assert int(ended.stdout) < 5, ended.stdout  # without the server's imports: about 800
 
 
+LATE_NAMES = """
+    import sys
+    import ignite_dist as idist
+
+    def imports(local_rank):
+        before = set(sys.modules)
+        for name in idist.__all__:
+            getattr(idist, name)
+        return sorted(set(sys.modules) - before)
+
+    if __name__ == "__main__":
+        print(idist.spawn("gloo", imports))
+"""
+
+
+def test_workers_have_all_of_this_package(tmp_path: Path) -> None:
+    ended = helpers.run_new_python(helpers.write_script(tmp_path, LATE_NAMES))
+    assert ended.stdout == "[[]]\n"
+
+
 OTHER_SERVER = """
     import multiprocessing, multiprocessing.forkserver, os
     import ignite_dist as idist

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.distributed_c10d import default_pg_timeout
 
@@ -14,9 +14,11 @@ from ignite_dist.comp_models.launcher import Launcher
 from ignite_dist.environments import devices, spawned
 from ignite_dist.environments.rendezvous import stores
 from ignite_dist.internals.arguments import check_nodes, check_timeout
-from ignite_dist.workers.supervisor import nodes, processes
-from ignite_dist.workers.supervisor.attempts import JOB_ID_VARIABLE, Attempts
-from ignite_dist.workers.supervisor.node_links import Hello
+
+if TYPE_CHECKING:
+    from ignite_dist.workers.supervisor.attempts import Attempts
+    from ignite_dist.workers.supervisor.node_links import Hello
+    from ignite_dist.workers.supervisor.nodes import Nodes
 
 
 class NativeLauncher(Launcher):
@@ -58,6 +60,10 @@ class NativeLauncher(Launcher):
         attempts: Attempts | None = None,
     ) -> Any:
         """See ``idist.spawn``."""
+        from ignite_dist.workers.supervisor import nodes, processes
+        from ignite_dist.workers.supervisor.attempts import Attempts
+        from ignite_dist.workers.supervisor.node_links import Hello
+
         check_nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
         check_timeout("timeout", default_pg_timeout if timeout is None else timeout)
         devices.check_devices(backend, nproc_per_node)
@@ -89,12 +95,15 @@ class NativeLauncher(Launcher):
 
 def _rendezvous(
     hello: Hello, address: str, port: int, timeout: timedelta, attempts: Attempts
-) -> tuple[Any, nodes.Nodes, dict[str, str]]:
+) -> tuple[Any, Nodes, dict[str, str]]:
     """Serve a store for one node, or wait for the launchers of all nodes, which stay connected for a restart.
 
     Returns:
         The store (None for several nodes), the nodes, and the workers' environment variables.
     """
+    from ignite_dist.workers.supervisor import nodes
+    from ignite_dist.workers.supervisor.attempts import JOB_ID_VARIABLE
+
     if hello.nnodes == 1:
         store, port = stores.serve_store(address, port)
         return store, nodes.assumed_nodes(0, 1, hello.nproc_per_node), stores.join_variables(address, port)

@@ -16,6 +16,7 @@ import signal
 import sys
 import warnings
 from contextlib import suppress
+from importlib import import_module
 from types import FrameType
 
 from ignite_dist.internals._torch import DYNAMO
@@ -126,6 +127,14 @@ def _unblock_sigint() -> None:
     signal.signal(signal.SIGINT, action)
 
 
+def _import_rooms() -> None:
+    """Import all modules of this package that workers may need, which the package itself imports late."""
+    package = import_module("ignite_dist")
+    for name in package.__all__:
+        getattr(package, name)
+
+
+_import_rooms()
 _server_pid = os.getpid()
 # A garbage collection in a worker would write to all objects, and so copy the memory shared with this server.
 gc.freeze()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.collectives.coordination import Caller
+from ignite_dist.collectives.interrupts import one_call
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.data.loaders import auto_dataloader
@@ -57,6 +58,7 @@ _WRAPPERS = (DistributedDataParallel, torch.nn.DataParallel)
 _COMM_HOOKS = ("fp16", "bf16", "powersgd")
 
 
+@one_call
 def auto_model(
     model: Module,
     sync_bn: bool = False,
@@ -413,6 +415,7 @@ def _check_no_options(what: str, sync_bn: bool, options: dict[str, Any]) -> None
         raise ValueError(f"{names}: only DistributedDataParallel supports this, and not {what}.")
 
 
+@one_call
 def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optimizer:
     """``optimizer``, adapted to the live context. It is a new object only under Horovod or with ``zero``.
 

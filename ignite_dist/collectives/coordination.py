@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ignite_dist.collectives.broadcast import broadcast_anything
 from ignite_dist.collectives.checks import check_dense
-from ignite_dist.collectives.interrupts import counts_interrupts
+from ignite_dist.collectives.interrupts import counts_interrupts, one_call
 from ignite_dist.collectives.path import is_member, perform, takes_part
 from ignite_dist.collectives.tree_reduction import reduce_tree
 from ignite_dist.comp_models import ComputationModel, Group
@@ -374,6 +374,7 @@ def _one_of(ranks: Sequence[int], rank: Any) -> int:
     raise ValueError(f"rank must be an int in {allowed}, got {rank!r}.")
 
 
+@one_call
 def _run_on_one(
     model: ComputationModel, group: Group, rank: int, function: Callable[[], Any], share_result: bool
 ) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,12 +17,39 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics import pending_calls
 from ignite_dist.internals.call_sites import reported_as
-from ignite_dist.values.calls import Call
+from ignite_dist.values.calls import Call, whole_call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 latest_tokens: dict[int, int] = {}
 """The token of the call that each thread has begun last: see :class:`~ignite_dist.comp_models.Group`."""
+
+
+_tokens = itertools.count(1)
+
+
+def new_token() -> int:
+    """The token of the next call of this thread. All calls of a :func:`one_call` have the same."""
+    return whole_call.token or next(_tokens)
+
+
+def one_call(function: _Function) -> _Function:
+    """Decorator: the collectives of the function are one call, which an interrupt ends as a whole.
+
+    Without it, a rank that is interrupted after the first collective would meet the second collective of the
+    other ranks with its next call, and stay one call ahead of them.
+    """
+
+    @wraps(function)
+    @reported_as(function.__name__)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        outer, whole_call.token = whole_call.token, new_token()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            whole_call.token = outer
+
+    return call  # type: ignore[return-value]
 
 
 def counts_interrupts(function: _Function) -> _Function:
@@ -52,7 +80,7 @@ def counts_interrupts(function: _Function) -> _Function:
                         model, group = current_model(), arguments["group"]
                         name = getattr(arguments.get("caller"), "name", function.__name__)
                         group = group if isinstance(group, Group) else model.groups.resolve(group)
-                        called = group.in_call(Call(f"{name}()"))
+                        called = group.in_call(Call(f"{name}()"), whole_call.token)
                         count_interrupted(model, called, bool(arguments.get("async_op")))
             raise
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any, TypeVar
 
 from ignite_dist.collectives import progress
-from ignite_dist.collectives.interrupts import count_interrupted, is_interrupt, latest_tokens
+from ignite_dist.collectives.interrupts import count_interrupted, is_interrupt, latest_tokens, new_token
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.diagnostics.announcing import announce
@@ -83,14 +82,11 @@ def perform_backward(
     return result
 
 
-_tokens = itertools.count(1)
-
-
 def _in_call(group: Group, operation: str, op: str, value: Any) -> Group:
     """``group`` with the call that its collectives belong to."""
     if len(group.ranks) == 1:
         return group
-    return group.in_call(call_of(operation, op, value), next(_tokens))
+    return group.in_call(call_of(operation, op, value), new_token())
 
 
 def is_member(model: ComputationModel, group: Group) -> bool:

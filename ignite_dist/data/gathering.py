@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ignite_dist.collectives.arguments import check_root
 from ignite_dist.collectives.gather_scatter import gather
+from ignite_dist.collectives.interrupts import one_call
 from ignite_dist.collectives.path import perform
 from ignite_dist.collectives.primitives import gather_rows
 from ignite_dist.comp_models import ComputationModel, Group
@@ -26,6 +27,7 @@ from ignite_dist.values.arrays import is_array, tensor_of
 from ignite_dist.values.safe_objects import register_safe
 
 
+@one_call
 def gather_in_order(values: Any, loader: Any, group: Any = None, *, dst: int | None = None) -> Any:
     """Gather the results of all ranks for a pass over ``loader``, in data set order.
 

@@ -16,6 +16,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from ignite_dist.collectives.interrupts import one_call
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.context.live import current_model
 from ignite_dist.data.model_buffers import check_exact_group, share_buffers
@@ -35,6 +36,7 @@ from ignite_dist.data.splitting import Place, data_group, place_in
 from ignite_dist.internals.call_sites import warn_user
 
 
+@one_call
 def auto_dataloader(
     dataset: Dataset[Any] | DataLoader[Any],
     *,

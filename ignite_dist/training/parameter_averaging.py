@@ -12,7 +12,7 @@ from torch.nn import Module
 from ignite_dist.collectives.arguments import copy_of
 from ignite_dist.collectives.buckets import average_tensors, broadcast_tensors
 from ignite_dist.collectives.checks import check_dense, check_writable, is_sharded
-from ignite_dist.collectives.interrupts import counts_interrupts
+from ignite_dist.collectives.interrupts import counts_interrupts, one_call
 from ignite_dist.collectives.path import perform
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
@@ -24,6 +24,7 @@ from ignite_dist.training.wrapped_models import unwrap_model
 
 
 @counts_interrupts
+@one_call
 def average_parameters(model: Module, group: Any = None) -> None:
     """Replace the parameters of ``model`` by their means over the ranks of a group. Every rank calls this.
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.collectives.coordination import Caller, exchange_outcomes, same_outcome
+from ignite_dist.collectives.interrupts import one_call
 from ignite_dist.collectives.primitives import broadcast_tensor
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
@@ -30,6 +31,7 @@ from ignite_dist.values.gradients import parameters_of
 from ignite_dist.values.serialization import Payload
 
 
+@one_call
 def model_state(model: Module) -> dict[str, Any]:
     """The state of the unwrapped model on rank 0, for saving; ``{}`` on the other ranks.
 
@@ -47,6 +49,7 @@ def model_state(model: Module) -> dict[str, Any]:
     return state
 
 
+@one_call
 def load_model_state(model: Module, state: Mapping[str, Any] | None) -> None:
     """Load rank 0's ``state`` into the model of every rank. Every rank calls this.
 
@@ -148,6 +151,7 @@ def fitting_state(model: Module, state: Mapping[str, Any] | None) -> dict[str, A
     return given
 
 
+@one_call
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     """The whole state of an optimizer on rank 0, for saving; ``{}`` on the other ranks.
 
@@ -180,6 +184,7 @@ def _load(saved: Payload) -> Any:
     return torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False, mmap=False)
 
 
+@one_call
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any] | None) -> None:
     """Load rank 0's ``state`` into the optimizer of every rank. Every rank calls this.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from functools import lru_cache
 from typing import Any
@@ -32,6 +33,19 @@ class Call:
 
 NO_CALL = Call("")
 """Stands for the call of a collective that no public function has named."""
+
+
+class _WholeCall(threading.local):
+    """The call that a thread is in if all collectives of a public function are one call.
+
+    Attributes:
+        token: as in :class:`~ignite_dist.comp_models.Group`; 0 outside of such functions.
+    """
+
+    token = 0
+
+
+whole_call = _WholeCall()
 
 
 def call_of(function: str, op: str, value: Any) -> Call:

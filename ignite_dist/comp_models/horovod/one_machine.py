@@ -44,7 +44,8 @@ class HorovodOnOneMachine(OneMachineTransport, HorovodTransport):
         return self.world_handle() if group.handle is None else group.handle
 
     def name_of(self, group: Group) -> str:
-        return self._tag(group)
+        # Asynchronous calls over shared memory are in no process set.
+        return self._tag(group) if isinstance(self.handle_of(group), self._hvd.ProcessSet) else ""
 
     def timeout_of(self, handle: Any) -> timedelta:
         return timedelta.max  # Horovod waits for ever

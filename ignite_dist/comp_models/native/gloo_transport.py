@@ -67,7 +67,9 @@ class _ReducerCollectives:
         self, transport: GlooTransport, group: Group, models: _Models, wrapper: DistributedDataParallel
     ) -> None:
         self._transport, self._group, self._models = transport, group, models
-        self._model, self._wrapper = f"model {next(models.numbers)}", weakref.ref(wrapper)
+        number = next(models.numbers)
+        self._model, self._wrapper = f"model {number}", weakref.ref(wrapper)
+        self._token = -number  # the broadcasts of a forward pass are one call. Other tokens are positive.
 
     def leave_pass(self, number: int) -> None:
         self._models.left_passes.add(number)
@@ -88,19 +90,19 @@ class _ReducerCollectives:
         if group is not None:
             self._transport.barrier(group).wait()
 
-    def was_sent(self, tensor: Tensor) -> bool:
+    def was_summed(self, tensor: Tensor) -> bool:
         memory = self._transport.memory_of(self._group)
-        return memory is not None and memory.was_sent(tensor)
+        return memory is not None and memory.was_summed(tensor)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work | None:
-        group = self._in_call("DDP's broadcast", tensor)
+        group = self._in_call("DDP's broadcast", tensor, self._token)
         return None if group is None else self._transport.broadcast(tensor, self._group.ranks[root], group)
 
-    def _in_call(self, name: str, tensor: Tensor) -> Group | None:
+    def _in_call(self, name: str, tensor: Tensor, token: int = 0) -> Group | None:
         """The group in a call that the ranks compare; None if they share no memory any more."""
         if not self._transport.shares_memory(self._group):
             return None
         wrapper, model = self._wrapper(), self._model
         if wrapper is not None and _torch.is_in_join(wrapper):
             model = "a model"  # a rank without data sends zeros in another order than a backward pass
-        return self._group.in_call(call_of(f"{name} of {model}", "", tensor))
+        return self._group.in_call(call_of(f"{name} of {model}", "", tensor), token)

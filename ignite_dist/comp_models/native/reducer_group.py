@@ -61,7 +61,7 @@ class ReducerGroup(ProcessGroup):
                 return self._handle.allreduce(tensors, options)
             work.wait()
         except BaseException as error:
-            if isinstance(error, RuntimeError) or not (work and self._in_memory.was_sent(tensors[0])):
+            if isinstance(error, RuntimeError) or not (work and self._in_memory.was_summed(tensors[0])):
                 self._in_memory.leave_pass(_torch.number_of_backward_pass())
             _raise_after_pass(error)
         return _Completed(tensors)
@@ -105,8 +105,8 @@ class ReducerCollectives(Protocol):
     def compare_sparse(self, tensor: Tensor) -> None:
         """Raise unless all ranks come to the sparse gradients ``tensor``, which are added elsewhere."""
 
-    def was_sent(self, tensor: Tensor) -> bool:
-        """True if the other ranks get all of ``tensor``, whose :meth:`sum_gradients` was interrupted."""
+    def was_summed(self, tensor: Tensor) -> bool:
+        """True if the other ranks get the sum of ``tensor``, whose :meth:`sum_gradients` was interrupted."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Work | None:
         """Fill ``tensor`` with that of the group's rank ``root``, when the result is waited for."""

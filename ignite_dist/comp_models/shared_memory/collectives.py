@@ -24,7 +24,7 @@ from ignite_dist.comp_models.shared_memory.segment import (
     Step,
 )
 from ignite_dist.comp_models.transport import Group, Sizes
-from ignite_dist.values.calls import NO_CALL, Call
+from ignite_dist.values.calls import NO_CALL, Call, whole_call
 from ignite_dist.values.reduce_ops import is_rounded, reduce_rows
 from ignite_dist.values.serialization import as_bytes, as_tensor
 
@@ -63,6 +63,7 @@ class SharedMemory:
         self._lock = threading.RLock()  # a signal handler does not wait for its own thread
         self._is_running = False  # guarded by _lock
         self._has_ended_early = False  # the latest call of run()
+        self._num_steps_before = 0  # before the latest call of run()
         self._interrupted_late: deque[tuple[Call, int]] = deque()
 
     def run(self, collective: Callable[[SharedMemory], Any], group: Group) -> Any:
@@ -79,10 +80,10 @@ class SharedMemory:
                     "collective of the same group. Let the handler set a flag, and call the collective later."
                 )
             self._count_late()
-            number = self.segment.number
+            number = self._num_steps_before = self.segment.number
             self._is_running, self._call, self._has_ended_early = True, group.call, False
             try:
-                self._count(group.token)
+                self._count(group.token or whole_call.token)
                 while True:
                     try:
                         return collective(self)
@@ -90,7 +91,7 @@ class SharedMemory:
                         self.segment.write_place(number + 1)
                         if self.segment.number > number + 1:
                             self.segment.raise_mismatch(self.segment.number)
-                        number = self.segment.number
+                        number = self._num_steps_before = self.segment.number
             except BaseException as error:
                 # Otherwise the other ranks would receive this rank's next call instead of this call.
                 if self.segment.number == number and not self._has_broken(error):
@@ -127,9 +128,13 @@ class SharedMemory:
         if self.for_async_calls is not None:
             self.for_async_calls.leave()
 
-    def was_sent(self, tensor: Tensor) -> bool:
-        """True if an interrupt of the latest call of :meth:`run` came when all of ``tensor`` was sent."""
-        return not self._has_ended_early and tensor.nbytes <= _WHOLE_BYTES  # one step
+    def was_summed(self, tensor: Tensor) -> bool:
+        """True if the latest call of :meth:`run`, the sum of ``tensor``, has begun its last step.
+
+        Then the other ranks get the sum, even if an interrupt has ended the call on this rank.
+        """
+        num_steps = len(self._pieces(tensor)) * (2 if self._has_chunks(tensor, "SUM") else 1)
+        return not self._has_ended_early and self.segment.number - self._num_steps_before == num_steps
 
     def _end_early(self, call: Call) -> None:
         self._has_ended_early = True
@@ -151,15 +156,18 @@ class SharedMemory:
 
     def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
         """Reduce ``tensor`` in place and in rank order, with the same bits on every rank."""
-        has_chunks = tensor.nbytes > _WHOLE_BYTES and (
-            len(self._positions) > 2 or is_rounded(op, tensor.dtype)
-        )
+        has_chunks = self._has_chunks(tensor, op)
         for name, piece in self._steps(f"all_reduce {op}", tensor):
             if has_chunks:
                 self._reduce_in_chunks(name, piece, op)
             else:
                 reduce_rows(self._share(name, piece), op, out=piece)
         return tensor
+
+    def _has_chunks(self, tensor: Tensor, op: str) -> bool:
+        """True if each rank reduces a part of the tensor, and the ranks exchange the parts."""
+        has_gain = len(self._positions) > 2 or is_rounded(op, tensor.dtype)
+        return tensor.nbytes > _WHOLE_BYTES and has_gain
 
     def _reduce_in_chunks(self, name: str, piece: Tensor, op: str) -> None:
         piece = piece.view(-1)

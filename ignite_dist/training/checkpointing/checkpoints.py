@@ -13,6 +13,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ignite_dist.collectives.coordination import one_rank_only, same_outcome
+from ignite_dist.collectives.interrupts import one_call
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Work
@@ -42,6 +43,7 @@ _Part = TypeVar("_Part")
 Several = Mapping[str, _Part] | list[_Part] | tuple[_Part, ...]
 
 
+@one_call
 def save_checkpoint(
     path: str | os.PathLike[str],
     *,
@@ -275,6 +277,7 @@ def _writer(
     return write
 
 
+@one_call
 def load_checkpoint(
     path: str | os.PathLike[str],
     *,
@@ -383,6 +386,7 @@ def _check_same_objects(objects: Sequence[list[str]]) -> None:
         raise ValueError(f"load_checkpoint needs the same objects on every rank, but got {by_rank}.")
 
 
+@one_call
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The checkpoint in ``folder`` that :func:`save_checkpoint` wrote last; None if there is none.
 

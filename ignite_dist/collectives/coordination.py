@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -316,7 +317,11 @@ def one_rank_only(
             group (with XLA after it has taken part in the collectives). Without ``with_barrier`` and
             ``broadcast`` no group of a list is made.
 
+    In the function, a call of another function of ``one_rank_only`` for the same rank runs without the other
+    ranks, whatever its arguments.
+
     Raises:
+        RuntimeError: such a call is for another rank, with ``with_barrier`` or ``broadcast``.
         RankFailedError: on every other rank if the function raises, with ``with_barrier`` or ``broadcast``.
         ValueError: ``rank`` is not an int, or not in the group (without a group: not in the world, with
             ``with_barrier`` or ``broadcast``); or ``group`` is not a group. Nothing was sent.
@@ -345,16 +350,43 @@ def one_rank_only(
         def one_rank_only(*args: Any, **kwargs: Any) -> Any:  # reports of hangs show this name
             model = current_model()
             needs_others = with_barrier or broadcast
-            members = model.groups.resolve(group if needs_others else None)  # makes no group to skip a call
-            if not needs_others:
+            is_skipped = not needs_others or _running.is_alone
+            members = model.groups.resolve(None if is_skipped else group)  # makes no group to skip a call
+
+            def run() -> Any:
+                with _only_this_rank():
+                    return function(*args, **kwargs)
+
+            if is_skipped:
                 one = rank if group is None else _one_of(model.groups.ranks_of(group), rank)
-                return function(*args, **kwargs) if model.get_rank() == one else None
+                if needs_others and model.get_rank() != one:
+                    raise RuntimeError(
+                        f"Only rank {model.get_rank()} runs this function of one_rank_only, and the call is "
+                        f"for rank {one}. Make the call on all ranks, outside of the function."
+                    )
+                return run() if model.get_rank() == one else None
             one = _one_of(members.ranks, rank)
-            return _run_on_one(model, members, one, lambda: function(*args, **kwargs), broadcast)
+            return _run_on_one(model, members, one, run, broadcast)
 
         return untraced(one_rank_only)  # type: ignore[return-value]
 
     return decorate
+
+
+class _Running(threading.local):
+    is_alone = False  # True in a function of one_rank_only, which this rank runs without the others
+
+
+_running = _Running()
+
+
+@contextmanager
+def _only_this_rank() -> Iterator[None]:
+    before, _running.is_alone = _running.is_alone, True
+    try:
+        yield
+    finally:
+        _running.is_alone = before
 
 
 def _one_of(ranks: Sequence[int], rank: Any) -> int:

@@ -114,10 +114,13 @@ def auto_dataloader(
     if batches := batch_sampler_keyword(kwargs):
         if place.num_ranks > 1 and order.num_ranks_of_sampler is None:
             kwargs[batches] = BatchSamplerPart(kwargs[batches], *place)
-    elif exact or order.num_ranks_of_sampler is not None or not is_whole:
+    elif exact:
+        kwargs["sampler"] = _exact_sampler(model, dataset, place, group, order, exact, kwargs)
+        batch_size = kwargs.get("batch_size") or 0
+        if batch_size >= place.num_ranks:
+            kwargs["batch_size"] = batch_size // place.num_ranks
+    elif order.num_ranks_of_sampler is not None or not is_whole:
         _split_batch_size(kwargs, place, group, order)
-        if exact:
-            kwargs["sampler"] = _exact_sampler(model, dataset, place, group, order, exact, kwargs)
     else:
         dataset = _split_batches(dataset, place, group, order, kwargs)
     if model.ranks_in_process() > 1:  # they would share torch's generator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -103,8 +104,9 @@ class Progress:
     Attributes:
         epoch: of the pass.
         batches: number of batches of the epoch that the caller has received, with those before the pass.
-        is_read_ahead: True while the caller has a batch, or knows of the end, and the training loop does not
-            yet: :func:`accumulate_gradients` looks one batch ahead.
+        is_read_ahead: True while the caller has batches, or knows of the end, and the training loop does not
+            yet: see :class:`LookAhead`.
+        num_ahead: number of these batches.
         is_exhausted: True if the caller has received the last batch and asked for another.
         is_left: True if the script has set the loader's epoch after the last batch that it has received.
         states: the random states before the first batch, for a stream.
@@ -115,6 +117,7 @@ class Progress:
         self.epoch, self.batches, self.states, self.has_workers = epoch, batches, states, has_workers
         self._num_before = batches
         self.is_read_ahead = self.is_exhausted = self.is_left = False
+        self.num_ahead = 0
 
     def is_counted(self) -> bool:
         """True if the position may be in this pass. A pass that has ended is in the epoch before."""
@@ -122,11 +125,43 @@ class Progress:
 
     def position(self) -> int:
         """The number of batches of the epoch that the training loop has received."""
-        return self.batches - int(self.is_read_ahead and not self.is_exhausted)
+        return self.batches - self.num_ahead
 
     def num_received(self) -> int:
         """The number of batches of this pass that the training loop has received."""
         return self.position() - self._num_before
+
+
+class LookAhead:
+    """Reads one item ahead of the training loop, through any iterators around passes.
+
+    The passes that the item advances are read ahead until the next item is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._passes: list[Progress] = []
+
+    def next(self, items: Iterator[Any], default: Any) -> Any:
+        """``next(items, default)``."""
+        self.end()
+        outer, _advanced.passes = _advanced.passes, self._passes
+        try:
+            return next(items, default)
+        finally:
+            _advanced.passes = outer
+
+    def end(self) -> None:
+        """The training loop knows what has been read."""
+        for progress in self._passes:
+            progress.is_read_ahead, progress.num_ahead = False, 0
+        self._passes.clear()
+
+
+class _Advanced(threading.local):
+    passes: list[Progress] | None = None  # of the look-ahead in this thread
+
+
+_advanced = _Advanced()
 
 
 class Pass:
@@ -161,11 +196,20 @@ class Pass:
         except StopIteration:
             if not progress.is_exhausted:
                 progress.is_exhausted = True
+                self._note_look_ahead(0)
                 self._loader.end_epoch()
             raise
         progress.batches += 1
         progress.is_left = False
+        self._note_look_ahead(1)
         return batch
+
+    def _note_look_ahead(self, num_batches: int) -> None:
+        passes = _advanced.passes
+        if passes is not None:
+            passes.append(self.progress)
+            self.progress.is_read_ahead = True
+            self.progress.num_ahead += num_batches
 
 
 class Resumable:
@@ -208,6 +252,9 @@ class Resumable:
         for one in (*with_inner(loader.sampler), *with_inner(loader.batch_sampler), loader.dataset):
             if callable(getattr(one, "set_epoch", None)):
                 one.set_epoch(epoch)
+                if one is loader.dataset and self._keeps_workers:  # they have a copy of the data set
+                    _torch.forget_workers(loader)
+                    self._has_workers = self._keeps_workers = False
         for progress in (self._latest, self._furthest):
             if progress is not None:
                 progress.is_left = True
@@ -231,10 +278,6 @@ class Resumable:
         elif not self._epoch_is_set:
             loader._epoch += 1
 
-    def latest_pass(self) -> Progress | None:
-        """The progress of the pass that was begun last."""
-        return self._latest
-
     def begin_pass(self) -> Pass:
         """Begin a pass, at the position of the loaded checkpoint if there is one."""
         loader, epoch = self.host_loader(), self.epoch
@@ -245,9 +288,12 @@ class Resumable:
         is_stream = isinstance(loader.dataset, IterableDataset)
         states = (start.states if start is not None else RandomStates.now()) if is_stream else None
         progress = Progress(epoch, num_skipped, states, has_workers)
-        with self._own_seed(loader) if num_skipped or self._has_workers else nullcontext():
+        saved = states if start is not None else None
+        # The saved random states of a stream are those before torch drew the seed of the workers.
+        has_seed = has_workers if saved is not None else num_skipped or self._has_workers
+        with self._own_seed(loader) if has_seed else nullcontext():
             if is_stream:
-                batches = self._rest_of_stream(loader, num_skipped, states if start else None)
+                batches = self._rest_of_stream(loader, num_skipped, saved)
             else:
                 loader._num_skipped = num_skipped
                 batches = self.batches_of(loader)
@@ -258,12 +304,12 @@ class Resumable:
         return begun
 
     def _rest_of_stream(self, loader: OrderedLoader, num_skipped: int, states: RandomStates | None) -> Any:
-        if isinstance(loader.dataset, Shard) and loader.num_workers and not self._keeps_workers:
-            loader.dataset.leave_out(num_skipped)  # each worker skips its own batches
-            return self.batches_of(loader)
         with preserved() if states is not None else nullcontext():
             if states is not None:
                 states.restore()
+            if isinstance(loader.dataset, Shard) and loader.num_workers and not self._keeps_workers:
+                loader.dataset.leave_out(num_skipped)  # each worker skips its own batches
+                return self.batches_of(loader)
             batches = self.batches_of(loader)
             deque(islice(batches, num_skipped), maxlen=0)
         return batches

@@ -97,6 +97,11 @@ _NAMES = (
         "none: passes begin at the first batch, with the order of the global random state",
     ),
     (
+        "torch.utils.data.DataLoader._iterator",
+        "Persistent workers have a copy of the data set. New ones get the epoch that set_epoch gave it.",
+        "none: persistent workers keep the epoch of their start",
+    ),
+    (
         "torch.nn.Module.state_dict._metadata",
         "The versions of the modules, by path. No public function renames a path in the middle.",
         "states with other names are loaded as those of modules without versions",
@@ -324,6 +329,11 @@ def new_group_by_name(
 def index_sampler(loader: DataLoader[Any]) -> Any:
     """What a loader of torch's own class draws from: indices, or lists of them."""
     return DataLoader._index_sampler.fget(loader)  # type: ignore[attr-defined]
+
+
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """Let the next pass of a loader with persistent workers start new ones."""
+    loader._iterator = None
 
 
 def abort_process_groups() -> None:

@@ -131,7 +131,12 @@ def reported_as(name: str) -> Callable[[_Function], _Function]:
 
 
 # Modules of functions that wrap the functions that users call, such as a model's forward().
-_WRAPPER_MODULES = ("torch.distributed.c10d_logger", "torch.nn.modules.module", "contextlib")
+_WRAPPER_MODULES = (
+    *("torch.distributed.c10d_logger", "torch.nn.modules.module", "contextlib", "torch._dynamo.eval_frame"),
+    "torch.distributed.fsdp._fully_shard._fsdp_common",
+)
+# Hooks that torch runs for a function which users call.
+_CALLED_AS = {"_pre_forward": "forward", "_post_forward": "forward"}
 
 
 def function_called(frame: FrameType | None) -> str:
@@ -141,7 +146,7 @@ def function_called(frame: FrameType | None) -> str:
         if frame.f_globals.get("__name__") not in _WRAPPER_MODULES:
             name = frame.f_code.co_name
         frame = frame.f_back
-    return name
+    return _CALLED_AS.get(name, name)
 
 
 def site_of(frame: FrameType | None) -> str:

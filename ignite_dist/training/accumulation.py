@@ -17,7 +17,7 @@ from ignite_dist.collectives.coordination import Caller, check_same, exchange_ou
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.data.model_buffers import group_of_parameters
-from ignite_dist.data.passes import Resumable
+from ignite_dist.data.passes import LookAhead
 from ignite_dist.internals.call_sites import reported_as, warn_user
 from ignite_dist.training.comparisons import trained_together
 from ignite_dist.training.gradient_sync import (
@@ -141,16 +141,12 @@ def _accumulate(
     check: Callable[[], None],
 ) -> Iterator[tuple[Any, Microbatch]]:
     check()
-    batches, end = iter(loader), object()
-    source = getattr(loader, "iterable", loader)  # of a bar of tqdm
-    next_batch = next(batches, end)
-    reading = source.latest_pass() if isinstance(source, Resumable) else None
-    if reading is not None:  # for the position in a checkpoint
-        reading.is_read_ahead = True
+    batches, end, ahead = iter(loader), object(), LookAhead()
+    next_batch = ahead.next(batches, end)
     weights: list[float] = []
     is_first = not current_model().training.computes_lazily
     while next_batch is not end:
-        batch, next_batch = next_batch, next(batches, end)
+        batch, next_batch = next_batch, ahead.next(batches, end)
         weights.append(1.0 if weight is None else _checked_weight(weight(batch)))
         is_final = len(weights) == steps or next_batch is end
 
@@ -167,8 +163,7 @@ def _accumulate(
                     "averaged nor a mean. Enter `with sync:` for each microbatch. Skip only its contents."
                 )
             weights = []
-    if reading is not None:
-        reading.is_read_ahead = False
+    ahead.end()
 
 
 @contextmanager

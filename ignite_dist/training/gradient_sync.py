@@ -74,7 +74,8 @@ def no_sync(model: Module) -> Iterator[None]:
     """Context manager: backward passes in the block accumulate gradients and average nothing.
 
     The next average is over the accumulated sums. Run the forward and the backward pass in the block. If
-    gradients are averaged in the step, or never, ``no_sync`` changes nothing.
+    gradients are averaged in the step, or never, ``no_sync`` changes nothing. With ``strategy="fsdp"`` it
+    changes nothing either: every pass averages, and the sums are the same.
 
     Args:
         model: the result of :func:`auto_model`, or a module that contains it. With Horovod, an

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ignite_dist as idist
+from on_ranks import on_ranks
 
 
 def on_two_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -184,3 +185,28 @@ def test_extremes_are_the_same_in_all_ways(
     # Over gloo in one round and as ints, and over shared memory as a whole and in chunks.
     sizes = [3, 40_000, 1_200_001]
     idist.spawn("gloo", _extremes, (dtype, sizes), nproc_per_node=world_size)
+
+
+@idist.one_rank_only(broadcast=True)
+def _inner() -> str:
+    return f"inner on {idist.get_rank()}"
+
+
+@idist.one_rank_only(with_barrier=True)
+def _inner_with_barrier() -> str:
+    return _inner()
+
+
+def _calls_another(_: int) -> tuple[Any, ...]:
+    outer = idist.one_rank_only(broadcast=True)(lambda: f"outer of {_inner()}")
+    before = outer(), idist.one_rank_only()(_inner)(), _inner_with_barrier(), _inner()
+    for_another = idist.one_rank_only(rank=1, broadcast=True)(_inner)
+    with pytest.raises((RuntimeError, idist.RankFailedError), match="Only rank 1 runs this function"):
+        for_another()
+    return *before, _inner()
+
+
+def test_a_function_of_one_rank_calls_another() -> None:
+    first, second = on_ranks(_calls_another)
+    assert first == ("outer of inner on 0", "inner on 0", "inner on 0", "inner on 0", "inner on 0")
+    assert second == ("outer of inner on 0", None, None, "inner on 0", "inner on 0")

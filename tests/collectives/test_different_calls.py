@@ -19,6 +19,10 @@ def _values(dtype: torch.dtype = torch.float32, *shape: int) -> torch.Tensor:
     return torch.ones(shape or (4,), dtype=dtype)
 
 
+def _of_lengths(lengths: range) -> list[torch.Tensor]:
+    return [_values(torch.float32, length) for length in lengths[: idist.get_world_size()]]
+
+
 def _entries() -> list[Any]:
     return ["text"] * idist.get_world_size()
 
@@ -58,6 +62,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "reduce_scatter": lambda: idist.reduce_scatter(_values(torch.float32, 6)),
     "reduce_scatter MAX": lambda: idist.reduce_scatter(_values(torch.float32, 6), "MAX"),
     "reduce_scatter of a list": lambda: idist.reduce_scatter([_values()] * idist.get_world_size()),
+    "reduce_scatter of rows": lambda: idist.reduce_scatter(_values(torch.float32, idist.get_world_size(), 4)),
+    "reduce_scatter of short and long": lambda: idist.reduce_scatter(_of_lengths(range(1, 9))),
+    "reduce_scatter of long and short": lambda: idist.reduce_scatter(_of_lengths(range(8, 0, -1))),
     "all_gather": lambda: idist.all_gather(_values()),
     "all_gather of doubles": lambda: idist.all_gather(_values(torch.float64, 2)),
     "all_gather of an object": lambda: idist.all_gather("text"),

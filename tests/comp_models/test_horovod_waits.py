@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,25 @@ def test_it_is_known_which_ranks_gradients_are_waited_for(
         idist.spawn("horovod", alone_in_two_sets, (tmp_path,), nproc_per_node=3)
     assert list(tmp_path.iterdir())
     assert info.value.error_type == "MissingRanksError" and "Rank 2 " in str(info.value)
+
+
+def late_for_an_asynchronous_call(_: int, folder: Path) -> None:
+    idist.watch_for_hangs(timedelta(seconds=1))
+    idist.barrier()  # opens the memory, over which the asynchronous call goes
+    if idist.get_rank() == 1:
+        while not (folder / "is told").exists():
+            time.sleep(0.02)
+    idist.barrier(async_op=True).wait()
+
+
+def test_the_watchdog_reports_a_wait_for_an_asynchronous_call(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    workers = idist.spawn("horovod", late_for_an_asynchronous_call, (tmp_path,), nproc_per_node=2, join=False)
+    said = ""
+    while "A collective has waited" not in said and "raised an error" not in said:
+        time.sleep(0.05)
+        said += "".join(capfd.readouterr())
+    (tmp_path / "is told").touch()
+    workers.join()
+    assert "raised an error" not in said

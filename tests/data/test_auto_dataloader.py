@@ -272,6 +272,7 @@ class Elsewhere(SerialModel):
 
 
 def test_a_batch_of_any_structure_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = idist.to_device  # the serial model is replaced after an import
     monkeypatch.setattr(live, "_model", Elsewhere(len(sys.modules)))
     one = torch.ones(2)
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
@@ -285,7 +286,7 @@ def test_a_batch_of_any_structure_moves(monkeypatch: pytest.MonkeyPatch) -> None
         "shape": one.shape,
         3: {1, 2},
     }
-    moved = idist.to_device(batch)
+    moved = move(batch)
     assert list(moved) == list(batch) and type(moved["sample"]) is Sample
     found = [moved["sample"].x, moved["sample"].y[0], moved["data"].images, moved["data"].more.images]
     assert all(tensor.is_meta for tensor in [*found, moved["default"]["a"][0]])
@@ -293,8 +294,8 @@ def test_a_batch_of_any_structure_moves(monkeypatch: pytest.MonkeyPatch) -> None
     assert moved["words"].moved_to == torch.device("meta") and batch["words"].moved_to is None
     assert moved["default"].default_factory is list
     assert moved["deque"][0].is_meta and moved["deque"].maxlen == 3 and type(moved["shape"]) is torch.Size
-    assert idist.to_device(UserDict(a=one))["a"].is_meta
-    assert idist.to_device(packed).data.is_meta and not idist.to_device(packed).batch_sizes.is_meta
+    assert move(UserDict(a=one))["a"].is_meta
+    assert move(packed).data.is_meta and not move(packed).batch_sizes.is_meta
     assert not one.is_meta and not batch["data"].images.is_meta  # the batch itself is as it was
 
 

@@ -7,6 +7,7 @@ from torch.nn import BatchNorm1d, Linear, Sequential
 
 import ignite_dist as idist
 from ignite_dist.data.samplers import ExactSampler
+from on_ranks import on_ranks, warned
 
 
 def _alone(rank: int) -> str:
@@ -30,3 +31,12 @@ def _alone(rank: int) -> str:
 
 def test_without_buffers_to_share_a_rank_may_make_a_pass_alone() -> None:
     assert idist.spawn("gloo", _alone, nproc_per_node=2) == ["done"] * 2
+
+
+def _with_any_batch_size(_: int) -> list[str]:
+    _, warnings = warned(lambda: idist.auto_dataloader(list(range(6)), batch_size=3, exact=True))
+    return warnings
+
+
+def test_an_evaluation_with_any_batch_size_warns_of_nothing() -> None:
+    assert on_ranks(_with_any_batch_size) == [[], []]

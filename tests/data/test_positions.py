@@ -72,6 +72,30 @@ def test_a_stream_that_draws_random_numbers_goes_on_with_the_same_ones(tmp_path:
     assert lists(again) == rest
 
 
+class Shuffled(IterableDataset[int]):
+    """Draws its order when the pass begins, after torch has drawn the seed of the workers."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(12).tolist()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_shuffles_goes_on_in_its_order(num_workers: int, tmp_path: Path) -> None:
+    def loader() -> Any:
+        return idist.auto_dataloader(Shuffled(), batch_size=4, shard=True, num_workers=num_workers)
+
+    torch.manual_seed(1)
+    one = loader()
+    batches = iter(one)
+    next(batches)
+    idist.save_checkpoint(tmp_path / "run.pt", loader=one)
+    rest = [batch.tolist() for batch in batches]
+    torch.manual_seed(2)
+    again = loader()
+    idist.load_checkpoint(tmp_path / "run.pt", loader=again)
+    assert lists(again) == rest
+
+
 # --- epochs ------------------------------------------------------------------------------------------
 
 
@@ -156,6 +180,40 @@ def test_set_epoch_reaches_what_has_it_and_is_called_again_only_if_the_script_di
 ) -> None:
     for rest, of_resumed in [epochs(0, kind, sets), *on_ranks(epochs, kind, sets)]:
         assert rest == of_resumed != []
+
+
+@pytest.mark.parametrize("persists", [False, True])
+def test_set_epoch_reaches_the_data_set_of_workers(persists: bool) -> None:
+    loader = idist.auto_dataloader(Augmented(), batch_size=16, num_workers=1, persistent_workers=persists)
+    found = []
+    for epoch in (0, 3, 5):
+        loader.set_epoch(epoch)
+        found.append(min(min(batch) for batch in lists(loader)))
+    assert found == [0, 300, 500]
+
+
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "loader": lambda loader: loader,
+    "iter": iter,
+    "map": lambda loader: map(idist.to_device, loader),
+    "bar": idist.progress_bar,
+    "bar around a map": lambda loader: idist.progress_bar(map(idist.to_device, loader), disable=True),
+    "slice": lambda loader: islice(loader, 3),
+    "generator": lambda loader: (batch for batch in loader),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("num_batches", [1, 2, 3])
+def test_gradients_are_accumulated_around_any_iterable(around: str, num_batches: int) -> None:
+    loader, model = ordered(12, batch_size=4), torch.nn.Linear(1, 1)
+    microbatches = idist.accumulate_gradients(AROUND[around](loader), model, steps=1)
+    for number, (_, sync) in enumerate(microbatches, 1):
+        with sync:
+            pass
+        if number == num_batches:
+            break
+    assert loader.position()["batches"] == num_batches
 
 
 def epoch_of_a_running_pass(_: int) -> list[Any]:

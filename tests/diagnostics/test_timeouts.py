@@ -138,3 +138,21 @@ def _alone_in_a_group(local_rank: int, folder: Path, collective: bool) -> str:
 def test_a_group_that_only_some_of_its_ranks_make(collective: bool, tmp_path: Path) -> None:
     found = idist.spawn("gloo", _alone_in_a_group, (tmp_path, collective), nproc_per_node=3, timeout=TIMEOUT)
     assert "The group of ranks 0-1 is not complete: some of them have not made it" in found[0]
+
+
+def _is_late_for_a_sharded_model(local_rank: int, folder: Path) -> None:
+    model = idist.auto_model(torch.nn.Linear(2, 2), strategy="fsdp")
+    idist.barrier()
+    if local_rank == 1:
+        _wait_for(folder / "given up")
+        return
+    try:
+        model(torch.ones(1, 2))
+    finally:
+        (folder / "given up").touch()
+
+
+def test_a_sharded_model_is_named_by_what_the_script_calls(tmp_path: Path) -> None:
+    with pytest.raises(idist.RankFailedError) as caught:
+        idist.spawn("gloo", _is_late_for_a_sharded_model, (tmp_path,), nproc_per_node=2, timeout=TIMEOUT)
+    assert "Rank 1 did not come to forward at diagnostics/test_timeouts.py:" in str(caught.value)

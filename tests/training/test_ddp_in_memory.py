@@ -406,14 +406,14 @@ def test_a_rank_that_misses_a_local_pass_misses_no_call() -> None:
     assert on_ranks(_fails_before_a_local_pass) == [[[0, 1]] * 2] * 2
 
 
-def _interrupted(_: int) -> None:
+def _interrupted(_: int, width: int) -> None:
     """Rank 0 is interrupted while it waits for rank 1 in the first of several buckets."""
     control = idist.new_group([0, 1])
     os.environ[VARIABLE] = "0"
     idist.barrier(control)
     del os.environ[VARIABLE]
-    model = idist.auto_model(Sequential(*(Linear(30, 30) for _ in range(4))), bucket_cap_mb=1e-5)
-    data = torch.ones(2, 30) * (idist.get_rank() + 1)
+    model = idist.auto_model(Sequential(*(Linear(width, width) for _ in range(4))), bucket_cap_mb=1e-5)
+    data = torch.ones(2, width) * (idist.get_rank() + 1)
     for _ in range(2):
         model(data).sum().backward()
     loss = model(data).sum()
@@ -437,8 +437,9 @@ def all_equal(gradients: list[Any]) -> bool:
     return torch.equal(*idist.all_gather(flat[None]).unbind())
 
 
-def test_an_interrupt_in_a_backward_pass_is_raised_at_its_end() -> None:
-    on_ranks(_interrupted)
+@pytest.mark.parametrize("width", [30, 160])  # 160: more than 64 KB in one step
+def test_an_interrupt_in_a_backward_pass_is_raised_at_its_end(width: int) -> None:
+    on_ranks(_interrupted, width)
 
 
 def _raises_in_a_pass(rank: int) -> list[str]:

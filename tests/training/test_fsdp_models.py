@@ -316,3 +316,23 @@ def _experts(rank: int, folder: Path) -> list[str]:
 
 def test_parameters_that_fsdp_ignores_are_each_ranks_own(tmp_path: Path) -> None:
     assert idist.spawn("gloo", _experts, (tmp_path,), nproc_per_node=2) == [[], []]
+
+
+def _gradient_after_zero_grad(_: int, strategy: str) -> float:
+    judge = idist.auto_model(Linear(1, 1, bias=False), strategy=strategy)
+    optimizer = idist.auto_optim(torch.optim.SGD(judge.parameters(), lr=0.1))
+    with idist.no_sync(judge):  # of the other model's step: nobody needs these gradients
+        judge(torch.full((1, 1), 100.0)).sum().backward()
+    optimizer.zero_grad()
+    with idist.no_sync(judge):
+        judge(torch.ones(1, 1)).sum().backward()
+    judge(torch.ones(1, 1)).sum().backward()
+    (gradient,) = (parameter.grad for parameter in judge.parameters())
+    return float(getattr(gradient, "full_tensor", lambda: gradient)())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_zero_grad_drops_gradients_that_no_sync_has_accumulated(strategy: str, world_size: int) -> None:
+    found = idist.spawn("gloo", _gradient_after_zero_grad, (strategy,), nproc_per_node=world_size)
+    assert found == [2.0] * world_size

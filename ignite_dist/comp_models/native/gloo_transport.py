@@ -50,6 +50,7 @@ class _Models:
 
     def __init__(self) -> None:
         self.numbers = count(1)
+        self.tokens = count(-1, -1)  # those of public functions are positive
         self.left_passes: set[int] = set()
 
 
@@ -67,12 +68,14 @@ class _ReducerCollectives:
         self, transport: GlooTransport, group: Group, models: _Models, wrapper: DistributedDataParallel
     ) -> None:
         self._transport, self._group, self._models = transport, group, models
-        number = next(models.numbers)
-        self._model, self._wrapper = f"model {number}", weakref.ref(wrapper)
-        self._token = -number  # the broadcasts of a forward pass are one call. Other tokens are positive.
+        self._model, self._wrapper = f"model {next(models.numbers)}", weakref.ref(wrapper)
+        self._token = next(models.tokens)  # the broadcasts of a forward pass are one call
 
     def leave_pass(self, number: int) -> None:
         self._models.left_passes.add(number)
+
+    def leave_forward_pass(self) -> None:
+        self._token = next(self._models.tokens)
 
     def has_left(self, number: int) -> bool:
         return number >= 0 and number in self._models.left_passes

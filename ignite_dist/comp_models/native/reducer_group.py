@@ -70,7 +70,11 @@ class ReducerGroup(ProcessGroup):
         work = self._in_memory.broadcast(tensors[0], options.rootRank)
         if work is None:
             return self._handle.broadcast(tensors, options)
-        work.wait()
+        try:
+            work.wait()
+        except BaseException:
+            self._in_memory.leave_forward_pass()
+            raise
         return _Completed(tensors)
 
 
@@ -92,6 +96,9 @@ class ReducerCollectives(Protocol):
 
     def leave_pass(self, number: int) -> None:
         """Note that this rank sends no more gradients in the backward pass ``number``; -1 is no pass."""
+
+    def leave_forward_pass(self) -> None:
+        """Note that the next broadcast of this rank is in another forward pass."""
 
     def has_left(self, number: int) -> bool:
         """True if this rank has left the pass, for whichever model of the process group."""

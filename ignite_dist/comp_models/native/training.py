@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ignite_dist.comp_models.base import ComputationModel
     from ignite_dist.comp_models.native.transport import NativeTransport
 
-_LOCAL = "_ignite_dist_local"  # attribute of an FSDP2 module while it does not synchronise gradients
 _REPLACED = "_ignite_dist_replaced"  # attribute of a parameter that FSDP2 has replaced by a sharded one
 
 
@@ -199,8 +198,11 @@ def _averaging_in_block(model: Module) -> Iterator[None]:
 
 @contextmanager
 def _accumulating(model: Module) -> Iterator[None]:
-    """Keep every DDP and FSDP2 module, and every replica, in ``model`` from synchronising gradients."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    """Keep every DDP module, and every replica, in ``model`` from averaging gradients.
+
+    FSDP2 averages in each backward pass, which gives the same sums. Otherwise it would keep the gradients of
+    whole parameters, which need more memory, outside of ``grad``, where ``zero_grad`` does not drop them.
+    """
     with ExitStack() as stack:
         stack.enter_context(replicas.local_in_block(model))
         for module in model.modules():
@@ -211,13 +213,6 @@ def _accumulating(model: Module) -> Iterator[None]:
                         "torch learns the graph from it. Do not accumulate before it, or omit static_graph."
                     )
                 stack.enter_context(module.no_sync())
-            elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
-                if vars(module).get(_LOCAL):  # an outer block turns synchronisation on again
-                    continue
-                setattr(module, _LOCAL, True)
-                module.set_requires_gradient_sync(False, recurse=False)
-                stack.callback(module.set_requires_gradient_sync, True, recurse=False)
-                stack.callback(vars(module).pop, _LOCAL)
         yield
 
 

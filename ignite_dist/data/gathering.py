@@ -159,6 +159,15 @@ class _Column:
         return torch.empty((0, *self.row_shape), dtype=self.dtype, device=place)
 
 
+def _describe(layout: tuple[str, list[_Column]]) -> str:
+    structure, columns = layout
+    kinds = [
+        column.kind if column.dtype is None else f"{column.kind} of {column.dtype} rows {column.row_shape}"
+        for column in columns
+    ]
+    return ", ".join(kinds) + ("" if structure == "." else f" in {structure}")
+
+
 def _common_columns(ranks: Sequence[int], columns_by_rank: Sequence[Any], counts: list[int]) -> Any:
     """The tree of :class:`_Column` that all ranks with samples share. ``counts``: samples of each rank."""
     found: Any = None
@@ -184,7 +193,7 @@ def _common_columns(ranks: Sequence[int], columns_by_rank: Sequence[Any], counts
         elif found != layout:
             raise CollectiveMismatchError(
                 "gather_in_order needs the same structure, shapes and dtypes on every rank. Rank "
-                f"{first} has {found}, rank {rank} has {layout}."
+                f"{first} has {_describe(found)}, rank {rank} has {_describe(layout)}."
             )
     return None if found is None else template
 

@@ -138,7 +138,7 @@ _LATER = {
     "ignite_dist.training.wrapped_models": ("mark_forward_method", "unwrap_model"),
 }
 _MODULE_OF = {name: module for module, names in _LATER.items() for name in names}
-_MODULES = ("auto", "data", "launcher", "training", "utils")
+_MODULES = ("auto", "data", "launcher", "training", "utils", "workers")
 _OLD_NAMES = {
     "accumulate": "accumulate_gradients",
     "interrupted": "any_interrupted",

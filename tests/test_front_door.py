@@ -272,3 +272,52 @@ def test_using_it_imports_nothing_heavy_either() -> None:
     )
     ended = helpers.run_new_python("-c", USE, *heavy)
     assert ended.stdout.splitlines()[-1] == before.stdout.splitlines()[-1], ended.stdout
+
+
+IMPORTS_IN_A_THREAD = """
+import itertools, sys, threading
+import ignite_dist as idist
+ended = threading.Event()
+def imports():
+    for number in itertools.count():
+        if ended.is_set():
+            return
+        sys.modules[f"module_{number}"] = sys
+        if number > 100:
+            del sys.modules[f"module_{number - 100}"]
+sys.setswitchinterval(1e-6)
+thread = threading.Thread(target=imports)
+thread.start()
+try:
+    for name in idist.__all__:
+        getattr(idist, name)
+finally:
+    ended.set()
+    thread.join()
+"""
+FORKS_IN_AN_IMPORT = """
+import os, sys, threading, time
+import torch.distributed
+import ignite_dist as idist
+begun = threading.Event()
+class Slow:
+    def find_spec(name, path=None, target=None):
+        if name == "ignite_dist.comp_models.native.model":
+            begun.set()
+            time.sleep(0.5)
+sys.meta_path.insert(0, Slow)
+threading.Thread(target=idist.get_rank).start()
+begun.wait()
+pid = os.fork()
+if pid == 0:
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_names_are_used_while_another_thread_imports() -> None:
+    assert helpers.run_new_python("-c", IMPORTS_IN_A_THREAD).returncode == 0
+
+
+def test_a_fork_while_another_thread_imports_a_backend() -> None:
+    assert helpers.run_new_python("-c", FORKS_IN_AN_IMPORT).stdout == "7\n"

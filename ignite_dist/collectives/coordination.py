@@ -29,7 +29,7 @@ from ignite_dist.internals.arguments import as_int
 from ignite_dist.internals.ranks import describe_by_rank
 from ignite_dist.internals.tracing import untraced
 from ignite_dist.values import serialization
-from ignite_dist.values.calls import Call
+from ignite_dist.values.calls import Call, whole_call
 
 _logger = logging.getLogger(__name__)
 
@@ -306,6 +306,9 @@ def one_rank_only(
 ) -> Callable[[_Function], _Function]:
     """Decorator: the function runs on one rank. On the other ranks a call returns None at once.
 
+    If the function calls another function of ``one_rank_only`` for the same rank, that one runs without the
+    other ranks.
+
     Args:
         rank: the global rank that runs the function, a rank of the group. If the group lacks rank 0, the
             default 0 stands for the group's first rank.
@@ -317,11 +320,9 @@ def one_rank_only(
             group (with XLA after it has taken part in the collectives). Without ``with_barrier`` and
             ``broadcast`` no group of a list is made.
 
-    In the function, a call of another function of ``one_rank_only`` for the same rank runs without the other
-    ranks, whatever its arguments.
-
     Raises:
-        RuntimeError: such a call is for another rank, with ``with_barrier`` or ``broadcast``.
+        RuntimeError: the function calls a function of ``one_rank_only`` for another rank, with
+            ``with_barrier`` or ``broadcast``.
         RankFailedError: on every other rank if the function raises, with ``with_barrier`` or ``broadcast``.
         ValueError: ``rank`` is not an int, or not in the group (without a group: not in the world, with
             ``with_barrier`` or ``broadcast``); or ``group`` is not a group. Nothing was sent.
@@ -358,11 +359,13 @@ def one_rank_only(
                     return function(*args, **kwargs)
 
             if is_skipped:
-                one = rank if group is None else _one_of(model.groups.ranks_of(group), rank)
-                if needs_others and model.get_rank() != one:
+                ranks = None if group is None else model.groups.ranks_of(group)
+                one = rank if ranks is None else _one_of(ranks, rank)
+                is_member_of_group = ranks is None or model.get_rank() in ranks
+                if needs_others and is_member_of_group and model.get_rank() != one:
                     raise RuntimeError(
-                        f"Only rank {model.get_rank()} runs this function of one_rank_only, and the call is "
-                        f"for rank {one}. Make the call on all ranks, outside of the function."
+                        f"Rank {model.get_rank()} alone runs a function of one_rank_only, which calls one "
+                        f"for rank {one}. Call the second function on all ranks."
                     )
                 return run() if model.get_rank() == one else None
             one = _one_of(members.ranks, rank)
@@ -383,10 +386,11 @@ _running = _Running()
 @contextmanager
 def _only_this_rank() -> Iterator[None]:
     before, _running.is_alone = _running.is_alone, True
+    token, whole_call.token = whole_call.token, 0  # the user's code makes calls of its own
     try:
         yield
     finally:
-        _running.is_alone = before
+        _running.is_alone, whole_call.token = before, token
 
 
 def _one_of(ranks: Sequence[int], rank: Any) -> int:

@@ -36,8 +36,8 @@ def new_token() -> int:
 def one_call(function: _Function) -> _Function:
     """Decorator: the collectives of the function are one call, which an interrupt ends as a whole.
 
-    Without it, a rank that is interrupted after the first collective would meet the second collective of the
-    other ranks with its next call, and stay one call ahead of them.
+    Without it, the next call of an interrupted rank would be matched with the second collective of the other
+    ranks, and the rank would stay one call ahead of them.
     """
 
     @wraps(function)

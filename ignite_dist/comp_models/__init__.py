@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ignite_dist.comp_models.base import ComputationModel, Group
@@ -52,6 +53,8 @@ def _import_later(name: str) -> Any:
         return registered_computation_models.named(_MODELS[name])
     if name in _SUPPORT:
         return bool(registered_computation_models.named(_SUPPORT[name]).available_backends)
+    if name in ("native", "horovod", "xla"):
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

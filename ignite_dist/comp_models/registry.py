@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar, overload
 
 from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.internals.call_sites import add_library
+from ignite_dist.internals.tracing import untrace_package
 
 ENTRY_POINT_GROUP = "ignite_dist.computation_models"
 
@@ -23,12 +24,12 @@ class Declared(NamedTuple):
     Attributes:
         name: the model's name.
         library: the model's library. Until it is imported, no context of the model can be live.
-        place: ``"module:class"``.
+        path: ``"module:class"``.
     """
 
     name: str
     library: str
-    place: str
+    path: str
 
 
 class Registry(Sequence[type[ComputationModel]]):
@@ -65,22 +66,31 @@ class Registry(Sequence[type[ComputationModel]]):
 
     def named(self, name: str) -> type[ComputationModel]:
         """The registered model with this name."""
-        return self._load([kind.name for kind in self._models].index(name))
+        return self._load([model.name for model in self._models].index(name))
 
     def with_imported_library(self) -> list[type[ComputationModel]]:
         """The models whose library has been imported. Only these may have a live context."""
         self._find_entry_points()
-        kinds = list(enumerate(self._models))
-        return [self._load(position) for position, kind in kinds if kind.library in sys.modules]
+        known = list(enumerate(self._models))
+        return [self._load(position) for position, model in known if model.library in sys.modules]
+
+    def loaded(self) -> list[type[ComputationModel]]:
+        """The models that have been imported. Imports nothing."""
+        return [model for model in self._models if not isinstance(model, Declared)]
+
+    def renew_lock(self) -> None:
+        """In a forked child: a thread of the parent may hold the lock."""
+        self._loading = threading.RLock()
 
     def _load(self, position: int) -> type[ComputationModel]:
-        kind = self._models[position]
-        if isinstance(kind, Declared):
-            model: type[ComputationModel] = resolve_name(kind.place)
+        known = self._models[position]
+        if isinstance(known, Declared):
+            model: type[ComputationModel] = resolve_name(known.path)
             add_library(model.__module__)
+            untrace_package("ignite_dist")
             self._models[position] = model
             return model
-        return kind
+        return known
 
     def _find_entry_points(self) -> None:
         """Load the entry points once. A broken one raises at every call, as in ``environments.registry``."""
@@ -110,7 +120,7 @@ class Registry(Sequence[type[ComputationModel]]):
     def __getitem__(self, position: slice) -> Sequence[type[ComputationModel]]: ...
     def __getitem__(self, position: int | slice) -> type[ComputationModel] | Sequence[type[ComputationModel]]:
         if isinstance(position, slice):
-            return [self[place] for place in range(*position.indices(len(self)))]
+            return [self[index] for index in range(*position.indices(len(self)))]
         return self._load(range(len(self))[position])
 
     def __len__(self) -> int:

@@ -8,6 +8,8 @@ exit does not end the context.
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from torch.utils.data import get_worker_info
@@ -75,11 +77,18 @@ class WorkOfParent(Work):
         return True
 
 
+def before_fork() -> None:
+    """Import what :func:`after_fork` needs: an import in the child may wait for a thread of the parent."""
+    with suppress(ImportError):  # of a broken entry point, which the next call raises
+        registered_computation_models.with_imported_library()
+
+
 def after_fork(model: ComputationModel) -> None:
     """Record the inherited contexts in a forked child. ``model`` is the current model."""
     global _parent
-    for kind in registered_computation_models.with_imported_library():
-        mark = kind.prepare_forked_child()
+    registered_computation_models.renew_lock()
+    for kind in registered_computation_models.loaded():
+        mark = kind.prepare_forked_child() if kind.library in sys.modules else None
         if mark is not None:
             _inherited.append(mark)
             _parent = _parent or os.getppid()  # a fork of a fork: the first of them

@@ -27,7 +27,7 @@ _UTILS = "ignite.distributed.utils"
 
 def context_began(model: ComputationModel) -> None:
     """Set the context of ``model`` in ignite: now if ignite is imported, else after its import."""
-    if model.library not in ("torch.distributed", "horovod.torch"):
+    if model.name not in ("native-dist", "horovod-dist"):
         return
     _import_hook.forget()
     utils = sys.modules.get(_UTILS)
@@ -49,7 +49,7 @@ def _set_ignite_model(utils: Any, model: ComputationModel) -> None:
     if not model.is_current():
         return
     topology = model.known_topology()
-    if model.library != "torch.distributed":
+    if model.name != "native-dist":
         utils.sync()  # not a collective over Horovod
     elif topology is not None:
         utils._set_model(_native_model(topology))

@@ -39,7 +39,7 @@ def _after_fork_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    os.register_at_fork(before=forks.before_fork, after_in_child=_after_fork_in_child)
 
 
 # --- resolving ---------------------------------------------------------------------------------------
@@ -121,13 +121,13 @@ loader_workers.call_in_new_processes(_drop_serial_model)
 
 def _find_model_of_context() -> ComputationModel:
     """A model of the live context; a serial model if no context is live."""
-    kinds = registered_computation_models.with_imported_library()
-    for candidate in kinds:
+    loaded = registered_computation_models.with_imported_library()
+    for candidate in loaded:
         found = candidate.find()
         if found is not None:
             return found
     # A serial model itself detects contexts of torch.distributed and new imports.
-    others = [kind for kind in kinds if kind.name not in ("serial", "native-dist")]
+    others = [model for model in loaded if model.name not in ("serial", "native-dist")]
     num_modules = len(sys.modules)
     worker_model = loader_workers.model_of_worker(num_modules)
     if worker_model is not None:

@@ -104,9 +104,9 @@ class Progress:
     Attributes:
         epoch: of the pass.
         batches: number of batches of the epoch that the caller has received, with those before the pass.
-        is_read_ahead: True while the caller has batches, or knows of the end, and the training loop does not
-            yet: see :class:`LookAhead`.
-        num_ahead: number of these batches.
+        num_ahead: number of batches that were read and not yet given to the training loop: see
+            :class:`LookAhead`.
+        num_look_aheads: number of times that a look-ahead has read from the pass, or found its end.
         is_exhausted: True if the caller has received the last batch and asked for another.
         is_left: True if the script has set the loader's epoch after the last batch that it has received.
         states: the random states before the first batch, for a stream.
@@ -116,8 +116,13 @@ class Progress:
     def __init__(self, epoch: int, batches: int, states: RandomStates | None, has_workers: bool) -> None:
         self.epoch, self.batches, self.states, self.has_workers = epoch, batches, states, has_workers
         self._num_before = batches
-        self.is_read_ahead = self.is_exhausted = self.is_left = False
-        self.num_ahead = 0
+        self.is_exhausted = self.is_left = False
+        self.num_ahead = self.num_look_aheads = 0
+
+    @property
+    def is_read_ahead(self) -> bool:
+        """True while batches, or the end, have been read and not yet given to the training loop."""
+        return self.num_look_aheads > 0
 
     def is_counted(self) -> bool:
         """True if the position may be in this pass. A pass that has ended is in the epoch before."""
@@ -135,33 +140,40 @@ class Progress:
 class LookAhead:
     """Reads one item ahead of the training loop, through any iterators around passes.
 
-    The passes that the item advances are read ahead until the next item is asked for.
+    The passes that the item advances are read ahead until the next item has been read.
     """
 
     def __init__(self) -> None:
-        self._passes: list[Progress] = []
+        self._advanced: list[tuple[Progress, int]] = []  # and by how many batches
 
     def next(self, items: Iterator[Any], default: Any) -> Any:
-        """``next(items, default)``."""
-        self.end()
-        outer, _advanced.passes = _advanced.passes, self._passes
+        """``next(items, default)``. If it raises, what was read stays read ahead."""
+        received = len(self._advanced)
+        outer = _reading.look_aheads
+        _reading.look_aheads = (*outer, self._advanced)
         try:
-            return next(items, default)
+            item = next(items, default)
         finally:
-            _advanced.passes = outer
+            _reading.look_aheads = outer
+        self._give(received)
+        return item
 
     def end(self) -> None:
-        """The training loop knows what has been read."""
-        for progress in self._passes:
-            progress.is_read_ahead, progress.num_ahead = False, 0
-        self._passes.clear()
+        """Note that the training loop has received what was read."""
+        self._give(len(self._advanced))
+
+    def _give(self, count: int) -> None:
+        for progress, num_batches in self._advanced[:count]:
+            progress.num_ahead -= num_batches
+            progress.num_look_aheads -= 1
+        del self._advanced[:count]
 
 
-class _Advanced(threading.local):
-    passes: list[Progress] | None = None  # of the look-ahead in this thread
+class _Reading(threading.local):
+    look_aheads: tuple[list[tuple[Progress, int]], ...] = ()  # of this thread, one inside of another
 
 
-_advanced = _Advanced()
+_reading = _Reading()
 
 
 class Pass:
@@ -205,11 +217,10 @@ class Pass:
         return batch
 
     def _note_look_ahead(self, num_batches: int) -> None:
-        passes = _advanced.passes
-        if passes is not None:
-            passes.append(self.progress)
-            self.progress.is_read_ahead = True
+        for advanced in _reading.look_aheads:
+            advanced.append((self.progress, num_batches))
             self.progress.num_ahead += num_batches
+            self.progress.num_look_aheads += 1
 
 
 class Resumable:

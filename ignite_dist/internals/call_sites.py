@@ -135,7 +135,8 @@ _WRAPPER_MODULES = (
     *("torch.distributed.c10d_logger", "torch.nn.modules.module", "contextlib", "torch._dynamo.eval_frame"),
     "torch.distributed.fsdp._fully_shard._fsdp_common",
 )
-# Hooks that torch runs for a function which users call.
+# Hooks that FSDP2 runs for a function which users call.
+_FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _CALLED_AS = {"_pre_forward": "forward", "_post_forward": "forward"}
 
 
@@ -143,10 +144,13 @@ def function_called(frame: FrameType | None) -> str:
     """Name of the library function that the user's code has called, for example ``"all_reduce"``."""
     name = "?"
     while frame is not None and is_library(frame):
-        if frame.f_globals.get("__name__") not in _WRAPPER_MODULES:
+        module = frame.f_globals.get("__name__")
+        if module not in _WRAPPER_MODULES:
             name = frame.f_code.co_name
+            if module == _FSDP_MODULE:
+                name = _CALLED_AS.get(name, name)
         frame = frame.f_back
-    return _CALLED_AS.get(name, name)
+    return name
 
 
 def site_of(frame: FrameType | None) -> str:

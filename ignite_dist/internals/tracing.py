@@ -85,9 +85,10 @@ _untraced_modules: set[str] = set()
 def untrace_package(package: str) -> None:
     """Make all unmarked functions and methods in the package's imported modules :func:`untraced`."""
     prefix = f"{package}."
-    for name, module in [item for item in sys.modules.items() if item[0].startswith(prefix)]:
-        is_imported = not getattr(module.__spec__, "_initializing", False)
-        if not is_imported or name in _untraced_modules:
+    for name, module in list(sys.modules.items()):  # a copy: another thread may import
+        if name in _untraced_modules or not name.startswith(prefix):
+            continue
+        if getattr(module.__spec__, "_initializing", False):
             continue
         _untraced_modules.add(name)
         for member in list(vars(module).values()):

@@ -201,7 +201,7 @@ def _calls_another(_: int) -> tuple[Any, ...]:
     outer = idist.one_rank_only(broadcast=True)(lambda: f"outer of {_inner()}")
     before = outer(), idist.one_rank_only()(_inner)(), _inner_with_barrier(), _inner()
     for_another = idist.one_rank_only(rank=1, broadcast=True)(_inner)
-    with pytest.raises((RuntimeError, idist.RankFailedError), match="Only rank 1 runs this function"):
+    with pytest.raises((RuntimeError, idist.RankFailedError), match="Rank 1 alone runs a function"):
         for_another()
     return *before, _inner()
 
@@ -210,3 +210,21 @@ def test_a_function_of_one_rank_calls_another() -> None:
     first, second = on_ranks(_calls_another)
     assert first == ("outer of inner on 0", "inner on 0", "inner on 0", "inner on 0", "inner on 0")
     assert second == ("outer of inner on 0", None, None, "inner on 0", "inner on 0")
+
+
+def _calls_in_groups(rank: int) -> tuple[Any, ...]:
+    first, ends, last = [0, 1], [0, 2], [1, 2]
+    nobodys = idist.one_rank_only(broadcast=True)(
+        lambda: ("outer", idist.one_rank_only(broadcast=True, group=last)(_inner)())
+    )
+    sums = idist.one_rank_only(broadcast=True, group=first)(
+        lambda: [idist.all_reduce(number, group=ends) for number in (1, 2)]
+    )
+    for group in (first, ends, last):
+        idist.all_reduce(0, group=group)
+    found = sums() if rank < 2 else [idist.all_reduce(number, group=ends) for number in (1, 2)]
+    return found, nobodys(), idist.all_reduce(rank)
+
+
+def test_a_function_of_one_rank_makes_calls_of_other_groups() -> None:
+    assert on_ranks(_calls_in_groups, world_size=3) == [([2, 4], ("outer", None), 3)] * 3

@@ -1,7 +1,7 @@
 """Where CPU tensors, numbers and objects go in a context of NCCL, without a GPU.
 
-The transport believes that it has an accelerator. Copies of CPU tensors stand for tensors on the accelerator,
-and gloo carries them, so the values are real. What copies to a GPU cost is not proven here.
+The transport is told that it has an accelerator. Copies of CPU tensors stand for tensors on the accelerator,
+and gloo carries them, so the values are real. The cost of copies to a GPU is not measured.
 """
 
 from __future__ import annotations

@@ -216,6 +216,44 @@ def test_gradients_are_accumulated_around_any_iterable(around: str, num_batches:
     assert loader.position()["batches"] == num_batches
 
 
+class Breaks(Dataset[int]):
+    fails = True
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __getitem__(self, index: int) -> int:
+        if index == 6 and self.fails:
+            raise KeyboardInterrupt
+        return index
+
+
+def test_an_interrupt_of_the_look_ahead_loses_no_batch() -> None:
+    loader = idist.auto_dataloader(Breaks(), batch_size=1, shuffle=False)
+    received = []
+    with pytest.raises(KeyboardInterrupt):
+        for batch, sync in idist.accumulate_gradients(loader, torch.nn.Linear(1, 1), steps=2):
+            with sync:
+                received += batch.tolist()
+    assert received == [0, 1, 2, 3, 4] and loader.position()["batches"] == 5
+
+
+def test_one_look_ahead_inside_of_another() -> None:
+    loader, model = ordered(12, batch_size=2), torch.nn.Linear(1, 1)
+
+    def inner() -> Iterator[Any]:
+        for batch, sync in idist.accumulate_gradients(loader, model, steps=1):
+            with sync:
+                yield batch
+
+    for number, (_, sync) in enumerate(idist.accumulate_gradients(inner(), model, steps=1), 1):
+        with sync:
+            pass
+        if number == 3:
+            break
+    assert loader.position()["batches"] == 3
+
+
 def epoch_of_a_running_pass(_: int) -> list[Any]:
     def loader() -> Any:
         return idist.auto_dataloader(DATA, batch_size=4, shuffle=True, seed=0)

@@ -1,7 +1,7 @@
 """The transport of contexts whose backend carries tensors of an accelerator only, as NCCL does.
 
-CPU tensors, numbers, objects and the messages in which ranks agree go over shared memory on one machine: such
-a call does not wait for the accelerator. In other groups they are copied to the accelerator and back.
+On one machine, CPU tensors, numbers, objects and agreements of ranks go over shared memory, without waiting
+for the accelerator. In groups on several machines they are copied to the accelerator and back.
 """
 
 from __future__ import annotations

@@ -127,14 +127,14 @@ def _unblock_sigint() -> None:
     signal.signal(signal.SIGINT, action)
 
 
-def _import_rooms() -> None:
-    """Import all modules of this package that workers may need, which the package itself imports late."""
+def _import_package() -> None:
+    """Import the whole package, which by itself imports half of its modules late."""
     package = import_module("ignite_dist")
     for name in package.__all__:
         getattr(package, name)
 
 
-_import_rooms()
+_import_package()
 _server_pid = os.getpid()
 # A garbage collection in a worker would write to all objects, and so copy the memory shared with this server.
 gc.freeze()

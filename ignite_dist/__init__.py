@@ -59,6 +59,7 @@ from ignite_dist.errors import (
     WorkerRaisedError,
     original_exception,
 )
+from ignite_dist.internals import limits
 from ignite_dist.internals.tracing import untrace_package
 from ignite_dist.values.safe_objects import safe_objects
 
@@ -150,12 +151,17 @@ _OLD_NAMES = {
 
 def _import_later(name: str) -> Any:
     known = _OLD_NAMES.get(name, name)
-    if known in _MODULES:
-        value: Any = import_module(f"{__name__}.{known}")
-    elif known in _MODULE_OF:
-        value = getattr(import_module(_MODULE_OF[known]), known)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        if known in _MODULES:
+            value: Any = import_module(f"{__name__}.{known}")
+        elif known in _MODULE_OF:
+            value = getattr(import_module(_MODULE_OF[known]), known)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    except (MemoryError, OSError) as error:
+        if not limits.lacks_memory(error):
+            raise
+        raise limits.memory_error(name) from None
     untrace_package(__name__)
     globals()[name] = value
     return value

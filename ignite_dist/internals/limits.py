@@ -72,6 +72,16 @@ def _has_started_process(error: BaseException) -> bool:
     return not _STARTS.isdisjoint(name.lstrip("_") for name in names)
 
 
+def lacks_memory(error: MemoryError | OSError) -> bool:
+    """True for the system's error, and for Python's own, which has no text."""
+    return error.errno == errno.ENOMEM if isinstance(error, OSError) else not str(error)
+
+
+def memory_error(function: str) -> MemoryError:
+    """An error that says the limit of memory, if there is one."""
+    return MemoryError(f"{function} has no memory left. {sentences_about('MemoryError')}".rstrip())
+
+
 def check_files(num_needed: int, purpose: str) -> None:
     """Raise if this process cannot open ``num_needed`` more files.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -151,15 +150,9 @@ def spawn(
     except (DistributedError, KeyboardInterrupt) as error:
         raise error.with_traceback(None)  # noqa: B904  # the frames of the launcher would hide the message
     except (MemoryError, OSError) as error:
-        if not _lacks_memory(error):
+        if not limits.lacks_memory(error):
             raise
-        about = limits.sentences_about("MemoryError")
-        raise MemoryError(f"spawn has no memory left. {about}".rstrip()) from error
-
-
-def _lacks_memory(error: MemoryError | OSError) -> bool:
-    """True for the system's error, and for Python's own, which has no text."""
-    return error.errno == errno.ENOMEM if isinstance(error, OSError) else not str(error)
+        raise limits.memory_error("spawn") from error
 
 
 # Workers of spawn may start more workers. On a TPU pod, the hosts' processes connect by PJRT.

@@ -164,6 +164,8 @@ LITTLE_MEMORY = """
         return idist.all_reduce(1)
 
     if __name__ == "__main__":
+        if sys.argv[1] != "0":
+            idist.spawn  # imports the launcher
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         limit = mapped + int(sys.argv[1]) * 1_000_000

@@ -39,11 +39,22 @@ def one_call(function: _Function) -> _Function:
     Without it, the next call of an interrupted rank would be matched with the second collective of the other
     ranks, and the rank would stay one call ahead of them.
     """
+    return _with_token(new_token, function)
 
+
+def own_call(function: _Function) -> _Function:
+    """Decorator: as :func:`one_call`, and a call of its own also inside of another function.
+
+    For collectives that a rank makes in this function, and another rank maybe in another one.
+    """
+    return _with_token(lambda: next(_tokens), function)
+
+
+def _with_token(token: Callable[[], int], function: _Function) -> _Function:
     @wraps(function)
     @reported_as(function.__name__)
     def call(*args: Any, **kwargs: Any) -> Any:
-        outer, whole_call.token = whole_call.token, new_token()
+        outer, whole_call.token = whole_call.token, token()
         try:
             return function(*args, **kwargs)
         finally:

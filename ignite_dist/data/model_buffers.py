@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 
 from ignite_dist.collectives.buckets import broadcast_tensors
 from ignite_dist.collectives.checks import is_sharded
+from ignite_dist.collectives.interrupts import own_call
 from ignite_dist.collectives.path import perform
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps, Work
@@ -171,6 +172,7 @@ def _common_group(live: ComputationModel, trained_by: Group, group: Any) -> Grou
     return Group(None, (live.get_rank(),)) if len(common) == 1 else live.groups.resolve(common)
 
 
+@own_call
 def _share(live: ComputationModel, adapted: _GroupModels) -> None:
     def begin(group: Group) -> Work:
         return Steps(lambda: _share_now(live, replace(adapted, group=group)))

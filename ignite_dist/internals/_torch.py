@@ -96,6 +96,19 @@ _NAMES = (
         "would not be the one that scripts look at.",
         "none: passes begin at the first batch, with the order of the global random state",
     ),
+    *(
+        (
+            name,
+            "A wait in the forward pass of FSDP2 is recognized by these frames, and named forward.",
+            "such a wait is named after a function of torch",
+        )
+        for name in (
+            "torch._dynamo.eval_frame",
+            "torch.distributed.fsdp._fully_shard._fsdp_common",
+            "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_forward",
+            "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._post_forward",
+        )
+    ),
     (
         "torch.utils.data.DataLoader._iterator",
         "Persistent workers have a copy of the data set. New ones get the epoch that set_epoch gave it.",
@@ -375,6 +388,11 @@ def all_gather_into(
 
 DYNAMO = "torch._dynamo"
 """The module that the constructor of DDP imports."""
+WRAPPER_MODULES = ("torch._dynamo.eval_frame", "torch.distributed.fsdp._fully_shard._fsdp_common")
+"""Modules of functions that wrap others, in frames."""
+_FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+CALLED_AS = {(_FSDP_STATE, hook): "forward" for hook in ("_pre_forward", "_post_forward")}
+"""What users call when torch calls a function of a module."""
 FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
 """The ``__name__`` of this torch module, in its frames."""
 

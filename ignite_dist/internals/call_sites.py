@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ignite_dist.internals import _torch
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _MAX_SITE_LENGTH = 90
@@ -132,23 +134,18 @@ def reported_as(name: str) -> Callable[[_Function], _Function]:
 
 # Modules of functions that wrap the functions that users call, such as a model's forward().
 _WRAPPER_MODULES = (
-    *("torch.distributed.c10d_logger", "torch.nn.modules.module", "contextlib", "torch._dynamo.eval_frame"),
-    "torch.distributed.fsdp._fully_shard._fsdp_common",
+    *("torch.distributed.c10d_logger", "torch.nn.modules.module", "contextlib"),
+    *_torch.WRAPPER_MODULES,
 )
-# Hooks that FSDP2 runs for a function which users call.
-_FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_state"
-_CALLED_AS = {"_pre_forward": "forward", "_post_forward": "forward"}
 
 
 def function_called(frame: FrameType | None) -> str:
     """Name of the library function that the user's code has called, for example ``"all_reduce"``."""
     name = "?"
     while frame is not None and is_library(frame):
-        module = frame.f_globals.get("__name__")
+        module = str(frame.f_globals.get("__name__"))
         if module not in _WRAPPER_MODULES:
-            name = frame.f_code.co_name
-            if module == _FSDP_MODULE:
-                name = _CALLED_AS.get(name, name)
+            name = _torch.CALLED_AS.get((module, frame.f_code.co_name), frame.f_code.co_name)
         frame = frame.f_back
     return name
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ignite_dist.collectives.coordination import same_outcome
+from ignite_dist.collectives.interrupts import own_call
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Work
@@ -75,7 +76,7 @@ class PendingSave(Work):
             self._is_agreed = True
             _forget(self._model)
             try:
-                same_outcome(self._model, self._raise, "wait() of a save_checkpoint")
+                own_call(same_outcome)(self._model, self._raise, "wait() of a save_checkpoint")
             except Exception as error:
                 self._error = error
         self._raise()

@@ -165,7 +165,7 @@ LITTLE_MEMORY = """
 
     if __name__ == "__main__":
         if sys.argv[1] != "0":
-            idist.spawn  # imports the launcher
+            [getattr(idist, name) for name in idist.__all__]  # imports the whole package
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         limit = mapped + int(sys.argv[1]) * 1_000_000

@@ -112,7 +112,7 @@ if TYPE_CHECKING:
 
 untrace_package(__name__)  # for torch.compile
 
-# Half of the package is imported when the first of these names is used.
+# The modules that are imported when one of these names is first used.
 _LATER = {
     "ignite_dist.auto": ("auto_model", "auto_optim"),
     "ignite_dist.comp_models": ("has_hvd_support", "has_native_dist_support", "has_xla_support"),

@@ -274,7 +274,7 @@ def test_using_it_imports_nothing_heavy_either() -> None:
     assert ended.stdout.splitlines()[-1] == before.stdout.splitlines()[-1], ended.stdout
 
 
-IMPORTS_IN_A_THREAD = """
+READS_NAMES_WHILE_A_THREAD_IMPORTS = """
 import itertools, sys, threading
 import ignite_dist as idist
 ended = threading.Event()
@@ -295,7 +295,7 @@ finally:
     ended.set()
     thread.join()
 """
-FORKS_IN_AN_IMPORT = """
+FORKS_WHILE_A_THREAD_IMPORTS = """
 import os, sys, threading, time
 import torch.distributed
 import ignite_dist as idist
@@ -316,8 +316,8 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def test_names_are_used_while_another_thread_imports() -> None:
-    assert helpers.run_new_python("-c", IMPORTS_IN_A_THREAD).returncode == 0
+    assert helpers.run_new_python("-c", READS_NAMES_WHILE_A_THREAD_IMPORTS).returncode == 0
 
 
 def test_a_fork_while_another_thread_imports_a_backend() -> None:
-    assert helpers.run_new_python("-c", FORKS_IN_AN_IMPORT).stdout == "7\n"
+    assert helpers.run_new_python("-c", FORKS_WHILE_A_THREAD_IMPORTS).stdout == "7\n"

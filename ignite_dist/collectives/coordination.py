@@ -359,15 +359,16 @@ def one_rank_only(
                     return function(*args, **kwargs)
 
             if is_skipped:
-                ranks = None if group is None else model.groups.ranks_of(group)
-                one = rank if ranks is None else _one_of(ranks, rank)
-                is_member_of_group = ranks is None or model.get_rank() in ranks
-                if needs_others and is_member_of_group and model.get_rank() != one:
+                ranks = model.groups.ranks_of(group)
+                one = rank if group is None else _one_of(ranks, rank)
+                if model.get_rank() == one:
+                    return run()
+                if needs_others and model.get_rank() in ranks:
                     raise RuntimeError(
                         f"Rank {model.get_rank()} alone runs a function of one_rank_only, which calls one "
                         f"for rank {one}. Call the second function on all ranks."
                     )
-                return run() if model.get_rank() == one else None
+                return None
             one = _one_of(members.ranks, rank)
             return _run_on_one(model, members, one, run, broadcast)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,20 +16,12 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.context.live import current_model
 from ignite_dist.diagnostics import pending_calls
 from ignite_dist.internals.call_sites import reported_as
-from ignite_dist.values.calls import Call, whole_call
+from ignite_dist.values.calls import Call, new_token, own_token, whole_call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 latest_tokens: dict[int, int] = {}
 """The token of the call that each thread has begun last: see :class:`~ignite_dist.comp_models.Group`."""
-
-
-_tokens = itertools.count(1)
-
-
-def new_token() -> int:
-    """The token of the next call of this thread. All calls of a :func:`one_call` have the same."""
-    return whole_call.token or next(_tokens)
 
 
 def one_call(function: _Function) -> _Function:
@@ -45,9 +36,9 @@ def one_call(function: _Function) -> _Function:
 def own_call(function: _Function) -> _Function:
     """Decorator: as :func:`one_call`, and a call of its own also inside of another function.
 
-    For collectives that a rank makes in this function, and another rank maybe in another one.
+    For a function that one rank may call in a :func:`one_call`, and another rank outside of it.
     """
-    return _with_token(lambda: next(_tokens), function)
+    return _with_token(own_token, function)
 
 
 def _with_token(token: Callable[[], int], function: _Function) -> _Function:

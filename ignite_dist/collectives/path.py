@@ -7,11 +7,11 @@ from threading import get_ident
 from typing import Any, TypeVar
 
 from ignite_dist.collectives import progress
-from ignite_dist.collectives.interrupts import count_interrupted, is_interrupt, latest_tokens, new_token
+from ignite_dist.collectives.interrupts import count_interrupted, is_interrupt, latest_tokens
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.diagnostics.announcing import announce
-from ignite_dist.values.calls import call_of
+from ignite_dist.values.calls import call_of, new_token
 
 _Result = TypeVar("_Result")
 

@@ -220,19 +220,13 @@ def reduce_scatter(
         members,
         begin,
         outside=x,
-        value=x if isinstance(x, Tensor) else _describe_list(x),
+        value=x if isinstance(x, Tensor) else describe_layout([(part.dtype, part.shape) for part in x]),
         op=f"{op}, sync_grads=True" if sync_grads else op,
         begin_outside=lambda members: (
             Completed(None) if sync_grads else reduce_scatter_tensor(model, rows, op, members)
         ),
         async_op=async_op,
     )
-
-
-def _describe_list(tensors: Sequence[Tensor]) -> str:
-    layouts = [describe_layout((tensor.dtype, tensor.shape)) for tensor in tensors]
-    different = dict.fromkeys(layouts)
-    return f"a list of {len(tensors)} {layouts[0]}" if len(different) == 1 else f"[{', '.join(layouts)}]"
 
 
 def _check_gradient(op: str, out: Tensor | None, async_op: bool) -> None:

@@ -26,7 +26,7 @@ from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
 from ignite_dist.environments import devices
 from ignite_dist.internals import tracing
 from ignite_dist.internals.call_sites import warn_user
-from ignite_dist.values.calls import Call
+from ignite_dist.values.calls import Call, own_token
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,7 +52,6 @@ __all__ = [
 _Result = TypeVar("_Result")
 
 _PLACES = Call("the exchange of the ranks' machines")
-_PLACES_TOKEN = -(1 << 60)  # also inside of another function: see whole_call in values/calls.py
 
 # Getters that torch.compile may trace: its guards check the attributes that these methods read.
 _TRACED = frozenset(
@@ -289,7 +288,7 @@ class ComputationModel(ABC):
         return self._found_node_ranks
 
     def _exchange_places(self, node: str, local_rank: int | None) -> Topology:
-        group = self.groups.world.in_call(_PLACES, _PLACES_TOKEN)
+        group = self.groups.world.in_call(_PLACES, own_token())
         gathered = self.objects.gather_bytes(encode_place(node, local_rank), group)
         found, self._found_node_ranks = Topology.from_places(self.get_rank(), decode_places(gathered))
         return found

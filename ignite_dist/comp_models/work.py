@@ -150,7 +150,7 @@ class _Then(Work):
         self.needs_all = inner.needs_all
 
     @property
-    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]  # a pending call's change with time
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]  # they change while a call is pending
         return self._inner.ranks
 
     @property

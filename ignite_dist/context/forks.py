@@ -79,7 +79,7 @@ class WorkOfParent(Work):
 
 def before_fork() -> None:
     """Import what :func:`after_fork` needs: an import in the child may wait for a thread of the parent."""
-    with suppress(ImportError):  # of a broken entry point, which the next call raises
+    with suppress(ImportError):  # a broken entry point: the next call of idist raises this error
         registered_computation_models.with_imported_library()
 
 

@@ -24,6 +24,7 @@ from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.internals.arguments import as_int
 from ignite_dist.values import pytree
 from ignite_dist.values.arrays import is_array, tensor_of
+from ignite_dist.values.layouts import describe_layout
 from ignite_dist.values.safe_objects import register_safe
 
 
@@ -162,7 +163,9 @@ class _Column:
 def _describe(layout: tuple[str, list[_Column]]) -> str:
     structure, columns = layout
     kinds = [
-        column.kind if column.dtype is None else f"{column.kind} of {column.dtype} rows {column.row_shape}"
+        column.kind
+        if column.dtype is None
+        else f"{column.kind} with rows of {describe_layout((column.dtype, column.row_shape))}"
         for column in columns
     ]
     return ", ".join(kinds) + ("" if structure == "." else f" in {structure}")

@@ -116,7 +116,7 @@ def auto_dataloader(
             kwargs[batches] = BatchSamplerPart(kwargs[batches], *place)
     elif exact:
         kwargs["sampler"] = _exact_sampler(model, dataset, place, group, order, exact, kwargs)
-        batch_size = kwargs.get("batch_size") or 0
+        batch_size = kwargs.get("batch_size") or 0  # an evaluation has no steps, whose size would count
         if batch_size >= place.num_ranks:
             kwargs["batch_size"] = batch_size // place.num_ranks
     elif order.num_ranks_of_sampler is not None or not is_whole:

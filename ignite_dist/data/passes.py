@@ -104,9 +104,8 @@ class Progress:
     Attributes:
         epoch: of the pass.
         batches: number of batches of the epoch that the caller has received, with those before the pass.
-        num_ahead: number of batches that were read and not yet given to the training loop: see
-            :class:`LookAhead`.
-        num_look_aheads: number of times that a look-ahead has read from the pass, or found its end.
+        ahead: the numbers of batches that look-aheads have read and not yet given to the training loop; 0 is
+            the end of the pass. See :class:`LookAhead`.
         is_exhausted: True if the caller has received the last batch and asked for another.
         is_left: True if the script has set the loader's epoch after the last batch that it has received.
         states: the random states before the first batch, for a stream.
@@ -117,12 +116,12 @@ class Progress:
         self.epoch, self.batches, self.states, self.has_workers = epoch, batches, states, has_workers
         self._num_before = batches
         self.is_exhausted = self.is_left = False
-        self.num_ahead = self.num_look_aheads = 0
+        self.ahead: list[int] = []
 
     @property
     def is_read_ahead(self) -> bool:
         """True while batches, or the end, have been read and not yet given to the training loop."""
-        return self.num_look_aheads > 0
+        return bool(self.ahead)
 
     def is_counted(self) -> bool:
         """True if the position may be in this pass. A pass that has ended is in the epoch before."""
@@ -130,7 +129,7 @@ class Progress:
 
     def position(self) -> int:
         """The number of batches of the epoch that the training loop has received."""
-        return self.batches - self.num_ahead
+        return self.batches - sum(self.ahead)
 
     def num_received(self) -> int:
         """The number of batches of this pass that the training loop has received."""
@@ -138,16 +137,16 @@ class Progress:
 
 
 class LookAhead:
-    """Reads one item ahead of the training loop, through any iterators around passes.
+    """Reads one item ahead of the training loop. The item may come from any iterators around passes.
 
-    The passes that the item advances are read ahead until the next item has been read.
+    The batches of passes that are read for it are ahead of the training loop until the next item is read.
     """
 
     def __init__(self) -> None:
         self._advanced: list[tuple[Progress, int]] = []  # and by how many batches
 
     def next(self, items: Iterator[Any], default: Any) -> Any:
-        """``next(items, default)``. If it raises, what was read stays read ahead."""
+        """``next(items, default)``. If it raises, the batches read so far stay ahead of the training loop."""
         received = len(self._advanced)
         outer = _reading.look_aheads
         _reading.look_aheads = (*outer, self._advanced)
@@ -164,8 +163,7 @@ class LookAhead:
 
     def _give(self, count: int) -> None:
         for progress, num_batches in self._advanced[:count]:
-            progress.num_ahead -= num_batches
-            progress.num_look_aheads -= 1
+            progress.ahead.remove(num_batches)
         del self._advanced[:count]
 
 
@@ -219,8 +217,7 @@ class Pass:
     def _note_look_ahead(self, num_batches: int) -> None:
         for advanced in _reading.look_aheads:
             advanced.append((self.progress, num_batches))
-            self.progress.num_ahead += num_batches
-            self.progress.num_look_aheads += 1
+            self.progress.ahead.append(num_batches)
 
 
 class Resumable:

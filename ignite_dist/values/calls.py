@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import zlib
 from functools import lru_cache
@@ -46,6 +47,17 @@ class _WholeCall(threading.local):
 
 
 whole_call = _WholeCall()
+_tokens = itertools.count(1)
+
+
+def own_token() -> int:
+    """A token for a call of its own, also inside of a function that is one call."""
+    return next(_tokens)
+
+
+def new_token() -> int:
+    """The token of the next call of this thread."""
+    return whole_call.token or next(_tokens)
 
 
 def call_of(function: str, op: str, value: Any) -> Call:

@@ -107,7 +107,7 @@ def test_it_is_known_which_ranks_gradients_are_waited_for(
 
 def late_for_an_asynchronous_call(_: int, folder: Path) -> None:
     idist.watch_for_hangs(timedelta(seconds=1))
-    idist.barrier()  # opens the memory, over which the asynchronous call goes
+    idist.barrier()  # opens the shared memory that the asynchronous call uses
     if idist.get_rank() == 1:
         while not (folder / "is told").exists():
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Where CPU tensors, numbers and objects go in a context of NCCL, without a GPU.
+"""How contexts of NCCL carry CPU tensors, numbers and objects, tested without a GPU.
 
 The transport is told that it has an accelerator. Copies of CPU tensors stand for tensors on the accelerator,
 and gloo carries them, so the values are real. The cost of copies to a GPU is not measured.

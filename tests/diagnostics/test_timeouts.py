@@ -104,21 +104,34 @@ def test_a_rank_in_its_block_is_not_said_to_be_missing(tmp_path: Path) -> None:
     assert text + "at one_rank_first at diagnostics/test_timeouts.py:" in str(caught.value)
 
 
-def _in_torchs_own_call(local_rank: int, folder: Path) -> None:
+def _forward_pass() -> Callable[[], object]:
+    model = idist.auto_model(torch.nn.Linear(2, 2), strategy="fsdp")
+    return lambda: model(torch.ones(1, 2))
+
+
+TORCHS_CALLS: dict[str, Callable[[], Callable[[], object]]] = {
+    "all_reduce": lambda: lambda: dist.all_reduce(torch.ones(2)),
+    "forward": _forward_pass,
+}
+
+
+def _in_torchs_own_call(local_rank: int, folder: Path, name: str) -> None:
+    call = TORCHS_CALLS[name]()
     idist.barrier()
     if idist.get_rank() == 1:
         _wait_for(folder / "given up")
     else:
         try:
-            dist.all_reduce(torch.ones(2))
+            call()
         finally:
             (folder / "given up").touch()
 
 
-def test_a_worker_that_waits_in_torchs_own_call_says_it_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TORCHS_CALLS)
+def test_a_worker_that_waits_in_torchs_own_call_says_it_too(name: str, tmp_path: Path) -> None:
     with pytest.raises(idist.RankFailedError) as caught:
-        idist.spawn("gloo", _in_torchs_own_call, (tmp_path,), nproc_per_node=2, timeout=TIMEOUT)
-    assert "Rank 1 did not come to all_reduce at diagnostics/test_timeouts.py:" in str(caught.value)
+        idist.spawn("gloo", _in_torchs_own_call, (tmp_path, name), nproc_per_node=2, timeout=TIMEOUT)
+    assert f"Rank 1 did not come to {name} at diagnostics/test_timeouts.py:" in str(caught.value)
     assert "pass timeout= to initialize, spawn or Parallel" in str(caught.value)
 
 
@@ -138,21 +151,3 @@ def _alone_in_a_group(local_rank: int, folder: Path, collective: bool) -> str:
 def test_a_group_that_only_some_of_its_ranks_make(collective: bool, tmp_path: Path) -> None:
     found = idist.spawn("gloo", _alone_in_a_group, (tmp_path, collective), nproc_per_node=3, timeout=TIMEOUT)
     assert "The group of ranks 0-1 is not complete: some of them have not made it" in found[0]
-
-
-def _is_late_for_a_sharded_model(local_rank: int, folder: Path) -> None:
-    model = idist.auto_model(torch.nn.Linear(2, 2), strategy="fsdp")
-    idist.barrier()
-    if local_rank == 1:
-        _wait_for(folder / "given up")
-        return
-    try:
-        model(torch.ones(1, 2))
-    finally:
-        (folder / "given up").touch()
-
-
-def test_a_sharded_model_is_named_by_what_the_script_calls(tmp_path: Path) -> None:
-    with pytest.raises(idist.RankFailedError) as caught:
-        idist.spawn("gloo", _is_late_for_a_sharded_model, (tmp_path,), nproc_per_node=2, timeout=TIMEOUT)
-    assert "Rank 1 did not come to forward at diagnostics/test_timeouts.py:" in str(caught.value)

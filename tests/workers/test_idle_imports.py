@@ -49,7 +49,7 @@ def test_after_the_first_launch_workers_have_what_training_needs(tmp_path: Path)
         assert int(ended.stdout) < 5, ended.stdout  # without the server's imports: about 800
 
 
-LATE_NAMES = """
+READS_ALL_NAMES = """
     import sys
     import ignite_dist as idist
 
@@ -65,7 +65,7 @@ LATE_NAMES = """
 
 
 def test_workers_have_all_of_this_package(tmp_path: Path) -> None:
-    ended = helpers.run_new_python(helpers.write_script(tmp_path, LATE_NAMES))
+    ended = helpers.run_new_python(helpers.write_script(tmp_path, READS_ALL_NAMES))
     assert ended.stdout == "[[]]\n"
 
 

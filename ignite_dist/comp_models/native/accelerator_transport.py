@@ -1,7 +1,7 @@
 """The transport of contexts whose backend carries tensors of an accelerator only, as NCCL does.
 
 On one machine, CPU tensors, numbers, objects and agreements of ranks go over shared memory, without waiting
-for the accelerator. In groups on several machines they are copied to the accelerator and back.
+for the accelerator. In groups that share no memory they are copied to the accelerator and back.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _StagingTransport(NativeTransport):
 
 
 def _into(tensor: Tensor, received: Tensor, work: Work) -> Work:
-    """``work``, which fills ``received``; then ``tensor``, the result, has the same values."""
+    """``work`` fills ``received``. The result copies that into ``tensor``, and returns ``tensor``."""
     return work if received is tensor else work.then(lambda _: tensor.copy_(received))
 
 

@@ -16,7 +16,7 @@ from ignite_dist.comp_models.shared_memory.collectives import SharedMemory
 from ignite_dist.comp_models.transport import Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.internals import _torch
-from ignite_dist.values.calls import Call, call_of
+from ignite_dist.values.calls import Call, call_of, own_token
 
 
 class GlooTransport(NativeOnOneMachine):
@@ -50,7 +50,6 @@ class _Models:
 
     def __init__(self) -> None:
         self.numbers = count(1)
-        self.tokens = count(-1, -1)  # those of public functions are positive
         self.left_passes: set[int] = set()
 
 
@@ -69,13 +68,13 @@ class _ReducerCollectives:
     ) -> None:
         self._transport, self._group, self._models = transport, group, models
         self._model, self._wrapper = f"model {next(models.numbers)}", weakref.ref(wrapper)
-        self._token = next(models.tokens)  # the broadcasts of a forward pass are one call
+        self._token = own_token()  # of all broadcasts of a forward pass, which are one call
 
     def leave_pass(self, number: int) -> None:
         self._models.left_passes.add(number)
 
     def leave_forward_pass(self) -> None:
-        self._token = next(self._models.tokens)
+        self._token = own_token()
 
     def has_left(self, number: int) -> bool:
         return number >= 0 and number in self._models.left_passes

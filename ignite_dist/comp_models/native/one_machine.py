@@ -1,4 +1,4 @@
-"""The transport of process groups whose host data goes over shared memory on one machine."""
+"""The transport of process groups, with shared memory for CPU tensors on one machine."""
 
 from __future__ import annotations
 

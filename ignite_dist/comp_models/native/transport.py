@@ -342,9 +342,8 @@ class NativeTransport(Transport):
             rows = tensor.view(len(group.ranks), -1)
             received = torch.empty_like(rows)
             exchanged = NativeTransport.all_to_all(self, as_bytes(rows), group, as_bytes(received), None)
-            return exchanged.then(lambda _: reduce_rows(received.unbind(), op, out.view(-1))).then(
-                lambda _: out
-            )
+            reduced = exchanged.then(lambda _: reduce_rows(received.unbind(), op, out.view(-1)))
+            return reduced.then(lambda _: out)
         handle, rows, row = self.handle_of(group), tensor.view(-1), out.view(-1)
         return TorchWork(
             lambda is_async: dist.reduce_scatter_tensor(row, rows, _OPS[op], handle, is_async),

@@ -76,11 +76,15 @@ class PendingSave(Work):
             self._is_agreed = True
             _forget(self._model)
             try:
-                own_call(same_outcome)(self._model, self._raise, "wait() of a save_checkpoint")
+                self._compare_outcomes()
             except Exception as error:
                 self._error = error
         self._raise()
         return self._path
+
+    @own_call
+    def _compare_outcomes(self) -> None:
+        same_outcome(self._model, self._raise, "wait() of a save_checkpoint")
 
     def _raise(self) -> None:
         if self._error is not None:

@@ -518,11 +518,16 @@ def test_a_file_that_a_thread_blocks_does_not_keep_the_others(method: str, tmp_p
     assert (tmp_path / "written.txt").read_text() == "done"
 
 
+def _wait(path: Path) -> None:
+    """One handler: an interrupt that comes while it writes the file ends it too."""
+    path.write_text("done")
+    time.sleep(3600)
+
+
 def _waits_at_the_end(_: int, folder: Path) -> None:
     text_file(folder / f"file-{idist.get_rank()}")
     atexit.register((folder / f"{idist.get_rank()} after it").write_text, "done")  # the last one
-    atexit.register(time.sleep, 3600)
-    atexit.register((folder / f"{idist.get_rank()} waits").write_text, "done")
+    atexit.register(_wait, folder / f"{idist.get_rank()} waits")
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])

@@ -315,6 +315,23 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
+COMPILES_BEFORE_AND_AFTER_A_LATE_NAME = """
+import torch
+import ignite_dist as idist
+def total(x):
+    return idist.all_reduce(x, inplace=False) + idist.broadcast(x) * idist.get_rank()
+graph = torch.compile(total, backend="eager", fullgraph=True)
+graph(torch.ones(2))
+idist.save_checkpoint
+torch.compiler.reset()
+print(graph(torch.ones(2)).tolist())
+"""
+
+
+def test_a_graph_holds_collectives_after_the_import_of_a_late_name_too() -> None:
+    assert helpers.run_new_python("-c", COMPILES_BEFORE_AND_AFTER_A_LATE_NAME).stdout == "[1.0, 1.0]\n"
+
+
 def test_names_are_used_while_another_thread_imports() -> None:
     assert helpers.run_new_python("-c", READS_NAMES_WHILE_A_THREAD_IMPORTS).returncode == 0
 

@@ -19,8 +19,10 @@ from torch.library import custom_op
 from ignite_dist.collectives import autograd
 from ignite_dist.collectives.path import perform_backward
 from ignite_dist.context.live import current_model, model_of_the_graph
-from ignite_dist.internals.tracing import call_eagerly, eager_functions
+from ignite_dist.internals.tracing import call_eagerly, eager_functions, leave_traced
 from ignite_dist.values import reduce_ops
+
+leave_traced(__name__)
 
 # torch.compile caches graphs on disk and finds operators by name only. Increase the number in the name when
 # the arguments of an operator change.

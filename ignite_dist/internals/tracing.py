@@ -79,18 +79,23 @@ def untrace_class(cls: type, traced_methods: Collection[str] = ()) -> None:
             (traced if name in traced_methods else untraced)(method)
 
 
-_untraced_modules: set[str] = set()
+_finished_modules: set[str] = set()
+
+
+def leave_traced(module: str) -> None:
+    """Let the tracer trace the functions of ``module``, although :func:`untrace_package` would mark them."""
+    _finished_modules.add(module)
 
 
 def untrace_package(package: str) -> None:
     """Make all unmarked functions and methods in the package's imported modules :func:`untraced`."""
     prefix = f"{package}."
     for name, module in list(sys.modules.items()):  # a copy: another thread may import
-        if name in _untraced_modules or not name.startswith(prefix):
+        if name in _finished_modules or not name.startswith(prefix):
             continue
         if getattr(module.__spec__, "_initializing", False):
             continue
-        _untraced_modules.add(name)
+        _finished_modules.add(name)
         for member in list(vars(module).values()):
             if getattr(member, "__module__", None) != name:
                 continue

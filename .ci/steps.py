@@ -8,6 +8,7 @@ not run. All others are.
 from __future__ import annotations
 
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -70,6 +71,7 @@ class Step:
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     seconds: float = 0.0
+    processor_seconds: float = 0.0
     outcome: str = "not run"
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -104,8 +106,10 @@ class Step:
 
     def has_ended(self) -> bool:
         """True once the command has ended; the outcome is known then, and its output was printed."""
+        before = _ended_children_seconds()
         if self.process is None or self.process.poll() is None:
             return False
+        self.processor_seconds = _ended_children_seconds() - before
         self.seconds = time.monotonic() - self.started
         self.outcome = "passed" if self.process.returncode == 0 else "FAILED"
         print(f"=== {self.name}: {self.outcome} after {self.seconds:.0f} s\n", flush=True)
@@ -181,6 +185,12 @@ def _busy_seconds() -> float:
     return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
+def _ended_children_seconds() -> float:
+    """Processor seconds of the children that have ended, and of what these have waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def _show(steps: list[Step], seconds: float, busy: float) -> None:
     tests = [
         (float(test.get("time", 0)), step.name, f"{test.get('classname')}::{test.get('name')}")
@@ -193,12 +203,13 @@ def _show(steps: list[Step], seconds: float, busy: float) -> None:
     )
     (LOGS / "slowest.txt").write_text(slowest, encoding="utf-8")
     print(f"=== the slowest {NUM_SLOWEST} tests\n{slowest}")
-    print(f"=== the steps\n{'step':20} {'outcome':8} {'seconds':>8} {'tests':>7}")
+    # What ends later than the process that started it is counted in "all" only.
+    print(f"=== the steps\n{'step':20} {'outcome':8} {'seconds':>8} {'processor s':>12} {'tests':>7}")
     for step in steps:
-        print(f"{step.name:20} {step.outcome:8} {step.seconds:8.0f} {step.counts['tests'] or '':>7}")
+        costs = f"{step.seconds:8.0f} {step.processor_seconds:12.0f}"
+        print(f"{step.name:20} {step.outcome:8} {costs} {step.counts['tests'] or '':>7}")
     total: Counter[str] = sum((step.counts for step in steps), Counter())
-    print(f"{'all':20} {'':8} {seconds:8.0f} {total['tests']:>7}")
-    print(f"{'processor seconds':20} {'':8} {busy:8.0f}\n")
+    print(f"{'all':20} {'':8} {seconds:8.0f} {busy:12.0f} {total['tests']:>7}\n")
     if others := [step.name for step in steps if step.outcome != "passed"]:
         print(f"Steps that have not passed: {', '.join(others)}")
     failed, skipped = total["failures"] + total["errors"], total["skipped"]

@@ -49,7 +49,7 @@ def test_a_step_that_fails_stops_those_that_need_it_and_no_others(tmp_path: Path
     ended = run_new_python(*command_of_steps(tmp_path, steps), cwd=tmp_path)
     assert ended.returncode == 1
     assert "said by one" in ended.stdout and "after\n" not in ended.stdout
-    outcomes = dict(re.findall(r"^(\w+) +(passed|FAILED|not run) +\d+ *$", ended.stdout, re.MULTILINE))
+    outcomes = dict(re.findall(r"^(\w+) +(passed|FAILED|not run) +\d+ +\d+ *$", ended.stdout, re.MULTILINE))
     assert outcomes == {
         "one": "passed",
         "two": "FAILED",
@@ -78,6 +78,15 @@ def test_the_tests_of_all_steps_are_counted_and_the_slowest_are_kept(tmp_path: P
     )
     slowest = (tmp_path / "logs" / "slowest.txt").read_text(encoding="utf-8")
     assert len(slowest.splitlines()) == 4 and "test_of_a_step::test_that_fails" in slowest
+
+
+def test_the_processor_seconds_of_each_step_are_shown(tmp_path: Path) -> None:
+    burn = f"{sys.executable} -c 'import time\nwhile time.process_time() < 2: pass'"
+    ended = run_new_python(
+        *command_of_steps(tmp_path, f"Step('idle', 'true'), Step('busy', {burn!r})"), cwd=tmp_path
+    )
+    seconds = dict(re.findall(r"^(\w+) +passed +\d+ +(\d+) *$", ended.stdout, re.MULTILINE))
+    assert seconds["idle"] == "0" and int(seconds["busy"]) >= 2, ended.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda one: one.name)

@@ -291,6 +291,13 @@ class Transport(ABC):
         """
         return "" if group.handle is None else key_of_ranks(group.ranks)
 
+    def has_pending_calls(self, group_key: str) -> bool:
+        """True if this rank has begun asynchronous calls of the group that its thread has not completed.
+
+        What runs these calls replaces this method in the instance.
+        """
+        return False
+
     # --- called by the watchdog's thread; the defaults mean "not known" ---
 
     def store(self) -> Store | None:

@@ -23,6 +23,7 @@ from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, never_free, waits_for_ranks, work_of
 from ignite_dist.diagnostics.hang_reports import waiting_frame
+from ignite_dist.errors import CollectiveMismatchError
 
 
 class PendingCall(Work):
@@ -226,9 +227,14 @@ class _Queue:
         if thread is not None and thread is not threading.current_thread():
             thread.join(_END_SECONDS)
 
+    def latest(self) -> PendingCall | None:
+        """The call that was submitted last, if it is pending."""
+        latest = None if self._latest is None else self._latest()
+        return None if latest is None or latest.is_completed() else latest
+
     def drain(self) -> None:
         """Return when all pending calls are completed."""
-        latest = None if self._latest is None else self._latest()
+        latest = self.latest()
         if latest is not None:
             latest.wait_until_done()
 
@@ -255,11 +261,17 @@ def _get_or_create_queue(model: ComputationModel, group: Group) -> _Queue:
     queue = _queue(model, group)
     if queue is None:
         by_group, key = queues.setdefault(model, {}), model.transport.group_key(group)
+        model.transport.has_pending_calls = partial(_is_busy, by_group)  # type: ignore[method-assign]
         queue = by_group.setdefault(key, _Queue(partial(model.transport.separate_group, group)))
         with suppress(TypeError):  # no handle, or one that cannot be referenced weakly
             queue.reference = weakref.ref(group.handle, lambda _: _forget(by_group, key))
     queue.group.begin()
     return queue
+
+
+def _is_busy(by_group: dict[str, _Queue], key: str) -> bool:
+    queue = by_group.get(key)
+    return queue is not None and queue.latest() is not None
 
 
 def _forget(by_group: dict[str, _Queue], key: str) -> None:
@@ -285,7 +297,11 @@ def submit(model: ComputationModel, group: Group, begin: Callable[[Group], Work]
             begun = begin(own_group.in_call(group.call, group.token))
 
     def run() -> Any:
-        own_group = queue.group.wait()
+        try:
+            own_group = queue.group.wait()
+        except CollectiveMismatchError:  # the other ranks make this group again, with their next calls
+            _forget(queues.get(model) or {}, model.transport.group_key(group))
+            raise
         queue.tokens.append(group.token)
         called = own_group.in_call(group.call, group.token)
         try:

@@ -24,24 +24,24 @@ def _ones(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(4, dtype=dtype)
 
 
-CALLS: dict[str, Callable[[], Any]] = {
-    "SUM": lambda: idist.all_reduce(_ones(), async_op=True),
-    "MAX": lambda: idist.all_reduce(_ones(), "MAX", async_op=True),
-    "AVERAGE": lambda: idist.all_reduce(_ones(), "AVERAGE", async_op=True),
-    "int32": lambda: idist.all_reduce(_ones(torch.int32), async_op=True),
-    "float16": lambda: idist.all_reduce(_ones(torch.float16), async_op=True),
-    "another shape": lambda: idist.all_reduce(_ones().view(2, 2), async_op=True),
-    "several pieces": lambda: idist.all_reduce(torch.ones(400_000), async_op=True),
-    "a number": lambda: idist.all_reduce(1, async_op=True),
-    "a tree": lambda: idist.all_reduce({"a": _ones()}, async_op=True),
-    "an object": lambda: idist.all_gather({"a": 1}, async_op=True),
-    "all_gather": lambda: idist.all_gather(_ones(), async_op=True),
-    "all_gather of int32": lambda: idist.all_gather(_ones(torch.int32), async_op=True),
-    "broadcast from 0": lambda: idist.broadcast(_ones(), src=0, async_op=True),
-    "broadcast from 1": lambda: idist.broadcast(_ones(), src=1, async_op=True),
-    "reduce_scatter": lambda: idist.reduce_scatter(torch.ones(12), async_op=True),
-    "all_to_all": lambda: idist.all_to_all(torch.ones(12), async_op=True),
-    "barrier": lambda: idist.barrier(async_op=True),
+CALLS: dict[str, Callable[..., Any]] = {
+    "SUM": lambda **how: idist.all_reduce(_ones(), **how),
+    "MAX": lambda **how: idist.all_reduce(_ones(), "MAX", **how),
+    "AVERAGE": lambda **how: idist.all_reduce(_ones(), "AVERAGE", **how),
+    "int32": lambda **how: idist.all_reduce(_ones(torch.int32), **how),
+    "float16": lambda **how: idist.all_reduce(_ones(torch.float16), **how),
+    "another shape": lambda **how: idist.all_reduce(_ones().view(2, 2), **how),
+    "several pieces": lambda **how: idist.all_reduce(torch.ones(400_000), **how),
+    "a number": lambda **how: idist.all_reduce(1, **how),
+    "a tree": lambda **how: idist.all_reduce({"a": _ones()}, **how),
+    "an object": lambda **how: idist.all_gather({"a": 1}, **how),
+    "all_gather": lambda **how: idist.all_gather(_ones(), **how),
+    "all_gather of int32": lambda **how: idist.all_gather(_ones(torch.int32), **how),
+    "broadcast from 0": lambda **how: idist.broadcast(_ones(), src=0, **how),
+    "broadcast from 1": lambda **how: idist.broadcast(_ones(), src=1, **how),
+    "reduce_scatter": lambda **how: idist.reduce_scatter(torch.ones(12), **how),
+    "all_to_all": lambda **how: idist.all_to_all(torch.ones(12), **how),
+    "barrier": lambda **how: idist.barrier(**how),
 }
 
 
@@ -49,7 +49,7 @@ def _silent_pairs(rank: int, size: int) -> list[str]:
     """The pairs that were no error on this rank. The last rank makes the second call of each."""
     silent = []
     for (name, call), (other_name, other_call) in combinations(CALLS.items(), 2):
-        work = (other_call if rank == size - 1 else call)()
+        work = (other_call if rank == size - 1 else call)(async_op=True)
         try:
             work.wait()
             silent.append(f"{name} and {other_name}")
@@ -68,6 +68,77 @@ def test_no_pair_is_silent(size: int) -> None:
 @pytest.mark.horovod
 def test_no_pair_is_silent_over_horovod() -> None:
     assert idist.spawn("horovod", _silent_pairs, (2,), nproc_per_node=2) == [[]] * 2
+
+
+def _silent_where_some_block(rank: int, size: int, names: list[str]) -> list[str]:
+    """The calls that were no error on this rank, although not all ranks have made them asynchronously.
+
+    The first rank is asynchronous, or the only one that is not, in turn.
+    """
+    silent = []
+    for number, name in enumerate(names):
+        is_async = (rank == 0) == (number % 2 == 0)
+        try:
+            work = CALLS[name](async_op=is_async)
+            if is_async:
+                work.wait()
+            silent.append(name)
+        except idist.CollectiveMismatchError as error:
+            assert "asynchronous" in str(error)
+        assert idist.all_reduce(1) == size
+        assert idist.all_reduce(_ones(), async_op=True).wait().eq(size).all()
+    return silent
+
+
+def test_an_asynchronous_call_and_a_blocking_call_are_an_error() -> None:
+    idist.spawn("gloo", _opens_first, (list(CALLS),), nproc_per_node=2)
+
+
+@pytest.mark.horovod
+def test_an_asynchronous_call_and_a_blocking_call_are_an_error_over_horovod() -> None:
+    idist.spawn("horovod", _opens_first, (list(CALLS)[::4],), nproc_per_node=2)
+
+
+def test_one_rank_of_three_is_asynchronous_or_blocks() -> None:
+    idist.spawn("gloo", _opens_first, (list(CALLS)[::4],), nproc_per_node=3)
+
+
+def _opens_first(rank: int, names: list[str]) -> None:
+    size = idist.get_world_size()
+    idist.barrier()
+    assert _silent_where_some_block(rank, size, names) == []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_first_calls_of_a_context(size: int) -> None:
+    """Nothing was shared before: gloo ended the process."""
+    results = idist.spawn("gloo", _first_calls, nproc_per_node=size)
+    for text in results:
+        assert "all_reduce(SUM torch.float32 (4,)), asynchronous" in text and "barrier(), blocking" in text
+
+
+def _first_calls(rank: int) -> str:
+    with pytest.raises(idist.CollectiveMismatchError) as caught:
+        idist.all_reduce(_ones(), async_op=True).wait() if rank == 0 else idist.barrier()
+    assert _silent_where_some_block(rank, idist.get_world_size(), ["SUM", "a number"]) == []
+    return str(caught.value)
+
+
+def _crossed(rank: int) -> int:
+    """The asynchronous call is the first on rank 0, the second on rank 1. Returns the number of errors."""
+    idist.barrier()
+    num_errors, work = 0, idist.all_reduce(_ones(), async_op=True) if rank == 0 else None
+    for call in (idist.barrier, lambda: (work or idist.all_reduce(_ones(), async_op=True)).wait()):
+        try:
+            call()
+        except idist.CollectiveMismatchError:
+            num_errors += 1
+    assert idist.all_reduce(1) == 2
+    return num_errors
+
+
+def test_another_order_of_an_asynchronous_and_a_blocking_call() -> None:
+    assert idist.spawn("gloo", _crossed, nproc_per_node=2) == [2, 2]
 
 
 def _text(rank: int) -> str:

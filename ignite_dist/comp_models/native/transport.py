@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -24,6 +23,7 @@ from ignite_dist.comp_models.native import gloo, narrow_floats, waits
 from ignite_dist.comp_models.native.group_factory import GroupFactory
 from ignite_dist.comp_models.native.reducer_group import ReducerGroup
 from ignite_dist.comp_models.native.works import TorchWork, TorchWorks
+from ignite_dist.comp_models.shared_memory.segment import name_of_separate_group, separate_group_row
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.environments.rendezvous import connections
@@ -132,15 +132,16 @@ class NativeTransport(Transport):
     def separate_group(self, group: Group) -> Work:
         if not self._has_separate_groups or len(group.ranks) == 1:
             return Completed(group)
-        # All members have called when they have each other's tokens. The first token names the new group.
-        tokens = self.all_gather(as_tensor(bytearray(os.urandom(16))), group)
-        tokens.start()
+        # All members have called when they have each other's rows.
+        gathered = self.all_gather(as_tensor(separate_group_row(self._rank, group.call.text)), group)
+        gathered.start()
         handle = self.handle_of(group)
 
         def connect(rows: Tensor) -> Group:
-            return self._groups.connect_again(group, handle, key=bytes(rows[0].tolist()).hex())
+            name = name_of_separate_group(bytes(rows.flatten().tolist()))
+            return self._groups.connect_again(group, handle, key=name)
 
-        return tokens.then(connect)
+        return gathered.then(connect)
 
     def is_alive(self, handle: Any) -> bool:
         return _torch.is_live(handle) or handle == GroupMember.NON_GROUP_MEMBER

@@ -22,8 +22,10 @@ from ignite_dist.comp_models.shared_memory.segment import (
     EarlierCallError,
     Segment,
     Step,
+    do_nothing,
 )
 from ignite_dist.comp_models.transport import Group, Sizes
+from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.values.calls import NO_CALL, Call, whole_call
 from ignite_dist.values.reduce_ops import is_rounded, reduce_rows
 from ignite_dist.values.serialization import as_bytes, as_tensor
@@ -47,14 +49,25 @@ class SharedMemory:
     Args:
         segment: the group's memory.
         name: the group's name.
-        for_async_calls: the memory of its asynchronous calls, which have an order of their own; None in that
-            memory.
+        for_async_calls: the memory of its asynchronous calls; None in that memory.
+        has_pending_calls: True if this rank has begun asynchronous calls that are not complete.
     """
 
-    def __init__(self, segment: Segment, name: str, for_async_calls: SharedMemory | None = None) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        name: str,
+        for_async_calls: SharedMemory | None = None,
+        has_pending_calls: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.segment = segment
         self.name = name
         self.for_async_calls = for_async_calls
+        self._has_pending_calls = has_pending_calls
+        self._for_blocking_calls: SharedMemory | None = None
+        if for_async_calls is not None:
+            for_async_calls._for_blocking_calls = self
+            segment.check_order = self._check_order
         self._position = segment.position
         self._positions = range(len(segment.others) + 1)
         self._parts = [[segment.bytes_of(place, parity) for place in self._positions] for parity in (0, 1)]
@@ -96,6 +109,13 @@ class SharedMemory:
                 # Otherwise the other ranks would receive this rank's next call instead of this call.
                 if self.segment.number == number and not self._has_broken(error):
                     self._end_early(group.call)
+                blocking = self._for_blocking_calls
+                if (
+                    blocking
+                    and isinstance(error, CollectiveMismatchError)
+                    and self.segment.is_in_other_order()
+                ):
+                    blocking.count_interrupted(group.call, group.token)  # as the others have in this memory
                 raise
             finally:
                 self._is_running = False
@@ -125,6 +145,8 @@ class SharedMemory:
     def leave(self) -> None:
         """Mark that this rank has left both memories."""
         self.segment.leave()
+        self.segment.check_order = do_nothing  # no cycle of references keeps the memory
+        self._for_blocking_calls = None
         if self.for_async_calls is not None:
             self.for_async_calls.leave()
 
@@ -135,6 +157,30 @@ class SharedMemory:
         """
         num_steps = len(self._pieces(tensor)) * (2 if self._has_chunks(tensor, "SUM") else 1)
         return not self._has_ended_early and self.segment.number - self._num_steps_before == num_steps
+
+    def _check_order(self, late: Sequence[int]) -> None:
+        """Raise if a late rank waits in an asynchronous call that this rank has not begun.
+
+        That rank cannot come: its blocking calls wait for its asynchronous calls.
+        """
+        other = self.for_async_calls
+        if other is None or self._has_pending_calls():
+            return
+        if any(other.segment.waits_ahead(place) for place in late):
+            other.refuse(self._call)
+
+    def refuse(self, call: Call) -> None:
+        """Raise here, and on the ranks that wait in this memory. This rank has made ``call`` in the other."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._count(0)
+            number = self.segment.number + 1
+            self.segment.write_place(number)
+            self.segment.publish(number, _step("a call in another order", call), in_other_order=True)
+        finally:
+            self._lock.release()
+        self.segment.raise_mismatch(number)
 
     def _end_early(self, call: Call) -> None:
         self._has_ended_early = True

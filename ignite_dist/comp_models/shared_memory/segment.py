@@ -55,6 +55,8 @@ _MAX_BYTES = 8 << 20
 # Only a rank that was interrupted is more than one step ahead of others.
 _WORDS_PER_RANK, _SLOTS = 64, 4
 _WHY_LEFT, _SLEEPS_FOR, _CHECKSUMS, _CALLS, _DESCRIPTIONS = 1, 2, 3, 3 + _SLOTS, 3 + 2 * _SLOTS
+# Stands for the number of a call that the rank has made in another memory of the group.
+_IN_OTHER_ORDER = 0
 # Why a rank has left.
 _ENDED_CONTEXT, _TIMED_OUT = 1, 2
 DESCRIPTION_BYTES = (_WORDS_PER_RANK - _DESCRIPTIONS) // _SLOTS * 8
@@ -72,7 +74,7 @@ _WAITING = "Rank %d has waited %.0f s for %s in %s."
 
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL_SLEEPERS = 202, 0, 1, 0x7FFFFFFF  # the system call on x86-64
 _TIMEOUT = struct.pack("qq", 0, int(_SLEEP_SECONDS * 1e9))
-_OFFER_BYTES, _REASON_CHARACTERS = 512, 120
+_OFFER_BYTES, _MAX_CHARACTERS = 512, 120
 
 
 def _find_syscall() -> Any:
@@ -99,6 +101,10 @@ class Step(NamedTuple):
     description: bytes
 
 
+def do_nothing(*_: object) -> None:
+    """Stands for a check."""
+
+
 class EarlierCallError(Exception):
     """Other ranks are still in an earlier call, which this rank has left, for example by an interrupt."""
 
@@ -121,6 +127,8 @@ class Segment:
 
     Attributes:
         call: number of the call of the next steps, from 1.
+        check_order: called with the positions of the late ranks while this rank waits; raises if they wait
+            for this rank elsewhere.
     """
 
     def __init__(
@@ -147,6 +155,7 @@ class Segment:
         self._address = self._tensor.data_ptr()
         self._own = position * _WORDS_PER_RANK
         self.call = 0
+        self.check_order: Callable[[list[int]], None] = do_nothing
         self._sleepers = [place * _WORDS_PER_RANK + _SLEEPS_FOR for place in self.others]
         self._fence = threading.Lock()
         self._described: list[Step | None] = [None] * _SLOTS
@@ -187,12 +196,15 @@ class Segment:
         self.wait_for(number - 1)
         return number
 
-    def publish(self, number: int, step: Step) -> None:
-        """Tell the other ranks that this rank has begun ``step``, and written its data."""
+    def publish(self, number: int, step: Step, *, in_other_order: bool = False) -> None:
+        """Tell the other ranks that this rank has begun ``step``, and written its data.
+
+        ``in_other_order``: the step is of a call that this rank has made in another memory of the group.
+        """
         words, own = self._words, self._own
         slot = number % _SLOTS
         words[own + _CHECKSUMS + slot] = (number & _LOW_BITS) << 32 | step.checksum
-        words[own + _CALLS + slot] = self.call
+        words[own + _CALLS + slot] = _IN_OTHER_ORDER if in_other_order else self.call
         if step is not self._described[slot]:
             start = (own + _DESCRIPTIONS) * 8 + slot * DESCRIPTION_BYTES
             self._bytes[start : start + DESCRIPTION_BYTES] = step.description
@@ -226,7 +238,7 @@ class Segment:
     def _compare(self, number: int) -> None:
         """Raise ``EarlierCallError`` if this rank is ahead of others, and none is ahead of it."""
         calls = [self._call_of(place, number) for place in self.others]
-        if min(calls) < self.call and max(calls) <= self.call:
+        if _IN_OTHER_ORDER not in calls and min(calls) < self.call and max(calls) <= self.call:
             raise EarlierCallError
         self.raise_mismatch(number)
 
@@ -239,6 +251,16 @@ class Segment:
         # A later step has taken the slot. If it belongs to a later call, so may this step; else this step
         # belonged to an earlier call than this rank's.
         return call if call > self.call else self.call - 1
+
+    def is_in_other_order(self) -> bool:
+        """True if another rank has made its step of this rank's number in another memory of the group."""
+        calls = [self._call_of(place, self.number) for place in self.others]
+        return _IN_OTHER_ORDER in calls
+
+    def waits_ahead(self, position: int) -> bool:
+        """True if the rank at ``position`` waits in a step that this rank has not begun."""
+        word = position * _WORDS_PER_RANK
+        return self._words[word] > self.number and self._words[word + _SLEEPS_FOR] != 0
 
     def wait_for(self, number: int) -> None:
         """Return when the other ranks have published ``number``."""
@@ -254,10 +276,16 @@ class Segment:
                     self._sleep(word, number)
 
     def _sleep(self, word: int, number: int) -> None:
+        self._words[self._own + _SLEEPS_FOR] = word // _WORDS_PER_RANK + 1
+        try:
+            self._sleep_until(word, number)
+        finally:
+            self._words[self._own + _SLEEPS_FOR] = 0
+
+    def _sleep_until(self, word: int, number: int) -> None:
         words = self._words
         began = checked = time.monotonic()
         patience = self._patience_seconds
-        words[self._own + _SLEEPS_FOR] = word // _WORDS_PER_RANK + 1
         while (seen := words[word]) < number:
             if not self.has_left:
                 _syscall(_FUTEX, self._address + 8 * word, _FUTEX_WAIT, seen & _LOW_BITS, _TIMEOUT)
@@ -276,7 +304,6 @@ class Segment:
                 why = f"Connection closed: this rank has waited for {names} for {seconds:g} s, its timeout."
                 self._leave(_TIMED_OUT, why)
                 raise RuntimeError(f"Timed out waiting {seconds * 1e3:.0f}ms for {names} in a collective.")
-        words[self._own + _SLEEPS_FOR] = 0
 
     def _check_peers(self, number: int) -> None:
         """Raise if one of the awaited ranks has ended."""
@@ -292,6 +319,7 @@ class Segment:
         except DistBackendError:  # another rank may have ended it after its part of this step
             if self._late(number):
                 raise
+        self.check_order(self._late(number))
 
     def _late(self, number: int) -> list[int]:
         """The positions of the ranks that have not published ``number``."""
@@ -301,7 +329,7 @@ class Segment:
         """Raise ``CollectiveMismatchError`` with the step ``number`` of each rank."""
         places, slot = self._places(number), number % _SLOTS
         numbers = [self._words[place * _WORDS_PER_RANK + _CALLS + slot] for place in range(len(places))]
-        in_one_call = len(set(numbers)) == 1
+        in_one_call = len(set(numbers)) == 1 or _IN_OTHER_ORDER in numbers
         calls: list[str] = []
         for place in range(len(self._peers)):
             word = place * _WORDS_PER_RANK
@@ -315,7 +343,9 @@ class Segment:
             calls.append(description)
         by_rank = describe_by_rank([peer.rank for peer in self._peers], calls)
         hint = "" if all(places) else " idist.compare_calls() shows their places."
-        if not in_one_call:
+        if _IN_OTHER_ORDER in numbers:
+            hint = " Not on all ranks the call is asynchronous." + hint
+        elif not in_one_call:
             hint = " A rank has skipped a call, or has left one early, for example by a KeyboardInterrupt."
         raise CollectiveMismatchError(f"The ranks made different calls ({by_rank}).{hint}")
 
@@ -400,10 +430,12 @@ def part_bytes(group_size: int) -> int:
 
 
 class _Offer(NamedTuple):
-    """What a rank tells the others. Only the first rank has a file."""
+    """What a rank tells the others in its first call of a group. Only the first rank has a file."""
 
     reason: str  # why this rank cannot share memory; empty if it can
     rank: int
+    call: str = ""  # the first call
+    is_async: bool = False  # an asynchronous call opens no memory: it makes a separate group
     pid: int = 0
     start: str = ""
     pid_namespace: str = ""
@@ -446,9 +478,24 @@ def unavailable_reason() -> str:
     return "" if _start_time(os.getpid()) else "/proc does not show this process"
 
 
+def separate_group_row(rank: int, call: str) -> bytearray:
+    """What a rank sends whose first call of a group is asynchronous. See :func:`name_of_separate_group`."""
+    return _row(_Offer("", rank, call, is_async=True, name=secrets.token_hex(16)))
+
+
+def name_of_separate_group(rows: bytes) -> str:
+    """The name that the ranks give to the separate group, from the rows of all of them.
+
+    Raises:
+        CollectiveMismatchError: the first call of another rank is blocking.
+    """
+    return _offers(rows)[0].name
+
+
 def open_segments(
     gather: Callable[[bytearray], bytearray],
     rank: int,
+    call: str,
     position: int,
     group_size: int,
     timeout: timedelta,
@@ -462,26 +509,30 @@ def open_segments(
     Args:
         gather: gathers buffers of one length from all ranks of the group.
         rank: this rank.
+        call: the first call of the group.
         position: its position in the group.
         group_size: number of ranks.
         timeout: how long to wait for another rank in a collective.
         check_backend: called while a rank waits; raises if the ranks cannot meet any more.
         patience_seconds: after this time a waiting rank logs for whom it waits.
+
+    Raises:
+        CollectiveMismatchError: the first call of another rank is asynchronous.
     """
     fd, size = -1, _header_bytes(group_size) + 2 * group_size * part_bytes(group_size)
-    offer = _Offer("", rank)
+    offer = _Offer("", rank, call)
     try:
         try:
-            offer = _Offer(unavailable_reason(), rank)
+            offer = _Offer(unavailable_reason(), rank, call)
             if not offer.reason:
-                pid = os.getpid()
-                offer = _Offer("", rank, pid, _start_time(pid) or "", os.readlink("/proc/self/ns/pid"))
+                pid, namespace = os.getpid(), os.readlink("/proc/self/ns/pid")
+                offer = offer._replace(pid=pid, start=_start_time(pid) or "", pid_namespace=namespace)
                 if position == 0:
                     fd, name = _make_file(NUM_SEGMENTS * size)
                     offer = offer._replace(name=name, fd=fd)
         except (OSError, EnvironmentVariablesError) as error:
-            offer = _Offer(without_link(str(error)), rank)
-        offers, reason = _exchange(gather, offer, group_size)
+            offer = _Offer(without_link(str(error)), rank, call)
+        offers, reason = _exchange(gather, offer)
         if reason:
             return reason
         memory: memoryview | None = None
@@ -489,7 +540,7 @@ def open_segments(
             memory = memoryview(_map(offers, position, NUM_SEGMENTS * size))
         except OSError as error:
             offer = offer._replace(reason=str(error))
-        _, reason = _exchange(gather, offer, group_size)
+        _, reason = _exchange(gather, offer)
         if memory is None or reason:
             return reason
         parts = [memory[start : start + size] for start in range(0, NUM_SEGMENTS * size, size)]
@@ -512,15 +563,31 @@ def _make_file(size: int) -> tuple[int, str]:
     return fd, name
 
 
-def _exchange(
-    gather: Callable[[bytearray], bytearray], offer: _Offer, group_size: int
-) -> tuple[list[_Offer], str]:
+def _exchange(gather: Callable[[bytearray], bytearray], offer: _Offer) -> tuple[list[_Offer], str]:
     """The offers of all ranks, and the reason of the first rank that cannot share memory."""
-    text = json.dumps(offer._replace(reason=ascii(offer.reason)[1:-1][:_REASON_CHARACTERS])).encode()
-    gathered = gather(bytearray(text.ljust(_OFFER_BYTES)))
-    rows = [gathered[_OFFER_BYTES * row : _OFFER_BYTES * (row + 1)] for row in range(group_size)]
-    offers = [_Offer(*json.loads(row)) for row in rows]
+    offers = _offers(gather(_row(offer)))
     return offers, next((f"rank {one.rank}: {one.reason}" for one in offers if one.reason), "")
+
+
+def _row(offer: _Offer) -> bytearray:
+    def ascii_only(text: str) -> str:
+        return ascii(text)[1:-1][:_MAX_CHARACTERS]
+
+    short = offer._replace(reason=ascii_only(offer.reason), call=ascii_only(offer.call))
+    return bytearray(json.dumps(short).encode().ljust(_OFFER_BYTES))
+
+
+def _offers(rows: bytes | bytearray) -> list[_Offer]:
+    """The offers of all ranks. Raises ``CollectiveMismatchError`` if only some are of asynchronous calls."""
+    starts = range(0, len(rows), _OFFER_BYTES)
+    offers = [_Offer(*json.loads(rows[start : start + _OFFER_BYTES])) for start in starts]
+    if len({offer.is_async for offer in offers}) > 1:
+        calls = [f"{offer.call}, {'asynchronous' if offer.is_async else 'blocking'}" for offer in offers]
+        by_rank = describe_by_rank([offer.rank for offer in offers], calls)
+        raise CollectiveMismatchError(
+            f"The ranks made different calls ({by_rank}). idist.compare_calls() shows their places."
+        )
+    return offers
 
 
 def _map(offers: list[_Offer], position: int, size: int) -> mmap.mmap:

@@ -200,7 +200,7 @@ class OneMachineTransport(Transport):
         assert position is not None
         gather = partial(self._gather_over_backend, group=group)
         segments = open_segments(
-            *(gather, self._rank, position, len(group.ranks), self.timeout_of(handle)),
+            *(gather, self._rank, group.call.text, position, len(group.ranks), self.timeout_of(handle)),
             check_backend=self.check_backend,
             patience_seconds=self.patience_seconds,
         )
@@ -208,7 +208,11 @@ class OneMachineTransport(Transport):
             _logger.info("%s share no memory: %s", describe_ranks(group.ranks).capitalize(), segments)
             return None
         first, second = segments
-        return SharedMemory(first, self.name_of(group), SharedMemory(second, ""))
+        name = self.name_of(group)
+        if not name:  # a group of asynchronous calls, whose thread makes one call at a time
+            return SharedMemory(first, name, SharedMemory(second, ""))
+        key = self.group_key(group)
+        return SharedMemory(first, name, SharedMemory(second, ""), lambda: self.has_pending_calls(key))
 
     def _finish_opening(self, group: Group) -> None:
         """Open the memory if an interrupted call of this rank should have: the other ranks open it there."""

@@ -106,6 +106,12 @@ def auto_dataloader(
     order = Order()
     if is_whole:
         order = agree_on_order(model, requested, dataset, place, exact, seed, kwargs)
+    if kwargs.get("in_order") is False:
+        kwargs["in_order"] = True
+        warn_user(
+            "in_order=False is left out: batches that come in another order on each rank are parts of other "
+            "steps, and a checkpoint could not name those that a run has had."
+        )
     kwargs.setdefault("pin_memory", model.device().type == "cuda")
     if kwargs.get("shuffle") and length_or_none(dataset) == 0:  # torch's RandomSampler raises
         kwargs["shuffle"] = False

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,7 +28,8 @@ from ignite_dist.data.passes import Order
 from ignite_dist.data.samplers import draw_seed, length_or_none, place_of, with_inner
 from ignite_dist.data.splitting import Place
 from ignite_dist.errors import CollectiveMismatchError
-from ignite_dist.internals.ranks import describe_by_rank
+from ignite_dist.internals.call_sites import warn_user
+from ignite_dist.internals.ranks import describe_by_rank, describe_ranks
 from ignite_dist.values import meshes
 from ignite_dist.values.random_states import latest_seed
 from ignite_dist.values.serialization import as_bytes
@@ -42,6 +45,7 @@ def _facts_of(dataset: Any, sampler: Any, kwargs: dict[str, Any]) -> dict[str, A
         "data set": type(dataset).__name__,
         "number of samples": length_or_none(dataset),
         "indices": indices,
+        "indices inside of it": _indices_inside(dataset),
         "contents": contents,
         "sampler": None if sampler is None else type(sampler).__name__,
         "draws of the sampler": None if sampler is None else _draws_of(sampler),
@@ -93,7 +97,13 @@ def agree_on_order(
         has_all_ranks = members is not None and len(members.ranks) == model.get_world_size()
         seed = draw_seed(sampler, generator) if has_all_ranks or generator is not None else latest_seed()
     fault = "" if found in (None, tuple(place)) else _wrong_place(sampler, found, place)
-    row = {"seed": given, "exact": exact, "ranks that share the data": place.num_ranks, **facts}, seed, fault
+    attributes = _attributes_of(dataset)
+    row = (
+        {"seed": given, "exact": exact, "ranks that share the data": place.num_ranks, **facts},
+        attributes,
+        seed,
+        fault,
+    )
     if members is not None and len(members.ranks) > 1:
         rows = perform(
             model,
@@ -103,7 +113,8 @@ def agree_on_order(
             outside=[row],
         )
         _compare(members, rows)
-        _, seed, _ = rows[0]
+        _warn_of_attributes(members, [row[1] for row in rows])
+        seed = rows[0][2]
         faults = [
             f"On rank {rank}: {text}" for rank, (*_, text) in zip(members.ranks, rows, strict=True) if text
         ]
@@ -136,7 +147,7 @@ def _members(model: ComputationModel, group: Any) -> Group | None:
 
 
 def _compare(members: Group, rows: Sequence[Any]) -> None:
-    named = [facts for facts, _, _ in rows]
+    named = [facts for facts, *_ in rows]
     different = [name for name in named[0] if len({repr(one.get(name)) for one in named}) > 1]
     if not different:
         return
@@ -148,11 +159,26 @@ def _compare(members: Group, rows: Sequence[Any]) -> None:
     )
 
 
+def _warn_of_attributes(members: Group, rows: Sequence[dict[str, str]]) -> None:
+    """Warn of what differs and may be another path of the same data, say, so that it is no error."""
+    names = [name for name in rows[0] if len({row.get(name) for row in rows}) > 1]
+    if names:
+        warn_user(
+            f"The data sets of {describe_ranks(members.ranks)} differ in {', '.join(names)}: auto_dataloader "
+            "needs the same data in the same order on every rank, or samples come twice and others never. "
+            f"{_ADVICE['contents']}"
+        )
+
+
 _ADVICE = {
     "draws of the sampler": "Make the sampler from the same indices, weights and settings on every rank: the "
-    "loader splits its draws.",
-    "indices": "A random_split draws other indices on ranks with other seeds: give it "
-    "generator=torch.Generator().manual_seed(0).",
+    "loader splits its draws. A random order needs the same seed on every rank (generator=), or is drawn in "
+    "the sampler's __iter__.",
+    **dict.fromkeys(
+        ("indices", "indices inside of it"),
+        "A random_split draws other indices on ranks with other seeds: give it "
+        "generator=torch.Generator().manual_seed(0).",
+    ),
     "contents": "Pass the whole data set on every rank, not a share of it (of idist.split_by_rank, say): the "
     "loader splits it. For each rank's own data use torch's DataLoader. Random data needs the same seed on "
     "every rank: seed_everything(0, per_rank=False).",
@@ -165,8 +191,14 @@ _SETTINGS_OF_SAMPLERS = ("batch_size", "drop_last", "replacement", "seed", "shuf
 
 
 def _draws_of(sampler: Any) -> str:
-    """What determines the draws of torch's samplers. Of other samplers the length, if it has no rank."""
-    facts = [] if place_of(sampler) is not None else [f"{length_or_none(sampler)} draws"]
+    """What determines the draws of torch's samplers. Of others the length and the numbers that they keep.
+
+    A sampler that was made for a rank may have other ones on each.
+    """
+    if _holds_numbers(sampler):
+        return f"{len(sampler)} draws {_digest_of_numbers(sampler)}"
+    is_of_rank = place_of(sampler) is not None
+    facts = [] if is_of_rank else [f"{length_or_none(sampler)} draws"]
     for one in with_inner(sampler):
         if type(one).__module__.startswith("torch.utils.data."):
             names = [name for name in _SETTINGS_OF_SAMPLERS if hasattr(one, name)]
@@ -175,7 +207,27 @@ def _draws_of(sampler: Any) -> str:
                 facts.append(f"indices {_digest_of_indices(one.indices)}")
             if isinstance(one, WeightedRandomSampler):
                 facts.append(f"weights {_digest(one.weights)}")
+        elif not is_of_rank:
+            held = [(name, value) for name, value in sorted(_vars(one).items()) if _holds_numbers(value)]
+            facts += [f"{name} {_digest_of_numbers(value)}" for name, value in held]
     return ", ".join(facts)
+
+
+def _digest_of_numbers(value: Any) -> str:
+    if type(value) not in (list, tuple):
+        return _digest(value)
+    return _digest(_some(value)) if type(value[0]) in (list, tuple) else _digest_of_indices(value)
+
+
+def _vars(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {})
+
+
+def _holds_numbers(value: Any) -> bool:
+    """True for a tensor, an array, and a list or tuple of numbers or of lists of them, with any elements."""
+    if type(value) in (list, tuple):
+        return bool(value) and (type(value[0]) in (int, float) or _holds_numbers(value[0]))
+    return (_is_array(value) or (type(value) is Tensor and not value.is_meta)) and value.ndim > 0
 
 
 def _digests(dataset: Dataset[Any] | Any) -> tuple[str | None, str | None]:
@@ -195,6 +247,48 @@ def _digests(dataset: Dataset[Any] | Any) -> tuple[str | None, str | None]:
     return "/".join(indices) or None, contents
 
 
+def _indices_inside(dataset: Any) -> str | None:
+    """A digest of the indices of subsets in other data sets: of one split in a ``ConcatDataset``, say."""
+    found = [one.indices for one in _inner_datasets(dataset)[1:] if isinstance(one, Subset)]
+    return "/".join(map(_digest_of_indices, found)) or None
+
+
+def _inner_datasets(dataset: Any) -> list[Any]:
+    """The data set, those that its attributes have, and so on."""
+    found = [dataset]
+    for one in found:  # which grows
+        values = _vars(one).values()
+        inner = [item for value in values for item in (value if type(value) in (list, tuple) else (value,))]
+        found += [
+            item for item in inner if isinstance(item, Dataset) and not any(item is other for other in found)
+        ]
+        if len(found) > _MOST_DATASETS:
+            break
+    return found
+
+
+def _attributes_of(dataset: Any) -> dict[str, str]:
+    """Digests of some items of what the data set, and those inside of it, have: lists of names, labels."""
+    digests = {}
+    for number, one in enumerate(_inner_datasets(dataset)):
+        if type(one).__module__.startswith("torch.utils.data."):
+            continue
+        for name, value in _vars(one).items():
+            if type(value) in (list, tuple, Tensor) or (_is_array(value) and value.ndim > 0):
+                with suppress(Exception):  # of an array's or a tensor's own kind
+                    key = f"{type(one).__name__}.{name}{f' ({number})' * (number > 0)}"
+                    digests[key] = _digest([_base_name(item) for item in _some(value)])
+    return digests
+
+
+def _base_name(item: Any) -> Any:
+    """Ranks on several machines may have the same files in other folders."""
+    if type(item) in (list, tuple):
+        return [_base_name(one) for one in item[:_MOST_ITEMS]]
+    return os.path.basename(item) if isinstance(item, (str, os.PathLike)) else item
+
+
+_MOST_DATASETS = 64
 _MOST_ITEMS = 1024  # that a digest takes from each end of a tensor, list or text
 
 

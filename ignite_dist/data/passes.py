@@ -106,7 +106,9 @@ class Progress:
         batches: number of batches of the epoch that the caller has received, with those before the pass.
         ahead: the numbers of batches that look-aheads have read and not yet given to the training loop; 0 is
             the end of the pass. See :class:`LookAhead`.
-        is_exhausted: True if the caller has received the last batch and asked for another.
+        num_batches: of the epoch; None if it is not known.
+        is_exhausted: True if the pass has ended: the caller has received the last batch, and has asked for
+            another, begun the next pass or dropped this one.
         is_left: True if the script has set the loader's epoch after the last batch that it has received.
         states: the random states before the first batch, for a stream.
         has_workers: True if persistent workers had their seed before the pass began.
@@ -115,6 +117,7 @@ class Progress:
     def __init__(self, epoch: int, batches: int, states: RandomStates | None, has_workers: bool) -> None:
         self.epoch, self.batches, self.states, self.has_workers = epoch, batches, states, has_workers
         self._num_before = batches
+        self.num_batches: int | None = None
         self.is_exhausted = self.is_left = False
         self.ahead: list[int] = []
 
@@ -126,6 +129,10 @@ class Progress:
     def is_counted(self) -> bool:
         """True if the position may be in this pass. A pass that has ended is in the epoch before."""
         return self.is_read_ahead or not self.is_exhausted
+
+    def is_complete(self) -> bool:
+        """True if the caller has received the last batch in this pass, and may not have asked for another."""
+        return self.batches == self.num_batches != self._num_before and not self.is_read_ahead
 
     def position(self) -> int:
         """The number of batches of the epoch that the training loop has received."""
@@ -143,7 +150,8 @@ class LookAhead:
     """
 
     def __init__(self) -> None:
-        self._advanced: list[tuple[Progress, int]] = []  # and by how many batches
+        self._advanced: list[tuple[Pass, int]] = []  # and by how many batches
+        self._received: list[Pass] = []  # the training loop is at a batch of these: they have not ended
 
     def next(self, items: Iterator[Any], default: Any) -> Any:
         """``next(items, default)``. If it raises, the batches read so far stay ahead of the training loop."""
@@ -162,13 +170,14 @@ class LookAhead:
         self._give(len(self._advanced))
 
     def _give(self, count: int) -> None:
-        for progress, num_batches in self._advanced[:count]:
-            progress.ahead.remove(num_batches)
+        self._received = [one for one, _ in self._advanced[:count]]
+        for one, num_batches in self._advanced[:count]:
+            one.progress.ahead.remove(num_batches)
         del self._advanced[:count]
 
 
 class _Reading(threading.local):
-    look_aheads: tuple[list[tuple[Progress, int]], ...] = ()  # of this thread, one inside of another
+    look_aheads: tuple[list[tuple[Pass, int]], ...] = ()  # of this thread, one inside of another
 
 
 _reading = _Reading()
@@ -188,6 +197,7 @@ class Pass:
         self._num_before = progress.batches
         self._has_begun = False
         self.progress = progress
+        progress.num_batches = length_or_none(batches)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -205,9 +215,8 @@ class Pass:
             batch = next(self._batches)
         except StopIteration:
             if not progress.is_exhausted:
-                progress.is_exhausted = True
                 self._note_look_ahead(0)
-                self._loader.end_epoch()
+                self._loader.end_pass(progress)
             raise
         progress.batches += 1
         progress.is_left = False
@@ -216,7 +225,7 @@ class Pass:
 
     def _note_look_ahead(self, num_batches: int) -> None:
         for advanced in _reading.look_aheads:
-            advanced.append((self.progress, num_batches))
+            advanced.append((self, num_batches))
             self.progress.ahead.append(num_batches)
 
 
@@ -228,6 +237,7 @@ class Resumable:
 
     batches_of: Any
     _latest: Progress | None = None
+    _latest_pass: weakref.ref[Pass] | None = None
     _furthest: Progress | None = None  # of the passes before the latest one, in this epoch
     _start: Progress | None = None  # the loaded position
     _has_workers = False  # persistent workers have their seed, perhaps those of the process before
@@ -277,9 +287,10 @@ class Resumable:
     def _has_set_epoch(self) -> bool:
         return self._epoch_is_set or getattr(self.host_loader().sampler, "epoch_is_set", False)
 
-    def end_epoch(self) -> None:
-        """Begin the next epoch, after the end of a pass."""
+    def end_pass(self, progress: Progress) -> None:
+        """Note the end of a pass. The next pass is in the next epoch."""
         loader = self.host_loader()
+        progress.is_exhausted = True
         self._start = self._furthest = None
         if hasattr(loader.sampler, "advance_epoch"):
             loader.sampler.advance_epoch()
@@ -288,6 +299,7 @@ class Resumable:
 
     def begin_pass(self) -> Pass:
         """Begin a pass, at the position of the loaded checkpoint if there is one."""
+        self._end_complete_pass()
         loader, epoch = self.host_loader(), self.epoch
         self._keep_furthest(epoch)
         start = self._start if self._start is not None and self._start.epoch == epoch else None
@@ -308,8 +320,14 @@ class Resumable:
                 # Workers fetch the first batches now; without workers, torch draws when it is asked.
         self._has_workers = self._keeps_workers = loader.persistent_workers
         begun = Pass(batches, self, progress)
-        self._latest = progress
+        self._latest, self._latest_pass = progress, weakref.ref(begun)
         return begun
+
+    def _end_complete_pass(self) -> None:
+        """End the latest pass if its last batch was received: ``zip`` and ``islice`` may ask for no other."""
+        latest = self._latest
+        if latest and latest.is_complete() and not latest.is_exhausted and latest.epoch == self.epoch:
+            self.end_pass(latest)
 
     def _rest_of_stream(self, loader: OrderedLoader, num_skipped: int, states: RandomStates | None) -> Any:
         with preserved() if states is not None else nullcontext():
@@ -357,6 +375,8 @@ class Resumable:
         It is the number of batches that the training loop has received. Of several passes in one epoch (a
         look at the first batch, say) the one that has come furthest counts.
         """
+        if self._latest_pass is not None and self._latest_pass() is None:  # the loop over it has ended
+            self._end_complete_pass()
         loader = self.host_loader()
         found = [one for one in (self._furthest, self._latest) if one is not None and one.is_counted()]
         found = [one for one in found if one.epoch == self.epoch or one.is_read_ahead or not one.is_left]
@@ -457,7 +477,7 @@ class Resumable:
         saved = position["states"] if is_same_rank else None
         states = None if saved is None else RandomStates.of_plain(saved)
         has_workers = self._has_workers = loader.persistent_workers and position["has_workers"]
-        self._latest = self._furthest = None
+        self._latest = self._latest_pass = self._furthest = None
         self._start = Progress(self.epoch, batches, states, has_workers) if batches else None
 
 

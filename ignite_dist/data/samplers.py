@@ -170,7 +170,7 @@ class BatchSamplerPart(_Forwarding, Sampler[Any]):
 def place_of(sampler: Any) -> tuple[int, int] | None:
     """The number of ranks and the rank that a sampler, or a sampler in it, was made for; None if it has none.
 
-    timm's, detectron2's and mmengine's samplers name them as below.
+    The samplers of timm, detectron2, mmengine, Accelerate, transformers and Megatron name them as below.
     """
     for one in with_inner(sampler):
         numbers = [_int_attribute(one, names) for names in (_NUM_REPLICAS, _RANKS)]
@@ -179,8 +179,11 @@ def place_of(sampler: Any) -> tuple[int, int] | None:
     return None
 
 
-_NUM_REPLICAS = ("num_replicas", "world_size", "_world_size", "num_shards")
-_RANKS = ("rank", "_rank", "shard_id")
+_NUM_REPLICAS = (
+    *("num_replicas", "world_size", "_world_size", "num_shards", "num_processes"),
+    *("data_parallel_size", "dp_size", "dp_world_size"),
+)
+_RANKS = ("rank", "_rank", "shard_id", "process_index", "data_parallel_rank", "dp_rank")
 
 
 def _int_attribute(owner: Any, names: Sequence[str]) -> int | None:
@@ -204,6 +207,7 @@ def with_inner(sampler: Any) -> Iterator[Any]:
         several = getattr(one, "samplers", None)
         waiting += [getattr(one, "batch_sampler", None), getattr(one, "sampler", None)]
         waiting += several if isinstance(several, (list, tuple)) else []
+        waiting += [value for value in getattr(one, "__dict__", {}).values() if isinstance(value, Sampler)]
 
 
 # --- random orders -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, cycle, islice
@@ -13,7 +14,9 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -323,6 +326,30 @@ def loader_of(sampler: Any, batch_size: int | None = 2) -> Any:
     return idist.auto_dataloader(list(range(8)), batch_size=batch_size, sampler=sampler)
 
 
+class Transformed(Dataset[int]):
+    def __init__(self, dataset: Any) -> None:
+        self.inner = [dataset]
+
+    def __len__(self) -> int:
+        return len(self.inner[0])
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.inner[0][index])
+
+
+class Kept(Sampler[Any]):
+    """A sampler or batch sampler with an order that it was given."""
+
+    def __init__(self, order: Any) -> None:
+        self.order = order
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
 def differing(_: int) -> list[str]:
     rank, messages = idist.get_rank(), []
     idist.seed_everything(0)  # per rank
@@ -344,6 +371,16 @@ def differing(_: int) -> list[str]:
         lambda: loader_of(DistributedSampler(whole, 2, rank, seed=rank)),
         lambda: loader_of(DistributedSampler(whole, 2, rank, shuffle=rank == 0)),
         lambda: loader_of(BatchSampler(SequentialSampler(whole), 2 + 2 * rank, drop_last=False), None),
+        lambda: loader_of(torch.randperm(8).tolist()),
+        lambda: loader_of(torch.randperm(8)),
+        lambda: loader_of(Kept(torch.randperm(8).tolist())),
+        lambda: loader_of(Kept(np.array([2.5, 1.5]) + rank)),
+        lambda: loader_of(Kept(whole[rank::2])),
+        lambda: idist.auto_dataloader(whole, batch_sampler=torch.randperm(8).view(4, 2).tolist()),
+        lambda: idist.auto_dataloader(whole, batch_sampler=Kept(torch.randperm(8).view(4, 2).tolist())),
+        lambda: idist.auto_dataloader(Transformed(second), batch_size=2, shuffle=False),
+        lambda: idist.auto_dataloader(Transformed(Transformed(first)), batch_size=2, exact=True),
+        lambda: idist.auto_dataloader(ConcatDataset([first, second]), batch_size=2, shuffle=False),
     ):
         with pytest.raises(CollectiveMismatchError) as info:
             wrong()
@@ -357,9 +394,70 @@ def test_what_differs_is_said_on_every_rank_before_anything_is_drawn() -> None:
     first, second = on_ranks(differing)
     assert first == second
     wanted = ("random_split", "random_split", "whole data set", "number of samples", "batch_size", "seed")
-    wanted += ("exact", *["draws of the sampler"] * 7)
+    wanted += ("exact", *["draws of the sampler"] * 14, *["random_split"] * 3)
     for message, text in zip(first, wanted, strict=True):
         assert text in message and "rank 0: " in message and "rank 1: " in message
+
+
+class Files(Transformed):
+    def __init__(self, names: Any) -> None:
+        super().__init__(range(len(names)))
+        self.names = names
+
+
+def differing_attributes(_: int) -> list[str]:
+    rank, names = idist.get_rank(), [f"{number}.png" for number in range(9)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for same in ([f"/data/of/{rank}/{name}" for name in names], [(name, 1) for name in names], names):
+            idist.auto_dataloader(Files(same), batch_size=3, shuffle=True)
+        assert not caught
+        for others in (names[rank:] + names[:rank], [(name, rank) for name in names], torch.ones(9) * rank):
+            idist.auto_dataloader(Files(others), batch_size=3, shuffle=True)
+    return [str(one.message) for one in caught]
+
+
+def test_what_a_data_set_has_is_compared_and_a_warning() -> None:
+    for found in on_ranks(differing_attributes):
+        assert len(found) == 3 and all("ranks 0-1 differ in Files.names" in text for text in found)
+
+
+class OfMegatron(Sampler[Any]):
+    """Batches of this rank, whose names of the rank and of the number of ranks are its own."""
+
+    def __init__(self, data_parallel_rank: int, data_parallel_size: int) -> None:
+        self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(2 * self.data_parallel_rank, 8, 2 * self.data_parallel_size):
+            yield [start, start + 1]
+
+    def __len__(self) -> int:
+        return 8 // (2 * self.data_parallel_size)
+
+
+def shares(_: int) -> list[list[int]]:
+    rank, whole = idist.get_rank(), list(range(8))
+    inner = DistributedSampler(whole, 2, rank, shuffle=False)
+    return [
+        [number for batch in loader for number in batch.tolist()]
+        for loader in (
+            idist.auto_dataloader(whole, batch_sampler=OfMegatron(rank, 2)),
+            loader_of(Kept(inner)),
+        )
+    ]
+
+
+def test_samplers_of_a_rank_are_known_by_other_names_too() -> None:
+    first, second = on_ranks(shares)
+    for one, other in zip(first, second, strict=True):
+        assert sorted(one + other) == list(range(8))
+
+
+def test_batches_keep_their_order() -> None:
+    with pytest.warns(UserWarning, match="in_order=False is left out"):
+        loader = idist.auto_dataloader(DATA, batch_size=2, shuffle=False, num_workers=1, in_order=False)
+    assert loader.in_order
 
 
 def on_rank_0_only(_: int) -> str:

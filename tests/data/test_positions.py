@@ -42,8 +42,9 @@ def ordered(size: int = 10, **kwargs: Any) -> Any:
 
 
 def position_after(loader: Any, num_batches: int) -> Any:
-    for _ in islice(loader, num_batches):
-        pass
+    batches = iter(loader)  # the loop over it has not ended
+    for _ in range(num_batches):
+        next(batches)
     return loader.position()
 
 
@@ -274,6 +275,72 @@ def epoch_of_a_running_pass(_: int) -> list[Any]:
 def test_a_pass_keeps_the_epoch_that_it_began_with() -> None:
     for found in [epoch_of_a_running_pass(0), *on_ranks(epoch_of_a_running_pass)]:
         assert found == [True, (7, 0), (1, 2)]
+
+
+# --- passes whose last batch is received and that are not asked for another ------------------------------
+
+
+def _zipped(loader: Any) -> list[Any]:
+    return [batch for _, batch in zip(range(len(loader)), loader, strict=False)]
+
+
+def _broken(loader: Any) -> list[Any]:
+    batches = []
+    for batch in loader:
+        batches.append(batch)
+        if len(batches) == len(loader):
+            break
+    return batches
+
+
+def _nexts(loader: Any) -> list[Any]:
+    iterator = iter(loader)
+    return [next(iterator) for _ in range(len(loader))]
+
+
+WHOLE_PASSES = [_zipped, _broken, _nexts, lambda loader: list(islice(loader, len(loader)))]
+
+
+@pytest.mark.parametrize("whole_pass", WHOLE_PASSES)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=["", "workers"])
+def test_a_pass_ends_with_its_last_batch(
+    whole_pass: Callable[[Any], list[Any]], options: dict[str, Any], recwarn: pytest.WarningsRecorder
+) -> None:
+    """As one whose end was seen: the next pass has the order of the next epoch."""
+    orders = []
+    for one_pass in (list, whole_pass):
+        loader = idist.auto_dataloader(range(12), batch_size=4, shuffle=True, seed=3, **options)
+        orders.append([[batch.tolist() for batch in one_pass(loader)] for _ in range(3)])
+    assert orders[0] == orders[1] and orders[0][0] != orders[0][1]
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("whole_pass", WHOLE_PASSES)
+def test_a_run_goes_on_with_the_next_epoch_after_it(
+    whole_pass: Callable[[Any], list[Any]], tmp_path: Path
+) -> None:
+    def loaders() -> list[Any]:
+        return [idist.auto_dataloader(range(12), batch_size=4, shuffle=True, seed=seed) for seed in (1, 2)]
+
+    def epoch(one: Any, other: Any) -> list[Any]:
+        paired = [[x.tolist(), y.tolist()] for x, y in zip(one, other, strict=False)]
+        return [*paired, *(batch.tolist() for batch in whole_pass(other))]
+
+    run, resumed = loaders(), loaders()
+    epoch(*run)
+    idist.save_checkpoint(tmp_path / "checkpoint.pt", loader=run)
+    idist.load_checkpoint(tmp_path / "checkpoint.pt", loader=resumed)
+    expected = epoch(*run)
+    assert epoch(*resumed) == expected and len(expected) == 6
+
+
+def test_the_position_in_the_loop_of_the_last_batch_is_the_end(tmp_path: Path) -> None:
+    loader, resumed = (idist.auto_dataloader(range(12), batch_size=4, seed=1) for _ in range(2))
+    for number, _ in enumerate(loader, start=1):
+        if number == len(loader):
+            idist.save_checkpoint(tmp_path / "checkpoint.pt", loader=loader)
+    idist.load_checkpoint(tmp_path / "checkpoint.pt", loader=resumed)
+    assert [len(list(resumed)) for _ in range(2)] == [0, 3]
 
 
 # --- positions ---------------------------------------------------------------------------------------

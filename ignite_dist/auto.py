@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,12 @@ from ignite_dist.data.samplers import DistributedProxySampler
 from ignite_dist.internals import _torch
 from ignite_dist.internals.arguments import check_module, kind_of
 from ignite_dist.internals.call_sites import warn_user
-from ignite_dist.training.comparisons import check_same_model, check_same_optimizer, named_tensors
+from ignite_dist.training.comparisons import (
+    check_same_model,
+    check_same_optimizer,
+    leaf_modules,
+    named_tensors,
+)
 from ignite_dist.training.data_meshes import DataMesh, check_shardable, find_data_mesh
 from ignite_dist.training.gradient_averaging import (
     agree_on_gradients,
@@ -131,16 +137,17 @@ def auto_model(
 
     Raises:
         CollectiveMismatchError: the models of the ranks differ in the names, order, shapes or dtypes of
-            parameters and buffers, in what is frozen (with Horovod and XLA each rank may freeze other
-            parameters), or in settings such as ``strategy``; or some ranks make another call. Raised on every
-            rank. With a ``wrapper`` of your own the models are compared if ``process_group`` or ``mesh``
-            names the ranks.
+            parameters and buffers, in the classes of the innermost modules, in what is frozen (with Horovod
+            and XLA each rank may freeze other parameters), or in settings such as ``strategy``; or some ranks
+            make another call. Raised on every rank. With a ``wrapper`` of your own the models are compared
+            if ``process_group`` or ``mesh`` names the ranks.
         TypeError: ``model`` is not a module.
         ValueError: ``model`` is wrapped already, an unknown ``strategy`` or ``comm_hook``, ``"fsdp"`` or
-            ``mesh`` with Horovod or XLA, DDP options with ``"fsdp"`` or a tensor-parallel model, or
-            parameters that are sharded over data dimensions or an unknown mesh; raised before any
-            communication. Or ``comm_hook="bf16"`` without NCCL; or no rank has values for tensors on the meta
-            device, and their module has no ``reset_parameters``; raised on every rank.
+            ``mesh`` with Horovod or XLA, ``"fsdp"`` after ``auto_optim`` of the model's parameters, DDP
+            options with ``"fsdp"`` or a tensor-parallel model, or parameters that are sharded over data
+            dimensions or an unknown mesh; raised before any communication. Or ``comm_hook="bf16"`` without
+            NCCL; or no rank has values for tensors on the meta device, and their module has no
+            ``reset_parameters``; raised on every rank.
     """
     check_module("auto_model", model)
     if any(isinstance(module, _WRAPPERS) for module in model.modules()):
@@ -152,6 +159,8 @@ def auto_model(
     _check_strategy(strategy, sync_bn, wrap, comm_hook, options)
     if live.get_world_size() > 1:
         _warn_of_max_norm(model)
+        if strategy == "fsdp":
+            _check_not_in_optimizer(live, model)
     data = _find_ranks(live, model, strategy, mesh, kwargs)
     if data.tensor_groups:
         _check_no_options("a tensor-parallel model", sync_bn, options)
@@ -196,6 +205,17 @@ def _warn_of_max_norm(model: Module) -> None:
                 "the rows of this rank's batch only. The weights of the ranks will differ: omit max_norm, "
                 "and renormalise the weight after optimizer.step()."
             )
+
+
+def _check_not_in_optimizer(live: ComputationModel, model: Module) -> None:
+    own = {*map(id, model.parameters())}
+    if any(
+        id(one) in own for optimizer in live.training.optimizers.values() for one in parameters_of(optimizer)
+    ):
+        raise ValueError(
+            "auto_optim has the parameters of this model, and auto_model(strategy='fsdp') replaces them: the "
+            "optimizer would train nothing. Call auto_model first, then make the optimizer."
+        )
 
 
 def _adapted(
@@ -293,17 +313,18 @@ def _check_same(
     given = {"strategy": strategy, **settings, **{name: kwargs.get(name) for name in _SAME_KEYWORDS}}
     what = ", ".join(f"{name}={value!r}" for name, value in given.items() if value not in (None, False, []))
     caller, named = Caller("auto_model", what), named_tensors(model)
+    check = partial(check_same_model, live, modules=leaf_modules(model))
     if strategy == "fsdp" or data.tensor_groups:
         plain = [(name, one) for name, one in named if not is_sharded(one)]
         compared = [(data.group, named), *((group, plain) for group in data.tensor_groups)]
-        check_same_model(live, compared, caller, frozen_counts=True)
+        check(compared, caller, frozen_counts=True)
         return
     members = process_group if device_mesh is None else device_mesh
     if not _is_trained(model):
         group = data.group if data.is_explicit else live.groups.resolve(process_group)
-        check_same_model(live, [(group, [*sent_of_frozen(model).items()])], caller, frozen_counts=True)
+        check([(group, [*sent_of_frozen(model).items()])], caller, frozen_counts=True)
     elif not live.training.averages_in_backward:
-        check_same_model(live, [(data.group, named)], caller)
+        check([(data.group, named)], caller)
     # A wrapper of the user chooses its ranks itself, unless they are named. Then nothing is compared.
     elif wrapper is None or data.is_explicit or members is not None:
         group = data.group if data.is_explicit or members is None else live.groups.resolve(members)
@@ -311,7 +332,7 @@ def _check_same(
         if not kwargs.get("broadcast_buffers", True):
             ignored.update(name for name, _ in model.named_buffers())
         sent = [row for row in named if row[0] not in ignored]
-        check_same_model(live, [(group, sent)], caller, frozen_counts=True)
+        check([(group, sent)], caller, frozen_counts=True)
 
 
 def _shared_parameters(model: Module) -> list[Parameter]:

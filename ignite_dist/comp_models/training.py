@@ -156,6 +156,10 @@ class Training:
         ``average`` averages the gradients of parameters.
         """
 
+    @communicates
+    def prepare_pass(self, model: Module) -> None:
+        """Exchange what the next forward pass would, so that a rank may skip the pass."""
+
     def has_seen_pass(self, model: Module) -> bool:
         """False if the wrapper of ``model`` knows that no backward pass has reached its parameters."""
         return True

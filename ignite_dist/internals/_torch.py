@@ -131,6 +131,12 @@ _NAMES = (
         "none: a backward pass of a DistributedDataParallel model raises AttributeError",
     ),
     (
+        "torch._C._distributed_c10d.Reducer._rebuild_buckets",
+        "In the first forward pass after an average DDP orders its buckets anew, which is a collective. A "
+        "rank that skips this pass makes it too.",
+        "none: accumulate_gradients raises AttributeError",
+    ),
+    (
         "torch._C._current_graph_task_id",
         "Shows if two hooks are of the same backward pass.",
         "none: the import of this package raises AttributeError",
@@ -489,6 +495,11 @@ def has_reduced(wrapper: DistributedDataParallel) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
+    """Order the buckets of gradients as the last backward pass did, if the next forward pass would."""
+    wrapper.reducer._rebuild_buckets()
 
 
 def ignored_by_ddp(module: Module) -> Iterable[str]:

@@ -179,7 +179,9 @@ def _weighted_microbatch(
     Gradients are summed by weight until the last microbatch, which divides the sum by the total weight. The
     division is linear, so the average over the ranks may come before or after the division.
     """
-    current_model().groups.check_not_joining()  # in uneven_inputs() is_final differs between ranks
+    live = current_model()
+    live.groups.check_not_joining()  # in uneven_inputs() is_final differs between ranks
+    live.training.prepare_pass(model)
     factor = weights[-1]
     if is_final:
         total = sum(weights) if mean is None else mean(sum(weights))

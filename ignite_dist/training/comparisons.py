@@ -26,11 +26,18 @@ def named_tensors(model: Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
+def leaf_modules(model: Module) -> list[str]:
+    """Names and classes of the modules without others inside: the activations, for example."""
+    leaves = [(name, one) for name, one in model.named_modules() if next(one.children(), None) is None]
+    return [f"{type(one).__name__} {bare_name(name)!r}" for name, one in leaves]
+
+
 def check_same_model(
     live: ComputationModel,
     compared: Iterable[tuple[Group, Sequence[tuple[str, Tensor]]]],
     caller: Caller,
     frozen_counts: bool = False,
+    modules: Sequence[str] = (),
 ) -> None:
     """Raise on every rank of a group if their tensors differ in more than values. Each of them calls this.
 
@@ -39,13 +46,14 @@ def check_same_model(
         compared: groups, with the parameters and buffers that their ranks compare, by name.
         caller: the public function, with arguments that must be equal on all ranks.
         frozen_counts: True compares which parameters are frozen, too.
+        modules: compared before the tensors.
 
     Raises:
-        CollectiveMismatchError: names, order, kinds, shapes or dtypes differ, or a rank has made another
-            call.
+        CollectiveMismatchError: names, order, kinds, shapes, dtypes or ``modules`` differ, or a rank has made
+            another call.
     """
     texts = [
-        (group, [_described_tensor(name, one, frozen_counts) for name, one in named])
+        (group, [*modules, *(_described_tensor(name, one, frozen_counts) for name, one in named)])
         for group, named in compared
         if len(group.ranks) > 1
     ]

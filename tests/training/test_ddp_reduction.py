@@ -107,6 +107,37 @@ def test_options_of_ddp() -> None:
     idist.spawn("gloo", _options, nproc_per_node=2)
 
 
+def _weighted(rank: int) -> list[list[float]]:
+    """For each skipped microbatch the gradients of the second step, whose buckets DDP orders anew."""
+    found = []
+    for skipped in range(6):
+        net = torch.nn.Linear(3, 1, dtype=torch.float64)
+        torch.nn.init.ones_(net.weight)
+        model = idist.auto_model(net)
+        for number, (one, sync) in enumerate(
+            idist.accumulate_gradients(range(6), model, steps=2, weight=lambda _: 1)
+        ):
+            with sync:
+                if rank != 1 or number != skipped:
+                    model(samples(rank, one)).sum().backward()
+            if sync.is_final:
+                if number == 3:
+                    found.append(net.weight.grad.flatten().tolist())  # type: ignore[union-attr]
+                model.zero_grad()
+    return found
+
+
+def test_a_rank_skips_any_microbatch_of_weighted_steps() -> None:
+    first, second = idist.spawn("gloo", _weighted, nproc_per_node=2)
+    assert first == second
+    for skipped, gradient in enumerate(first):
+        used = [
+            samples(rank, number) for rank in (0, 1) for number in (2, 3) if (rank, number) != (1, skipped)
+        ]
+        wanted = torch.stack([one.sum(0) for one in used]).sum(0) / 4
+        torch.testing.assert_close(torch.tensor(gradient, dtype=torch.float64), wanted)
+
+
 def _unused(_: int) -> None:
     """The loss uses one of two outputs: torch's hooks run without a gradient for the other."""
     model = idist.auto_model(Net(), find_unused_parameters=True)

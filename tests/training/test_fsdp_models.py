@@ -294,6 +294,20 @@ def _optimizer_before(rank: int) -> str:
     return str(info.value)
 
 
+def _adapted_before(rank: int) -> None:
+    net = Sequential(Linear(WIDTH, 1))
+    idist.auto_optim(torch.optim.SGD(Linear(1, 1).parameters(), lr=0.1))  # of another model
+    optimizer = idist.auto_optim(torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="Call auto_model first"):
+        idist.auto_model(net, strategy="fsdp")
+    idist.auto_model(net)  # takes no parameter away
+    del optimizer
+
+
+def test_a_model_is_not_sharded_after_its_optimizer_was_adapted() -> None:
+    idist.spawn("gloo", _adapted_before, nproc_per_node=2)
+
+
 def test_an_optimizer_that_was_made_before_the_model_was_sharded_is_refused() -> None:
     for message in idist.spawn("gloo", _optimizer_before, nproc_per_node=2):
         assert "then make the optimizer of model.parameters()" in message

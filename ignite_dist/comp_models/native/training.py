@@ -96,6 +96,11 @@ class NativeTraining(Training):
         if isinstance(model, DistributedDataParallel):
             further_passes.average_further_passes(model, average)
 
+    def prepare_pass(self, model: Module) -> None:
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
+                _torch.rebuild_buckets(module)
+
     def has_seen_pass(self, model: Module) -> bool:
         return further_passes.has_seen_pass(model)
 

@@ -510,6 +510,19 @@ def test_optimizers_that_differ_are_refused_on_every_rank() -> None:
 
 
 @on_every_rank
+def test_models_of_other_functions_are_refused_on_every_rank() -> None:
+    """Without parameters, a module changes no shape."""
+    size, is_first = idist.get_world_size(), idist.get_rank() == 0
+    others = "rank 1" if size == 2 else f"ranks 1-{size - 1}"
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.ReLU() if is_first else torch.nn.Tanh())
+    if size > 1:
+        with raises(
+            CollectiveMismatchError, f"The first difference is: rank 0: ReLU '1'; {others}: Tanh '1'."
+        ):
+            idist.auto_model(model)
+
+
+@on_every_rank
 def test_what_a_rank_trains_of_its_own_is_not_compared() -> None:
     """With Horovod and XLA the optimizer averages all its parameters: no rank has any of its own in it."""
     rank, size = idist.get_rank(), idist.get_world_size()

@@ -133,7 +133,10 @@ def check_same(
     """
     for error in [_difference(model, group, list(texts), caller, needed) for group, texts in compared]:
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # no cycle of the error, its traceback and this frame
 
 
 def _difference(
@@ -213,7 +216,10 @@ def same_outcome(
             row = kind, _arguments(error), type(error).__name__, _traceback_of(error)
     rows = exchange_outcomes(model, world, None, row, Caller(caller))
     if own is not None:
-        raise own
+        try:
+            raise own
+        finally:
+            del own  # as above
     for rank, (kind, value, error_type, trace) in enumerate(rows):
         if kind:
             raise _KINDS[kind](*value) from RankFailedError(rank, error_type, trace)

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -111,22 +112,28 @@ class PendingWork(Work):
                 try:
                     self._result = inner.wait() if timed is None else timed.wait(inner)
                 except BaseException as error:
-                    own = inner.error if isinstance(inner, PendingCall) else None
-                    if error is not own and is_interrupt(error):
+                    is_own = isinstance(inner, PendingCall) and error is inner.error
+                    if not is_own and is_interrupt(error):
                         raise  # an interrupt of this wait: the collective still runs
                     self._error = error
+                    if isinstance(inner, PendingCall):
+                        inner.error = None
                 self._inner = None
                 self._pending.works.pop(id(self), None)
         if self._error is not None:
-            raise self._error
+            raised, self._error = self._error, _another(self._error)
+            try:
+                raise raised
+            finally:
+                del raised  # no cycle of the error, its traceback and this frame
         return self._result
 
     def has_succeeded(self) -> bool:
         """False if :meth:`wait` raises the error of the collective."""
         try:
             self.wait()
-        except BaseException as error:
-            if error is not self._error:
+        except BaseException:
+            if self._error is None:
                 raise
             return False
         return True
@@ -163,6 +170,16 @@ class PendingWork(Work):
         """As :meth:`is_completed`, for a caller that asks once."""
         inner = self._inner
         return inner is None or inner.is_completed()
+
+
+def _another(error: BaseException) -> BaseException:
+    """A copy for the next wait. The traceback of ``error`` keeps the caller's frames and their open files."""
+    with suppress(Exception):  # raised by code of the error's class
+        copied = copy(error)
+        if type(copied) is type(error) and str(copied) == str(error):
+            copied.__cause__, copied.__suppress_context__ = error.__cause__, error.__suppress_context__
+            return copied
+    return error
 
 
 class _Pending:

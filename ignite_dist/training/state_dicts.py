@@ -277,5 +277,8 @@ def _on_rank_0(caller: str, function: Callable[[], Any]) -> Any:
             error = caught
     exchange_outcomes(live, live.groups.resolve(None), error, caller=Caller(caller))
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # no cycle of the error, its traceback and this frame
     return result

@@ -40,6 +40,8 @@ _LONGEST_TEXT = 100_000
 # The launcher may detect a worker's death this much later, because the fork server reports the death.
 _DETECTION_SECONDS = 1.0
 _LONG_BITS = 64  # of a long in C, to which Python converts an exit status
+_IS_CAUSED = "The above exception was the direct cause of the following exception:"
+_EXIT_WITHOUT_TEXT = re.compile(r"SystemExit(: (-?\d+|None|True|False))?")
 _OUT_OF_STEP = (CollectiveMismatchError.__name__, MissingRanksError.__name__)
 
 
@@ -77,9 +79,18 @@ class Failure:
     @property
     def is_end_by_signal(self) -> bool:
         """True if the worker ended as one does after Ctrl-C or SIGTERM. Other errors are of its clean-up."""
+        if self.error_type == KeyboardInterrupt.__name__:
+            return _IS_CAUSED not in self.traceback
+        if self.error_type == SystemExit.__name__:
+            return _EXIT_WITHOUT_TEXT.fullmatch(self.summary) is not None
         if self.error_type:
-            return self.error_type in (KeyboardInterrupt.__name__, SystemExit.__name__)
+            return False
         return self.exit_code in (-signal.SIGINT, -signal.SIGTERM)
+
+    @property
+    def is_of_clean_up(self) -> bool:
+        """True if the worker, interrupted because another one has failed, raised an error of its own."""
+        return bool(self.error_type) and not (self.is_end_by_signal or self.is_consequence)
 
     def is_same_error(self, other: Failure) -> bool:
         """True if both workers raised an error of their own, with the same class and text."""

@@ -98,12 +98,17 @@ def end(code: int, start_method: str) -> NoReturn:
     _try(_python.run_exit_handlers, on_interrupt)
     _try(_python.join_children, on_interrupt)
     _try(logging.shutdown)  # Python 3.14 has removed this handler from a fork
+    blocked: list[Any] = []
+    # In a cycle a text file may lose its text: the collector may close the file inside of it first.
+    _call_all("flush", _text_files(), blocked)
     threading.excepthook = lambda _: None  # Python stops the daemon threads here
     for name, names in reversed(list(_users_globals())):
         _try(partial(_destroy_objects, names, _inherited.get(name, {})))
     _try(gc.collect)
-    has_failed = _flush_all([stream for stream in (sys.stdout, sys.stderr) if stream is not None])
-    _flush_all([*_open_files(), _CStdout()])
+    has_failed = _call_all("flush", [one for one in (sys.stdout, sys.stderr) if one is not None], blocked)
+    _call_all("flush", _text_files(), blocked)
+    _call_all("close", _compressed_files(), blocked)
+    _call_all("flush", [*_binary_files(), _CStdout()], blocked)
     os._exit(code or (_FAILED_OUTPUT if has_failed else 0))
 
 
@@ -146,11 +151,27 @@ def _destroy_objects(names: dict[str, Any], kept: dict[str, Any]) -> None:
             names[key] = None
 
 
-def _open_files() -> list[Any]:
-    """Files that this process has opened. Text files come first: they write to buffers of binary files."""
-    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-    files = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
-    return sorted(files, key=lambda one: not issubclass(type(one), io.TextIOBase))
+def _text_files() -> list[Any]:
+    """Those that this process has opened, without stdout and stderr. They write to other files."""
+    return [one for one in _objects_of(io.TextIOWrapper) if one not in (sys.stdout, sys.stderr)]
+
+
+def _compressed_files() -> list[Any]:
+    """Files that are written in Python: their end is written when they are closed, to binary files."""
+    in_c: tuple[type, ...] = (io.TextIOBase, io.BytesIO, io.RawIOBase)
+    in_c += (io.BufferedWriter, io.BufferedReader, io.BufferedRandom, io.BufferedRWPair)
+    files = [one for one in _objects_of(io.IOBase) if not issubclass(type(one), in_c)]
+    archives = sys.modules.get("zipfile")
+    return files + ([] if archives is None else _objects_of(archives.ZipFile))
+
+
+def _binary_files() -> list[Any]:
+    flushed = [getattr(one, "buffer", None) for one in (sys.stdout, sys.stderr)]
+    return [one for one in _objects_of(io.BufferedWriter, io.BufferedRandom) if one not in flushed]
+
+
+def _objects_of(*kinds: type) -> list[Any]:
+    return [one for one in gc.get_objects() if issubclass(type(one), kinds)]
 
 
 class _CStdout:
@@ -166,29 +187,37 @@ def flush_c_stdout() -> None:
     libc.fflush(ctypes.c_void_p.in_dll(libc, name))
 
 
-def _flush_all(files: list[Any]) -> bool:
-    """Write the buffers of ``files``. True if that has failed for one of them."""
-    left, failed = iter(files), []
+def _call_all(method: str, files: list[Any], blocked: list[Any]) -> bool:
+    """Call a method of each file. True if that has failed for one of them.
 
-    def flush() -> None:
+    A file whose lock another thread keeps is put into ``blocked``. Files that are there already are left out.
+    """
+    left, failed = iter(files), []
+    current: list[Any] = []
+
+    def call() -> None:
         for file in left:
+            if any(file is other for other in blocked):
+                continue
+            current[:] = [file]
             try:
-                file.flush()
+                getattr(file, method)()
             except (ValueError, AttributeError):  # a closed file, or a script's own object for stdout
                 pass
             except Exception as error:
                 failed.append(error)
 
     while True:  # one more thread for each file that nobody can flush
-        thread = threading.Thread(target=flush, daemon=True)
+        thread = threading.Thread(target=call, daemon=True)
         try:
             thread.start()
         except RuntimeError:  # a limit allows no more threads
-            flush()
+            call()
             break
         thread.join(_FLUSH_SECONDS)
         if not thread.is_alive():
             break
+        blocked += current
     for error in failed:
         with suppress(Exception):
             sys.excepthook(type(error), error, error.__traceback__)

@@ -425,6 +425,77 @@ def test_a_rank_that_still_works_ends_as_python_does(method: str, tmp_path: Path
     assert {path.read_text() for path in tmp_path.iterdir()} == {"done"}
 
 
+def _fails_or_cannot_save(rank: int) -> None:
+    idist.barrier()
+    if rank == 0:
+        raise LookupError("no data")
+    try:
+        time.sleep(3600)
+    except KeyboardInterrupt:
+        raise OSError("disk full") from None
+
+
+def test_what_a_rank_raises_after_its_interrupt_is_shown() -> None:
+    with pytest.raises(idist.RankFailedError, match="no data") as caught:
+        spawn(_fails_or_cannot_save)
+    assert "Rank 1 failed after it: " in str(caught.value) and "OSError: disk full" in str(caught.value)
+
+
+def _fails_or_has_files(rank: int, folder: Path, how: str) -> None:
+    text = (folder / f"text-{rank}").open("w")
+    text.write("done")
+    compressed = gzip.open(folder / f"gzip-{rank}", "wt")  # noqa: SIM115
+    compressed.write("done")
+    idist.barrier()
+    if rank == 0:
+        raise LookupError("no data")
+    if how == "blocking":
+        idist.all_reduce(torch.ones(2))
+    else:
+        idist.all_reduce(torch.ones(2), async_op=True).wait()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("how", ["blocking", "asynchronous"])
+def test_files_of_a_function_that_waits_for_a_failed_rank(method: str, how: str, tmp_path: Path) -> None:
+    with pytest.raises(idist.RankFailedError, match="no data"):
+        spawn(_fails_or_has_files, tmp_path, how, start_method=method)
+    for rank in (0, 1):
+        assert (tmp_path / f"text-{rank}").read_text() == "done"
+        with gzip.open(tmp_path / f"gzip-{rank}", "rt") as file:
+            assert file.read() == "done"
+
+
+def _compressed_anywhere(rank: int, folder: Path) -> None:
+    kinds = {"gzip": gzip.open, "bz2": bz2.open, "lzma": lzma.open}
+    for name, kind in kinds.items():
+        for place, owner in {"torch": torch, "function": _compressed_anywhere, "list": kept}.items():
+            file = kind(folder / f"{place}-{rank}.{name}", "wt")
+            file.write("done")
+            if isinstance(owner, list):
+                owner.append(file)
+            else:
+                setattr(owner, f"_kept_by_a_test_{name}", file)
+    archive = zipfile.ZipFile(folder / f"{rank}.zip", "w")
+    archive.writestr("text", "done")
+    torch._kept_by_a_test_zip = archive  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_compressed_files_are_whole_wherever_they_are_kept(method: str, tmp_path: Path) -> None:
+    kept.append(None)  # what the launcher has is shared with a fork
+    try:
+        spawn(_compressed_anywhere, tmp_path, start_method=method)
+    finally:
+        kept.pop()
+    for rank in (0, 1):
+        for name, kind in {"gzip": gzip.open, "bz2": bz2.open, "lzma": lzma.open}.items():
+            for place in ("torch", "function", "list"):
+                with kind(tmp_path / f"{place}-{rank}.{name}", "rt") as file:
+                    assert file.read() == "done"
+        assert zipfile.ZipFile(tmp_path / f"{rank}.zip").read("text") == b"done"
+
+
 def test_a_rank_that_ignores_the_interrupt_does_not_hang_the_job(tmp_path: Path) -> None:
     with pytest.raises(idist.RankFailedError, match="no data"):
         spawn(_fails_or_works, tmp_path, "ignores")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,23 @@ READS_ALL_NAMES = """
 def test_workers_have_all_of_this_package(tmp_path: Path) -> None:
     ended = helpers.run_new_python(helpers.write_script(tmp_path, READS_ALL_NAMES))
     assert ended.stdout == "[[]]\n"
+
+
+ANY_SCRIPT = """
+    import ignite_dist as idist
+
+    if __name__ == "__main__":
+        print(idist.spawn("gloo", abs, nproc_per_node=2))
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
+def test_the_server_takes_no_module_from_the_working_folder(tmp_path: Path) -> None:
+    script = helpers.write_script(tmp_path, ANY_SCRIPT)
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "glob.py").write_text("raise SystemExit('of the working folder')")
+    assert helpers.run_new_python(script, cwd=data).stdout == "[0, 1]\n"
 
 
 OTHER_SERVER = """

@@ -180,6 +180,10 @@ CLEANS_UP = """
         except KeyboardInterrupt:
             if how == "exits":
                 sys.exit(3)
+            if how == "exits with a text":
+                sys.exit("disk full")
+            if how == "goes on":
+                raise KeyboardInterrupt from OSError("disk full")
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGSEGV)
             if how == "out of step" and local_rank == 0:
@@ -200,6 +204,8 @@ CLEANS_UP = """
         ("handler", signal.SIGTERM, "OSError: disk full"),
         ("dies", signal.SIGINT, "was ended by SIGSEGV"),
         ("out of step", signal.SIGINT, "idist.any_interrupted() ends all in the same step"),
+        ("exits with a text", signal.SIGINT, "SystemExit: disk full"),
+        ("goes on", signal.SIGINT, "OSError: disk full"),
         ("exits", signal.SIGINT, None),
     ],
 )

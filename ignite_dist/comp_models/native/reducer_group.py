@@ -130,15 +130,17 @@ def _is_of_gradients(tensors: list[Tensor], options: Any) -> bool:
 
 def _raise_after_pass(error: BaseException) -> None:
     """Raise ``error`` at the end of the backward pass, or now outside of a pass."""
+    errors = [error]
+    del error  # no cycle of the error, its traceback and these frames
 
     def raise_now() -> None:
-        raise error
+        raise errors.pop() from None
 
     try:
         # The first callback may run before the reducer's own, the second runs after it.
         _torch.run_after_backward(lambda: _torch.run_after_backward(raise_now))
     except RuntimeError:  # there is no backward pass
-        raise error from None
+        raise_now()
 
 
 class _Completed(dist.Work):

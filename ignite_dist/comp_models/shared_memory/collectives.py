@@ -95,6 +95,7 @@ class SharedMemory:
             self._count_late()
             number = self._num_steps_before = self.segment.number
             self._is_running, self._call, self._has_ended_early = True, group.call, False
+            ends_early = is_mismatch = False
             try:
                 self._count(group.token or whole_call.token)
                 while True:
@@ -107,17 +108,16 @@ class SharedMemory:
                         number = self._num_steps_before = self.segment.number
             except BaseException as error:
                 # Otherwise the other ranks would receive this rank's next call instead of this call.
-                if self.segment.number == number and not self._has_broken(error):
-                    self._end_early(group.call)
-                blocking = self._for_blocking_calls
-                if (
-                    blocking
-                    and isinstance(error, CollectiveMismatchError)
-                    and self.segment.is_in_other_order()
-                ):
-                    blocking.count_interrupted(group.call, group.token)  # as the others have in this memory
+                ends_early = self.segment.number == number and not self._has_broken(error)
+                is_mismatch = isinstance(error, CollectiveMismatchError)
                 raise
             finally:
+                # Not above: what looks for the user's frame keeps the variables of this one, with the error.
+                if ends_early:
+                    self._end_early(group.call)
+                if is_mismatch and self._for_blocking_calls and self.segment.is_in_other_order():
+                    # The others have made one call in each memory: `refuse` has counted theirs here.
+                    self._for_blocking_calls.count_interrupted(group.call, group.token)
                 self._is_running = False
                 self._count_late()
 

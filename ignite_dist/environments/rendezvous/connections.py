@@ -331,9 +331,15 @@ def _answers(address: str, port: int) -> bool:
 def raise_with_cause(error: RuntimeError) -> NoReturn:
     """Raise :func:`with_cause` of ``error``. Call this function where ``error`` is handled."""
     better = with_cause(error)
-    if better is error:
-        raise error
-    raise better from better.__cause__
+    try:
+        if better is error:
+            raise error
+        raise better from better.__cause__
+    finally:
+        del (
+            error,
+            better,
+        )  # no cycle of the error, its traceback and this frame: it keeps the user's open files
 
 
 def _host_name(address: str) -> str:

@@ -131,19 +131,22 @@ def _start_server(server: ForkServer) -> None:
     global _idle_server
     resource_tracker.ensure_running()  # the server starts it otherwise, which would unblock the signal
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    previous = os.environ.get("PYTHONPATH")
+    folders = [folder for folder in sys.path if isinstance(folder, str)]
+    environ = {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    if "" not in folders:
+        environ["PYTHONSAFEPATH"] = "1"  # `python -c` would look for modules in the working folder first
+    previous = {name: os.environ.get(name) for name in environ}
     try:
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            folder for folder in sys.path if folder and isinstance(folder, str)
-        )
+        os.environ.update(environ)
         _ensure_running(server)
         assert server.pid is not None
         _idle_server = os.getpid(), server.pid
     finally:
-        if previous is None:
-            os.environ.pop("PYTHONPATH", None)
-        else:
-            os.environ["PYTHONPATH"] = previous
+        for name, value in previous.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # last: the server inherits the mask
 
 

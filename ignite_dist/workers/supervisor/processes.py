@@ -443,6 +443,9 @@ class Workers:
             self._nodes.close()
         if has_failed:
             self._wait_for_ends()
+            known = {rank.rank for rank in failed}
+            late = [rank for rank in self._local_failures() if rank.rank not in known]
+            failed += [rank for rank in late if rank.failure.is_of_clean_up]
             end_processes(self.processes)
             self._error = partial(self._nodes.error_of, failed, about_sigkill)
         else:

@@ -79,8 +79,8 @@ class GroupFactory:
             timeout = _torch.timeout_of(self._world, self._device())
             raise MissingRanksError(
                 f"The group of {describe_ranks(ranks)} is not complete: some of them have not made it within "
-                f"{timeout}, the context's timeout=. Each of them calls new_group, or the first collective with "
-                "this list of ranks. With options of torch, every rank of the world calls new_group."
+                f"{timeout}, the context's timeout=. Each of them calls new_group, or the first collective "
+                "with this list of ranks. With options of torch, every rank of the world calls new_group."
             ) from error
 
     def make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:

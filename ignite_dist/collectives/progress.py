@@ -120,8 +120,9 @@ class PendingWork(Work):
                         inner.error = None
                 self._inner = None
                 self._pending.works.pop(id(self), None)
-        if self._error is not None:
-            raised, self._error = self._error, _another(self._error)
+            raised = self._error
+            self._error = None if raised is None else _another(raised)
+        if raised is not None:
             try:
                 raise raised
             finally:

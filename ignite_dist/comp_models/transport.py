@@ -71,6 +71,18 @@ class Sizes(NamedTuple):
     received: Sequence[int]
 
 
+class PendingCalls(NamedTuple):
+    """This rank's asynchronous calls of a group that its thread has not completed.
+
+    Attributes:
+        are_there: True if there are any.
+        are_awaited: True if a thread of this rank waits for one: in ``wait()``, or in a blocking call.
+    """
+
+    are_there: bool = False
+    are_awaited: bool = False
+
+
 class Wait(NamedTuple):
     """A rank's wait for a call: the collective or message, and the ranks that the call needs.
 
@@ -291,12 +303,12 @@ class Transport(ABC):
         """
         return "" if group.handle is None else key_of_ranks(group.ranks)
 
-    def has_pending_calls(self, group_key: str) -> bool:
-        """True if this rank has begun asynchronous calls of the group that its thread has not completed.
+    def pending_calls(self, group_key: str) -> PendingCalls:
+        """The state of this rank's asynchronous calls of a group that a thread runs.
 
         What runs these calls replaces this method in the instance.
         """
-        return False
+        return PendingCalls()
 
     # --- called by the watchdog's thread; the defaults mean "not known" ---
 

@@ -106,7 +106,7 @@ def auto_dataloader(
     order = Order()
     if is_whole:
         order = agree_on_order(model, requested, dataset, place, exact, seed, kwargs)
-    if kwargs.get("in_order") is False:
+    if is_whole and kwargs.get("in_order") is False and kwargs.get("num_workers"):
         kwargs["in_order"] = True
         warn_user(
             "in_order=False is left out: batches that come in another order on each rank are parts of other "

@@ -7,6 +7,7 @@ import os
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ignite_dist.collectives.path import perform
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.work import Steps
 from ignite_dist.data.passes import Order
-from ignite_dist.data.samplers import draw_seed, length_or_none, place_of, with_inner
+from ignite_dist.data.samplers import draw_seed, length_or_none, place_of, with_all_inner
 from ignite_dist.data.splitting import Place
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.internals.call_sites import warn_user
@@ -38,14 +39,14 @@ from ignite_dist.values.serialization import as_bytes
 _OF_THE_DATA = ("number of samples", "indices", "sampler", "shuffle")
 
 
-def _facts_of(dataset: Any, sampler: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _facts_of(dataset: Any, datasets: Sequence[Any], sampler: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What the ranks compare, as plain values by name: equal if their loaders draw the same batches."""
     indices, contents = _digests(dataset)
     return {
         "data set": type(dataset).__name__,
         "number of samples": length_or_none(dataset),
         "indices": indices,
-        "indices inside of it": _indices_inside(dataset),
+        "indices inside of it": _indices_inside(datasets),
         "contents": contents,
         "sampler": None if sampler is None else type(sampler).__name__,
         "draws of the sampler": None if sampler is None else _draws_of(sampler),
@@ -88,7 +89,8 @@ def agree_on_order(
         ValueError: a rank has the sampler of another rank. Raised on every rank.
     """
     sampler = kwargs.get("sampler" if kwargs.get("batch_sampler") is None else "batch_sampler")
-    members, facts, found = _members(model, group), _facts_of(dataset, sampler, kwargs), place_of(sampler)
+    members, found, datasets = _members(model, group), place_of(sampler), _inner_datasets(dataset)
+    facts = _facts_of(dataset, datasets, sampler, kwargs)
     is_random = bool(kwargs.get("shuffle")) if sampler is None else type(sampler) is not SequentialSampler
     given = seed
     if seed is None and is_random and found is None:
@@ -97,7 +99,7 @@ def agree_on_order(
         has_all_ranks = members is not None and len(members.ranks) == model.get_world_size()
         seed = draw_seed(sampler, generator) if has_all_ranks or generator is not None else latest_seed()
     fault = "" if found in (None, tuple(place)) else _wrong_place(sampler, found, place)
-    attributes = _attributes_of(dataset)
+    attributes = _attributes_of(datasets)
     row = (
         {"seed": given, "exact": exact, "ranks that share the data": place.num_ranks, **facts},
         attributes,
@@ -161,10 +163,12 @@ def _compare(members: Group, rows: Sequence[Any]) -> None:
 
 def _warn_of_attributes(members: Group, rows: Sequence[dict[str, str]]) -> None:
     """Warn of what differs and may be another path of the same data, say, so that it is no error."""
-    names = [name for name in rows[0] if len({row.get(name) for row in rows}) > 1]
+    names = [name for name in rows[0] if all(name in row for row in rows)]
+    names = [name for name in names if len({row[name] for row in rows}) > 1]
     if names:
+        named = ", ".join(names[:3]) + " and others" * (len(names) > 3)
         warn_user(
-            f"The data sets of {describe_ranks(members.ranks)} differ in {', '.join(names)}: auto_dataloader "
+            f"The data sets of {describe_ranks(members.ranks)} differ in {named}: auto_dataloader "
             "needs the same data in the same order on every rank, or samples come twice and others never. "
             f"{_ADVICE['contents']}"
         )
@@ -199,7 +203,7 @@ def _draws_of(sampler: Any) -> str:
         return f"{len(sampler)} draws {_digest_of_numbers(sampler)}"
     is_of_rank = place_of(sampler) is not None
     facts = [] if is_of_rank else [f"{length_or_none(sampler)} draws"]
-    for one in with_inner(sampler):
+    for one in with_all_inner(sampler):
         if type(one).__module__.startswith("torch.utils.data."):
             names = [name for name in _SETTINGS_OF_SAMPLERS if hasattr(one, name)]
             facts += [f"{name}={getattr(one, name)!r}" for name in names]
@@ -247,9 +251,9 @@ def _digests(dataset: Dataset[Any] | Any) -> tuple[str | None, str | None]:
     return "/".join(indices) or None, contents
 
 
-def _indices_inside(dataset: Any) -> str | None:
+def _indices_inside(datasets: Sequence[Any]) -> str | None:
     """A digest of the indices of subsets in other data sets: of one split in a ``ConcatDataset``, say."""
-    found = [one.indices for one in _inner_datasets(dataset)[1:] if isinstance(one, Subset)]
+    found = [one.indices for one in datasets[1:] if isinstance(one, Subset)]
     return "/".join(map(_digest_of_indices, found)) or None
 
 
@@ -257,27 +261,30 @@ def _inner_datasets(dataset: Any) -> list[Any]:
     """The data set, those that its attributes have, and so on."""
     found = [dataset]
     for one in found:  # which grows
-        values = _vars(one).values()
-        inner = [item for value in values for item in (value if type(value) in (list, tuple) else (value,))]
-        found += [
-            item for item in inner if isinstance(item, Dataset) and not any(item is other for other in found)
-        ]
-        if len(found) > _MOST_DATASETS:
-            break
+        for value in _vars(one).values():
+            is_list = type(value) in (list, tuple) and value and isinstance(value[0], Dataset)
+            for item in islice(value if is_list else (value,), _MOST_DATASETS):
+                if isinstance(item, Dataset) and not any(item is other for other in found):
+                    found.append(item)
+                if len(found) == _MOST_DATASETS:
+                    return found
     return found
 
 
-def _attributes_of(dataset: Any) -> dict[str, str]:
-    """Digests of some items of what the data set, and those inside of it, have: lists of names, labels."""
+def _attributes_of(datasets: Sequence[Any]) -> dict[str, str]:
+    """Digests of some items of what data sets have for each sample: names of files, labels."""
     digests = {}
-    for number, one in enumerate(_inner_datasets(dataset)):
-        if type(one).__module__.startswith("torch.utils.data."):
+    for number, one in enumerate(datasets):
+        size = length_or_none(one)
+        if type(one).__module__.startswith("torch.utils.data.") or not size:
             continue
         for name, value in _vars(one).items():
-            if type(value) in (list, tuple, Tensor) or (_is_array(value) and value.ndim > 0):
+            if type(value) in (list, tuple, Tensor) or _is_array(value):
                 with suppress(Exception):  # of an array's or a tensor's own kind
-                    key = f"{type(one).__name__}.{name}{f' ({number})' * (number > 0)}"
-                    digests[key] = _digest([_base_name(item) for item in _some(value)])
+                    items = _some(value) if len(value) == size else []
+                    if items and not any(item is None for item in items):  # it is no cache
+                        key = f"{type(one).__name__}.{name}{f' ({number})' * (number > 0)}"
+                        digests[key] = _digest([_base_name(item) for item in items])
     return digests
 
 

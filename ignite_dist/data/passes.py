@@ -197,7 +197,9 @@ class Pass:
         self._num_before = progress.batches
         self._has_begun = False
         self.progress = progress
-        progress.num_batches = length_or_none(batches)
+        # torch's iterators of streams have no length.
+        is_shard = isinstance(loader.host_loader().dataset, Shard)
+        progress.num_batches = length_or_none(loader.host_loader() if is_shard else batches)
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -172,7 +172,7 @@ def place_of(sampler: Any) -> tuple[int, int] | None:
 
     The samplers of timm, detectron2, mmengine, Accelerate, transformers and Megatron name them as below.
     """
-    for one in with_inner(sampler):
+    for one in with_all_inner(sampler):
         numbers = [_int_attribute(one, names) for names in (_NUM_REPLICAS, _RANKS)]
         if None not in numbers:
             return numbers[0], numbers[1]  # type: ignore[return-value]
@@ -195,19 +195,35 @@ def _int_attribute(owner: Any, names: Sequence[str]) -> int | None:
 
 
 def with_inner(sampler: Any) -> Iterator[Any]:
-    """The sampler, the samplers that it draws from, and so on."""
+    """The sampler, the samplers that it draws from, and so on, by torch's names of such attributes."""
+    return _walk(sampler, _named_inner)
+
+
+def with_all_inner(sampler: Any) -> Iterator[Any]:
+    """As :func:`with_inner`, and samplers in attributes of any name, which may have rules of their own."""
+    return _walk(sampler, lambda one: [*_named_inner(one), *_samplers_in(one)])
+
+
+def _walk(first: Any, inner_of: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
     seen: set[int] = set()
-    waiting = [sampler]
+    waiting = [first]
     while waiting:
         one = waiting.pop(0)
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
         yield one
-        several = getattr(one, "samplers", None)
-        waiting += [getattr(one, "batch_sampler", None), getattr(one, "sampler", None)]
-        waiting += several if isinstance(several, (list, tuple)) else []
-        waiting += [value for value in getattr(one, "__dict__", {}).values() if isinstance(value, Sampler)]
+        waiting += inner_of(one)
+
+
+def _named_inner(sampler: Any) -> list[Any]:
+    several = getattr(sampler, "samplers", None)
+    named = [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+    return named + list(several if isinstance(several, (list, tuple)) else [])
+
+
+def _samplers_in(sampler: Any) -> list[Any]:
+    return [value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, Sampler)]
 
 
 # --- random orders -----------------------------------------------------------------------------------
@@ -224,10 +240,10 @@ def seeded_draws(sampler: Iterable[Any], seed: int, num_at_once: int = 1) -> Ite
     sampler. A sampler of torch's is drawn from ahead; another one ``num_at_once`` draws at a time, because
     its draws may depend on what the script has done until then.
     """
-    if all(type(one) in _TORCHS for one in with_inner(sampler)):
+    if all(type(one) in _TORCHS for one in with_all_inner(sampler)):
         num_at_once = _NUM_DRAWN_AHEAD
     own = _generators_in(sampler)
-    torchs: list[Any] = [one for one in with_inner(sampler) if isinstance(one, _TORCHS)]
+    torchs: list[Any] = [one for one in with_all_inner(sampler) if isinstance(one, _TORCHS)]
     without_own = [one for one in torchs if getattr(one, "generator", 0) is None]
     generator = torch.Generator().manual_seed(seed)
     states: GeneratorStates | None = None
@@ -269,7 +285,7 @@ def draw_seed(sampler: Any = None, generator: torch.Generator | None = None) -> 
 
 
 def _generators_in(sampler: Any) -> list[Any]:
-    return [generator for one in with_inner(sampler) for generator in own_generators(one)]
+    return [generator for one in with_all_inner(sampler) for generator in own_generators(one)]
 
 
 # --- shares of whole data sets -----------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch
 
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
+from ignite_dist.comp_models.transport import PendingCalls
 from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, never_free, waits_for_ranks, work_of
 from ignite_dist.diagnostics.hang_reports import waiting_frame
 from ignite_dist.errors import CollectiveMismatchError
@@ -90,9 +91,14 @@ class PendingCall(Work):
                 "A finalizer or the loading of an object has called a collective in the thread of the "
                 "group's asynchronous collectives. Call it later, in a thread of your own."
             )
-        while not self._is_done:  # an interrupt may have come between the two calls
-            if self._latch.acquire(timeout=_LOOK_SECONDS):
-                self._latch.release()
+        thread = threading.get_ident()
+        self._queue.waiting_threads.add(thread)
+        try:
+            while not self._is_done:  # an interrupt may have come between the two calls
+                if self._latch.acquire(timeout=_LOOK_SECONDS):
+                    self._latch.release()
+        finally:
+            self._queue.waiting_threads.discard(thread)
 
     def is_completed(self) -> bool:
         """See ``Work``."""
@@ -168,12 +174,14 @@ class _Queue:
     Attributes:
         group: the group in which the thread runs the calls.
         tokens: of the latest calls.
+        waiting_threads: the threads of this rank that wait for one of the calls.
         reference: to the group's handle; None if it has none.
     """
 
     def __init__(self, make_group: Callable[[], Work]) -> None:
         self.group = _OwnGroup(make_group)
         self.tokens: deque[int] = deque(maxlen=_LATEST_CALLS)
+        self.waiting_threads: set[int] = set()
         self.reference: weakref.ref[Any] | None = None
         self._calls: SimpleQueue[PendingCall | None] = SimpleQueue()
         self._latest: weakref.ref[PendingCall] | None = None
@@ -261,7 +269,7 @@ def _get_or_create_queue(model: ComputationModel, group: Group) -> _Queue:
     queue = _queue(model, group)
     if queue is None:
         by_group, key = queues.setdefault(model, {}), model.transport.group_key(group)
-        model.transport.has_pending_calls = partial(_is_busy, by_group)  # type: ignore[method-assign]
+        model.transport.pending_calls = partial(_state_of, by_group)  # type: ignore[method-assign]
         queue = by_group.setdefault(key, _Queue(partial(model.transport.separate_group, group)))
         with suppress(TypeError):  # no handle, or one that cannot be referenced weakly
             queue.reference = weakref.ref(group.handle, lambda _: _forget(by_group, key))
@@ -269,9 +277,11 @@ def _get_or_create_queue(model: ComputationModel, group: Group) -> _Queue:
     return queue
 
 
-def _is_busy(by_group: dict[str, _Queue], key: str) -> bool:
+def _state_of(by_group: dict[str, _Queue], key: str) -> PendingCalls:
     queue = by_group.get(key)
-    return queue is not None and queue.latest() is not None
+    if queue is None or queue.latest() is None:
+        return PendingCalls()
+    return PendingCalls(True, bool(queue.waiting_threads))
 
 
 def _forget(by_group: dict[str, _Queue], key: str) -> None:
@@ -300,7 +310,9 @@ def submit(model: ComputationModel, group: Group, begin: Callable[[Group], Work]
         try:
             own_group = queue.group.wait()
         except CollectiveMismatchError:  # the other ranks make this group again, with their next calls
-            _forget(queues.get(model) or {}, model.transport.group_key(group))
+            by_group, key = queues.get(model) or {}, model.transport.group_key(group)
+            if by_group.get(key) is queue:
+                _forget(by_group, key)
             raise
         queue.tokens.append(group.token)
         called = own_group.in_call(group.call, group.token)

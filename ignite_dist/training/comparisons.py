@@ -27,8 +27,15 @@ def named_tensors(model: Module) -> list[tuple[str, Tensor]]:
 
 
 def leaf_modules(model: Module) -> list[str]:
-    """Names and classes of the modules without others inside: the activations, for example."""
-    leaves = [(name, one) for name, one in model.named_modules() if next(one.children(), None) is None]
+    """Names and classes of torch's modules without others inside: the activations, for example.
+
+    A module of another class may be one rank's own: a metric, a logger.
+    """
+    leaves = [
+        (name, one)
+        for name, one in model.named_modules()
+        if type(one).__module__.startswith("torch.nn.modules.") and next(one.children(), None) is None
+    ]
     return [f"{type(one).__name__} {bare_name(name)!r}" for name, one in leaves]
 
 

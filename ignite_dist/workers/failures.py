@@ -40,7 +40,6 @@ _LONGEST_TEXT = 100_000
 # The launcher may detect a worker's death this much later, because the fork server reports the death.
 _DETECTION_SECONDS = 1.0
 _LONG_BITS = 64  # of a long in C, to which Python converts an exit status
-_IS_CAUSED = "The above exception was the direct cause of the following exception:"
 _EXIT_WITHOUT_TEXT = re.compile(r"SystemExit(: (-?\d+|None|True|False))?")
 _OUT_OF_STEP = (CollectiveMismatchError.__name__, MissingRanksError.__name__)
 
@@ -59,6 +58,7 @@ class Failure:
         is_permanent: True if another attempt would fail in the same way.
         exception: the encoded exception; None if the worker died without a report, or on another machine.
         site: where the user's code was, for example ``"folder/train.py:12"``; empty if unknown.
+        has_cause: True if the exception was raised ``from`` another one.
     """
 
     time: float
@@ -70,6 +70,7 @@ class Failure:
     is_permanent: bool = False
     exception: bytes | None = None
     site: str = ""
+    has_cause: bool = False
 
     @property
     def is_exit_0(self) -> bool:
@@ -80,7 +81,7 @@ class Failure:
     def is_end_by_signal(self) -> bool:
         """True if the worker ended as one does after Ctrl-C or SIGTERM. Other errors are of its clean-up."""
         if self.error_type == KeyboardInterrupt.__name__:
-            return _IS_CAUSED not in self.traceback
+            return not self.has_cause
         if self.error_type == SystemExit.__name__:
             return _EXIT_WITHOUT_TEXT.fullmatch(self.summary) is not None
         if self.error_type:
@@ -162,7 +163,7 @@ def _decode_call(sent_call: EncodedCall, local_rank: int) -> Callable[..., Any]:
 
 def failure_of(error: BaseException, exit_code: int | None = None, is_permanent: bool = False) -> Failure:
     """The report of an exception to the launcher."""
-    now = time.time()
+    now, has_cause = time.time(), error.__cause__ is not None
     trace, error = error.__traceback__, connections.with_cause(error)
     if error.__cause__ is not None:  # the cause has the traceback
         trace = error.__traceback__
@@ -176,6 +177,7 @@ def failure_of(error: BaseException, exit_code: int | None = None, is_permanent:
         is_permanent,
         encode_exception(error),
         _users_site(trace),
+        has_cause,
     )
 
 

@@ -98,17 +98,18 @@ def end(code: int, start_method: str) -> NoReturn:
     _try(_python.run_exit_handlers, on_interrupt)
     _try(_python.join_children, on_interrupt)
     _try(logging.shutdown)  # Python 3.14 has removed this handler from a fork
-    blocked: list[Any] = []
+    left_out: list[Any] = []
     # In a cycle a text file may lose its text: the collector may close the file inside of it first.
-    _call_all("flush", _text_files(), blocked)
+    _call_all("flush", _text_files(), left_out)
     threading.excepthook = lambda _: None  # Python stops the daemon threads here
     for name, names in reversed(list(_users_globals())):
         _try(partial(_destroy_objects, names, _inherited.get(name, {})))
     _try(gc.collect)
-    has_failed = _call_all("flush", [one for one in (sys.stdout, sys.stderr) if one is not None], blocked)
-    _call_all("flush", _text_files(), blocked)
-    _call_all("close", _compressed_files(), blocked)
-    _call_all("flush", [*_binary_files(), _CStdout()], blocked)
+    has_failed = _call_all("flush", [one for one in (sys.stdout, sys.stderr) if one is not None], left_out)
+    _call_all("flush", _text_files(), left_out)
+    _call_all("flush", [_CStdout()], left_out)
+    _call_all("close", _compressed_files(), left_out)
+    _call_all("flush", _binary_files(), left_out)
     os._exit(code or (_FAILED_OUTPUT if has_failed else 0))
 
 
@@ -152,17 +153,15 @@ def _destroy_objects(names: dict[str, Any], kept: dict[str, Any]) -> None:
 
 
 def _text_files() -> list[Any]:
-    """Those that this process has opened, without stdout and stderr. They write to other files."""
+    """Those that this process has opened, without stdout and stderr. Their text goes to binary files."""
     return [one for one in _objects_of(io.TextIOWrapper) if one not in (sys.stdout, sys.stderr)]
 
 
 def _compressed_files() -> list[Any]:
-    """Files that are written in Python: their end is written when they are closed, to binary files."""
-    in_c: tuple[type, ...] = (io.TextIOBase, io.BytesIO, io.RawIOBase)
-    in_c += (io.BufferedWriter, io.BufferedReader, io.BufferedRandom, io.BufferedRWPair)
-    files = [one for one in _objects_of(io.IOBase) if not issubclass(type(one), in_c)]
-    archives = sys.modules.get("zipfile")
-    return files + ([] if archives is None else _objects_of(archives.ZipFile))
+    """Files whose end is written when they are closed: with what comes last, and a checksum."""
+    names = {"gzip": "GzipFile", "bz2": "BZ2File", "lzma": "LZMAFile", "zipfile": "ZipFile"}
+    kinds = [getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules]
+    return _objects_of(*kinds)
 
 
 def _binary_files() -> list[Any]:
@@ -187,17 +186,18 @@ def flush_c_stdout() -> None:
     libc.fflush(ctypes.c_void_p.in_dll(libc, name))
 
 
-def _call_all(method: str, files: list[Any], blocked: list[Any]) -> bool:
+def _call_all(method: str, files: list[Any], left_out: list[Any]) -> bool:
     """Call a method of each file. True if that has failed for one of them.
 
-    A file whose lock another thread keeps is put into ``blocked``. Files that are there already are left out.
+    Such files, and those whose lock another thread keeps, are put into ``left_out`` with their buffers. Files
+    that are there already are left out.
     """
     left, failed = iter(files), []
     current: list[Any] = []
 
     def call() -> None:
         for file in left:
-            if any(file is other for other in blocked):
+            if any(file is other for other in left_out):
                 continue
             current[:] = [file]
             try:
@@ -206,8 +206,9 @@ def _call_all(method: str, files: list[Any], blocked: list[Any]) -> bool:
                 pass
             except Exception as error:
                 failed.append(error)
+                left_out.extend((file, getattr(file, "buffer", None)))
 
-    while True:  # one more thread for each file that nobody can flush
+    while True:  # one more thread for each file whose lock another thread keeps
         thread = threading.Thread(target=call, daemon=True)
         try:
             thread.start()
@@ -217,7 +218,7 @@ def _call_all(method: str, files: list[Any], blocked: list[Any]) -> bool:
         thread.join(_FLUSH_SECONDS)
         if not thread.is_alive():
             break
-        blocked += current
+        left_out += [*current, *(getattr(file, "buffer", None) for file in current)]
     for error in failed:
         with suppress(Exception):
             sys.excepthook(type(error), error, error.__traceback__)

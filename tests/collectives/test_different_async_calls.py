@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
@@ -84,7 +85,7 @@ def _silent_where_some_block(rank: int, size: int, names: list[str]) -> list[str
                 work.wait()
             silent.append(name)
         except idist.CollectiveMismatchError as error:
-            assert "asynchronous" in str(error)
+            assert "async_op=True" in str(error)
         assert idist.all_reduce(1) == size
         assert idist.all_reduce(_ones(), async_op=True).wait().eq(size).all()
     return silent
@@ -114,7 +115,8 @@ def test_the_first_calls_of_a_context(size: int) -> None:
     """Nothing was shared before: gloo ended the process."""
     results = idist.spawn("gloo", _first_calls, nproc_per_node=size)
     for text in results:
-        assert "all_reduce(SUM torch.float32 (4,)), asynchronous" in text and "barrier(), blocking" in text
+        for call in ("all_reduce(SUM torch.float32 (4,)) with async_op", "barrier() without async_op"):
+            assert call in text
 
 
 def _first_calls(rank: int) -> str:
@@ -139,6 +141,27 @@ def _crossed(rank: int) -> int:
 
 def test_another_order_of_an_asynchronous_and_a_blocking_call() -> None:
     assert idist.spawn("gloo", _crossed, nproc_per_node=2) == [2, 2]
+
+
+def _beside_a_backward_pass(rank: int) -> list[float]:
+    """On rank 1 the call comes before the gradients are averaged, and on rank 0 after it."""
+    model = idist.auto_model(torch.nn.Linear(1, 1))
+    output, works = model(torch.ones(2, 1)), []
+
+    def begin(_: torch.Tensor) -> None:
+        works.append(idist.all_reduce(torch.ones(()), async_op=True))
+        time.sleep(1.5)  # rank 0 looks for the other ranks twice per second
+
+    if rank:
+        output.register_hook(begin)
+    output.sum().backward()
+    if not rank:
+        begin(output)
+    return [float(work.wait()) for work in works]
+
+
+def test_a_backward_pass_may_run_meanwhile() -> None:
+    assert idist.spawn("gloo", _beside_a_backward_pass, nproc_per_node=2) == [[2.0], [2.0]]
 
 
 def _text(rank: int) -> str:

@@ -411,6 +411,11 @@ def differing_attributes(_: int) -> list[str]:
         warnings.simplefilter("always")
         for same in ([f"/data/of/{rank}/{name}" for name in names], [(name, 1) for name in names], names):
             idist.auto_dataloader(Files(same), batch_size=3, shuffle=True)
+        looked_at = Files(names)
+        looked_at.place, looked_at.cache = (rank, 2), [None] * 9  # type: ignore[attr-defined]
+        if rank == 0:
+            looked_at.cache[0] = "a sample"  # type: ignore[attr-defined]
+        idist.auto_dataloader(looked_at, batch_size=3, shuffle=True)
         assert not caught
         for others in (names[rank:] + names[:rank], [(name, rank) for name in names], torch.ones(9) * rank):
             idist.auto_dataloader(Files(others), batch_size=3, shuffle=True)
@@ -420,6 +425,48 @@ def differing_attributes(_: int) -> list[str]:
 def test_what_a_data_set_has_is_compared_and_a_warning() -> None:
     for found in on_ranks(differing_attributes):
         assert len(found) == 3 and all("ranks 0-1 differ in Files.names" in text for text in found)
+
+
+class Twice(Kept):
+    """Each order of another sampler is for two epochs."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order.set_epoch(epoch // 2)
+
+
+def test_a_sampler_sets_the_epoch_of_samplers_in_its_own_attributes() -> None:
+    inner = DistributedSampler(DATA, 1, 0)
+    idist.auto_dataloader(DATA, batch_size=2, sampler=Twice(inner)).set_epoch(5)
+    assert inner.epoch == 2
+
+
+def whole_passes(_: int) -> list[Any]:
+    loaders = [
+        idist.auto_dataloader(range(12), batch_size=4, shuffle=True, seed=1),
+        idist.auto_dataloader(Lengthy(), batch_size=4, shard=True),
+    ]
+    found: list[Any] = []
+    for loader in loaders:
+        epochs = []
+        for _ in range(2):
+            batches = [batch.tolist() for _, batch in zip(range(len(loader)), loader, strict=False)]
+            epochs.append((batches, loader.position()["epoch"], loader.position()["batches"]))
+        found.append(epochs)
+    return found
+
+
+class Lengthy(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+    def __len__(self) -> int:
+        return 12
+
+
+def test_a_pass_of_all_batches_is_an_epoch_on_each_rank() -> None:
+    for (first, second), of_stream in on_ranks(whole_passes):
+        assert first[0] != second[0] and (first[1:], second[1:]) == ((1, 0), (2, 0))
+        assert [position for _, *position in of_stream] == [[1, 0], [2, 0]]
 
 
 class OfMegatron(Sampler[Any]):

@@ -426,10 +426,11 @@ def test_a_rank_that_still_works_ends_as_python_does(method: str, tmp_path: Path
 
 
 def _fails_or_cannot_save(rank: int) -> None:
-    idist.barrier()
     if rank == 0:
+        idist.barrier()
         raise LookupError("no data")
     try:
+        idist.barrier()
         time.sleep(3600)
     except KeyboardInterrupt:
         raise OSError("disk full") from None
@@ -439,6 +440,23 @@ def test_what_a_rank_raises_after_its_interrupt_is_shown() -> None:
     with pytest.raises(idist.RankFailedError, match="no data") as caught:
         spawn(_fails_or_cannot_save)
     assert "Rank 1 failed after it: " in str(caught.value) and "OSError: disk full" in str(caught.value)
+
+
+def _fails_or_tries_again(rank: int) -> None:
+    if rank == 0:
+        idist.barrier()
+        raise LookupError("no data")
+    try:
+        raise ValueError("no answer") from OSError("no network")
+    except ValueError:
+        idist.barrier()
+        time.sleep(3600)
+
+
+def test_an_interrupt_of_what_handles_another_error_is_not_shown() -> None:
+    with pytest.raises(idist.RankFailedError, match="no data") as caught:
+        spawn(_fails_or_tries_again)
+    assert "KeyboardInterrupt" not in str(caught.value)
 
 
 def _fails_or_has_files(rank: int, folder: Path, how: str) -> None:

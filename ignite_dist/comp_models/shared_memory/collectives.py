@@ -24,7 +24,7 @@ from ignite_dist.comp_models.shared_memory.segment import (
     Step,
     do_nothing,
 )
-from ignite_dist.comp_models.transport import Group, Sizes
+from ignite_dist.comp_models.transport import Group, PendingCalls, Sizes
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.values.calls import NO_CALL, Call, whole_call
 from ignite_dist.values.reduce_ops import is_rounded, reduce_rows
@@ -50,7 +50,7 @@ class SharedMemory:
         segment: the group's memory.
         name: the group's name.
         for_async_calls: the memory of its asynchronous calls; None in that memory.
-        has_pending_calls: True if this rank has begun asynchronous calls that are not complete.
+        pending_calls: the state of this rank's asynchronous calls.
     """
 
     def __init__(
@@ -58,16 +58,17 @@ class SharedMemory:
         segment: Segment,
         name: str,
         for_async_calls: SharedMemory | None = None,
-        has_pending_calls: Callable[[], bool] = lambda: False,
+        pending_calls: Callable[[], PendingCalls] = PendingCalls,
     ) -> None:
         self.segment = segment
         self.name = name
         self.for_async_calls = for_async_calls
-        self._has_pending_calls = has_pending_calls
+        self._pending_calls = pending_calls
         self._for_blocking_calls: SharedMemory | None = None
         if for_async_calls is not None:
             for_async_calls._for_blocking_calls = self
             segment.check_order = self._check_order
+            for_async_calls.segment.check_order = self._note_awaited
         self._position = segment.position
         self._positions = range(len(segment.others) + 1)
         self._parts = [[segment.bytes_of(place, parity) for place in self._positions] for parity in (0, 1)]
@@ -112,7 +113,7 @@ class SharedMemory:
                 is_mismatch = isinstance(error, CollectiveMismatchError)
                 raise
             finally:
-                # Not above: what looks for the user's frame keeps the variables of this one, with the error.
+                # In `finally`, not in `except`: finding the user's frame would keep `error` alive.
                 if ends_early:
                     self._end_early(group.call)
                 if is_mismatch and self._for_blocking_calls and self.segment.is_in_other_order():
@@ -158,13 +159,18 @@ class SharedMemory:
         num_steps = len(self._pieces(tensor)) * (2 if self._has_chunks(tensor, "SUM") else 1)
         return not self._has_ended_early and self.segment.number - self._num_steps_before == num_steps
 
-    def _check_order(self, late: Sequence[int]) -> None:
-        """Raise if a late rank waits in an asynchronous call that this rank has not begun.
+    def _note_awaited(self, _: object) -> None:
+        """While an asynchronous call waits for other ranks: say if this rank goes on only after the call."""
+        if self.for_async_calls is not None:
+            self.for_async_calls.segment.note_awaited(self._pending_calls().are_awaited)
 
-        That rank cannot come: its blocking calls wait for its asynchronous calls.
+    def _check_order(self, late: Sequence[int]) -> None:
+        """Raise if a late rank goes on only after an asynchronous call that this rank has not begun.
+
+        A backward pass is no such proof on that rank: its collectives do not wait for asynchronous calls.
         """
         other = self.for_async_calls
-        if other is None or self._has_pending_calls():
+        if other is None or self._pending_calls().are_there:
             return
         if any(other.segment.waits_ahead(place) for place in late):
             other.refuse(self._call)

@@ -55,11 +55,12 @@ _MAX_BYTES = 8 << 20
 # Only a rank that was interrupted is more than one step ahead of others.
 _WORDS_PER_RANK, _SLOTS = 64, 4
 _WHY_LEFT, _SLEEPS_FOR, _CHECKSUMS, _CALLS, _DESCRIPTIONS = 1, 2, 3, 3 + _SLOTS, 3 + 2 * _SLOTS
-# Stands for the number of a call that the rank has made in another memory of the group.
+# In place of a call's number: the rank has made the call in another memory of the group.
 _IN_OTHER_ORDER = 0
 # Why a rank has left.
 _ENDED_CONTEXT, _TIMED_OUT = 1, 2
-DESCRIPTION_BYTES = (_WORDS_PER_RANK - _DESCRIPTIONS) // _SLOTS * 8
+DESCRIPTION_BYTES = (_WORDS_PER_RANK - 1 - _DESCRIPTIONS) // _SLOTS * 8
+_IS_AWAITED = _WORDS_PER_RANK - 1  # 1 if the rank waits in a step without which it does not go on
 _PAGE_BYTES, _LOW_BITS = 4096, 0xFFFFFFFF
 # Behind the words each rank has an area: the number of a step, and the place of its call in the script. A
 # rank writes its area when it finds a mismatch or was interrupted. Others wait for it, at most these seconds.
@@ -74,7 +75,7 @@ _WAITING = "Rank %d has waited %.0f s for %s in %s."
 
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL_SLEEPERS = 202, 0, 1, 0x7FFFFFFF  # the system call on x86-64
 _TIMEOUT = struct.pack("qq", 0, int(_SLEEP_SECONDS * 1e9))
-_OFFER_BYTES, _MAX_CHARACTERS = 512, 120
+_OFFER_BYTES, _MAX_CHARACTERS = 1024, 120
 
 
 def _find_syscall() -> Any:
@@ -257,10 +258,14 @@ class Segment:
         calls = [self._call_of(place, self.number) for place in self.others]
         return _IN_OTHER_ORDER in calls
 
+    def note_awaited(self, is_awaited: bool) -> None:
+        """Tell the other ranks whether this rank, which waits in a step, goes on only after the step."""
+        self._words[self._own + _IS_AWAITED] = is_awaited
+
     def waits_ahead(self, position: int) -> bool:
-        """True if the rank at ``position`` waits in a step that this rank has not begun."""
+        """True if the rank at ``position`` goes on only after a step that this rank has not begun."""
         word = position * _WORDS_PER_RANK
-        return self._words[word] > self.number and self._words[word + _SLEEPS_FOR] != 0
+        return self._words[word] > self.number and self._words[word + _IS_AWAITED] != 0
 
     def wait_for(self, number: int) -> None:
         """Return when the other ranks have published ``number``."""
@@ -280,7 +285,7 @@ class Segment:
         try:
             self._sleep_until(word, number)
         finally:
-            self._words[self._own + _SLEEPS_FOR] = 0
+            self._words[self._own + _SLEEPS_FOR] = self._words[self._own + _IS_AWAITED] = 0
 
     def _sleep_until(self, word: int, number: int) -> None:
         words = self._words
@@ -344,7 +349,7 @@ class Segment:
         by_rank = describe_by_rank([peer.rank for peer in self._peers], calls)
         hint = "" if all(places) else " idist.compare_calls() shows their places."
         if _IN_OTHER_ORDER in numbers:
-            hint = " Not on all ranks the call is asynchronous." + hint
+            hint = " Some ranks made a call with async_op=True, others without, or in another order." + hint
         elif not in_one_call:
             hint = " A rank has skipped a call, or has left one early, for example by a KeyboardInterrupt."
         raise CollectiveMismatchError(f"The ranks made different calls ({by_rank}).{hint}")
@@ -479,7 +484,7 @@ def unavailable_reason() -> str:
 
 
 def separate_group_row(rank: int, call: str) -> bytearray:
-    """What a rank sends whose first call of a group is asynchronous. See :func:`name_of_separate_group`."""
+    """The row of a rank whose first call of the group is asynchronous. See :func:`name_of_separate_group`."""
     return _row(_Offer("", rank, call, is_async=True, name=secrets.token_hex(16)))
 
 
@@ -582,7 +587,7 @@ def _offers(rows: bytes | bytearray) -> list[_Offer]:
     starts = range(0, len(rows), _OFFER_BYTES)
     offers = [_Offer(*json.loads(rows[start : start + _OFFER_BYTES])) for start in starts]
     if len({offer.is_async for offer in offers}) > 1:
-        calls = [f"{offer.call}, {'asynchronous' if offer.is_async else 'blocking'}" for offer in offers]
+        calls = [f"{offer.call} with{'' if offer.is_async else 'out'} async_op=True" for offer in offers]
         by_rank = describe_by_rank([offer.rank for offer in offers], calls)
         raise CollectiveMismatchError(
             f"The ranks made different calls ({by_rank}). idist.compare_calls() shows their places."

@@ -212,7 +212,7 @@ class OneMachineTransport(Transport):
         if not name:  # a group of asynchronous calls, whose thread makes one call at a time
             return SharedMemory(first, name, SharedMemory(second, ""))
         key = self.group_key(group)
-        return SharedMemory(first, name, SharedMemory(second, ""), lambda: self.has_pending_calls(key))
+        return SharedMemory(first, name, SharedMemory(second, ""), lambda: self.pending_calls(key))
 
     def _finish_opening(self, group: Group) -> None:
         """Open the memory if an interrupted call of this rank should have: the other ranks open it there."""

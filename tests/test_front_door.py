@@ -337,6 +337,6 @@ def test_names_are_used_while_another_thread_imports() -> None:
 
 
 def test_a_fork_while_another_thread_imports_a_backend() -> None:
-    # Python 3.12 and later warn of a fork while the thread runs, and it may not have ended.
+    # The thread may still run, and Python 3.12 and later then warn of the fork.
     ended = helpers.run_new_python("-W", "ignore::DeprecationWarning", "-c", FORKS_WHILE_A_THREAD_IMPORTS)
     assert ended.stdout == "7\n"

@@ -131,12 +131,11 @@ def check_same(
     Raises:
         CollectiveMismatchError: texts differ (the error shows the first), or a rank has made another call.
     """
-    for error in [_difference(model, group, list(texts), caller, needed) for group, texts in compared]:
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # no cycle of the error, its traceback and this frame
+    errors = [_difference(model, group, list(texts), caller, needed) for group, texts in compared]
+    found = [*filter(None, errors)]
+    if found:
+        errors.clear()
+        raise found.pop(0)  # a variable would keep the error, in a cycle with its traceback and this frame
 
 
 def _difference(
@@ -206,20 +205,17 @@ def same_outcome(
             ``__cause__`` is a :class:`RankFailedError` with the traceback.
         RankFailedError: another rank's function raised any other error.
     """
-    world, own = model.groups.resolve(None), None
+    world, own = model.groups.resolve(None), []
     row: tuple[str, Any, str, str]
     with _reported_errors(model, world, Caller(caller)):
         try:
             row = "", function(), "", ""
         except tuple(_KINDS.values()) as error:
-            own, kind = error, next(name for name, kind in _KINDS.items() if isinstance(error, kind))
+            own, kind = [error], next(name for name, kind in _KINDS.items() if isinstance(error, kind))
             row = kind, _arguments(error), type(error).__name__, _traceback_of(error)
     rows = exchange_outcomes(model, world, None, row, Caller(caller))
-    if own is not None:
-        try:
-            raise own
-        finally:
-            del own  # as above
+    if own:
+        raise own.pop()  # see check_same
     for rank, (kind, value, error_type, trace) in enumerate(rows):
         if kind:
             raise _KINDS[kind](*value) from RankFailedError(rank, error_type, trace)

@@ -10,14 +10,21 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
-from copy import copy
 from datetime import timedelta
 from typing import Any
 
 from ignite_dist.collectives.interrupts import is_interrupt
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.comp_models.per_context import PerContext
-from ignite_dist.comp_models.work import Completed, Failed, Steps, Work, never_free, waits_for_ranks
+from ignite_dist.comp_models.work import (
+    Completed,
+    Failed,
+    KeptError,
+    Steps,
+    Work,
+    never_free,
+    waits_for_ranks,
+)
 from ignite_dist.context.forks import WorkOfParent
 from ignite_dist.context.live import before_end_hooks, end_hooks
 from ignite_dist.diagnostics import pending_calls
@@ -88,7 +95,7 @@ class PendingWork(Work):
         self.needs_all, self._group_name = inner.needs_all, inner.group_name
         self._lock = threading.Lock()
         self._result: Any = None
-        self._error: BaseException | None = None
+        self._error: KeptError | None = None
         self._inner: Work | None = inner  # last: __del__ ignores a work that an interrupt left without it
         self._pending.works[id(self)] = weakref.ref(self)
         self._pending.release()
@@ -115,18 +122,13 @@ class PendingWork(Work):
                     is_own = isinstance(inner, PendingCall) and error is inner.error
                     if not is_own and is_interrupt(error):
                         raise  # an interrupt of this wait: the collective still runs
-                    self._error = error
+                    self._error = KeptError(error)
                     if isinstance(inner, PendingCall):
                         inner.error = None
                 self._inner = None
                 self._pending.works.pop(id(self), None)
-            raised = self._error
-            self._error = None if raised is None else _another(raised)
-        if raised is not None:
-            try:
-                raise raised
-            finally:
-                del raised  # no cycle of the error, its traceback and this frame
+            if self._error is not None:
+                self._error.throw()
         return self._result
 
     def has_succeeded(self) -> bool:
@@ -171,16 +173,6 @@ class PendingWork(Work):
         """As :meth:`is_completed`, for a caller that asks once."""
         inner = self._inner
         return inner is None or inner.is_completed()
-
-
-def _another(error: BaseException) -> BaseException:
-    """A copy for the next wait. The traceback of ``error`` keeps the caller's frames and their open files."""
-    with suppress(Exception):  # raised by code of the error's class
-        copied = copy(error)
-        if type(copied) is type(error) and str(copied) == str(error):
-            copied.__cause__, copied.__suppress_context__ = error.__cause__, error.__suppress_context__
-            return copied
-    return error
 
 
 class _Pending:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -303,12 +303,8 @@ class Transport(ABC):
         """
         return "" if group.handle is None else key_of_ranks(group.ranks)
 
-    def pending_calls(self, group_key: str) -> PendingCalls:
-        """The state of this rank's asynchronous calls of a group that a thread runs.
-
-        What runs these calls replaces this method in the instance.
-        """
-        return PendingCalls()
+    pending_calls: Callable[[str], PendingCalls] = staticmethod(lambda group_key: PendingCalls())
+    """The state of a group's asynchronous calls that a thread of this rank runs. What runs them sets this."""
 
     # --- called by the watchdog's thread; the defaults mean "not known" ---
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from copy import copy
 from datetime import timedelta
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ignite_dist.internals.call_sites import function_called, is_library, local_of, site_of, users_frame
 from ignite_dist.values.calls import NO_CALL
@@ -104,16 +106,44 @@ class Completed(Work):
         return Completed(finish(self._result))
 
 
+class KeptError:
+    """An error that each ``wait()`` of a work raises.
+
+    What was raised is not kept: its traceback has the frames of the callers, and these may have open files.
+    """
+
+    __slots__ = ("_next",)
+
+    def __init__(self, error: BaseException) -> None:
+        self._next = error
+
+    def throw(self) -> NoReturn:
+        """Raise the error. The next call raises a copy."""
+        errors = [self._next]
+        self._next = _copy_of(errors[0])
+        raise errors.pop()  # a variable would keep the error, in a cycle with its traceback and this frame
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    """A copy without a traceback; ``error`` itself if its class cannot be copied."""
+    with suppress(Exception):  # raised by code of the class
+        copied = copy(error)
+        if type(copied) is type(error) and str(copied) == str(error):
+            copied.__cause__, copied.__suppress_context__ = error.__cause__, error.__suppress_context__
+            return copied
+    return error
+
+
 class Failed(Work):
     """A collective that has failed when it began."""
 
     __slots__ = ("_error",)
 
     def __init__(self, error: Exception) -> None:
-        self._error = error
+        self._error = KeptError(error)
 
     def wait(self, timeout: timedelta | None = None) -> Any:  # noqa: D102
-        raise self._error
+        self._error.throw()
 
     def is_completed(self) -> bool:  # noqa: D102
         return True

@@ -99,14 +99,9 @@ def agree_on_order(
         has_all_ranks = members is not None and len(members.ranks) == model.get_world_size()
         seed = draw_seed(sampler, generator) if has_all_ranks or generator is not None else latest_seed()
     fault = "" if found in (None, tuple(place)) else _wrong_place(sampler, found, place)
-    attributes = _attributes_of(datasets)
-    row = (
-        {"seed": given, "exact": exact, "ranks that share the data": place.num_ranks, **facts},
-        attributes,
-        seed,
-        fault,
-    )
     if members is not None and len(members.ranks) > 1:
+        settings = {"seed": given, "exact": exact, "ranks that share the data": place.num_ranks}
+        row = {**settings, **facts}, _attributes_of(datasets), seed, fault
         rows = perform(
             model,
             "auto_dataloader",
@@ -280,7 +275,7 @@ def _attributes_of(datasets: Sequence[Any]) -> dict[str, str]:
             continue
         for name, value in _vars(one).items():
             if type(value) in (list, tuple, Tensor) or _is_array(value):
-                with suppress(Exception):  # of an array's or a tensor's own kind
+                with suppress(Exception):  # raised by an array or a tensor of another kind
                     items = _some(value) if len(value) == size else []
                     if items and not any(item is None for item in items):  # it is no cache
                         key = f"{type(one).__name__}.{name}{f' ({number})' * (number > 0)}"
@@ -289,7 +284,7 @@ def _attributes_of(datasets: Sequence[Any]) -> dict[str, str]:
 
 
 def _base_name(item: Any) -> Any:
-    """Ranks on several machines may have the same files in other folders."""
+    """``item`` with the names of files instead of paths: their folder may differ by machine."""
     if type(item) in (list, tuple):
         return [_base_name(one) for one in item[:_MOST_ITEMS]]
     return os.path.basename(item) if isinstance(item, (str, os.PathLike)) else item

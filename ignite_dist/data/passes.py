@@ -146,7 +146,8 @@ class Progress:
 class LookAhead:
     """Reads one item ahead of the training loop. The item may come from any iterators around passes.
 
-    The batches of passes that are read for it are ahead of the training loop until the next item is read.
+    To make an item, the iterators may read batches from passes. These batches count as ahead of the training
+    loop until the next item is read.
     """
 
     def __init__(self) -> None:
@@ -177,7 +178,7 @@ class LookAhead:
 
 
 class _Reading(threading.local):
-    look_aheads: tuple[list[tuple[Pass, int]], ...] = ()  # of this thread, one inside of another
+    look_aheads: tuple[list[tuple[Pass, int]], ...] = ()  # of this thread, the innermost last
 
 
 _reading = _Reading()

@@ -269,7 +269,7 @@ def _get_or_create_queue(model: ComputationModel, group: Group) -> _Queue:
     queue = _queue(model, group)
     if queue is None:
         by_group, key = queues.setdefault(model, {}), model.transport.group_key(group)
-        model.transport.pending_calls = partial(_state_of, by_group)  # type: ignore[method-assign]
+        model.transport.pending_calls = partial(_state_of, by_group)
         queue = by_group.setdefault(key, _Queue(partial(model.transport.separate_group, group)))
         with suppress(TypeError):  # no handle, or one that cannot be referenced weakly
             queue.reference = weakref.ref(group.handle, lambda _: _forget(by_group, key))

@@ -181,7 +181,8 @@ def _weighted_microbatch(
     """
     live = current_model()
     live.groups.check_not_joining()  # in uneven_inputs() is_final differs between ranks
-    live.training.prepare_pass(model)
+    if mean is not None:  # a rank that skips a pass comes to this exchange before other ranks do
+        live.training.prepare_pass(model)
     factor = weights[-1]
     if is_final:
         total = sum(weights) if mean is None else mean(sum(weights))

@@ -269,16 +269,13 @@ def as_sharded(value: Any, parameter: Any) -> Any:
 def _on_rank_0(caller: str, function: Callable[[], Any]) -> Any:
     """What ``function`` returns on rank 0, and None on the other ranks. All ranks raise if it raises."""
     live = current_model()
-    result, error = None, None
+    result, errors = None, []
     if live.get_rank() == 0:
         try:
             result = function()
         except Exception as caught:
-            error = caught
-    exchange_outcomes(live, live.groups.resolve(None), error, caller=Caller(caller))
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error  # no cycle of the error, its traceback and this frame
+            errors.append(caught)
+    exchange_outcomes(live, live.groups.resolve(None), next(iter(errors), None), caller=Caller(caller))
+    if errors:
+        raise errors.pop()  # a variable would keep the error, in a cycle with its traceback and this frame
     return result

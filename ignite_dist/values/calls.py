@@ -51,7 +51,7 @@ _tokens = itertools.count(1)
 
 
 def own_token() -> int:
-    """A token for a call of its own, also inside of a function that is one call."""
+    """A new token, also in a function whose collectives are one call."""
     return next(_tokens)
 
 

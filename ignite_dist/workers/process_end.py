@@ -100,16 +100,18 @@ def end(code: int, start_method: str) -> NoReturn:
     _try(logging.shutdown)  # Python 3.14 has removed this handler from a fork
     left_out: list[Any] = []
     # In a cycle a text file may lose its text: the collector may close the file inside of it first.
-    _call_all("flush", _text_files(), left_out)
+    _call_all("flush", _of_kinds(_open_files(), _TEXT), left_out)
     threading.excepthook = lambda _: None  # Python stops the daemon threads here
     for name, names in reversed(list(_users_globals())):
         _try(partial(_destroy_objects, names, _inherited.get(name, {})))
     _try(gc.collect)
     has_failed = _call_all("flush", [one for one in (sys.stdout, sys.stderr) if one is not None], left_out)
-    _call_all("flush", _text_files(), left_out)
-    _call_all("flush", [_CStdout()], left_out)
-    _call_all("close", _compressed_files(), left_out)
-    _call_all("flush", _binary_files(), left_out)
+    files = _open_files()
+    _call_all(
+        "flush", [*_of_kinds(files, _TEXT), _CStdout()], left_out
+    )  # text goes to files of the other kinds
+    _call_all("close", _of_kinds(files, _compressed()), left_out)
+    _call_all("flush", _of_kinds(files, _BINARY), left_out)
     os._exit(code or (_FAILED_OUTPUT if has_failed else 0))
 
 
@@ -152,25 +154,27 @@ def _destroy_objects(names: dict[str, Any], kept: dict[str, Any]) -> None:
             names[key] = None
 
 
-def _text_files() -> list[Any]:
-    """Those that this process has opened, without stdout and stderr. Their text goes to binary files."""
-    return [one for one in _objects_of(io.TextIOWrapper) if one not in (sys.stdout, sys.stderr)]
+_TEXT, _BINARY = (io.TextIOWrapper,), (io.BufferedWriter, io.BufferedRandom)
 
 
-def _compressed_files() -> list[Any]:
-    """Files whose end is written when they are closed: with what comes last, and a checksum."""
+def _compressed() -> tuple[type, ...]:
+    """Kinds of files whose end is written when they are closed: what comes last, and a checksum."""
     names = {"gzip": "GzipFile", "bz2": "BZ2File", "lzma": "LZMAFile", "zipfile": "ZipFile"}
-    kinds = [getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules]
-    return _objects_of(*kinds)
+    return tuple(
+        getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules
+    )
 
 
-def _binary_files() -> list[Any]:
-    flushed = [getattr(one, "buffer", None) for one in (sys.stdout, sys.stderr)]
-    return [one for one in _objects_of(io.BufferedWriter, io.BufferedRandom) if one not in flushed]
+def _open_files() -> list[Any]:
+    """Files that this process has opened, without stdout and stderr."""
+    streams = (sys.stdout, sys.stderr)
+    flushed = [*streams, *(getattr(stream, "buffer", None) for stream in streams)]
+    files = _of_kinds(gc.get_objects(), (*_TEXT, *_BINARY, *_compressed()))
+    return [file for file in files if not any(file is other for other in flushed)]
 
 
-def _objects_of(*kinds: type) -> list[Any]:
-    return [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+def _of_kinds(files: list[Any], kinds: tuple[type, ...]) -> list[Any]:
+    return [file for file in files if issubclass(type(file), kinds)]
 
 
 class _CStdout:

@@ -47,6 +47,9 @@ CALLS: dict[str, Callable[[int], Any]] = {
     "no object": lambda rank: idist.all_gather(threading.Lock()),
     "no checkpoint": lambda rank: idist.load_checkpoint("/no/checkpoint.pt", model=torch.nn.Linear(1, 1)),
     "no folder": lambda rank: idist.save_checkpoint(Path("/proc/no/checkpoint.pt"), step=1),
+    "no folder, asynchronously": lambda rank: idist.save_checkpoint(
+        Path("/proc/no/checkpoint.pt"), asynchronous=True, step=1
+    ).wait(),
     "another state": lambda rank: idist.load_model_state(torch.nn.Linear(1, 1), {"a": 1}),
     "another model": lambda rank: idist.auto_model(torch.nn.Linear(1, 1 + rank)),
     "another loader": lambda rank: idist.auto_dataloader(range(4 + rank), batch_size=2),

@@ -489,7 +489,7 @@ def separate_group_row(rank: int, call: str) -> bytearray:
 
 
 def name_of_separate_group(rows: bytes) -> str:
-    """The name that the ranks give to the separate group, from the rows of all of them.
+    """The name of the separate group, the same on every rank. ``rows`` are those of all ranks.
 
     Raises:
         CollectiveMismatchError: the first call of another rank is blocking.

@@ -336,10 +336,8 @@ def raise_with_cause(error: RuntimeError) -> NoReturn:
             raise error
         raise better from better.__cause__
     finally:
-        del (
-            error,
-            better,
-        )  # no cycle of the error, its traceback and this frame: it keeps the user's open files
+        # A cycle of the error, its traceback and this frame would keep the user's open files.
+        del error, better
 
 
 def _host_name(address: str) -> str:

@@ -13,7 +13,7 @@ from ignite_dist.collectives.coordination import same_outcome
 from ignite_dist.collectives.interrupts import own_call
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.per_context import PerContext
-from ignite_dist.comp_models.work import Work
+from ignite_dist.comp_models.work import KeptError, Work
 from ignite_dist.context.live import before_end_hooks, end_hooks
 from ignite_dist.errors import MissingRanksError
 from ignite_dist.internals.arguments import check_timeout
@@ -36,7 +36,7 @@ class PendingSave(Work):
         self._model, self._path = model, path
         self._write: Callable[[], None] | None = write
         self.call = f"save_checkpoint of {path}"
-        self._error: Exception | None = None
+        self._error: KeptError | None = None
         self._is_agreed = False
         self._thread = threading.Thread(target=self._run, name=f"ignite_dist's {self.call}")
         _pending.setdefault(model, {})[model.get_rank()] = self
@@ -48,7 +48,7 @@ class PendingSave(Work):
         try:
             write()
         except Exception as error:
-            self._error = error
+            self._error = KeptError(error)
             link: BaseException | None = error
             while link is not None:  # the frames hold them too
                 link.__traceback__ = None
@@ -78,7 +78,7 @@ class PendingSave(Work):
             try:
                 self._compare_outcomes()
             except Exception as error:
-                self._error = error
+                self._error = KeptError(error)
         self._raise()
         return self._path
 
@@ -88,7 +88,7 @@ class PendingSave(Work):
 
     def _raise(self) -> None:
         if self._error is not None:
-            raise self._error
+            self._error.throw()
 
     def is_completed(self) -> bool:
         """True if this rank's part is written."""

@@ -107,9 +107,8 @@ def end(code: int, start_method: str) -> NoReturn:
     _try(gc.collect)
     has_failed = _call_all("flush", [one for one in (sys.stdout, sys.stderr) if one is not None], left_out)
     files = _open_files()
-    _call_all(
-        "flush", [*_of_kinds(files, _TEXT), _CStdout()], left_out
-    )  # text goes to files of the other kinds
+    # Text goes to files of the other kinds, and these write to binary files.
+    _call_all("flush", [*_of_kinds(files, _TEXT), _CStdout()], left_out)
     _call_all("close", _of_kinds(files, _compressed()), left_out)
     _call_all("flush", _of_kinds(files, _BINARY), left_out)
     os._exit(code or (_FAILED_OUTPUT if has_failed else 0))
@@ -160,17 +159,14 @@ _TEXT, _BINARY = (io.TextIOWrapper,), (io.BufferedWriter, io.BufferedRandom)
 def _compressed() -> tuple[type, ...]:
     """Kinds of files whose end is written when they are closed: what comes last, and a checksum."""
     names = {"gzip": "GzipFile", "bz2": "BZ2File", "lzma": "LZMAFile", "zipfile": "ZipFile"}
-    return tuple(
-        getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules
-    )
+    imported = [(sys.modules[module], name) for module, name in names.items() if module in sys.modules]
+    return tuple(getattr(module, name) for module, name in imported)
 
 
 def _open_files() -> list[Any]:
     """Files that this process has opened, without stdout and stderr."""
-    streams = (sys.stdout, sys.stderr)
-    flushed = [*streams, *(getattr(stream, "buffer", None) for stream in streams)]
     files = _of_kinds(gc.get_objects(), (*_TEXT, *_BINARY, *_compressed()))
-    return [file for file in files if not any(file is other for other in flushed)]
+    return [file for file in files if file is not sys.stdout and file is not sys.stderr]
 
 
 def _of_kinds(files: list[Any], kinds: tuple[type, ...]) -> list[Any]:

@@ -494,6 +494,8 @@ def _compressed_anywhere(rank: int, folder: Path) -> None:
                 owner.append(file)
             else:
                 setattr(owner, f"_kept_by_a_test_{name}", file)
+    sys.stdout = gzip.open(folder / f"stdout-{rank}.gzip", "wt")  # type: ignore[assignment]  # noqa: SIM115
+    print("done", end="")
     archive = zipfile.ZipFile(folder / f"{rank}.zip", "w")
     archive.writestr("text", "done")
     torch._kept_by_a_test_zip = archive  # type: ignore[attr-defined]
@@ -511,6 +513,8 @@ def test_compressed_files_are_whole_wherever_they_are_kept(method: str, tmp_path
             for place in ("torch", "function", "list"):
                 with kind(tmp_path / f"{place}-{rank}.{name}", "rt") as file:
                     assert file.read() == "done"
+        with gzip.open(tmp_path / f"stdout-{rank}.gzip", "rt") as file:
+            assert file.read() == "done"
         assert zipfile.ZipFile(tmp_path / f"{rank}.zip").read("text") == b"done"
 
 

@@ -118,6 +118,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # OpenMP's threads spin while they wait for each other. Where other processes want the cores, training
     # takes up to three times the processor time. This holds for processes that start from here on.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # OpenBLAS's threads, which wait for numpy's products, spin too.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Most tests say what happens on CPUs.
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -132,12 +134,15 @@ def pytest_configure(config: pytest.Config) -> None:
         from warm_client import share
 
         share()
+        first, path = str(Path(__file__).parent / "tests" / "first_on_path"), os.environ.get("PYTHONPATH", "")
+        if first not in path.split(os.pathsep):  # the workers of pytest-xdist have it from their parent
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [first, path]))
         config.pluginmanager.register(LeftOut())
-    path = config.getoption("--conformance-results")
-    if path is not None and not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
+    results = config.getoption("--conformance-results")
+    if results is not None and not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
         from conformance_table import ResultsWriter
 
-        config.pluginmanager.register(ResultsWriter(path))
+        config.pluginmanager.register(ResultsWriter(results))
 
 
 @pytest.fixture(autouse=True)

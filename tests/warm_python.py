@@ -257,12 +257,13 @@ if __name__ == "__main__":
     for _number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(_number, signal.SIG_DFL)
 
+    gc.disable()  # nothing of it is garbage
     import torch._dynamo  # noqa: F401  # torch, and what every optimizer imports
 
     _site_path = sys.path[1:]
     _shared_modules = {*sys.modules} - {"__main__", "builtins", "sys"}
-    gc.collect()
     gc.freeze()
+    gc.enable()
     _request = _serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
     _prepare_fork_server()
     _run_and_exit(_request.args)

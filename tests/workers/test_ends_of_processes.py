@@ -40,9 +40,16 @@ import torch.multiprocessing
 import ignite_dist as idist
 from helpers import run_python, write_script
 from spawned import spawn
+from warm_client import WHOLE_EXIT
 
 METHODS = ["fork", pytest.param("spawn", marks=pytest.mark.long), "forkserver"]
 kept: list[Any] = []  # in a global: nothing closes what is here
+
+
+@pytest.fixture(autouse=True)
+def whole_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in WHOLE_EXIT.items():
+        monkeypatch.setenv(name, value)
 
 
 class Deleted:

@@ -225,6 +225,11 @@ def is_marked_as_waiting(frame: FrameType) -> bool:
     return frame.f_code in _WAITING
 
 
+def marked_as_waiting() -> set[tuple[str, str]]:
+    """The file and the name of each marked function."""
+    return {(code.co_filename, code.co_name) for code in _WAITING}
+
+
 def work_of(frame: FrameType) -> Work | None:
     """The work whose method, for example ``wait()``, runs in ``frame``."""
     found = frame.f_locals.get("self")

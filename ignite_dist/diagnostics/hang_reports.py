@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -71,7 +71,7 @@ def _starts_a_process(frame: FrameType) -> bool:
 
 # A rank waits for other ranks in functions marked by `waits_for_ranks` and in these modules: the collectives
 # of torch and Horovod, and DDP, whose backward pass waits inside torch.autograd.
-_WAITING_MODULES = frozenset(
+WAITING_MODULES = frozenset(
     {
         "horovod.torch.mpi_ops",
         "torch.autograd.graph",
@@ -86,29 +86,34 @@ _WAITING_MODULES = frozenset(
 _WAITS_ON_PURPOSE = frozenset({"one_rank_first", "one_rank_only"})
 
 
-def innermost_frames(log: flight_recorder.Log, is_only_rank: bool) -> dict[int, FrameType]:
-    """Innermost frames of the rank's threads, by thread identity. The thread of the last call comes first.
+def threads_of(log: flight_recorder.Log, threads: Iterable[int], is_only_rank: bool) -> list[int]:
+    """The rank's threads among ``threads``, without the running one. The thread of the last call comes first.
 
     Args:
         log: the log of the rank.
+        threads: identities of threads.
         is_only_rank: True if all threads of this process belong to the rank.
     """
-    threads = sys._current_frames()
+    idents = (log.last_thread, log.first_thread, *(threads if is_only_rank else ()))
+    return [ident for ident in dict.fromkeys(idents) if ident != threading.get_ident()]
+
+
+def innermost_frames(threads: Iterable[int]) -> dict[int, FrameType]:
+    """The innermost frame of each of ``threads``, in their order."""
+    frames = sys._current_frames()
     # This function's own frame would make a reference cycle, which keeps the variables of all frames alive.
-    threads.pop(threading.get_ident(), None)
-    others = threads if is_only_rank else ()
-    idents = (log.last_thread, log.first_thread, *others)
-    return {ident: threads[ident] for ident in idents if ident in threads}
+    frames.pop(threading.get_ident(), None)
+    return {thread: frames[thread] for thread in threads if thread in frames}
 
 
-def waiting_frames(log: flight_recorder.Log, is_only_rank: bool) -> dict[int, tuple[FrameType, FrameType]]:
-    """Like :func:`innermost_frames`, for the threads that wait for other ranks.
+def waiting_frames(threads: Iterable[int]) -> dict[int, tuple[FrameType, FrameType]]:
+    """Like :func:`innermost_frames`, for those of ``threads`` that wait for other ranks.
 
     Returns:
         By thread: the innermost frame, and the frame in which the thread waits. Both come from one snapshot,
         because the thread may continue at any time.
     """
-    frames = innermost_frames(log, is_only_rank)
+    frames = innermost_frames(threads)
     pairs = {thread: (frame, waiting_frame(frame)) for thread, frame in frames.items()}
     return {thread: (frame, waits_in) for thread, (frame, waits_in) in pairs.items() if waits_in is not None}
 
@@ -116,7 +121,7 @@ def waiting_frames(log: flight_recorder.Log, is_only_rank: bool) -> dict[int, tu
 def waiting_frame(frame: FrameType | None) -> FrameType | None:
     """The frame in which the thread of ``frame`` waits for other ranks; None if the thread does not wait."""
     while frame is not None and is_library(frame):
-        if is_marked_as_waiting(frame) or frame.f_globals.get("__name__") in _WAITING_MODULES:
+        if is_marked_as_waiting(frame) or frame.f_globals.get("__name__") in WAITING_MODULES:
             return frame
         frame = frame.f_back
     return None

@@ -37,9 +37,11 @@ from ignite_dist.diagnostics.announcing import (
 from ignite_dist.diagnostics.context_end import Endings
 from ignite_dist.diagnostics.flight_recorder import END_OF_CONTEXT, Recorder
 from ignite_dist.diagnostics.hang_reports import (
+    WAITING_MODULES,
     explanation,
     innermost_frames,
     report_of,
+    threads_of,
     waiting_frame,
     waiting_frames,
 )
@@ -50,6 +52,7 @@ from ignite_dist.diagnostics.out_of_band import (
     oob_store_of,
     oob_stores_lock,
 )
+from ignite_dist.diagnostics.thread_stacks import part_that_waits, stacks_of_threads
 from ignite_dist.environments.rendezvous import connections
 from ignite_dist.errors import DistributedError, RankFailedError
 from ignite_dist.internals.call_sites import users_frame
@@ -96,6 +99,8 @@ class Watchdog:
         self._endings = Endings(model, recorder, oob_store)
         self._num_answered = oob_store.connection().add("asked", 0)
         self._waits: dict[tuple[int, int], _ObservedWait] = {}  # by rank and thread
+        # Where the last look has found the threads that wait, and since when; by rank and thread.
+        self._seen: dict[tuple[int, int], tuple[tuple[Any, ...], float]] = {}
         self._has_failed = False
         self._stopped = threading.Event()
         self._is_exiting = False
@@ -126,7 +131,7 @@ class Watchdog:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         own = self._recorder.logs
         if users_frame(frame) is None:  # this package's thread; the user's thread waits for it
-            waiting = (waiting_frames(log, self._has_one_rank()) for log in own.values())
+            waiting = (waiting_frames(self._threads_of(log)) for log in own.values())
             frame = next((inner for frames in waiting for inner, _ in frames.values()), frame)
         waits_in = waiting_frame(frame)
         members = () if waits_in is None else self._model.transport.find_wait(waits_in).ranks
@@ -202,18 +207,18 @@ class Watchdog:
     def _check_waits(self, store: Store) -> None:
         """Check how long the ranks of this process have waited."""
         now = time.monotonic()
-        before, self._waits = self._waits, {}
+        blocked = self._blocked_threads(now)
+        # A wait goes on until the thread is elsewhere, or a look at its frames says otherwise.
+        self._waits = {key: wait for key, wait in self._waits.items() if key in self._seen}
         unchanged = []
-        for rank, log in list(self._recorder.logs.items()):
-            for thread, (frame, waits_in) in waiting_frames(log, self._has_one_rank()).items():
+        for rank, log, since in blocked:
+            for thread, (frame, waits_in) in waiting_frames(since).items():
                 awaited = self._model.transport.find_wait(waits_in)
                 progress = self._progress(log, waits_in, awaited)
-                wait = before.get((rank, thread))
+                wait = self._waits.get((rank, thread))
                 if wait is None or wait.progress != progress:
-                    self._waits[rank, thread] = _ObservedWait(progress, now)
-                else:
-                    self._waits[rank, thread] = wait
-                    unchanged.append((rank, log, thread, frame, awaited, wait))
+                    wait = self._waits[rank, thread] = _ObservedWait(progress, since[thread])
+                unchanged.append((rank, log, thread, frame, awaited, wait))
         # This loop runs after all waits are known, because one report covers all waits.
         for rank, log, thread, frame, awaited, wait in unchanged:
             # Other threads may wait for messages that may never arrive, for example for commands.
@@ -221,6 +226,31 @@ class Watchdog:
                 self._endings.check_wait(store, rank, thread, wait.since, awaited, partial(place_of, frame))
             if not wait.is_reported and now - wait.since > self._warning_seconds(log):
                 self._log_all_ranks(store, rank)
+
+    def _blocked_threads(self, now: float) -> list[tuple[int, flight_recorder.Log, dict[int, float]]]:
+        """The ranks with threads that have waited in one place since an earlier look, and since when.
+
+        Found without their frames: most threads run, and are at the same place again by the next look.
+        """
+        stacks, transport = stacks_of_threads(), self._model.transport
+        num_begun = transport.num_collectives(), transport.calls_begun()
+        before, self._seen = self._seen, {}
+        blocked = []
+        for rank, log in list(self._recorder.logs.items()):
+            threads = threads_of(log, stacks, self._has_one_rank())
+            parts = {thread: part_that_waits(stacks.get(thread), WAITING_MODULES) for thread in threads}
+            waiting = {thread: part for thread, part in parts.items() if part}
+            for thread, part in waiting.items():
+                # Other threads of the rank may make calls while this one waits.
+                is_callers = len(waiting) == 1 and thread == log.last_thread
+                place = (part, log.num_calls, num_begun) if is_callers else (part,)
+                known = before.get((rank, thread))
+                since = known[1] if known is not None and known[0] == place else now
+                self._seen[rank, thread] = place, since
+            since_when = {thread: self._seen[rank, thread][1] for thread in waiting}
+            if earlier := {thread: since for thread, since in since_when.items() if since < now}:
+                blocked.append((rank, log, earlier))
+        return blocked
 
     def _progress(self, log: flight_recorder.Log, waits_in: FrameType, awaited: Wait) -> tuple[Any, ...]:
         """A value that changes if the thread waits in another call, but not with other threads' calls."""
@@ -231,6 +261,9 @@ class Watchdog:
         if awaited.name in begun:
             return begun[awaited.name], call, waits_in.f_lasti
         return log.num_calls, self._model.transport.num_collectives(), call, waits_in.f_lasti
+
+    def _threads_of(self, log: flight_recorder.Log) -> list[int]:
+        return threads_of(log, stacks_of_threads(), self._has_one_rank())
 
     def _has_one_rank(self) -> bool:
         """True if all threads of this process belong to one rank."""
@@ -266,14 +299,14 @@ class Watchdog:
 
     def _report(self, rank: int, log: flight_recorder.Log) -> dict[str, Any]:
         """Report of where a rank is. Shows the thread that waits longest, if a thread waits."""
-        waiting = waiting_frames(log, self._has_one_rank())
+        waiting = waiting_frames(self._threads_of(log))
         starts = {thread: wait.since for (owner, thread), wait in self._waits.items() if owner == rank}
         now = time.monotonic()
         if waiting:
             thread = min(waiting, key=lambda ident: starts.get(ident, now))
             frame, _ = waiting[thread]
             return report_of(log, frame, is_waiting=True, seconds=now - starts.get(thread, now))
-        frames = innermost_frames(log, self._has_one_rank())
+        frames = innermost_frames(self._threads_of(log))
         return report_of(log, next(iter(frames.values()), None), is_waiting=False, seconds=0.0)
 
 

@@ -6,62 +6,71 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ignite_dist.collectives.all_gather import all_gather, all_gather_ragged, all_gather_tensors_with_shapes
-from ignite_dist.collectives.all_reduce import all_reduce
-from ignite_dist.collectives.all_to_all import all_to_all
-from ignite_dist.collectives.barrier import barrier, new_group
-from ignite_dist.collectives.broadcast import broadcast
-from ignite_dist.collectives.coordination import (
-    all_true,
-    any_true,
-    one_rank_first,
-    one_rank_only,
-    raise_together,
-)
-from ignite_dist.collectives.gather_scatter import gather, scatter
-from ignite_dist.collectives.reduce_scatter import reduce, reduce_scatter
-from ignite_dist.comp_models import register_computation_model, registered_computation_models
-from ignite_dist.comp_models.work import Work
-from ignite_dist.context.console import print as print  # not in __all__: a star import keeps Python's own
-from ignite_dist.context.console import progress_bar
-from ignite_dist.context.identity import (
-    backend,
-    device,
-    environment,
-    get_local_rank,
-    get_nnodes,
-    get_node_rank,
-    get_nproc_per_node,
-    get_rank,
-    get_world_size,
-    hostname,
-    is_global_zero,
-    is_local_zero,
-    model_name,
-    node_group,
-    set_local_rank,
-    show_config,
-    world_group,
-)
-from ignite_dist.context.live import available_backends, finalize, initialize, sync
-from ignite_dist.diagnostics.profiler.timeline import record_timeline
-from ignite_dist.diagnostics.verification import compare_calls, watch_for_hangs
-from ignite_dist.errors import (
-    CollectiveMismatchError,
-    DistributedError,
-    EnvironmentVariablesError,
-    HostLostError,
-    LaunchError,
-    MissingRanksError,
-    RankFailedError,
-    UnsafeObjectError,
-    WorkerExitedError,
-    WorkerRaisedError,
-    original_exception,
-)
-from ignite_dist.internals import limits
-from ignite_dist.internals.tracing import untrace_package
-from ignite_dist.values.safe_objects import safe_objects
+from ignite_dist.internals.collector import collector_paused
+
+with collector_paused():
+    from ignite_dist.collectives.all_gather import (
+        all_gather,
+        all_gather_ragged,
+        all_gather_tensors_with_shapes,
+    )
+    from ignite_dist.collectives.all_reduce import all_reduce
+    from ignite_dist.collectives.all_to_all import all_to_all
+    from ignite_dist.collectives.barrier import barrier, new_group
+    from ignite_dist.collectives.broadcast import broadcast
+    from ignite_dist.collectives.coordination import (
+        all_true,
+        any_true,
+        one_rank_first,
+        one_rank_only,
+        raise_together,
+    )
+    from ignite_dist.collectives.gather_scatter import gather, scatter
+    from ignite_dist.collectives.reduce_scatter import reduce, reduce_scatter
+    from ignite_dist.comp_models import register_computation_model, registered_computation_models
+    from ignite_dist.comp_models.work import Work
+    from ignite_dist.context.console import print as print  # not in __all__: a star import keeps Python's own
+    from ignite_dist.context.console import progress_bar
+    from ignite_dist.context.identity import (
+        backend,
+        device,
+        environment,
+        get_local_rank,
+        get_nnodes,
+        get_node_rank,
+        get_nproc_per_node,
+        get_rank,
+        get_world_size,
+        hostname,
+        is_global_zero,
+        is_local_zero,
+        model_name,
+        node_group,
+        set_local_rank,
+        show_config,
+        world_group,
+    )
+    from ignite_dist.context.live import available_backends, finalize, initialize, sync
+    from ignite_dist.diagnostics.profiler.timeline import record_timeline
+    from ignite_dist.diagnostics.verification import compare_calls, watch_for_hangs
+    from ignite_dist.errors import (
+        CollectiveMismatchError,
+        DistributedError,
+        EnvironmentVariablesError,
+        HostLostError,
+        LaunchError,
+        MissingRanksError,
+        RankFailedError,
+        UnsafeObjectError,
+        WorkerExitedError,
+        WorkerRaisedError,
+        original_exception,
+    )
+    from ignite_dist.internals import limits
+    from ignite_dist.internals.tracing import untrace_package
+    from ignite_dist.values.safe_objects import safe_objects
+
+    untrace_package(__name__)  # for torch.compile
 
 if TYPE_CHECKING:
     from ignite_dist import utils as utils  # for scripts that call ignite.distributed.utils
@@ -110,8 +119,6 @@ if TYPE_CHECKING:
     latest = latest_checkpoint
     split = split_by_rank
 
-untrace_package(__name__)  # for torch.compile
-
 # The modules that are imported when one of these names is first used.
 _LATER = {
     "ignite_dist.auto": ("auto_model", "auto_optim"),
@@ -152,12 +159,13 @@ _OLD_NAMES = {
 def _import_later(name: str) -> Any:
     known = _OLD_NAMES.get(name, name)
     try:
-        if known in _MODULES:
-            value: Any = import_module(f"{__name__}.{known}")
-        elif known in _MODULE_OF:
-            value = getattr(import_module(_MODULE_OF[known]), known)
-        else:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        with collector_paused():
+            if known in _MODULES:
+                value: Any = import_module(f"{__name__}.{known}")
+            elif known in _MODULE_OF:
+                value = getattr(import_module(_MODULE_OF[known]), known)
+            else:
+                raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     except (MemoryError, OSError) as error:
         if not limits.lacks_memory(error):
             raise

@@ -9,6 +9,7 @@ import pytest
 
 import helpers
 import ignite_dist as idist
+from warm_client import WHOLE_EXIT
 
 
 def names(text: str) -> list[str]:
@@ -184,7 +185,7 @@ def test_support_flags_are_bools() -> None:
 
 
 PROBE = """
-import json, logging, os, random, sys, threading, warnings
+import gc, json, logging, os, random, sys, threading, warnings
 import torch, torch.distributed
 def state():
     loggers = {
@@ -202,6 +203,7 @@ def state():
         "cuda": torch.cuda.is_initialized(),
         "grad": torch.is_grad_enabled(),
         "omp": torch.get_num_threads(),
+        "collector": [gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()],
         "context": torch.distributed.is_initialized(),
     }
 modules, before = set(sys.modules), state()
@@ -240,6 +242,34 @@ def test_importing_the_package_changes_nothing_and_imports_nothing_heavy() -> No
     late = ("auto", "data", "launcher", "training", "workers", *(f"comp_models.{name}" for name in BACKENDS))
     for name in late:
         assert [new for new in found["new"] if f"{new}.".startswith(f"ignite_dist.{name}.")] == []
+
+
+COLLECTIONS = """
+import gc, sys
+large = []
+gc.callbacks.append(lambda phase, about: large.append(phase) if about["generation"] == 2 else None)
+import ignite_dist
+print(large, "torch" in sys.modules, gc.isenabled())
+"""
+
+
+def test_no_collection_of_all_objects_falls_into_the_import() -> None:
+    environ = helpers.plain_environ(**WHOLE_EXIT)  # in the others, none falls into torch's import
+    assert helpers.run_new_python("-c", COLLECTIONS, env=environ).stdout == "[] True True\n"
+
+
+WITHOUT_TORCH = """
+import gc, sys
+sys.modules["torch"] = None
+try:
+    import ignite_dist
+except ImportError:
+    print(gc.isenabled())
+"""
+
+
+def test_an_import_that_fails_leaves_the_collector_on() -> None:
+    assert helpers.run_new_python("-c", WITHOUT_TORCH).stdout == "True\n"
 
 
 def test_a_name_that_does_not_exist() -> None:

@@ -10,7 +10,7 @@ import pytest
 import helpers
 
 LAUNCHES = """
-    import signal, sys, warnings
+    import gc, signal, sys, warnings
     import torch
     import ignite_dist as idist
 
@@ -19,6 +19,7 @@ LAUNCHES = """
         handlers = [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGURG)]
         assert handlers == [signal.SIG_DFL] * 2, handlers
         assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+        assert gc.isenabled()
         assert "idle_imports" not in str(sys.meta_path) + str(warnings.showwarning)
         return before
 

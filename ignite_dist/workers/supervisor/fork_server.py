@@ -71,7 +71,7 @@ def context_of(start_method: str | None) -> BaseContext:
         # module with its launch's environment. A server that already runs ignores the list.
         server = ForkServer()
         modules = [name for name in server.preload_modules if name != "__main__"]
-        context.set_forkserver_preload(list(dict.fromkeys([*modules, "torch", "ignite_dist", _IDLE_IMPORTS])))
+        context.set_forkserver_preload(list(dict.fromkeys([*modules, "ignite_dist", _IDLE_IMPORTS])))
         with _server_lock:
             _forget_server_of_parent(server)
             if server.pid is None:

@@ -112,6 +112,8 @@ def _after_fork_in_worker() -> None:
     if os.getppid() != _server_pid:  # a child of a worker
         return
     leave_finalizers()
+    if _collects:
+        gc.enable()
     signal.signal(signal.SIGTERM, _sigterm_action)
     for number in (BEGIN_IMPORTS, signal.SIGALRM):
         if signal.getsignal(number) in (_begin, _import_next):
@@ -134,6 +136,9 @@ def _import_package() -> None:
         getattr(package, name)
 
 
+# The server collects no garbage: it would look at all that it has imported after each further import.
+_collects = gc.isenabled()
+gc.disable()
 _import_package()
 _server_pid = os.getpid()
 # A garbage collection in a worker would write to all objects, and so copy the memory shared with this server.

@@ -159,13 +159,12 @@ _OLD_NAMES = {
 def _import_later(name: str) -> Any:
     known = _OLD_NAMES.get(name, name)
     try:
-        with collector_paused():
-            if known in _MODULES:
-                value: Any = import_module(f"{__name__}.{known}")
-            elif known in _MODULE_OF:
-                value = getattr(import_module(_MODULE_OF[known]), known)
-            else:
-                raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if known in _MODULES:
+            value: Any = import_module(f"{__name__}.{known}")
+        elif known in _MODULE_OF:
+            value = getattr(import_module(_MODULE_OF[known]), known)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     except (MemoryError, OSError) as error:
         if not limits.lacks_memory(error):
             raise

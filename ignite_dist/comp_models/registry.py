@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeVar, overload
 
 from ignite_dist.comp_models.base import ComputationModel
 from ignite_dist.internals.call_sites import add_library
-from ignite_dist.internals.collector import collector_paused
 from ignite_dist.internals.tracing import untrace_package
 
 ENTRY_POINT_GROUP = "ignite_dist.computation_models"
@@ -86,8 +85,7 @@ class Registry(Sequence[type[ComputationModel]]):
     def _load(self, position: int) -> type[ComputationModel]:
         known = self._models[position]
         if isinstance(known, Declared):
-            with collector_paused():
-                model: type[ComputationModel] = resolve_name(known.path)
+            model: type[ComputationModel] = resolve_name(known.path)
             add_library(model.__module__)
             untrace_package("ignite_dist")
             self._models[position] = model

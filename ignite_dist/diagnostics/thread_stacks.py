@@ -1,8 +1,8 @@
 """The stacks of this process's threads as text: what a thread does, without its frames.
 
-The frames of a thread that runs are not safe to look at. On Python 3.11.2, ``frame.f_back`` of a frame that
-had ended was another object, or ended the process (SIGSEGV). So the watchdog takes frames only of threads
-that have waited in one place for a while.
+The frames of a thread that runs are not safe to walk. On Python 3.11.2, ``frame.f_back`` of a frame that had
+ended was another object, or ended the process (SIGSEGV). So each look of the watchdog reads text, and takes
+the frames of those threads that have waited in one place for a while. A report takes those of all threads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ignite_dist.comp_models.work import marked_as_waiting
@@ -31,6 +31,7 @@ class Line(NamedTuple):
 
 
 _UNKNOWN = Line("?", "?", "?")
+_MOST_THREADS = 100  # of faulthandler
 
 
 def stacks_of_threads() -> dict[int, list[Line]]:
@@ -56,14 +57,18 @@ def stacks_of_threads() -> dict[int, list[Line]]:
     return stacks
 
 
-def part_that_waits(stack: list[Line] | None, waiting_modules: Collection[str]) -> tuple[Line, ...]:
+def part_that_waits(
+    stacks: Mapping[int, list[Line]], thread: int, waiting_modules: Collection[str]
+) -> tuple[Line, ...]:
     """The lines from the function that waits for other ranks outwards. Empty if the thread does not wait.
 
     Args:
-        stack: of one thread. None of a thread that is not known, which may wait.
+        stacks: the result of :func:`stacks_of_threads`. If it lacks threads, those may wait.
+        thread: the identity of the thread.
         waiting_modules: names of modules all of whose functions wait, beside the marked functions.
     """
-    if stack is None:
+    stack = stacks.get(thread, [])
+    if not stack and (not stacks or len(stacks) >= _MOST_THREADS):
         return (_UNKNOWN,)
     loaded = (sys.modules.get(name) for name in waiting_modules)
     paths = {getattr(module, "__file__", None) for module in loaded}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from torch.distributed import DistError, Store
@@ -52,7 +53,7 @@ from ignite_dist.diagnostics.out_of_band import (
     oob_store_of,
     oob_stores_lock,
 )
-from ignite_dist.diagnostics.thread_stacks import part_that_waits, stacks_of_threads
+from ignite_dist.diagnostics.thread_stacks import Line, part_that_waits, stacks_of_threads
 from ignite_dist.environments.rendezvous import connections
 from ignite_dist.errors import DistributedError, RankFailedError
 from ignite_dist.internals.call_sites import users_frame
@@ -85,6 +86,13 @@ class _ObservedWait:
     is_reported: bool = False
 
 
+class _Place(NamedTuple):
+    """Where a thread waits: its stack from the waiting function outwards, and the number of calls so far."""
+
+    part: tuple[Line, ...]
+    calls: tuple[Any, ...]
+
+
 class Watchdog:
     """The watchdog of the ranks of this process in one context."""
 
@@ -99,8 +107,9 @@ class Watchdog:
         self._endings = Endings(model, recorder, oob_store)
         self._num_answered = oob_store.connection().add("asked", 0)
         self._waits: dict[tuple[int, int], _ObservedWait] = {}  # by rank and thread
-        # Where the last look has found the threads that wait, and since when; by rank and thread.
-        self._seen: dict[tuple[int, int], tuple[tuple[Any, ...], float]] = {}
+        # By rank and thread: the place at which the thread waited at the last look, and since which look.
+        self._seen: dict[tuple[int, int], tuple[_Place, float]] = {}
+        self._last_look = -math.inf
         self._has_failed = False
         self._stopped = threading.Event()
         self._is_exiting = False
@@ -208,8 +217,8 @@ class Watchdog:
         """Check how long the ranks of this process have waited."""
         now = time.monotonic()
         blocked = self._blocked_threads(now)
-        # A wait goes on until the thread is elsewhere, or a look at its frames says otherwise.
-        self._waits = {key: wait for key, wait in self._waits.items() if key in self._seen}
+        still_there = {(rank, thread) for rank, _, since in blocked for thread in since}
+        self._waits = {key: wait for key, wait in self._waits.items() if key in still_there}
         unchanged = []
         for rank, log, since in blocked:
             for thread, (frame, waits_in) in waiting_frames(since).items():
@@ -217,8 +226,11 @@ class Watchdog:
                 progress = self._progress(log, waits_in, awaited)
                 wait = self._waits.get((rank, thread))
                 if wait is None or wait.progress != progress:
-                    wait = self._waits[rank, thread] = _ObservedWait(progress, since[thread])
+                    # At the look before it was at the same place, perhaps in an earlier call.
+                    start = max(since[thread], self._last_look)
+                    wait = self._waits[rank, thread] = _ObservedWait(progress, start)
                 unchanged.append((rank, log, thread, frame, awaited, wait))
+        self._last_look = now
         # This loop runs after all waits are known, because one report covers all waits.
         for rank, log, thread, frame, awaited, wait in unchanged:
             # Other threads may wait for messages that may never arrive, for example for commands.
@@ -230,7 +242,7 @@ class Watchdog:
     def _blocked_threads(self, now: float) -> list[tuple[int, flight_recorder.Log, dict[int, float]]]:
         """The ranks with threads that have waited in one place since an earlier look, and since when.
 
-        Found without their frames: most threads run, and are at the same place again by the next look.
+        Reads text, not frames: a thread in a training loop is often on the same line in two looks, and runs.
         """
         stacks, transport = stacks_of_threads(), self._model.transport
         num_begun = transport.num_collectives(), transport.calls_begun()
@@ -238,18 +250,20 @@ class Watchdog:
         blocked = []
         for rank, log in list(self._recorder.logs.items()):
             threads = threads_of(log, stacks, self._has_one_rank())
-            parts = {thread: part_that_waits(stacks.get(thread), WAITING_MODULES) for thread in threads}
+            parts = {thread: part_that_waits(stacks, thread, WAITING_MODULES) for thread in threads}
             waiting = {thread: part for thread, part in parts.items() if part}
             for thread, part in waiting.items():
-                # Other threads of the rank may make calls while this one waits.
-                is_callers = len(waiting) == 1 and thread == log.last_thread
-                place = (part, log.num_calls, num_begun) if is_callers else (part,)
-                known = before.get((rank, thread))
-                since = known[1] if known is not None and known[0] == place else now
-                self._seen[rank, thread] = place, since
+                place = _Place(part, (log.num_calls, num_begun))
+                earlier, since = before.get((rank, thread), (None, now))
+                # Where another thread waits too or has made the last call, calls may be that thread's.
+                is_only_caller = len(waiting) == 1 and thread == log.last_thread
+                is_there = (
+                    earlier == place if is_only_caller else earlier is not None and earlier.part == part
+                )
+                self._seen[rank, thread] = place, since if is_there else now
             since_when = {thread: self._seen[rank, thread][1] for thread in waiting}
-            if earlier := {thread: since for thread, since in since_when.items() if since < now}:
-                blocked.append((rank, log, earlier))
+            if still_there := {thread: since for thread, since in since_when.items() if since < now}:
+                blocked.append((rank, log, still_there))
         return blocked
 
     def _progress(self, log: flight_recorder.Log, waits_in: FrameType, awaited: Wait) -> tuple[Any, ...]:

@@ -1,21 +1,17 @@
-"""The watchdog takes the frames of threads that wait, and of no thread that runs."""
+"""The watchdog finds the threads that wait by the text of their stacks."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import ignite_dist as idist
 from ignite_dist.diagnostics.hang_reports import WAITING_MODULES
-from ignite_dist.diagnostics.thread_stacks import part_that_waits, stacks_of_threads
+from ignite_dist.diagnostics.thread_stacks import Line, part_that_waits, stacks_of_threads
+from ignite_dist.diagnostics.watchdog import _running
 from spawned import spawn
-
-SECONDS = 3.5  # the watchdog looks once per second
 
 
 def test_a_stack_names_the_files_lines_and_functions(tmp_path: Path) -> None:
@@ -33,37 +29,59 @@ def test_a_stack_names_the_files_lines_and_functions(tmp_path: Path) -> None:
         found = next(line for line in lines if line.function == "waits")
         assert (found.path, found.number) == (str(path), "3")
         assert lines.index(found) < [line.function for line in lines].index("run")  # the innermost is first
-        assert part_that_waits(lines, WAITING_MODULES) == ()
+        assert part_that_waits(stacks_of_threads(), thread.ident, WAITING_MODULES) == ()
     finally:
         event.set()
         thread.join()
 
 
-def _num_looks(rank: int) -> tuple[int, int]:
-    """How often frames were taken while this rank trained, and while rank 0 waited for rank 1."""
-    looks, take = [], sys._current_frames
-
-    def taken() -> Any:
-        looks.append(threading.current_thread().name)
-        return take()
-
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300))
-    data = torch.ones(64, 300)
-    model(data).sum().backward()  # ranks wait for the imports of others
+def _looks(rank: int, folder: Path) -> list[Any]:
+    """What three looks find while a thread of rank 0 waits: twice in the first barrier, and in the second."""
+    steps = [folder / name for name in ("first", "second")]
     idist.barrier()
-    sys._current_frames = taken
-    until = time.monotonic() + SECONDS
-    while idist.all_reduce(float(time.monotonic() < until), "MIN"):
-        for _ in range(20):
-            model(data).sum().backward()
-    num_in_training = len(looks)
     if rank == 1:
-        time.sleep(SECONDS)
-    idist.barrier()
-    return num_in_training, len(looks) - num_in_training
+        for step in steps:
+            while not step.exists():
+                time.sleep(0.01)
+            idist.barrier()
+        return []
+    (watchdog,) = _running
+    watchdog.stop()  # the looks are made here
+    log = watchdog._recorder.logs[0]
+
+    def meets_twice() -> None:
+        for _ in steps:
+            idist.barrier()
+
+    thread = threading.Thread(target=meets_twice)
+
+    def place_after(num_calls: int) -> Any:
+        while True:
+            stacks = stacks_of_threads()
+            part = part_that_waits(stacks, thread.ident or 0, WAITING_MODULES)
+            if part and log.num_calls > num_calls:
+                return part
+            time.sleep(0.01)
+
+    before = log.num_calls
+    thread.start()
+    first = place_after(before)
+    found = [watchdog._blocked_threads(1.0)]
+    before = log.num_calls
+    steps[0].touch()
+    assert place_after(before) == first
+    found += [watchdog._blocked_threads(2.0), watchdog._blocked_threads(3.0)]
+    steps[1].touch()
+    thread.join()
+    return [[{since for _, _, by_thread in blocked for since in by_thread.values()} for blocked in found]]
 
 
-def test_frames_are_taken_only_of_threads_that_wait() -> None:
-    (in_training, while_waiting), others = spawn(_num_looks)
-    assert in_training == others[0] == 0
-    assert while_waiting > 0
+def test_a_thread_that_goes_on_is_not_blocked_by_the_same_line(tmp_path: Path) -> None:
+    (found,), _ = spawn(_looks, tmp_path)
+    assert found == [set(), set(), {2.0}]
+
+
+def test_the_last_call_may_be_that_of_a_thread_that_has_ended() -> None:
+    stacks = {1: [Line("a.py", "1", "f")]}
+    assert part_that_waits(stacks, 2, WAITING_MODULES) == ()
+    assert part_that_waits({}, 2, WAITING_MODULES) != ()  # there is no text: its frames will say it

@@ -22,7 +22,6 @@ from ignite_dist.comp_models.training import Training, check_fsdp_keywords
 from ignite_dist.comp_models.transport import Group
 from ignite_dist.internals import _torch
 from ignite_dist.internals.call_sites import warn_user
-from ignite_dist.internals.collector import collector_paused
 from ignite_dist.values.gradients import parameters_of
 
 if TYPE_CHECKING:
@@ -167,8 +166,7 @@ def _wrap_model(
         if "device_ids" in kwargs:
             raise ValueError(f"Omit device_ids={kwargs['device_ids']!r}: it is always this rank's {device}.")
         kwargs["device_ids"] = [device.index]
-    with collector_paused():  # DDP's constructor imports 800 modules
-        wrapped: Any = wrapper(model, **kwargs)
+    wrapped: Any = wrapper(model, **kwargs)
     if isinstance(hook, dist.BuiltinCommHookType):
         _torch.register_builtin_hook(wrapped, hook)
     elif hook is not None:

@@ -20,6 +20,7 @@ from importlib import import_module
 from types import FrameType
 
 from ignite_dist.internals._torch import DYNAMO
+from ignite_dist.internals.collector import collector_paused
 from ignite_dist.workers.process_end import flush_c_stdout, leave_finalizers
 from ignite_dist.workers.supervisor.fork_server import BEGIN_IMPORTS
 
@@ -111,9 +112,9 @@ def _after_fork_in_worker() -> None:
     """
     if os.getppid() != _server_pid:  # a child of a worker
         return
-    leave_finalizers()
     if _collects:
         gc.enable()
+    leave_finalizers()
     signal.signal(signal.SIGTERM, _sigterm_action)
     for number in (BEGIN_IMPORTS, signal.SIGALRM):
         if signal.getsignal(number) in (_begin, _import_next):
@@ -136,10 +137,9 @@ def _import_package() -> None:
         getattr(package, name)
 
 
-# The server collects no garbage: it would look at all that it has imported after each further import.
 _collects = gc.isenabled()
-gc.disable()
-_import_package()
+with collector_paused():
+    _import_package()
 _server_pid = os.getpid()
 # A garbage collection in a worker would write to all objects, and so copy the memory shared with this server.
 gc.freeze()
@@ -151,4 +151,6 @@ signal.signal(BEGIN_IMPORTS, _begin)
 os.register_at_fork(
     before=_before_fork, after_in_parent=_after_fork_in_server, after_in_child=_after_fork_in_worker
 )
+# A collection in the server would look at all that it has imported, after each further import.
+gc.disable()
 _unblock_sigint()

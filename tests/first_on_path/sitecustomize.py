@@ -21,9 +21,13 @@ _LARGE = {
 
 
 class _Finder:
+    is_importing = False  # one of the packages; it may import others
+
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name in _LARGE and gc.isenabled() else None
+        spec = (
+            PathFinder.find_spec(name, path, target) if name in _LARGE and not _Finder.is_importing else None
+        )
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
         return spec
@@ -46,6 +50,8 @@ class _Loader:
         module.__spec__.loader = module.__loader__ = self._loader
         untrack, track = ctypes.pythonapi.PyObject_GC_UnTrack, ctypes.pythonapi.PyObject_GC_Track
         untrack.argtypes = track.argtypes = [ctypes.py_object]
+        was_enabled = gc.isenabled()
+        _Finder.is_importing = True
         gc.disable()
         earlier = gc.get_objects()
         try:
@@ -55,7 +61,9 @@ class _Loader:
             for one in earlier:
                 untrack(one)
                 track(one)
-            gc.enable()
+            _Finder.is_importing = False
+            if was_enabled:
+                gc.enable()
 
 
 if "IGNITE_DIST_TESTS_WHOLE_EXIT" not in os.environ:

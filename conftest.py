@@ -134,15 +134,16 @@ def pytest_configure(config: pytest.Config) -> None:
         from warm_client import share
 
         share()
-        first, path = str(Path(__file__).parent / "tests" / "first_on_path"), os.environ.get("PYTHONPATH", "")
-        if first not in path.split(os.pathsep):  # the workers of pytest-xdist have it from their parent
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [first, path]))
+        first = str(Path(__file__).parent / "tests" / "first_on_path")  # see the module in it
+        folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if first not in folders:  # the workers of pytest-xdist have it from their parent
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [first, *folders]))
         config.pluginmanager.register(LeftOut())
-    results = config.getoption("--conformance-results")
-    if results is not None and not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
+    path = config.getoption("--conformance-results")
+    if path is not None and not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
         from conformance_table import ResultsWriter
 
-        config.pluginmanager.register(ResultsWriter(results))
+        config.pluginmanager.register(ResultsWriter(path))
 
 
 @pytest.fixture(autouse=True)

@@ -43,7 +43,7 @@ JOINED = ("net", "uts", "mnt")
 _OTHERS = ("ipc", "pid", "user")
 # The environment variable that names the folder of the sockets.
 FOLDER = "IGNITE_DIST_TESTS_WARM"
-# With this in its environment a process finalizes all objects at its exit, as outside of the tests.
+# A process with this in its environment finalizes all objects at its exit, as it would outside of the tests.
 WHOLE_EXIT = {"IGNITE_DIST_TESTS_WHOLE_EXIT": "1"}
 
 

@@ -12,12 +12,19 @@ from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
-from ignite_dist.comp_models.work import begun_call, is_marked_as_waiting
+from ignite_dist.comp_models.work import begun_call, is_marked_as_waiting, marked_as_waiting
 from ignite_dist.diagnostics import flight_recorder
 from ignite_dist.diagnostics.flight_recorder import table
 from ignite_dist.diagnostics.out_of_band import SILENT
+from ignite_dist.diagnostics.thread_stacks import MOST_THREADS, Line
 from ignite_dist.internals import _torch
-from ignite_dist.internals.call_sites import function_called, is_library, site_of, users_frame
+from ignite_dist.internals.call_sites import (
+    function_called,
+    is_library,
+    is_library_path,
+    site_of,
+    users_frame,
+)
 from ignite_dist.internals.ranks import describe_ranks
 
 
@@ -71,7 +78,7 @@ def _starts_a_process(frame: FrameType) -> bool:
 
 # A rank waits for other ranks in functions marked by `waits_for_ranks` and in these modules: the collectives
 # of torch and Horovod, and DDP, whose backward pass waits inside torch.autograd.
-WAITING_MODULES = frozenset(
+_WAITING_MODULES = frozenset(
     {
         "horovod.torch.mpi_ops",
         "torch.autograd.graph",
@@ -121,10 +128,34 @@ def waiting_frames(threads: Iterable[int]) -> dict[int, tuple[FrameType, FrameTy
 def waiting_frame(frame: FrameType | None) -> FrameType | None:
     """The frame in which the thread of ``frame`` waits for other ranks; None if the thread does not wait."""
     while frame is not None and is_library(frame):
-        if is_marked_as_waiting(frame) or frame.f_globals.get("__name__") in WAITING_MODULES:
+        if is_marked_as_waiting(frame) or frame.f_globals.get("__name__") in _WAITING_MODULES:
             return frame
         frame = frame.f_back
     return None
+
+
+def waiting_parts(stacks: Mapping[int, list[Line]], threads: Iterable[int]) -> dict[int, tuple[Line, ...]]:
+    """The stacks of those of ``threads`` that wait for other ranks, from the function that waits outwards.
+
+    Like :func:`waiting_frame`, but from the text of :func:`stacks_of_threads`. A thread of which there is no
+    text may wait: its part says only that.
+    """
+    loaded = (sys.modules.get(name) for name in _WAITING_MODULES)
+    paths = {getattr(module, "__file__", None) for module in loaded}
+    marked = marked_as_waiting()
+
+    def part_of(thread: int) -> tuple[Line, ...]:
+        if thread not in stacks:
+            is_known = 0 < len(stacks) < MOST_THREADS  # the thread has ended
+            return () if is_known else (Line("?", "?", "?"),)
+        for position, (path, _, function) in enumerate(stacks[thread]):
+            if not is_library_path(path):
+                break
+            if path in paths or (path, function) in marked:
+                return tuple(stacks[thread][position:])
+        return ()
+
+    return {thread: part for thread in threads if (part := part_of(thread))}
 
 
 def explanation(reports: Mapping[int, dict[str, Any]], world_size: int) -> str:

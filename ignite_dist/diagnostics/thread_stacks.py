@@ -10,34 +10,30 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-import sys
 import tempfile
-from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
-
-from ignite_dist.comp_models.work import marked_as_waiting
-from ignite_dist.internals.call_sites import is_library_path
 
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _LINE = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
 class Line(NamedTuple):
-    """A line of a stack."""
+    """The place of one function call on a stack."""
 
     path: str
     number: str
     function: str
 
 
-_UNKNOWN = Line("?", "?", "?")
-_MOST_THREADS = 100  # of faulthandler
+MOST_THREADS = 100
+"""How many threads faulthandler writes of."""
 
 
 def stacks_of_threads() -> dict[int, list[Line]]:
     """The stack of each thread, the innermost line first, by the thread's identity.
 
-    At most 100 lines of at most 100 threads: those that have started last. Empty if no file can be opened.
+    At most 100 lines of at most ``MOST_THREADS`` threads: of those that have started last. Empty if no file
+    can be opened.
     """
     try:
         with _open_file() as file:
@@ -55,30 +51,6 @@ def stacks_of_threads() -> dict[int, list[Line]]:
             path, number, function = found.groups()
             stack.append(Line(_unescaped(path), number, function))
     return stacks
-
-
-def part_that_waits(
-    stacks: Mapping[int, list[Line]], thread: int, waiting_modules: Collection[str]
-) -> tuple[Line, ...]:
-    """The lines from the function that waits for other ranks outwards. Empty if the thread does not wait.
-
-    Args:
-        stacks: the result of :func:`stacks_of_threads`. If it lacks threads, those may wait.
-        thread: the identity of the thread.
-        waiting_modules: names of modules all of whose functions wait, beside the marked functions.
-    """
-    stack = stacks.get(thread, [])
-    if not stack and (not stacks or len(stacks) >= _MOST_THREADS):
-        return (_UNKNOWN,)
-    loaded = (sys.modules.get(name) for name in waiting_modules)
-    paths = {getattr(module, "__file__", None) for module in loaded}
-    marked = marked_as_waiting()
-    for position, (path, _, function) in enumerate(stack):
-        if not is_library_path(path):
-            break
-        if path in paths or (path, function) in marked:
-            return tuple(stack[position:])
-    return ()
 
 
 def _open_file() -> Any:

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import sys
 import threading
 import time
 import traceback
@@ -38,13 +39,13 @@ from ignite_dist.diagnostics.announcing import (
 from ignite_dist.diagnostics.context_end import Endings
 from ignite_dist.diagnostics.flight_recorder import END_OF_CONTEXT, Recorder
 from ignite_dist.diagnostics.hang_reports import (
-    WAITING_MODULES,
     explanation,
     innermost_frames,
     report_of,
     threads_of,
     waiting_frame,
     waiting_frames,
+    waiting_parts,
 )
 from ignite_dist.diagnostics.out_of_band import (
     OutOfBandStore,
@@ -53,7 +54,7 @@ from ignite_dist.diagnostics.out_of_band import (
     oob_store_of,
     oob_stores_lock,
 )
-from ignite_dist.diagnostics.thread_stacks import Line, part_that_waits, stacks_of_threads
+from ignite_dist.diagnostics.thread_stacks import Line, stacks_of_threads
 from ignite_dist.environments.rendezvous import connections
 from ignite_dist.errors import DistributedError, RankFailedError
 from ignite_dist.internals.call_sites import users_frame
@@ -87,10 +88,11 @@ class _ObservedWait:
 
 
 class _Place(NamedTuple):
-    """Where a thread waits: its stack from the waiting function outwards, and the number of calls so far."""
+    """Where a thread waits: its stack from the waiting function outwards, and the numbers of calls so far."""
 
     part: tuple[Line, ...]
-    calls: tuple[Any, ...]
+    num_calls: int
+    num_begun: tuple[int, dict[str, int | None]]
 
 
 class Watchdog:
@@ -107,7 +109,7 @@ class Watchdog:
         self._endings = Endings(model, recorder, oob_store)
         self._num_answered = oob_store.connection().add("asked", 0)
         self._waits: dict[tuple[int, int], _ObservedWait] = {}  # by rank and thread
-        # By rank and thread: the place at which the thread waited at the last look, and since which look.
+        # Where each thread waited at the last look, and since which look; by rank and thread.
         self._seen: dict[tuple[int, int], tuple[_Place, float]] = {}
         self._last_look = -math.inf
         self._has_failed = False
@@ -226,7 +228,7 @@ class Watchdog:
                 progress = self._progress(log, waits_in, awaited)
                 wait = self._waits.get((rank, thread))
                 if wait is None or wait.progress != progress:
-                    # At the look before it was at the same place, perhaps in an earlier call.
+                    # The thread was at the same place at the look before, perhaps in an earlier call.
                     start = max(since[thread], self._last_look)
                     wait = self._waits[rank, thread] = _ObservedWait(progress, start)
                 unchanged.append((rank, log, thread, frame, awaited, wait))
@@ -249,21 +251,21 @@ class Watchdog:
         before, self._seen = self._seen, {}
         blocked = []
         for rank, log in list(self._recorder.logs.items()):
-            threads = threads_of(log, stacks, self._has_one_rank())
-            parts = {thread: part_that_waits(stacks, thread, WAITING_MODULES) for thread in threads}
-            waiting = {thread: part for thread, part in parts.items() if part}
+            waiting = waiting_parts(stacks, threads_of(log, stacks, self._has_one_rank()))
+            unmoved = {}
             for thread, part in waiting.items():
-                place = _Place(part, (log.num_calls, num_begun))
+                place = _Place(part, log.num_calls, num_begun)
                 earlier, since = before.get((rank, thread), (None, now))
                 # Where another thread waits too or has made the last call, calls may be that thread's.
-                is_only_caller = len(waiting) == 1 and thread == log.last_thread
-                is_there = (
-                    earlier == place if is_only_caller else earlier is not None and earlier.part == part
-                )
-                self._seen[rank, thread] = place, since if is_there else now
-            since_when = {thread: self._seen[rank, thread][1] for thread in waiting}
-            if still_there := {thread: since for thread, since in since_when.items() if since < now}:
-                blocked.append((rank, log, still_there))
+                if len(waiting) == 1 and thread == log.last_thread:
+                    is_there = earlier == place
+                else:
+                    is_there = earlier is not None and earlier.part == part
+                if is_there:
+                    unmoved[thread] = since
+                self._seen[rank, thread] = place, unmoved.get(thread, now)
+            if unmoved:
+                blocked.append((rank, log, unmoved))
         return blocked
 
     def _progress(self, log: flight_recorder.Log, waits_in: FrameType, awaited: Wait) -> tuple[Any, ...]:
@@ -277,7 +279,7 @@ class Watchdog:
         return log.num_calls, self._model.transport.num_collectives(), call, waits_in.f_lasti
 
     def _threads_of(self, log: flight_recorder.Log) -> list[int]:
-        return threads_of(log, stacks_of_threads(), self._has_one_rank())
+        return threads_of(log, list(sys._current_frames()), self._has_one_rank())
 
     def _has_one_rank(self) -> bool:
         """True if all threads of this process belong to one rank."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import ignite_dist as idist
-from ignite_dist.diagnostics.hang_reports import WAITING_MODULES
-from ignite_dist.diagnostics.thread_stacks import Line, part_that_waits, stacks_of_threads
+from ignite_dist.diagnostics.hang_reports import waiting_parts
+from ignite_dist.diagnostics.thread_stacks import Line, stacks_of_threads
 from ignite_dist.diagnostics.watchdog import _running
 from spawned import spawn
 
@@ -29,7 +29,7 @@ def test_a_stack_names_the_files_lines_and_functions(tmp_path: Path) -> None:
         found = next(line for line in lines if line.function == "waits")
         assert (found.path, found.number) == (str(path), "3")
         assert lines.index(found) < [line.function for line in lines].index("run")  # the innermost is first
-        assert part_that_waits(stacks_of_threads(), thread.ident, WAITING_MODULES) == ()
+        assert waiting_parts(stacks_of_threads(), [thread.ident]) == {}
     finally:
         event.set()
         thread.join()
@@ -46,7 +46,7 @@ def _looks(rank: int, folder: Path) -> list[Any]:
             idist.barrier()
         return []
     (watchdog,) = _running
-    watchdog.stop()  # the looks are made here
+    watchdog.stop()  # this test looks in its place
     log = watchdog._recorder.logs[0]
 
     def meets_twice() -> None:
@@ -57,10 +57,9 @@ def _looks(rank: int, folder: Path) -> list[Any]:
 
     def place_after(num_calls: int) -> Any:
         while True:
-            stacks = stacks_of_threads()
-            part = part_that_waits(stacks, thread.ident or 0, WAITING_MODULES)
-            if part and log.num_calls > num_calls:
-                return part
+            parts = waiting_parts(stacks_of_threads(), [thread.ident or 0])
+            if parts and log.num_calls > num_calls:
+                return parts
             time.sleep(0.01)
 
     before = log.num_calls
@@ -83,5 +82,5 @@ def test_a_thread_that_goes_on_is_not_blocked_by_the_same_line(tmp_path: Path) -
 
 def test_the_last_call_may_be_that_of_a_thread_that_has_ended() -> None:
     stacks = {1: [Line("a.py", "1", "f")]}
-    assert part_that_waits(stacks, 2, WAITING_MODULES) == ()
-    assert part_that_waits({}, 2, WAITING_MODULES) != ()  # there is no text: its frames will say it
+    assert waiting_parts(stacks, [2]) == {}
+    assert 2 in waiting_parts({}, [2])  # without any text the watchdog looks at the frames

@@ -151,6 +151,6 @@ signal.signal(BEGIN_IMPORTS, _begin)
 os.register_at_fork(
     before=_before_fork, after_in_parent=_after_fork_in_server, after_in_child=_after_fork_in_worker
 )
-# A collection in the server would look at all that it has imported, after each further import.
+# The server needs no collections. Each would look at everything that it has imported.
 gc.disable()
 _unblock_sigint()

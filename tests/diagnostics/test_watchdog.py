@@ -84,7 +84,20 @@ def only(told: list[list[str]]) -> str:
 
 
 def busy_elsewhere(heard: Heard, folder: Path) -> None:
+    _busy(folder).touch()
     wait_until_any_is_told(heard, folder)
+
+
+def _busy(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-busy")
+
+
+def is_late(heard: Heard, folder: Path) -> None:
+    """Rank 1 is busy elsewhere until somebody has said it. The other ranks go on when it is."""
+    if idist.get_rank() == 1:
+        busy_elsewhere(heard, folder)
+    while not _busy(folder).exists():
+        time.sleep(0.02)
 
 
 def late(local_rank: int, folder: Path) -> list[str]:
@@ -93,8 +106,7 @@ def late(local_rank: int, folder: Path) -> list[str]:
     idist.watch_for_hangs(SHORT)
     for _ in range(2):
         idist.all_gather("before")
-    if idist.get_rank() == 1:
-        busy_elsewhere(heard, folder)
+    is_late(heard, folder)
     idist.all_gather("after")
     idist.barrier()
     return heard.messages
@@ -146,8 +158,7 @@ def test_ranks_that_wait_for_a_block_on_purpose_are_no_hang(how: str, what: str,
 def late_for_torch(local_rank: int, folder: Path) -> list[str]:
     heard = Teller(folder)
     idist.watch_for_hangs(SHORT)
-    if idist.get_rank() == 1:
-        busy_elsewhere(heard, folder)
+    is_late(heard, folder)
     dist.all_reduce(torch.ones(2))
     idist.barrier()
     return heard.messages
@@ -165,8 +176,8 @@ def late_for_ddp(local_rank: int, folder: Path) -> list[str]:
     model = idist.auto_model(torch.nn.Linear(2, 1))
     idist.watch_for_hangs(SHORT)
     for step in range(3):
-        if step == 2 and idist.get_rank() == 1:
-            busy_elsewhere(heard, folder)
+        if step == 2:
+            is_late(heard, folder)
         model(torch.ones(4, 2)).sum().backward()
     idist.barrier()
     return heard.messages
@@ -186,8 +197,7 @@ def fails_beside_a_collective(local_rank: int, folder: Path) -> list[str]:
     with suppress(ValueError), idist.raise_together(group=[1]):
         if idist.get_rank() == 1:
             raise ValueError("the cause")
-    if idist.get_rank() == 1:
-        busy_elsewhere(heard, folder)
+    is_late(heard, folder)
     idist.barrier()
     return heard.messages
 

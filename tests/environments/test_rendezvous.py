@@ -401,7 +401,9 @@ def test_a_rank_that_waits_for_the_end_of_the_last_store_makes_no_request(tmp_pa
         """,
     )
     _, output = _outputs_of_two_ranks(script, (-signal.SIGKILL, 0))
-    assert "rank 0 is missing" in output and "recvValue" not in output
+    assert "rank 0 is missing" in output
+    # The kernel may close a killed process's connections before its port: the next attempt to connect is cut.
+    assert output.count("recvValue failed") == output.count("TCPStore::ping()"), output
 
 
 def _begins_again_after_a_failure() -> list[int]:

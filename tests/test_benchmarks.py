@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT, plain_environ, run_new_python
-from ignite_dist.comp_models.shared_memory import segment as shared_segment
+from ignite_dist.comp_models.shared_memory import opening as shared_memory
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(bool(shared_segment.unavailable_reason()), reason=shared_segment.unavailable_reason()),
+    pytest.mark.skipif(bool(shared_memory.unavailable_reason()), reason=shared_memory.unavailable_reason()),
 ]
 
 

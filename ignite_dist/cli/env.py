@@ -19,7 +19,7 @@ from ignite_dist.cli import interfaces
 from ignite_dist.cli.output import Output
 from ignite_dist.cli.tables import facts
 from ignite_dist.comp_models import registered_computation_models
-from ignite_dist.comp_models.shared_memory import segment as shared_segment
+from ignite_dist.comp_models.shared_memory import opening as shared_memory
 from ignite_dist.environments import devices
 from ignite_dist.environments.rendezvous import network_interfaces
 from ignite_dist.errors import EnvironmentVariablesError, without_link
@@ -100,7 +100,7 @@ def _backend(name: str) -> dict[str, Any]:
 def _shared_memory() -> dict[str, Any]:
     """Whether this process can share memory with other ranks on this machine, and the reason if not."""
     try:
-        reason = shared_segment.unavailable_reason()
+        reason = shared_memory.unavailable_reason()
     except EnvironmentVariablesError as error:
         reason = without_link(str(error))
     return {"works": not reason, "reason": reason}

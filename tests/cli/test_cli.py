@@ -33,7 +33,7 @@ from ignite_dist.cli import bench, interfaces, jobs, network
 from ignite_dist.cli.env import collect
 from ignite_dist.cli.main import main
 from ignite_dist.cli.values import DTYPES
-from ignite_dist.comp_models.shared_memory import segment as shared_segment
+from ignite_dist.comp_models.shared_memory import opening as shared_memory
 from ignite_dist.context.live import current_model
 from ignite_dist.environments import Environment, devices
 from ignite_dist.environments.rendezvous import network_interfaces, stores
@@ -132,11 +132,11 @@ def test_env_shows_the_launchers_variables_that_matter(monkeypatch: pytest.Monke
 def test_env_says_whether_ranks_can_share_memory(
     variable: str | None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(shared_segment.VARIABLE, raising=False)
+    monkeypatch.delenv(shared_memory.VARIABLE, raising=False)
     if variable is not None:
-        monkeypatch.setenv(shared_segment.VARIABLE, variable)
+        monkeypatch.setenv(shared_memory.VARIABLE, variable)
     try:
-        reason = shared_segment.unavailable_reason()
+        reason = shared_memory.unavailable_reason()
     except idist.EnvironmentVariablesError as error:
         (reason,) = error.args
     assert variable != "0" or reason == "IGNITE_DIST_SHARED_MEMORY=0"
@@ -379,7 +379,7 @@ def test_bench_of_values_has_raw_torch_beside_ours(capfd: pytest.CaptureFixture[
     assert main(["bench", "--json", "--sizes", "4,8", "--collectives", "numbers,objects"]) == 0
     report = json.loads(capfd.readouterr().out)
     figures = report["figures"]
-    assert report["shared_memory"] == (not shared_segment.unavailable_reason())
+    assert report["shared_memory"] == (not shared_memory.unavailable_reason())
     assert [(figure["collective"], figure["num_bytes"]) for figure in figures] == [
         ("numbers", 0),
         ("objects", 0),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ignite_dist as idist
-from ignite_dist.comp_models.shared_memory.segment import VARIABLE
+from ignite_dist.comp_models.shared_memory.opening import VARIABLE
 from on_ranks import on_ranks
 
 

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ignite_dist as idist
-from ignite_dist.comp_models.shared_memory.segment import VARIABLE, part_bytes
+from ignite_dist.comp_models.shared_memory.opening import VARIABLE
+from ignite_dist.comp_models.shared_memory.segment import part_bytes
 from ignite_dist.values.reduce_ops import NARROW_FLOATS
 from on_ranks import on_ranks
 

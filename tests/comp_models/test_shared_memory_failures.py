@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ignite_dist as idist
-from ignite_dist.comp_models.shared_memory.segment import VARIABLE
+from ignite_dist.comp_models.shared_memory.opening import VARIABLE
 from spawned import FAILURE_SECONDS, within
 from test_leaks import Held
 from waiting import when_waiting

@@ -15,7 +15,7 @@ import torch
 
 import helpers
 import ignite_dist as idist
-from ignite_dist.comp_models.shared_memory.segment import VARIABLE
+from ignite_dist.comp_models.shared_memory.opening import VARIABLE
 from machines import machines, needs_namespaces
 from on_ranks import on_ranks
 

@@ -16,7 +16,7 @@ import torch
 from test_threads_of_a_rank import SECONDS, together
 
 import ignite_dist as idist
-from ignite_dist.comp_models.shared_memory.segment import VARIABLE
+from ignite_dist.comp_models.shared_memory.opening import VARIABLE
 from ignite_dist.context.live import current_model
 from on_ranks import on_ranks
 from waiting import RUN, SLEEP, wait_until_at, when_waiting

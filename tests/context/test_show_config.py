@@ -14,7 +14,7 @@ import torch.distributed as dist
 import helpers
 import ignite_dist as idist
 from contexts import SHORT, by_test_rank, my_rank
-from ignite_dist.comp_models.shared_memory import segment as shared_segment
+from ignite_dist.comp_models.shared_memory import opening as shared_memory
 
 # --- show_config -------------------------------------------------------------------------------------
 
@@ -113,8 +113,8 @@ def _shown_after_a_barrier(local_rank: int) -> list[str]:
 def test_show_config_says_whether_the_ranks_share_memory(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(shared_segment.VARIABLE, variable)
-    shown = "no" if shared_segment.unavailable_reason() else "yes"
+    monkeypatch.setenv(shared_memory.VARIABLE, variable)
+    shown = "no" if shared_memory.unavailable_reason() else "yes"
     assert shown == "no" or variable == "1"
     lines, _ = idist.spawn("gloo", _shown_after_a_barrier, nproc_per_node=2, timeout=SHORT)
     assert f"shared memory: {shown}" in lines

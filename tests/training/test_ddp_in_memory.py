@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import helpers
 import ignite_dist as idist
-from ignite_dist.comp_models.shared_memory.segment import VARIABLE
+from ignite_dist.comp_models.shared_memory.opening import VARIABLE
 from ignite_dist.internals import _torch
 from on_ranks import on_ranks
 from waiting import when_waiting

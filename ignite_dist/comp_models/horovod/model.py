@@ -22,7 +22,7 @@ from ignite_dist.comp_models.horovod._horovod import init_mark_of
 from ignite_dist.comp_models.horovod.launcher import HorovodLauncher
 from ignite_dist.comp_models.horovod.one_machine import HorovodOnOneMachine
 from ignite_dist.comp_models.horovod.training import HorovodTraining
-from ignite_dist.comp_models.shared_memory.segment import check_variable
+from ignite_dist.comp_models.shared_memory.opening import check_variable
 from ignite_dist.comp_models.topology import Topology
 from ignite_dist.environments import devices, own_variables
 from ignite_dist.errors import EnvironmentVariablesError

@@ -23,7 +23,7 @@ from ignite_dist.comp_models.native import gloo, narrow_floats, waits
 from ignite_dist.comp_models.native.group_factory import GroupFactory
 from ignite_dist.comp_models.native.reducer_group import ReducerGroup
 from ignite_dist.comp_models.native.works import TorchWork, TorchWorks
-from ignite_dist.comp_models.shared_memory.segment import name_of_separate_group, separate_group_row
+from ignite_dist.comp_models.shared_memory.opening import name_of_separate_group, separate_group_row
 from ignite_dist.comp_models.transport import CollectiveKind, Group, Sizes, Transport, Wait
 from ignite_dist.comp_models.work import Completed, Steps, Work
 from ignite_dist.environments.rendezvous import connections

@@ -17,12 +17,8 @@ import torch
 from torch import Tensor
 
 from ignite_dist.comp_models.shared_memory.collectives import SharedMemory
-from ignite_dist.comp_models.shared_memory.segment import (
-    MAX_RANKS,
-    check_variable,
-    open_segments,
-    part_bytes,
-)
+from ignite_dist.comp_models.shared_memory.opening import MAX_RANKS, check_variable, open_segments
+from ignite_dist.comp_models.shared_memory.segment import part_bytes
 from ignite_dist.comp_models.transport import Group, Sizes, Transport
 from ignite_dist.comp_models.work import Completed, Steps, Work, waits_for_ranks
 from ignite_dist.environments.rendezvous import connections
